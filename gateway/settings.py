@@ -1,0 +1,85 @@
+"""What a gateway and a ledger writer are told: frozen, validated, passed down. Nothing below reads the environment."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, and unknown keys are errors that name the key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+
+
+class ModelSettings(Settings):
+    """One model that callers may name. It exists because it is configured, not because a worker is alive."""
+
+    context_length: PositiveInt | None = None  # prompt + output tokens; default: what the workers' model card says
+    tokenizer: str | None = None  # a tokenizer.json, a folder with one, or "tiktoken:<encoding>"; default: the workers'
+    aliases: tuple[str, ...] = ()  # other names callers may use
+    owned_by: str = "spillway"
+    default_max_tokens: PositiveInt | None = None  # where the caller names none; default: what the context leaves
+
+
+class LimitSettings(Settings):
+    """What one gateway refuses before it costs anything."""
+
+    max_body_bytes: PositiveInt = 4 * 1024 * 1024
+    max_messages: PositiveInt = 2048
+    max_prompt_tokens: PositiveInt | None = None  # beyond the model's own context length
+    max_total_tokens: PositiveInt | None = None  # prompt + max_tokens x n
+    max_choices: PositiveInt = 16
+    max_in_flight: PositiveInt = 10_000  # requests held by this gateway, queued ones included
+    max_unpublished_usage: PositiveInt = 50_000  # records kept in memory while the queue server is away
+
+
+class TimeoutSettings(Settings):
+    """How long a request may take in each state; each has its own error."""
+
+    queue_wait_s: PositiveSeconds = 600.0
+    first_token_s: PositiveSeconds = 300.0  # accepted → first token
+    inter_token_s: PositiveSeconds = 60.0
+    total_s: PositiveSeconds = 3600.0
+    headers_grace_s: PositiveSeconds = 0.5  # streaming: how long a refusal by the worker may still become a 4xx
+    queued_comment_s: PositiveSeconds = 12.0  # period of ": queued" comments; load balancers cut silence at 60–100 s
+    shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after SIGTERM
+
+
+class QueueSettings(Settings):
+    """Bounds of the streams, and how many copies a cluster keeps."""
+
+    max_jobs: PositiveInt = 50_000
+    max_mib: PositiveInt = 512
+    usage_max_mib: PositiveInt = 2048
+    replicas: Annotated[int, Field(ge=1, le=5)] = 1
+
+
+class GatewaySettings(Settings):
+    """Everything one gateway process needs."""
+
+    gateway_id: str  # unique among the live gateways; a subject token
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    nats_urls: tuple[str, ...]
+    database_url: str
+    data_dir: Path
+    key_pepper: SecretStr
+    models: dict[str, ModelSettings]
+    limits: LimitSettings = LimitSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
+    queue: QueueSettings = QueueSettings()
+    max_attempts: PositiveInt = 4
+
+
+class LedgerSettings(Settings):
+    """Everything one ledger writer needs."""
+
+    nats_urls: tuple[str, ...]
+    database_url: str
+    batch_records: PositiveInt = 500
+    batch_wait_s: PositiveSeconds = 0.25

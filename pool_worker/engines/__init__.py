@@ -1,0 +1,1 @@
+"""Engines a worker can run: the plug point."""

@@ -1,0 +1,58 @@
+"""The plug point for engines: what a worker asks of anything that turns prompts into tokens.
+
+One file per engine in this folder, one registry in ``__init__``, and one conformance suite
+(``tests/conformance/test_engines.py``) that every engine must pass.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.types import GenerationRequest, SequenceOutput
+from protocol.messages import ModelCard
+
+
+class EngineDiedError(Exception):
+    """The engine can make no more tokens; the worker must exit so that its jobs go elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an engine can hold at once."""
+
+    max_sequences: int
+    max_kv_tokens: int
+    max_model_len: int  # prompt + output tokens of one sequence
+
+
+class Engine(Protocol):
+    """An engine as its worker sees it. Every method is called on the worker's event loop.
+
+    The order of life is ``start`` → (``submit`` | ``cancel`` | iterate ``steps``)* → ``stop``.
+    """
+
+    name: str
+
+    async def start(self) -> Capacity:
+        """Load whatever there is to load. Raises EngineDiedError with a reason an operator can act on."""
+        ...
+
+    def model_card(self, model: str) -> tuple[ModelCard, bytes]:
+        """The card under which ``model`` is served, and its tokenizer.json."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Take a request. Never blocks; a request the engine must refuse ends in ``steps`` with an error output."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; each live choice ends in ``steps`` as "cancelled". Unknown ids are ignored."""
+        ...
+
+    def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
+        """Yield what each engine step made, for ever. Raises EngineDiedError when the engine is lost."""
+        ...
+
+    async def stop(self) -> None:
+        """Free everything. Running requests are dropped without further output."""
+        ...

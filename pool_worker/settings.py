@@ -1,0 +1,61 @@
+"""What a worker is told: frozen, validated, passed down. Nothing below reads the environment."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, and unknown keys are errors that name the key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Tier = Literal["spot", "reserved", "on-demand", "hosted"]
+
+
+class LocalEngineSettings(Settings):
+    """Our own engine (package ``engine``). Unset values are chosen by the engine and printed at start."""
+
+    kind: Literal["spillway"] = "spillway"
+    path: str  # a model folder, or a name on the Hugging Face hub
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    max_model_len: PositiveInt | None = None
+    max_sequences: PositiveInt = 64
+    max_batched_tokens: PositiveInt = 2048  # per step
+    kv_mib: PositiveInt | None = None
+    threads: PositiveInt | None = None
+
+
+class ScriptedEngineSettings(Settings):
+    """The scripted engine: deterministic text, chosen timing, chosen faults. For tests, benchmarks and demonstrations."""
+
+    kind: Literal["scripted"] = "scripted"
+    ttft_s: Seconds = 0.0
+    inter_token_s: Seconds = 0.0
+    max_sequences: PositiveInt = 256
+    max_kv_tokens: PositiveInt = 1_000_000
+    max_model_len: PositiveInt = 8192
+    # Faults may also be asked for by a prompt, but only where this is on.
+    faults_from_prompt: bool = False
+
+
+EngineSettings = Annotated[LocalEngineSettings | ScriptedEngineSettings, Field(discriminator="kind")]
+
+
+class WorkerSettings(Settings):
+    """Everything one worker process needs."""
+
+    worker_id: str  # unique among the live workers; a subject token
+    pool: str
+    provider: str = "local"
+    region: str = "local"
+    tier: Tier = "on-demand"
+    usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
+    nats_urls: tuple[str, ...]
+    models: tuple[str, ...]  # the names under which callers know what this engine serves
+    engine: EngineSettings
+    drain_s: Seconds = 25.0  # how long running jobs may go on after SIGTERM

@@ -1,0 +1,62 @@
+"""Stable error codes: what goes wrong on the path, named once, the same in frames, records, logs and answers.
+
+    ProtocolError                 a message that this version cannot read
+    BusError                      the queue server did not do what was asked
+    ├── BusTimeout                no answer within the limit (the outcome is unknown: retry with the same id)
+    ├── StreamFull                the stream's bound is reached and it discards new messages
+    ├── PayloadTooLarge           the message would exceed the server's max_payload
+    └── ApiError                  the JetStream API answered with an error
+
+HTTP statuses belong to the gateway's edge (``gateway.api.errors``); here is only the meaning.
+"""
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Why a request or an attempt ended badly. Values are public and never change meaning."""
+
+    # The caller's mistakes, found by the engine after the gateway let them pass.
+    INVALID_REQUEST = "invalid_request"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    # Capacity.
+    QUEUE_FULL = "queue_full"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    # The attempt failed; the request may go on elsewhere.
+    ENGINE_ERROR = "engine_error"
+    ENGINE_DIED = "engine_died"
+    WORKER_DRAINING = "worker_draining"
+    WORKER_LOST = "worker_lost"
+    REDELIVERED = "redelivered"
+    UNKNOWN_ATTEMPT = "unknown_attempt"
+    # The request failed for good.
+    ATTEMPTS_EXHAUSTED = "attempts_exhausted"
+    INTERNAL_ERROR = "internal_error"
+
+
+class ProtocolError(ValueError):
+    """A message could not be decoded, or speaks another protocol version."""
+
+
+class BusError(Exception):
+    """The queue server did not do what was asked."""
+
+
+class BusTimeout(BusError):
+    """No answer within the limit; the outcome is unknown, so retry with the same message id."""
+
+
+class StreamFull(BusError):
+    """The stream has reached its bound and discards new messages."""
+
+
+class PayloadTooLarge(BusError):
+    """The message is larger than the server's max_payload."""
+
+
+class ApiError(BusError):
+    """The JetStream API answered with an error; ``code`` is JetStream's ``err_code``."""
+
+    def __init__(self, code: int, description: str) -> None:
+        super().__init__(f"JetStream error {code}: {description}")
+        self.code = code

@@ -1,0 +1,341 @@
+"""Every message that crosses NATS between a gateway, a worker and the ledger writer.
+
+Encoded as msgpack by msgspec. Frames are arrays (they are many and small); everything else is a map whose default
+values are left out. A reader ignores fields it does not know, so fields may be appended without a new version; a
+change of meaning raises ``PROTOCOL_VERSION``.
+
+    gateway ──Job──────────────────────────────> worker      JetStream, ``subjects.job_subject``
+    gateway ──Cancel | Resend──────────────────> worker      core NATS, ``subjects.control_subject``
+    gateway <─StepFrame[Accepted|Tokens|…]────── worker      core NATS, ``Job.reply_subject``
+    gateway <─Heartbeat, ModelCard────────────── worker      KV buckets
+    gateway ──RequestRecord──┐
+    worker  ──AttemptRecord──┴─────────────────> ledger      JetStream, ``usage.>``
+
+The fence is (request_id, attempt, seq): at most one worker ever runs a given attempt (a redelivered message is handed
+back to the gateway, which alone numbers attempts), ``seq`` counts that attempt's frames from 0 without gaps, and a
+gateway drops frames of any attempt but its current one.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from protocol.errors import ProtocolError
+
+PROTOCOL_VERSION: Final = 1
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Pack token ids as unsigned 32-bit integers in the machine's (little-endian) order: a copy, no loop in Python."""
+    return array("I", token_ids).tobytes()
+
+
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """Reverse ``pack_token_ids``. Raises ProtocolError if the length is not a multiple of four."""
+    if len(packed) % 4:
+        raise ProtocolError(f"packed token ids of {len(packed)} bytes are not whole 32-bit integers")
+    token_ids = array("I")
+    token_ids.frombytes(packed)
+    return token_ids.tolist()
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """How to choose tokens. Names and defaults are those of the OpenAI API and, beyond it, of vLLM."""
+
+    max_tokens: int  # output tokens per choice, at least 1; the gateway has already filled in the default
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    n: int = 1  # choices
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
+    skip_special_tokens: bool = True
+
+
+class ResumePoint(Struct, frozen=True, omit_defaults=True):
+    """Where one choice stands, so that another worker can go on with it."""
+
+    index: int  # the choice
+    token_ids: bytes  # output tokens the gateway holds, packed
+    text_chars: int  # characters of their text that the gateway holds (fewer than all where a stop prefix is held back)
+    finish_reason: str | None = None  # set: this choice is complete and must not be run again
+
+
+class Job(Struct, frozen=True, omit_defaults=True):
+    """One attempt at one request: everything a worker needs to make its tokens."""
+
+    v: int
+    request_id: str
+    attempt: int  # from 1; numbered by the gateway alone
+    model: str
+    reply_subject: str  # where frames go: the owning gateway's inbox
+    sampling: Sampling
+    prompt_ids: bytes  # packed; empty if prompt_object is set
+    prompt_object: str | None = None  # name in the ``prompts`` object bucket, for prompts too large for a message
+    prompt_tokens: int = 0  # their number, known also where the ids travel by reference
+    resume: tuple[ResumePoint, ...] = ()
+    tenant: str = ""  # the fairness domain: the key's team, or the key itself
+    accepted_unix_ms: int = 0  # when the gateway admitted the request
+    deadline_unix_ms: int = 0  # a worker that pulls it later than this fails it unrun
+    traceparent: str | None = None  # W3C trace context
+
+
+# --- frames: worker → gateway -----------------------------------------------------------------------------------------
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """The log-probability of one token under the raw distribution, before any sampling processor."""
+
+    token_id: int
+    text: str
+    logprob: float
+    utf8: bytes  # the token's own bytes (its text may be a replacement character)
+    top: tuple[tuple[int, str, float, bytes], ...] = ()  # (token_id, text, logprob, utf8), likeliest first
+
+
+class Accepted(Struct, frozen=True, array_like=True, tag="a"):
+    """A worker has pulled the job and will run it. Always ``seq`` 0."""
+
+    request_id: str
+    attempt: int
+    seq: int
+    worker_id: str
+    pool: str
+    provider: str
+    region: str
+    queue_ms: float  # publish → pull, by the worker's clock against JetStream's time stamp
+
+
+class Tokens(Struct, frozen=True, array_like=True, tag="t"):
+    """What one engine step yielded for one choice."""
+
+    request_id: str
+    attempt: int
+    seq: int
+    index: int
+    token_ids: tuple[int, ...]
+    text: str  # may be empty while a possible stop string or an incomplete character is held back
+    finish_reason: str | None = None  # "stop" | "length" on the choice's last frame
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token of token_ids
+
+
+class Finished(Struct, frozen=True, array_like=True, tag="f"):
+    """The attempt is over, all choices complete or cancelled. Counts are the engine's own and exact."""
+
+    request_id: str
+    attempt: int
+    seq: int
+    cancelled: bool
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int  # made by this attempt, over all choices; tokens resumed from are not counted again
+    ttft_ms: float  # pull → first token; 0 if none was made
+
+
+class Failed(Struct, frozen=True, array_like=True, tag="x"):
+    """The attempt is over without an answer."""
+
+    request_id: str
+    attempt: int
+    seq: int
+    code: str  # protocol.errors.ErrorCode
+    message: str
+    retryable: bool  # another worker may do better
+    param: str | None = None  # the request field at fault, for the caller's mistakes
+    completion_tokens: int = 0
+
+
+Frame = Accepted | Tokens | Finished | Failed
+
+
+class StepFrame(Struct, frozen=True, array_like=True):
+    """All frames that one engine step has for one gateway: one NATS message."""
+
+    v: int
+    worker_id: str
+    frames: tuple[Frame, ...]
+
+
+# --- control: gateway → worker ----------------------------------------------------------------------------------------
+
+
+class Cancel(Struct, frozen=True, array_like=True, tag="c"):
+    """Stop this attempt, free its slot, and answer with Finished(cancelled=True). Idempotent."""
+
+    request_id: str
+    attempt: int
+
+
+class Resend(Struct, frozen=True, array_like=True, tag="r"):
+    """Send the frames of this attempt again from ``from_seq`` on: some were lost on the way.
+
+    A worker that does not know the attempt answers Failed(UNKNOWN_ATTEMPT) with ``seq`` = ``from_seq``.
+    """
+
+    request_id: str
+    attempt: int
+    from_seq: int
+    reply_subject: str
+
+
+Control = Cancel | Resend
+
+
+# --- registry: worker → KV --------------------------------------------------------------------------------------------
+
+
+class Heartbeat(Struct, frozen=True, omit_defaults=True):
+    """A worker's state, put every ``topology.HEARTBEAT_PERIOD_S`` into the ``workers`` bucket under its id."""
+
+    v: int
+    worker_id: str
+    pool: str
+    provider: str
+    region: str
+    tier: str  # "spot" | "reserved" | "on-demand" | "hosted"
+    engine: str
+    models: tuple[str, ...]
+    usd_per_hour: float
+    max_sequences: int
+    max_kv_tokens: int
+    free_sequences: int
+    free_kv_tokens: int
+    running: int
+    started_unix_ms: int
+    sent_unix_ms: int
+    draining: bool = False
+
+
+class ModelCard(Struct, frozen=True, omit_defaults=True):
+    """What a gateway must know to count and render prompts for a model without any hub access."""
+
+    v: int
+    model: str
+    context_length: int  # prompt + output tokens, as the engine enforces it
+    tokenizer_object: str  # name in the ``artifacts`` object bucket: a Hugging Face tokenizer.json
+    chat_template: str | None  # Jinja source; None: the model has no chat format
+    special_tokens: dict[str, str] = {}  # bos_token, eos_token, …: the template's variables
+    add_special_tokens: bool = True  # whether plain completions encode with the tokenizer's own special tokens
+
+
+# --- ledger: → USAGE stream -------------------------------------------------------------------------------------------
+
+
+class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
+    """One admitted request, published once by its gateway when it has ended in whatever way."""
+
+    v: int
+    request_id: str
+    gateway_id: str
+    received_unix_ms: int
+    endpoint: str  # "chat.completions" | "completions"
+    model: str
+    key_id: str
+    key_name: str
+    stream: bool
+    outcome: str  # "ok" | "cancelled" | "failed"
+    http_status: int  # as sent; 499 for a caller that left before the headers
+    error_code: str | None
+    finish_reason: str | None  # of choice 0
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int  # over all choices
+    attempts: int
+    queue_ms: float | None  # admission → accepted by the last attempt's worker
+    ttft_ms: float | None  # admission → first token at the gateway
+    total_ms: float  # received → ended
+    pool: str | None  # of the last attempt
+    provider: str | None
+    region: str | None
+
+
+class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
+    """One try of one request on one worker, published once by that worker when the try has ended."""
+
+    v: int
+    request_id: str
+    attempt: int
+    worker_id: str
+    pool: str
+    provider: str
+    region: str
+    tier: str
+    engine: str
+    model: str
+    started_unix_ms: int
+    outcome: str  # "ok" | "cancelled" | "failed"
+    error_code: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_ms: float
+    ttft_ms: float | None  # pull → first token
+    total_ms: float  # pull → end
+    usd_per_hour: float
+
+
+UsageRecord = RequestRecord | AttemptRecord
+
+# One encoder and one decoder per kind: building them is the slow part.
+encode = msgspec.msgpack.Encoder().encode
+_job_decoder = msgspec.msgpack.Decoder(Job)
+_step_decoder = msgspec.msgpack.Decoder(StepFrame)
+_control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
+_heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)
+_card_decoder = msgspec.msgpack.Decoder(ModelCard)
+_usage_decoder: msgspec.msgpack.Decoder[UsageRecord] = msgspec.msgpack.Decoder(UsageRecord)
+
+_Message = TypeVar("_Message")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
+    try:
+        message = decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"undecodable message: {error}") from error
+    version = getattr(message, "v", PROTOCOL_VERSION)
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"message speaks protocol {version}, this build speaks {PROTOCOL_VERSION}")
+    return message
+
+
+def decode_job(payload: bytes) -> Job:
+    """Decode a Job. Raises ProtocolError."""
+    return _decode(_job_decoder, payload)
+
+
+def decode_step(payload: bytes) -> StepFrame:
+    """Decode a StepFrame. Raises ProtocolError."""
+    return _decode(_step_decoder, payload)
+
+
+def decode_control(payload: bytes) -> Control:
+    """Decode a Cancel or a Resend. Raises ProtocolError."""
+    return _decode(_control_decoder, payload)
+
+
+def decode_heartbeat(payload: bytes) -> Heartbeat:
+    """Decode a Heartbeat. Raises ProtocolError."""
+    return _decode(_heartbeat_decoder, payload)
+
+
+def decode_model_card(payload: bytes) -> ModelCard:
+    """Decode a ModelCard. Raises ProtocolError."""
+    return _decode(_card_decoder, payload)
+
+
+def decode_usage(payload: bytes) -> UsageRecord:
+    """Decode a RequestRecord or an AttemptRecord. Raises ProtocolError."""
+    return _decode(_usage_decoder, payload)

@@ -1,0 +1,139 @@
+"""Raw pulls from a JetStream consumer: ask for exactly as many messages as there is room for, never more.
+
+A pull that nobody answers parks at the server until it expires; a process that freezes with parked pulls swallows the
+messages that then arrive, until ``ack_wait`` hands them back. So pulls are short, and ``outstanding`` never exceeds
+what the caller asked for.
+"""
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, Self
+
+from msgspec import Struct
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from protocol.bus import Bus
+
+PULL_EXPIRES_S: Final = 2.0
+PULL_GRACE_S: Final = 1.0  # past its expiry, a pull whose end the server never told us is written off
+
+log = logging.getLogger(__name__)
+
+
+class Delivery(Struct, frozen=True):
+    """One message taken from a stream; the taker owes it an ``ack``, ``nak`` or ``term``."""
+
+    payload: bytes
+    subject: str
+    ack_subject: str
+    stream_sequence: int
+    deliveries: int  # 1 the first time
+    stored_unix_ms: int  # when the stream took it
+
+    @classmethod
+    def of(cls, message: Msg) -> Self:
+        """Read the facts that JetStream keeps in the reply subject (nine tokens, or eleven and more with a domain)."""
+        tokens = message.reply.split(".")
+        at = 2 if len(tokens) == 9 else 4
+        return cls(
+            payload=message.data,
+            subject=message.subject,
+            ack_subject=message.reply,
+            deliveries=int(tokens[at + 2]),
+            stream_sequence=int(tokens[at + 3]),
+            stored_unix_ms=int(tokens[at + 5]) // 1_000_000,
+        )
+
+
+async def ack(bus: Bus, delivery: Delivery) -> None:
+    """Remove the message from the work queue."""
+    await bus.publish(delivery.ack_subject, b"+ACK")
+
+
+async def nak(bus: Bus, delivery: Delivery) -> None:
+    """Hand the message back for somebody else, now."""
+    await bus.publish(delivery.ack_subject, b"-NAK")
+
+
+async def term(bus: Bus, delivery: Delivery) -> None:
+    """Give the message up for good: nobody could ever use it."""
+    await bus.publish(delivery.ack_subject, b"+TERM")
+
+
+async def in_progress(bus: Bus, delivery: Delivery) -> None:
+    """Restart the message's ``ack_wait``: work on it goes on."""
+    await bus.publish(delivery.ack_subject, b"+WPI")
+
+
+class _Pull(Struct):
+    remaining: int
+    expires_at_s: float  # monotonic clock
+
+
+class PullConsumer:
+    """Pulls from one durable consumer; ``handler`` gets each delivery, in order."""
+
+    def __init__(self, bus: Bus, stream: str, consumer: str, handler: Callable[[Delivery], Awaitable[None]]) -> None:
+        self._bus = bus
+        self._api_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._handler = handler
+        self._inbox = bus.client.new_inbox()
+        self._pulls: dict[str, _Pull] = {}
+        self._numbers = itertools.count(1)
+        self._subscription: Subscription | None = None
+
+    async def start(self) -> None:
+        """Subscribe to the inbox that answers come to. No message is asked for yet."""
+        self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._on_message)
+
+    async def stop(self) -> None:
+        """Stop listening. Parked pulls end at the server as soon as it sees that nobody listens."""
+        if self._subscription is not None and not self._bus.client.is_closed:
+            await self._subscription.unsubscribe()
+        self._pulls.clear()
+
+    def outstanding(self) -> int:
+        """How many messages have been asked for and may still come."""
+        now_s = time.monotonic()
+        for number in [n for n, pull in self._pulls.items() if pull.expires_at_s + PULL_GRACE_S < now_s]:
+            del self._pulls[number]
+        return sum(pull.remaining for pull in self._pulls.values())
+
+    async def pull(self, batch: int, *, expires_s: float = PULL_EXPIRES_S) -> None:
+        """Ask for up to ``batch`` messages, waiting at the server for at most ``expires_s``."""
+        number = str(next(self._numbers))
+        self._pulls[number] = _Pull(remaining=batch, expires_at_s=time.monotonic() + expires_s)
+        body = json.dumps({"batch": batch, "expires": int(expires_s * 1e9)}).encode()
+        await self._bus.publish(self._api_subject, body, reply=f"{self._inbox}.{number}")
+
+    def forget_pulls(self) -> None:
+        """Write off all parked pulls: the server has restarted and does not know them."""
+        self._pulls.clear()
+
+    async def _on_message(self, message: Msg) -> None:
+        # JetStream ends or refuses a pull by an empty message, with a status header, on the pull's own inbox. A
+        # delivery keeps its stream subject and does not say which pull it answers; the server serves them in order.
+        if not message.reply:
+            self._pulls.pop(message.subject.rpartition(".")[2], None)
+            self._log_status(message)
+            return
+        self._count_delivery()
+        await self._handler(Delivery.of(message))
+
+    def _count_delivery(self) -> None:
+        oldest = next(iter(self._pulls), None)
+        if oldest is None:
+            return
+        self._pulls[oldest].remaining -= 1
+        if self._pulls[oldest].remaining <= 0:
+            del self._pulls[oldest]
+
+    def _log_status(self, message: Msg) -> None:
+        headers = message.headers or {}
+        status = headers.get("Status", "")
+        if status not in {"404", "408"}:  # nothing there; expired
+            log.warning("pull from %s ended: %s %s", self._api_subject, status, headers.get("Description", ""))

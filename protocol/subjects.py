@@ -1,0 +1,66 @@
+"""Names on the bus: every subject, stream, consumer and bucket, built in one place.
+
+A model's name may hold any character; NATS subjects and consumer names may not, so names travel escaped: every byte
+outside ``[A-Za-z0-9_-]`` becomes ``=XX`` (``org/model.v1`` → ``org=2Fmodel=2Ev1``).
+"""
+
+import re
+from typing import Final
+
+INTERACTIVE_STREAM: Final = "RQ"
+USAGE_STREAM: Final = "USAGE"
+WORKERS_BUCKET: Final = "workers"
+MODELS_BUCKET: Final = "models"
+ARTIFACTS_BUCKET: Final = "artifacts"
+PROMPTS_BUCKET: Final = "prompts"
+
+LEDGER_CONSUMER: Final = "ledger"
+DEFAULT_LANE: Final = "main"
+
+REQUEST_USAGE_SUBJECT: Final = "usage.request"
+ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"
+
+# Core NATS, no payload: API keys have changed in SQL, load them again.
+KEYS_CHANGED_SUBJECT: Final = "config.keys.changed"
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def escape(name: str) -> str:
+    """Escape a name so that it is one subject token and a valid consumer or key name."""
+    return _UNSAFE.sub(lambda found: "".join(f"={byte:02X}" for byte in found.group().encode()), name)
+
+
+def job_subject(model: str, lane: str = DEFAULT_LANE) -> str:
+    """The queue subject of interactive jobs for a model, in a lane."""
+    return f"rq.{escape(model)}.{lane}"
+
+
+def job_consumer(model: str, lane: str = DEFAULT_LANE) -> str:
+    """The durable consumer that all workers of a model share for a lane."""
+    return f"{escape(model)}_{lane}"
+
+
+def frames_subject(gateway_id: str) -> str:
+    """Where workers send step frames for the requests of one gateway."""
+    return f"fr.{gateway_id}"
+
+
+def control_subject(worker_id: str) -> str:
+    """Where gateways send Cancel and Resend to one worker."""
+    return f"ctl.{worker_id}"
+
+
+def kv_subject(bucket: str, key: str) -> str:
+    """The subject behind a KV entry: publishing to it puts, subscribing to it watches."""
+    return f"$KV.{bucket}.{key}"
+
+
+def heartbeat_subject(worker_id: str) -> str:
+    """The registry entry of one worker; ``heartbeat_subject("*")`` is that of all."""
+    return kv_subject(WORKERS_BUCKET, worker_id)
+
+
+def model_card_subject(model: str) -> str:
+    """The card of one model."""
+    return kv_subject(MODELS_BUCKET, escape(model))

@@ -1,0 +1,158 @@
+"""Streams, consumers and buckets: what they are and the one function that makes them so.
+
+Gateways own the topology: each applies it when it starts and after every reconnect (memory streams do not survive a
+server's restart). Applying twice changes nothing. Workers and the ledger writer only use what is there, and wait for
+it.
+"""
+
+import logging
+from typing import Any, Final
+
+from msgspec import Struct
+
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import ApiError
+
+HEARTBEAT_PERIOD_S: Final = 0.5
+HEARTBEAT_LIMIT_S: Final = 1.5  # a worker unheard of for longer counts as dead
+REGISTRY_TTL_S: Final = 10
+ACK_WAIT_S: Final = 10.0  # after it, a job whose worker has gone silent is handed back to its gateway
+ACK_PROGRESS_PERIOD_S: Final = 3.0  # how often a worker says that it is still at it
+DUPLICATE_WINDOW_S: Final = 120
+USAGE_MAX_AGE_S: Final = 14 * 24 * 3600
+PROMPT_MAX_AGE_S: Final = 3600
+
+NS: Final = 1_000_000_000
+STREAM_NOT_FOUND: Final = 10059
+STREAM_NAME_IN_USE: Final = 10058
+CONSUMER_NOT_FOUND: Final = 10014
+
+log = logging.getLogger(__name__)
+
+
+class QueueBounds(Struct, frozen=True):
+    """How much may wait. Past a bound the stream refuses new messages and the gateway refuses the request."""
+
+    max_jobs: int = 50_000
+    max_bytes: int = 512 * 1024 * 1024
+    max_usage_bytes: int = 2 * 1024 * 1024 * 1024
+    replicas: int = 1  # 3 in a cluster
+
+
+def _stream(name: str, subject: str, bounds: QueueBounds, **rest: Any) -> dict[str, Any]:  # noqa: ANN401
+    return {"name": name, "subjects": [subject], "num_replicas": bounds.replicas, "discard": "new", **rest}
+
+
+def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
+    """All streams, as the JetStream API takes them."""
+    return [
+        _stream(
+            subjects.INTERACTIVE_STREAM,
+            "rq.>",
+            bounds,
+            retention="workqueue",
+            # An interactive job is worth as long as its gateway, which publishes it again if the server loses it.
+            storage="memory",
+            max_msgs=bounds.max_jobs,
+            max_bytes=bounds.max_bytes,
+            duplicate_window=DUPLICATE_WINDOW_S * NS,
+            allow_msg_ttl=True,
+        ),
+        _stream(
+            subjects.USAGE_STREAM,
+            "usage.>",
+            bounds,
+            retention="limits",
+            storage="file",
+            max_bytes=bounds.max_usage_bytes,
+            max_age=USAGE_MAX_AGE_S * NS,
+            duplicate_window=DUPLICATE_WINDOW_S * NS,
+        ),
+        _bucket(subjects.WORKERS_BUCKET, bounds, storage="memory", max_age_s=REGISTRY_TTL_S),
+        _bucket(subjects.MODELS_BUCKET, bounds, storage="file", max_age_s=0),
+        _object_bucket(subjects.ARTIFACTS_BUCKET, bounds, storage="file", max_age_s=0),
+        _object_bucket(subjects.PROMPTS_BUCKET, bounds, storage="memory", max_age_s=PROMPT_MAX_AGE_S),
+    ]
+
+
+def _bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: int) -> dict[str, Any]:
+    """A key-value bucket as NATS ADR-8 lays it out on a stream."""
+    return _stream(
+        f"KV_{name}",
+        f"$KV.{name}.>",
+        bounds,
+        storage=storage,
+        max_msgs_per_subject=1,
+        max_age=max_age_s * NS,
+        allow_rollup_hdrs=True,
+        deny_delete=True,
+        allow_direct=True,
+    )
+
+
+def _object_bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: int) -> dict[str, Any]:
+    """An object bucket as NATS ADR-20 lays it out on a stream."""
+    config = _stream(f"OBJ_{name}", f"$O.{name}.C.>", bounds, storage=storage, max_age=max_age_s * NS)
+    config["subjects"].append(f"$O.{name}.M.>")
+    return {**config, "allow_rollup_hdrs": True, "allow_direct": True}
+
+
+def job_consumer_config(model: str, lane: str = subjects.DEFAULT_LANE) -> dict[str, Any]:
+    """The durable that all workers of a model share for one lane."""
+    return {
+        "durable_name": subjects.job_consumer(model, lane),
+        "filter_subject": subjects.job_subject(model, lane),
+        "ack_policy": "explicit",
+        "ack_wait": int(ACK_WAIT_S * NS),
+        "max_ack_pending": -1,  # what is in flight is bounded by the workers' own credit
+        "max_waiting": 2048,
+        "mem_storage": True,
+    }
+
+
+def ledger_consumer_config() -> dict[str, Any]:
+    """The durable of the ledger writers; several share it safely because inserts are idempotent."""
+    return {
+        "durable_name": subjects.LEDGER_CONSUMER,
+        "filter_subject": "usage.>",
+        "ack_policy": "explicit",
+        "ack_wait": 30 * NS,
+        "max_ack_pending": 20_000,
+    }
+
+
+async def apply(bus: Bus, models: list[str], bounds: QueueBounds) -> None:
+    """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError or BusTimeout."""
+    for config in streams(bounds):
+        await _apply_stream(bus, config)
+    for model in models:
+        await _apply_consumer(bus, subjects.INTERACTIVE_STREAM, job_consumer_config(model))
+    await _apply_consumer(bus, subjects.USAGE_STREAM, ledger_consumer_config())
+
+
+async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:
+    try:
+        await bus.api(f"STREAM.CREATE.{config['name']}", config)  # equal configuration: a no-op
+    except ApiError as error:
+        if error.code != STREAM_NAME_IN_USE:
+            raise
+        log.info("updating stream %s", config["name"])
+        await bus.api(f"STREAM.UPDATE.{config['name']}", config)
+
+
+async def _apply_consumer(bus: Bus, stream: str, config: dict[str, Any]) -> None:
+    # Without an "action" the server creates or updates, whichever is needed.
+    name = config["durable_name"]
+    await bus.api(f"CONSUMER.DURABLE.CREATE.{stream}.{name}", {"stream_name": stream, "config": config})
+
+
+async def consumer_exists(bus: Bus, stream: str, consumer: str) -> bool:
+    """Whether a durable is there. Raises BusTimeout, or ApiError for anything but its absence."""
+    try:
+        await bus.api(f"CONSUMER.INFO.{stream}.{consumer}")
+    except ApiError as error:
+        if error.code in {CONSUMER_NOT_FOUND, STREAM_NOT_FOUND}:
+            return False
+        raise
+    return True
