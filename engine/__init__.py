@@ -1,0 +1,49 @@
+"""Spillway's continuous-batching engine: any causal language model of transformers, many requests in one batch.
+
+It knows nothing of NATS or HTTP and imports none of Spillway's other packages. The scheduler, the block pool and the
+records below need no torch, so `LLMEngine` is loaded on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineCorrupted, EngineError, RequestRejected, UnsupportedModel
+from engine.types import (
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    ResumePoint,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    from engine.engine import LLMEngine
+
+__all__ = [
+    "ConfigError",
+    "EngineConfig",
+    "EngineCorrupted",
+    "EngineError",
+    "EngineInfo",
+    "EngineLoad",
+    "FinishReason",
+    "GenerationRequest",
+    "LLMEngine",
+    "RequestRejected",
+    "ResumePoint",
+    "SamplingParams",
+    "SequenceOutput",
+    "TokenLogprob",
+    "UnsupportedModel",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LLMEngine":
+        from engine.engine import LLMEngine  # noqa: PLC0415 - torch takes a second to import
+
+        return LLMEngine
+    raise AttributeError(name)

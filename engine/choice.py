@@ -1,0 +1,129 @@
+"""One choice of a request from token to shown text: stop conditions, detokenisation, resumption."""
+
+from dataclasses import dataclass
+
+from engine.detokenizer import Detokenizer, TokenText
+from engine.sampler import RawLogprobs, SamplingRow
+from engine.scheduler import Sequence
+from engine.stop_strings import StopStrings
+from engine.types import (
+    Candidate,
+    FinishReason,
+    GenerationRequest,
+    ResumePoint,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprob,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """Choice `index` of a request: its sequence, its row in the sampler, and the state of its text.
+
+    open ──stop token, stop string, max_tokens──> finished
+    """
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    sequence: Sequence
+    sampling_row: SamplingRow
+    eos_ids: frozenset[int]  # empty with ignore_eos
+    tokens: TokenText
+    detokenizer: Detokenizer
+    stops: StopStrings
+    chars_to_skip: int = 0  # text of a resumed choice that the client already has
+    produced_tokens: int = 0  # output tokens that went through `_read`
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @classmethod
+    def start(
+        cls, request: GenerationRequest, index: int, eos_ids: frozenset[int], tokens: TokenText, vocab_size: int
+    ) -> "Choice":
+        """Make a choice of a checked request, resumed where the request says so."""
+        params = request.sampling
+        resume = next((point for point in request.resume if point.index == index), ResumePoint(index, (), 0))
+        sequence = Sequence(
+            token_ids=[*request.prompt_ids, *resume.token_ids],
+            prompt_tokens=len(request.prompt_ids),
+            max_total_tokens=len(request.prompt_ids) + params.max_tokens,
+        )
+        eos_ids = frozenset() if params.ignore_eos else eos_ids
+        return cls(
+            request_id=request.request_id,
+            index=index,
+            params=params,
+            sequence=sequence,
+            sampling_row=SamplingRow(params, index, sequence, eos_ids | frozenset(params.stop_token_ids), vocab_size),
+            eos_ids=eos_ids,
+            tokens=tokens,
+            detokenizer=tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens),
+            stops=StopStrings(params.stop),
+            chars_to_skip=resume.text_chars,
+        )
+
+    def replay(self) -> SequenceOutput | None:
+        """Rebuild the text state from resumed tokens; return what the client has not seen of it, if anything."""
+        text = ""
+        for token_id in self.sequence.token_ids[self.sequence.prompt_tokens :]:
+            text += self._read(token_id)
+            if self.finish_reason is not None:
+                break
+        return self._output([], text, None) if text or self.finish_reason else None
+
+    def advance(self, token_id: int, logprobs: RawLogprobs | None) -> SequenceOutput:
+        """Take a sampled token; return what this step yields for the choice."""
+        self.sequence.token_ids.append(token_id)
+        text = self._read(token_id)
+        return self._output([token_id], text, None if logprobs is None else [self._describe(token_id, logprobs)])
+
+    def end(self, reason: FinishReason, error: str | None = None) -> SequenceOutput:
+        """End the choice without a token."""
+        self.finish_reason = reason
+        output = self._output([], "", None)
+        output.error = error
+        return output
+
+    def _output(self, token_ids: list[int], text: str, logprobs: list[TokenLogprob] | None) -> SequenceOutput:
+        return SequenceOutput(
+            self.request_id, self.index, token_ids, text, logprobs, self.finish_reason, self.stop_reason
+        )
+
+    def _read(self, token_id: int) -> str:
+        """Take one output token into the text state; return new text for the client."""
+        self.produced_tokens += 1
+        if token_id in self.eos_ids or token_id in self.params.stop_token_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
+            return self._unseen(self._flush())
+        text = self._pass_stops(self.detokenizer.push(token_id))
+        if self.finish_reason is None and self.produced_tokens >= self.params.max_tokens:
+            text += self._flush()
+            self.finish_reason = self.finish_reason or "length"
+        return self._unseen(text)
+
+    def _pass_stops(self, text: str) -> str:
+        if self.produced_tokens <= self.params.min_tokens:
+            return text
+        released, stop = self.stops.push(text)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+        return released
+
+    def _flush(self) -> str:
+        text = self._pass_stops(self.detokenizer.flush())
+        return text + self.stops.flush()
+
+    def _unseen(self, text: str) -> str:
+        skipped = min(self.chars_to_skip, len(text))
+        self.chars_to_skip -= skipped
+        return text[skipped:]
+
+    def _describe(self, token_id: int, raw: RawLogprobs) -> TokenLogprob:
+        def named(id_: int, logprob: float) -> Candidate:
+            return id_, self.tokens.text_of(id_), logprob, self.tokens.bytes_of(id_)
+
+        _, text, logprob, token_bytes = named(token_id, raw.logprob)
+        return TokenLogprob(token_id, text, logprob, token_bytes, [named(*entry) for entry in raw.top])

@@ -1,0 +1,159 @@
+"""Token ids to text, one token at a time, without ever showing half a character.
+
+`tokenizers.DecodeStream` is not used: it raises on text whose earlier bytes are no valid UTF-8, and decodes an ever
+longer tail again while a model emits such bytes. Byte-level vocabularies (GPT-2's and its descendants') are decoded
+exactly, byte by byte; every other vocabulary by comparing the decoded text before and after each token.
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+_CONTEXT_TOKENS = 6  # of the prompt: enough to know about a leading space and an unfinished character
+_MAX_PENDING_TOKENS = 3  # an unfinished UTF-8 character is at most three bytes, each at least part of a token
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Turns the output tokens of one choice into text."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that is complete now."""
+
+    def flush(self) -> str:
+        """Return what is left at the end, unfinished characters as U+FFFD."""
+
+
+class TokenText:
+    """The text and bytes of single tokens, and the detokenizers made from them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary_size = len(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        self._added = {int(id_): str(token) for id_, token in added.items()}
+        self._special_ids = frozenset(tokenizer.all_special_ids) | {id_ for id_, t in added.items() if t.special}
+        self._is_byte_level = _decoder_kinds(tokenizer) == {"ByteLevel"}
+        self._byte_of_char = {char: byte for byte, char in _byte_level_alphabet().items()}
+        self.bytes_of = lru_cache(maxsize=1 << 18)(self._compute_bytes)
+
+    def text_of(self, token_id: int) -> str:
+        """Return one token's text, U+FFFD where its bytes are not whole characters."""
+        return self.bytes_of(token_id).decode("utf-8", errors="replace")
+
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """Make a detokenizer for output that follows the prompt."""
+        context = list(prompt_ids[-_CONTEXT_TOKENS:])
+        if self._is_byte_level:
+            return _ByteLevelDetokenizer(self, context, skip_special_tokens)
+        return _ComparingDetokenizer(self, self._tokenizer, context, skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves it out."""
+        return token_id in self._special_ids
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if token_id >= self._vocabulary_size:
+            return b""  # a row that only pads the embedding
+        token = str(self._tokenizer.convert_ids_to_tokens([token_id])[0])
+        if self._is_byte_level:
+            return bytes(self._byte_of_char[char] for char in token if char in self._byte_of_char)
+        if len(token) == 6 and token.startswith("<0x"):  # SentencePiece's byte fallback
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+
+class _ByteLevelDetokenizer:
+    """Exact and in constant time per token: the tokens' bytes through an incremental UTF-8 decoder."""
+
+    def __init__(self, tokens: TokenText, context: list[int], skip_special_tokens: bool) -> None:
+        self._tokens = tokens
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._chars_of_prompt = 0
+        for token_id in context:
+            self.push(token_id)
+        # A character that began in the prompt belongs to the prompt, whoever finishes it.
+        self._chars_of_prompt = 1 if self._decoder.getstate()[0] else 0
+
+    def push(self, token_id: int) -> str:
+        if self._skip_special_tokens and self._tokens.is_special(token_id):
+            return ""
+        return self._release(self._decoder.decode(self._tokens.bytes_of(token_id)))
+
+    def flush(self) -> str:
+        return self._release(self._decoder.decode(b"", final=True))
+
+    def _release(self, text: str) -> str:
+        if text and self._chars_of_prompt:
+            self._chars_of_prompt = 0
+            return text[1:]
+        return text
+
+
+class _ComparingDetokenizer:
+    """For vocabularies whose decoder looks at neighbours: text is what one more token adds to the decoded tail."""
+
+    def __init__(
+        self, tokens: TokenText, tokenizer: PreTrainedTokenizerBase, context: list[int], skip_special_tokens: bool
+    ) -> None:
+        self._tokens = tokens
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._shown = context  # tokens whose text is out; the neighbours of the next ones
+        self._shown_text = self._decode(context)
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if self._skip_special_tokens and self._tokens.is_special(token_id):
+            return ""
+        self._pending.append(token_id)
+        text = self._added_text(self._pending)
+        if text and not text.endswith(_REPLACEMENT):
+            return self._show(len(self._pending))
+        if len(self._pending) <= _MAX_PENDING_TOKENS:
+            return ""
+        return self._show(1)  # its bytes can no longer be part of an unfinished character
+
+    def flush(self) -> str:
+        return self._show(len(self._pending))
+
+    def _show(self, count: int) -> str:
+        shown, self._pending = self._pending[:count], self._pending[count:]
+        text = self._added_text(shown)
+        if text:  # tokens without text are no neighbours: the next one would lose its leading space
+            self._shown, self._shown_text = shown, self._decode(shown)
+        return text
+
+    def _added_text(self, token_ids: list[int]) -> str:
+        text = self._decode(self._shown + token_ids)
+        if text.startswith(self._shown_text):
+            return text[len(self._shown_text) :]
+        # The new tokens finished a character that began before them; it belongs to the prompt.
+        return text[len(self._shown_text.rstrip(_REPLACEMENT)) + 1 :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
+
+
+def _decoder_kinds(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the types of the tokenizer's decoding steps, as its file names them; empty if it has no such file."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return set()
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    steps = decoder.get("decoders", [decoder])
+    return {step["type"] for step in steps if "type" in step}
+
+
+def _byte_level_alphabet() -> dict[int, str]:
+    """Return GPT-2's printable character for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -1,0 +1,196 @@
+"""The continuous-batching engine: requests in, tokens out, one step at a time.
+
+    add_request → schedule → forward → sample → text → SequenceOutput
+                  scheduler  runner    sampler  choice
+
+Synchronous and not thread-safe: one thread calls everything. Prefix cache, preemption, grammars and GPUs attach to the
+block pool's release, the scheduler's admission, the sampler's processors and the attention function.
+"""
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.admission import check_request
+from engine.attention import KVPool
+from engine.block_pool import BlockPool
+from engine.choice import Choice
+from engine.config import EngineConfig
+from engine.detokenizer import TokenText
+from engine.errors import ConfigError, EngineCorrupted, RequestRejected
+from engine.model_loader import load_model, max_model_len, prepare_model
+from engine.model_runner import ModelRunner
+from engine.sampler import Sample, sample
+from engine.scheduler import Scheduler, Sequence
+from engine.types import EngineInfo, EngineLoad, GenerationRequest, SequenceOutput
+
+
+class LLMEngine:
+    """One model, one KV pool, one running batch."""
+
+    info: EngineInfo
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: EngineConfig, *, name: str = ""
+    ) -> None:
+        """Take over `model`: its attention and linear layers are replaced in place.
+
+        Raises UnsupportedModel or ConfigError.
+        """
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        parameters = model.num_parameters()
+        layer_shapes = prepare_model(model)
+        self.info = _engine_info(model, tokenizer, config, layer_shapes=layer_shapes, parameters=parameters, name=name)
+        self._block_pool = BlockPool(self.info.kv_tokens // config.block_size, config.block_size)
+        self._scheduler = Scheduler(
+            self._block_pool, max_sequences=config.max_sequences, max_batched_tokens=config.max_batched_tokens
+        )
+        self._max_waiting = config.max_waiting
+        kv_pool = KVPool(layer_shapes, self.info.kv_tokens, model.dtype)
+        self._runner = ModelRunner(model, kv_pool, config.block_size)
+        self._tokens = TokenText(tokenizer)
+        self._eos_ids = frozenset(self.info.eos_token_ids)
+        self._choices: dict[str, list[Choice]] = {}  # the unfinished ones of each request
+        self._choice_of: dict[Sequence, Choice] = {}
+        self._ready: list[SequenceOutput] = []  # what the next step yields without computing
+
+    @classmethod
+    def from_pretrained(cls, model: str, config: EngineConfig) -> "LLMEngine":
+        """Load a model by hub name or local path.
+
+        Raises UnsupportedModel, ConfigError, or transformers' OSError where the files cannot be found.
+        """
+        loaded, tokenizer = load_model(model, config)
+        return cls(loaded, tokenizer, config, name=model)
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Queue a request; its choices start as soon as there is room.
+
+        Raises RequestRejected, naming the field, for what can never be served.
+        """
+        check_request(request, self.info)
+        if request.request_id in self._choices:
+            raise RequestRejected("request_id", f"{request.request_id!r} is already running")
+        if len(self._scheduler.waiting) + request.sampling.n > self._max_waiting:
+            raise RequestRejected("n", f"more than {self._max_waiting} choices would be waiting")
+        choices = [
+            Choice.start(request, index, self._eos_ids, self._tokens, self.info.vocab_size)
+            for index in range(request.sampling.n)
+        ]
+        self._ready += [output for choice in choices if (output := choice.replay()) is not None]
+        live = [choice for choice in choices if choice.finish_reason is None]
+        if live:
+            self._choices[request.request_id] = live
+        for choice in live:
+            self._choice_of[choice.sequence] = choice
+            self._scheduler.add(choice.sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request; the next step yields "cancelled" for each of its live choices. Idempotent."""
+        for choice in self._choices.pop(request_id, []):
+            self._forget(choice)
+            self._ready.append(choice.end("cancelled"))
+
+    def has_unfinished(self) -> bool:
+        """Whether a step would yield or compute anything."""
+        return bool(self._choices or self._ready)
+
+    def load(self) -> EngineLoad:
+        """Return how full the engine is."""
+        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        free_blocks = self._block_pool.free_blocks - self._scheduler.reserved_by_waiting()
+        return EngineLoad(
+            running=running,
+            waiting=waiting,
+            free_sequences=max(0, self._scheduler.max_sequences - running - waiting),
+            free_kv_tokens=max(0, free_blocks) * self._block_pool.block_size,
+        )
+
+    @torch.inference_mode()
+    def step(self) -> list[SequenceOutput]:
+        """Compute one batch: at most one new token for every running choice."""
+        outputs, self._ready = self._ready, []
+        chunks = self._scheduler.schedule()
+        if chunks:
+            logits = self._runner.forward(chunks)
+            sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+            for chunk in chunks:
+                chunk.sequence.computed_tokens += chunk.tokens
+            choices = [self._choice_of[sequence] for sequence in sampling]
+            samples = sample(logits, [choice.sampling_row for choice in choices]) if choices else []
+            outputs += [self._advance(choice, one) for choice, one in zip(choices, samples, strict=True)]
+        if not self._choices:
+            self._check_idle()
+        return outputs
+
+    def _advance(self, choice: Choice, sampled: Sample) -> SequenceOutput:
+        """Take the sampled token through the text stage; an error there ends this choice, not the loop."""
+        if sampled.token_id is None:
+            output = choice.end("error", "the model's logits are not finite")
+        else:
+            try:
+                output = choice.advance(sampled.token_id, sampled.logprobs)
+            except Exception as error:  # noqa: BLE001 - whatever one request's text does, its batch-mates go on
+                output = choice.end("error", f"{type(error).__name__}: {error}")
+        if choice.finish_reason is not None:
+            self._retire(choice)
+        return output
+
+    def _retire(self, choice: Choice) -> None:
+        self._forget(choice)
+        live = self._choices[choice.request_id]
+        live.remove(choice)
+        if not live:
+            del self._choices[choice.request_id]
+
+    def _forget(self, choice: Choice) -> None:
+        self._scheduler.remove(choice.sequence)
+        del self._choice_of[choice.sequence]
+
+    def _check_idle(self) -> None:
+        if self._block_pool.used_blocks:
+            raise EngineCorrupted(f"{self._block_pool.used_blocks} KV blocks are in use, but no sequence is")
+
+
+def _engine_info(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: EngineConfig,
+    *,
+    layer_shapes: dict[int, tuple[int, int]],
+    parameters: int,
+    name: str,
+) -> EngineInfo:
+    text_config = model.config.get_text_config()
+    length = max_model_len(text_config, config)
+    return EngineInfo(
+        model=name,
+        max_model_len=length,
+        max_sequences=config.max_sequences,
+        kv_tokens=_kv_tokens(config, layer_shapes, model.dtype, length),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=config.device,
+        vocab_size=text_config.vocab_size,
+        parameters=parameters,
+    )
+
+
+def _kv_tokens(
+    config: EngineConfig, layer_shapes: dict[int, tuple[int, int]], dtype: torch.dtype, max_length: int
+) -> int:
+    """Return the KV pool's capacity in tokens: whole blocks within kv_bytes, and no more than can ever be used."""
+    bytes_per_token = sum(2 * heads * dim * dtype.itemsize for heads, dim in layer_shapes.values())
+    blocks_per_sequence = -(-max_length // config.block_size)
+    blocks = min(config.kv_bytes // (bytes_per_token * config.block_size), blocks_per_sequence * config.max_sequences)
+    if blocks < 1:
+        raise ConfigError("kv_bytes", f"one block needs {bytes_per_token * config.block_size} bytes")
+    return int(blocks * config.block_size)
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    if declared is None:
+        declared = model.config.get_text_config().eos_token_id
+    ids = set(declared) if isinstance(declared, list | tuple) else {declared}
+    return tuple(sorted(int(id_) for id_ in ids | {tokenizer.eos_token_id} if id_ is not None))

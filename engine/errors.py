@@ -1,0 +1,37 @@
+"""What the engine raises.
+
+EngineError
+├── UnsupportedModel    the model cannot run here at all; raised while loading
+├── ConfigError         a field of EngineConfig cannot be met; raised while loading
+├── RequestRejected     one request can never be served; raised by add_request
+└── EngineCorrupted     the engine's own books do not add up; the process should end
+"""
+
+
+class EngineError(Exception):
+    """The engine cannot go on with what it was asked."""
+
+
+class UnsupportedModel(EngineError):
+    """The model's architecture cannot run in this engine."""
+
+
+class ConfigError(EngineError):
+    """A field of the engine's configuration cannot be met."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class RequestRejected(EngineError):
+    """The request can never be served; `field` names what is wrong with it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class EngineCorrupted(EngineError):
+    """The block pool's books do not add up."""

@@ -1,0 +1,177 @@
+"""Loads a causal language model of transformers and makes sure that this engine computes it rightly.
+
+The check is by behaviour, not by a list of names: the model's own forward with transformers' eager attention is the
+reference, and the packed forward has to agree with it. Whatever carries state outside the KV pool (state-space and
+convolution layers, shared caches) disagrees and is refused.
+"""
+
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from engine.attention import (
+    ATTENTION_NAME,
+    AttentionBatch,
+    AttentionOptions,
+    KVPool,
+    PackedBatch,
+    Segment,
+    packed_attention,
+)
+from engine.config import EngineConfig
+from engine.errors import ConfigError, UnsupportedModel
+from engine.packed_linear import pack_linears
+
+_OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
+_PROBE_TOKENS = 12
+# Largest difference of logits, as a share of their spread, that rounding explains.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+def load_model(name: str, config: EngineConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load weights and tokenizer by hub name or local path.
+
+    Raises OSError (transformers) if they cannot be found, UnsupportedModel if there is no causal model of that type.
+    """
+    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="eager")
+    except ValueError as error:
+        raise UnsupportedModel(f"{name}: {error}") from error
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+class KVProbe:
+    """Runs one sequence's attention as a packed batch would, noting what each layer stores and asks for."""
+
+    def __init__(self) -> None:
+        self.layer_shapes: dict[int, tuple[int, int]] = {}  # layer → (Hkv, D)
+        self.windows: set[int | None] = set()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionBatch."""
+        if key.shape != value.shape:
+            raise UnsupportedModel(f"keys and values differ in shape (latent attention); {_OTHER_ENGINE}")
+        self.layer_shapes[layer] = (key.shape[1], key.shape[3])
+        self.windows.add(options.window)
+        return query.transpose(1, 2)  # the values do not matter here
+
+
+def prepare_model(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
+    """Switch the model to packed attention in place and return what each layer stores: layer → (Hkv, D).
+
+    Raises UnsupportedModel if the packed forward cannot be, or is not, the model's own.
+    """
+    _refuse_by_declaration(model)
+    model.train(mode=False).requires_grad_(requires_grad=False)
+    prompt = torch.arange(_PROBE_TOKENS).remainder(model.config.get_text_config().vocab_size)[None]
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        reference = model(input_ids=prompt, use_cache=False).logits[0].float()
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    model.set_attn_implementation(ATTENTION_NAME)
+    pack_linears(model)
+    layer_shapes = _probe_layers(model, prompt)
+    _compare_with_reference(model, prompt, layer_shapes, reference)
+    return layer_shapes
+
+
+def max_model_len(text_config: PreTrainedConfig, config: EngineConfig) -> int:
+    """Return the longest sequence, in tokens, that is served. Raises ConfigError if more was configured."""
+    trained = getattr(text_config, "max_position_embeddings", None)
+    limits = [trained, *_rope_limits(text_config)]
+    limit = min((length for length in limits if length), default=None)
+    if config.max_model_len is None:
+        if limit is None:
+            raise ConfigError("max_model_len", "the model does not say how long its context is; set it")
+        return int(limit)
+    if limit is not None and config.max_model_len > limit:
+        raise ConfigError("max_model_len", f"{config.max_model_len} is more than the {limit} tokens the model can do")
+    return config.max_model_len
+
+
+def _rope_limits(text_config: PreTrainedConfig) -> list[int]:
+    """Where rotary frequencies depend on the longest sequence of the batch, stay below the length where they change."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    changing = [rope for rope in per_layer_type if rope.get("rope_type") in ("dynamic", "longrope")]
+    trained = getattr(text_config, "max_position_embeddings", None)
+    return [length for rope in changing if (length := rope.get("original_max_position_embeddings") or trained)]
+
+
+def _refuse_by_declaration(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    text_config = model.config.get_text_config()
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name} does not let its attention be replaced; {_OTHER_ENGINE}")
+    if getattr(text_config, "kv_lora_rank", None):
+        raise UnsupportedModel(f"{name} uses multi-head latent attention; {_OTHER_ENGINE}")
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise UnsupportedModel(f"{name} has layers of kind {', '.join(sorted(kinds))}; {_OTHER_ENGINE}")
+
+
+def _probe_layers(model: PreTrainedModel, prompt: Tensor) -> dict[int, tuple[int, int]]:
+    probe = KVProbe()
+    _packed_forward(model, prompt[0], list(range(prompt.shape[1])), probe)
+    text_config = model.config.get_text_config()
+    if len(probe.layer_shapes) != text_config.num_hidden_layers:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: {len(probe.layer_shapes)} of {text_config.num_hidden_layers} layers use "
+            f"attention that this engine can serve; {_OTHER_ENGINE}"
+        )
+    # The comparison below is too short to see a window, so a model that masks with it but does not tell is refused.
+    if _masks_with_window(text_config) and probe.windows == {None}:
+        raise UnsupportedModel(f"{type(model).__name__} does not tell its attention its window; {_OTHER_ENGINE}")
+    return probe.layer_shapes
+
+
+def _masks_with_window(text_config: PreTrainedConfig) -> bool:
+    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+        return True
+    used = getattr(text_config, "use_sliding_window", True) is not False
+    layers_differ = getattr(text_config, "layer_types", None) is not None
+    return used and not layers_differ and getattr(text_config, "sliding_window", None) is not None
+
+
+def _compare_with_reference(
+    model: PreTrainedModel, prompt: Tensor, layer_shapes: dict[int, tuple[int, int]], reference: Tensor
+) -> None:
+    """Compute the prompt twice in one batch, in chunks of different sizes, and compare every row."""
+    dtype = model.dtype
+    pool = KVPool(layer_shapes, 2 * _PROBE_TOKENS, dtype)
+    runs = [[range(_PROBE_TOKENS)], [range(_PROBE_TOKENS, 2 * _PROBE_TOKENS)]]
+    rows: list[list[Tensor]] = [[], []]
+    done = [0, 0]
+    for sizes in ((5, 1), (1, 7), (6, 4)):
+        spans = [(done[i], done[i] + size) for i, size in enumerate(sizes)]
+        segments = [Segment(end - first, end, runs[i]) for i, (first, end) in enumerate(spans)]
+        tokens = torch.cat([prompt[0, first:end] for first, end in spans])
+        positions = [position for first, end in spans for position in range(first, end)]
+        logits = _packed_forward(model, tokens, positions, PackedBatch(pool, segments))
+        for i, part in enumerate(torch.split(logits, list(sizes))):
+            rows[i].append(part.float())
+        done = [end for _, end in spans]
+    error = max(float((torch.cat(part) - reference).abs().max()) for part in rows)
+    spread = float(reference.std()) + 1e-6
+    if not error <= _TOLERANCE[dtype] * max(spread, 1.0):
+        raise UnsupportedModel(
+            f"{type(model).__name__}: packed and plain forward differ by {error:.2g} (spread {spread:.2g}), so it "
+            f"keeps state outside its attention; {_OTHER_ENGINE}"
+        )
+
+
+def _packed_forward(model: PreTrainedModel, tokens: Tensor, positions: list[int], batch: AttentionBatch) -> Tensor:
+    with torch.inference_mode():
+        output = model(
+            input_ids=tokens[None], position_ids=torch.tensor([positions]), use_cache=False, packed_batch=batch
+        )
+    logits: Tensor = output.logits[0]
+    return logits

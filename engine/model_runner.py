@@ -1,0 +1,42 @@
+"""Runs the model over one step's chunks, packed into one row."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.attention import KVPool, PackedBatch, Segment
+from engine.scheduler import Chunk
+
+
+class ModelRunner:
+    """The model and its KV pool."""
+
+    def __init__(self, model: PreTrainedModel, pool: KVPool, block_size: int) -> None:
+        self._model = model
+        self._pool = pool
+        self._block_size = block_size
+
+    def forward(self, chunks: list[Chunk]) -> Tensor:
+        """Compute the chunks and return float32 logits [sampling chunks, vocabulary], in the chunks' order."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        sampled_rows: list[int] = []
+        for chunk in chunks:
+            first, end = chunk.sequence.computed_tokens, chunk.sequence.computed_tokens + chunk.tokens
+            tokens += chunk.sequence.token_ids[first:end]
+            positions += range(first, end)
+            if chunk.samples:
+                sampled_rows.append(len(tokens) - 1)
+        logits: Tensor = self._model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.tensor([positions]),
+            use_cache=False,
+            logits_to_keep=torch.tensor(sampled_rows, dtype=torch.long),
+            packed_batch=PackedBatch(self._pool, [self._segment(chunk) for chunk in chunks]),
+        ).logits
+        return logits[0].float()
+
+    def _segment(self, chunk: Chunk) -> Segment:
+        size = self._block_size
+        runs = [range(run.start * size, run.stop * size) for run in chunk.sequence.block_runs]
+        return Segment(chunk.tokens, chunk.sequence.computed_tokens + chunk.tokens, runs)

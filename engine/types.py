@@ -1,0 +1,104 @@
+"""The engine's public records: what a caller hands in, and what a step yields. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a choice ends; the field's standard names and meanings (OpenAI, vLLM)."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this; 1 = off
+    top_k: int = 0  # keep the k most probable tokens; 0 = off
+    min_p: float = 0.0  # keep tokens at least this probable relative to the most probable one; 0 = off
+    presence_penalty: float = 0.0  # subtracted once from the logit of every token already produced
+    frequency_penalty: float = 0.0  # subtracted per occurrence among the tokens already produced
+    repetition_penalty: float = (
+        1.0  # divides (or multiplies, if negative) logits of tokens in prompt or output; 1 = off
+    )
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id → added to its logit
+    seed: int | None = None  # same seed, prompt and parameters: same output; None: random
+    n: int = 1  # choices per request
+    stop: tuple[str, ...] = ()  # strings that end a choice; not part of its text
+    stop_token_ids: tuple[int, ...] = ()  # token ids that end a choice, beside the model's own
+    max_tokens: int = 16  # output tokens of one choice, the resumed ones included
+    min_tokens: int = 0  # no stop of any kind before so many output tokens
+    ignore_eos: bool = False  # the model's own end-of-text tokens do not end a choice
+    logprobs: int | None = None  # None: none; k: of the chosen token and of the k most probable (k may be 0)
+    skip_special_tokens: bool = True  # special tokens leave no text
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where another worker left off: continue this choice, repeat nothing."""
+
+    index: int  # the choice
+    token_ids: tuple[int, ...]  # the output tokens it already has, from its first
+    text_chars: int  # characters (code points) of its text the client already has
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and what to do with it. `resume` holds at most one point per choice."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    resume: tuple[ResumePoint, ...] = ()
+
+
+Candidate = tuple[int, str, float, bytes]  # token id, text, logprob, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One output token under the raw distribution: before penalties, bias, temperature and truncation."""
+
+    token_id: int
+    text: str  # U+FFFD where the token is not whole characters; `bytes` is exact
+    logprob: float  # natural logarithm
+    bytes: bytes
+    top: list[Candidate]  # most probable first
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What one step yielded for one choice of one request. The choice is over when `finish_reason` is set."""
+
+    request_id: str
+    index: int  # the choice, 0 … n-1
+    token_ids: list[int]  # new tokens; empty for a mere flush of text or an end without a token
+    text: str  # new text that is safe to show
+    logprobs: list[TokenLogprob] | None = None  # one per new token, if asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for the model's own end
+    error: str | None = None  # why, when finish_reason is "error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What is loaded and how much fits; fixed while the engine lives."""
+
+    model: str  # hub name or path it was loaded from
+    max_model_len: int  # tokens of prompt and output together
+    max_sequences: int  # choices that run at once
+    kv_tokens: int  # capacity of the KV pool
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # "float32", "bfloat16", "float16"
+    device: str
+    vocab_size: int  # width of the logits
+    parameters: int  # of the model, counted once where shared
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How full the engine is now, in sequences (choices) and tokens."""
+
+    running: int
+    waiting: int
+    free_sequences: int  # what could still be added without waiting
+    free_kv_tokens: int  # unreserved tokens of the KV pool, those the waiting sequences will take already subtracted
