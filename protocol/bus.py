@@ -26,6 +26,7 @@ RECONNECT_WAIT_S: Final = (
     0.1  # between two tries of one server; the client waits per server, so a cluster is tried at once
 )
 CONNECT_TIMEOUT_S: Final = 5
+FIRST_CONNECT_LIMIT_S: Final = 30.0
 PING_INTERVAL_S: Final = 5
 MAX_OUTSTANDING_PINGS: Final = 2
 PENDING_OUT_BYTES: Final = 32 * 1024 * 1024  # published while disconnected; past it a publish raises BusError
@@ -51,11 +52,19 @@ class Bus:
         self._reconnect_tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def connect(cls, servers: str | list[str], *, name: str, options: Mapping[str, Any] | None = None) -> Self:
-        """Connect, retrying for ever after the first success.
+    async def connect(
+        cls,
+        servers: str | list[str],
+        *,
+        name: str,
+        options: Mapping[str, Any] | None = None,
+        first_limit_s: float = FIRST_CONNECT_LIMIT_S,
+    ) -> Self:
+        """Connect; once that has succeeded, reconnect for ever.
 
         ``servers`` is one URL or several, ``name`` shows up in the server's connection list, and ``options`` are
-        further arguments of nats-py's ``connect`` (credentials, TLS). Raises BusError if no server answers at first.
+        further arguments of nats-py's ``connect`` (credentials, TLS). Raises BusError if no server answers within
+        ``first_limit_s``: the queue server may be starting at the same time.
         """
         client = Client()
         bus: Self | None = None
@@ -73,23 +82,24 @@ class Bus:
             log.warning("NATS: %s", error or type(error).__name__)
 
         try:
-            await client.connect(
-                servers,
-                name=name,
-                connect_timeout=CONNECT_TIMEOUT_S,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=RECONNECT_WAIT_S * random.uniform(1.0, 2.0),  # type: ignore[arg-type]  # noqa: S311
-                ping_interval=PING_INTERVAL_S,
-                max_outstanding_pings=MAX_OUTSTANDING_PINGS,
-                pending_size=PENDING_OUT_BYTES,
-                skip_subject_validation=True,
-                disconnected_cb=on_disconnected,
-                reconnected_cb=on_reconnected,
-                error_cb=on_error,
-                **(options or {}),
-            )
+            async with asyncio.timeout(first_limit_s):
+                await client.connect(
+                    servers,
+                    name=name,
+                    connect_timeout=CONNECT_TIMEOUT_S,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=RECONNECT_WAIT_S * random.uniform(1.0, 2.0),  # type: ignore[arg-type]  # noqa: S311
+                    ping_interval=PING_INTERVAL_S,
+                    max_outstanding_pings=MAX_OUTSTANDING_PINGS,
+                    pending_size=PENDING_OUT_BYTES,
+                    skip_subject_validation=True,
+                    disconnected_cb=on_disconnected,
+                    reconnected_cb=on_reconnected,
+                    error_cb=on_error,
+                    **(options or {}),
+                )
         except (NatsError, OSError, TimeoutError) as error:
-            raise BusError(f"cannot connect to NATS at {servers}: {error or type(error).__name__}") from error
+            raise BusError(f"cannot connect to NATS at {servers} within {first_limit_s:g} s") from error
         bus = cls(client)
         await bus.subscribe(f"{bus._inbox_prefix}.*", bus._on_reply)
         return bus

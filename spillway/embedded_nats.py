@@ -1,9 +1,7 @@
 """The embedded queue server: nats-server from its wheel, run as a child process with JetStream in the data folder."""
 
 import asyncio
-import logging
 import shutil
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -11,12 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+from spillway.children import die_with_parent, stop_process
+
 START_LIMIT_S: Final = 15.0
 STOP_LIMIT_S: Final = 10.0
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 WRITE_DEADLINE_S: Final = 10
-
-log = logging.getLogger(__name__)
 
 
 class EmbeddedNatsError(Exception):
@@ -55,7 +53,9 @@ async def running_nats(data_dir: Path, port: int) -> AsyncIterator[asyncio.subpr
     config_path, log_path = nats_dir / "nats-server.conf", nats_dir / "nats-server.log"
     config_path.write_text(server_config(port, nats_dir))
     process = await asyncio.create_subprocess_exec(
-        find_server(), "-c", str(config_path), "-l", str(log_path), start_new_session=True
+        *(find_server(), "-c", str(config_path), "-l", str(log_path)),
+        start_new_session=True,
+        preexec_fn=die_with_parent,
     )
     try:
         await _wait_until_listening(process, port, log_path)
@@ -81,16 +81,3 @@ async def _wait_until_listening(process: asyncio.subprocess.Process, port: int, 
 
 def _tail(path: Path, lines: int = 3) -> str:
     return " | ".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else "nothing"
-
-
-async def stop_process(process: asyncio.subprocess.Process, name: str, limit_s: float) -> int:
-    """End a child by SIGTERM, or by SIGKILL after ``limit_s``; returns its exit code."""
-    if process.returncode is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(limit_s):
-                await process.wait()
-        except TimeoutError:
-            log.warning("%s did not end within %g s after SIGTERM: killing it", name, limit_s)
-            process.kill()
-    return await process.wait()

@@ -1,0 +1,49 @@
+# Every target prepares what it needs; `make help` lists them.
+SHELL := /bin/bash
+PORT ?= 8000
+DATA ?= data
+MODEL ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check format bench lock clean
+
+help: ## List the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
+
+run: ## Run all of Spillway here: make run [PORT=8000] [DATA=data] [MODEL=folder-or-hub-name]
+	@scripts/setup.sh run
+	@exec .venv/bin/spillway up --port $(PORT) --data $(DATA) $(if $(MODEL),--model $(MODEL))
+
+test: check ## Run the checks and all tests (under ten minutes on two cores)
+	.venv/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+
+check: ## Formatting, lint and strict types
+	@scripts/setup.sh test
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+format: ## Format and mend what can be mended
+	@scripts/setup.sh test
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+bench: ## Run the benchmarks (nothing else should run meanwhile); results belong into benchmarks/LOG.md
+	@scripts/setup.sh test
+	.venv/bin/python -m benchmarks.engine_throughput
+	.venv/bin/python -m benchmarks.gateway_overhead
+	.venv/bin/python -m benchmarks.ledger_ingest
+
+UV_COMPILE = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header
+lock: ## Resolve the dependencies anew
+	@scripts/setup.sh test
+	.venv/bin/python -m pip install --quiet uv
+	$(UV_COMPILE) pyproject.toml -o requirements/core.txt
+	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker -c requirements/core.txt \
+	  pyproject.toml requirements/torch.in -o requirements/worker.txt
+	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --group dev -c requirements/worker.txt \
+	  pyproject.toml requirements/torch.in -o requirements/dev.txt
+
+clean: ## Remove the virtual environment and caches (never the data folder)
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Prepare .venv for `run` or `test`; does nothing if that has been done for these very requirements.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+profile="${1:?usage: scripts/setup.sh run|test}"
+case "$profile" in
+  run) lock=requirements/worker.txt ;;
+  test) lock=requirements/dev.txt ;;
+  *) echo "usage: scripts/setup.sh run|test" >&2; exit 2 ;;
+esac
+
+apt_install() {
+  local as_root=()
+  if [ "$(id -u)" -ne 0 ]; then as_root=(sudo); fi
+  if ! command -v apt-get >/dev/null; then
+    echo "Please install $* with your system's package manager, then run this again." >&2
+    exit 1
+  fi
+  "${as_root[@]}" apt-get update -qq
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
+}
+
+find_python() {
+  local name
+  for name in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+    if [ -n "$name" ] && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  echo "Spillway needs Python 3.11 or newer; set PYTHON to one." >&2
+  exit 1
+}
+
+make_venv() {
+  local python
+  python="$(find_python)"
+  # Debian keeps ensurepip in a package of its own.
+  "$python" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv
+  "$python" -m venv .venv
+}
+
+find_initdb() {
+  command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null
+}
+
+stamp=".venv/.spillway-$profile"
+want="$(cat "$lock" pyproject.toml scripts/install_torch.py scripts/setup.sh | sha256sum) ${SPILLWAY_TORCH:-}"
+if [ "$profile" = test ] && ! find_initdb; then
+  echo "Installing PostgreSQL for the tests"
+  apt_install postgresql
+fi
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+  exit 0
+fi
+
+echo "Preparing .venv for '$profile' (a few minutes the first time)"
+[ -x .venv/bin/python ] || make_venv
+# The lock leaves torch out on purpose: requirements/README.md.
+.venv/bin/python scripts/install_torch.py
+.venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar on --require-hashes --no-deps -r "$lock"
+.venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+echo "$want" >"$stamp"

@@ -1,0 +1,143 @@
+"""Child processes of ``spillway up``: started, watched until ready, restarted if they die, ended in order."""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import logging.handlers
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+READY_LIMIT_S: Final = 120.0  # a worker may have a large model to load
+READY_POLL_S: Final = 0.02
+LOG_FILE_BYTES: Final = 10 * 1024 * 1024
+LOG_FILES_KEPT: Final = 3
+LOG_LINE_BYTES: Final = 64 * 1024
+RESTART_WINDOW_S: Final = 60.0
+MAX_RESTARTS_PER_WINDOW: Final = 5
+FIRST_RESTART_WAIT_S: Final = 0.5
+LAST_WORDS: Final = 5
+
+log = logging.getLogger(__name__)
+
+
+class ChildError(Exception):
+    """A child did not start, or died too often; the message says which, and its last words."""
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this child should its launcher be killed, so that nothing is left behind (prctl(2))."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+class Child:
+    """One ``spillway <command>`` process. Its output goes to a rotating log file."""
+
+    def __init__(self, name: str, arguments: list[str], run_dir: Path, log_dir: Path, stop_limit_s: float) -> None:
+        self.name = name
+        self.stop_limit_s = stop_limit_s
+        self.log_path = log_dir / f"{name}.log"
+        self._ready_path = run_dir / f"{name}.ready"
+        self._arguments = [*arguments, "--ready-file", str(self._ready_path)]
+        self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._process: asyncio.subprocess.Process | None = None
+        self._copier: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the process; it is not ready yet."""
+        self._ready_path.unlink(missing_ok=True)
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "spillway", *self._arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends its children in order
+            preexec_fn=die_with_parent,
+            limit=LOG_LINE_BYTES,
+        )
+        assert self._process.stdout is not None  # noqa: S101  # asked for above
+        self._copier = asyncio.create_task(self._copy_output(self._process.stdout), name=f"log-{self.name}")
+
+    async def wait_ready(self) -> dict[str, Any]:
+        """Wait until the child says that it is ready; returns what it says. Raises ChildError."""
+        deadline_s = time.monotonic() + READY_LIMIT_S
+        while time.monotonic() < deadline_s:
+            if self._ready_path.exists():
+                return dict(json.loads(self._ready_path.read_text()))
+            if self._process is None or self._process.returncode is not None:
+                await self.wait()
+                raise ChildError(f"{self.name} ended while starting:\n  {self.last_words()}")
+            await asyncio.sleep(READY_POLL_S)
+        raise ChildError(f"{self.name} is not ready after {READY_LIMIT_S:g} s; see {self.log_path}")
+
+    async def wait(self) -> int:
+        """Wait for the end; returns the exit code."""
+        if self._process is None or self._copier is None:
+            return 0
+        code = await self._process.wait()
+        await self._copier
+        return code
+
+    async def stop(self) -> None:
+        """End it by SIGTERM, or by SIGKILL after its limit. Safe to call in any state."""
+        if self._process is None:
+            return
+        await stop_process(self._process, self.name, self.stop_limit_s)
+        await self.wait()
+
+    def last_words(self) -> str:
+        """The last lines of its output."""
+        return "\n  ".join(self._last_words) or "(no output)"
+
+    async def _copy_output(self, stream: asyncio.StreamReader) -> None:
+        handler = logging.handlers.RotatingFileHandler(
+            self.log_path, maxBytes=LOG_FILE_BYTES, backupCount=LOG_FILES_KEPT, delay=True
+        )
+        with contextlib.closing(handler):
+            while True:
+                try:
+                    line = await stream.readline()
+                except ValueError:  # longer than LOG_LINE_BYTES: dropped by the reader
+                    continue
+                if not line:
+                    return
+                text = line.decode(errors="replace").rstrip()
+                self._last_words.append(text)
+                handler.emit(logging.makeLogRecord({"msg": text}))
+
+
+async def keep_running(child: Child, announce: Callable[[str], None]) -> None:
+    """Restart a ready child whenever it ends. Raises ChildError once it dies too often."""
+    deaths: deque[float] = deque(maxlen=MAX_RESTARTS_PER_WINDOW)
+    while True:
+        code = await child.wait()
+        now_s = time.monotonic()
+        recent = [death for death in deaths if now_s - death < RESTART_WINDOW_S]
+        if len(recent) == MAX_RESTARTS_PER_WINDOW:
+            raise ChildError(f"{child.name} died {len(recent) + 1} times within {RESTART_WINDOW_S:g} s:\n  {child.last_words()}")
+        deaths.append(now_s)
+        announce(f"{child.name} ended with exit code {code}; starting it again (its log: {child.log_path})")
+        await asyncio.sleep(FIRST_RESTART_WAIT_S * 2 ** len(recent))
+        await child.start()
+
+
+async def stop_process(process: asyncio.subprocess.Process, name: str, limit_s: float) -> int:
+    """End a process by SIGTERM, or by SIGKILL after ``limit_s``; returns its exit code."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(limit_s):
+                await process.wait()
+        except TimeoutError:
+            log.warning("%s did not end within %g s after SIGTERM: killing it", name, limit_s)
+            process.kill()
+    return await process.wait()

@@ -1,0 +1,90 @@
+"""What every command shares: options, the resolved configuration, and how errors reach a person."""
+
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvloop
+from pydantic import SecretStr
+from rich.console import Console
+
+from gateway.auth.pepper import load_or_create_pepper
+from gateway.db.errors import DatabaseError
+from pool_worker.engines.base import EngineDiedError
+from protocol.errors import BusError
+from spillway.children import ChildError
+from spillway.config import DEFAULT_CONFIG_NAME, Config, ConfigError, default_config, load_config
+from spillway.embedded_nats import EmbeddedNatsError
+from spillway.up import UpError, resolved_config_path
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help=f"Configuration file. Default: ./{DEFAULT_CONFIG_NAME} if there, else the demo's."),
+]
+DataOption = Annotated[Path | None, typer.Option("--data", "-d", help="Data folder (config key `data_dir`).")]
+ReadyFileOption = Annotated[Path | None, typer.Option("--ready-file", hidden=True)]
+
+
+def fail(message: str) -> typer.Exit:
+    """Print an error for people and return the exception to raise."""
+    err.print(f"error: {message}", style="red", markup=False)
+    return typer.Exit(1)
+
+
+def resolve_config(path: Path | None, data: Path | None, overrides: dict[str, Any] | None = None) -> Config:
+    """The configuration that a command works with; ends the command with a clear error if it cannot be used."""
+    overrides = dict(overrides or {})
+    if data is not None:
+        overrides["data_dir"] = data
+    try:
+        if path is not None:
+            return load_config(path, overrides=overrides)
+        if Path(DEFAULT_CONFIG_NAME).is_file():
+            return load_config(Path(DEFAULT_CONFIG_NAME), overrides=overrides)
+        return default_config(overrides=overrides)
+    except ConfigError as error:
+        raise fail(str(error)) from error
+
+
+def running_or_config(path: Path | None, data: Path | None) -> Config:
+    """Like ``resolve_config``, but prefer what a running ``up`` has resolved (ports, URLs) if there is one."""
+    config = resolve_config(path, data)
+    resolved = resolved_config_path(config.data_dir)
+    return resolve_config(resolved, data) if path is None and resolved.exists() else config
+
+
+def run_async(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a command's coroutine on uvloop; turn the errors a user can mend into one line and exit code 1."""
+    expected = (UpError, ChildError, EmbeddedNatsError, ConfigError, BusError, DatabaseError, EngineDiedError)
+    try:
+        uvloop.run(main())
+    except* expected as group:
+        messages = [str(error) for error in _leaves(group)]
+        raise fail("\n".join(dict.fromkeys(messages))) from None
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return leaves
+
+
+def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
+    """Tell a launcher that this process is ready: a file that appears whole."""
+    if path is not None:
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(facts))
+        draft.replace(path)
+
+
+def pepper_of(config: Config) -> SecretStr:
+    """The secret that keys are hashed with: configured, or kept in the data folder."""
+    return config.auth.pepper or load_or_create_pepper(config.data_dir)
+
+

@@ -1,0 +1,129 @@
+"""``spillway up``, ``gateway``, ``worker``, ``ledger``: commands that run until they are told to stop."""
+
+import json
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich.panel import Panel
+
+from spillway import logs
+from spillway.cli.context import (
+    ConfigOption,
+    DataOption,
+    ReadyFileOption,
+    fail,
+    out,
+    pepper_of,
+    resolve_config,
+    run_async,
+    write_ready,
+)
+from spillway.config import DEMO_MODEL_NAME, DEMO_MODEL_PATH, Config, default_config, demo_settings
+from spillway.up import Running
+from spillway.up import up as run_up
+
+# Each process imports its own part when it runs, so that no command waits for what it does not use (torch above all).
+
+
+def up(
+    config: ConfigOption = None,
+    data: DataOption = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port of the gateway (0: any free one).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Serve this model: a folder, a Hugging Face name, or `scripted` (a fake engine).")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=0, max=64, help="Workers per pool on this machine.")] = None,
+) -> None:
+    """Run all of Spillway on this machine: NATS, gateway, ledger and workers. Ctrl-C ends it in order."""
+    logs.configure("up")
+    overrides: dict[str, Any] = {} if port is None else {"gateway": {"port": port}}
+    resolved = resolve_config(config, data, overrides)
+    if model is not None:
+        resolved = serve_instead(resolved, model)
+    if workers is not None:
+        pools = {name: pool.model_copy(update={"workers": workers}) for name, pool in resolved.pools.items()}
+        resolved = resolved.model_copy(update={"pools": pools})
+    check_model_folders(resolved)
+
+    def say(line: str) -> None:
+        out.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/dim] {line}")
+
+    def on_running(running: Running) -> None:
+        out.print(Panel(banner(running.base_url, running.api_key, running.model), title="Spillway is running", expand=False))
+        out.print(curl_command(running.base_url, running.api_key, running.model), soft_wrap=True, markup=False)
+        out.print("")
+
+    run_async(lambda: run_up(resolved, say, on_running))
+
+
+def serve_instead(config: Config, model: str) -> Config:
+    """Replace the configured models and pools by one pool that serves ``model``."""
+    fields = config.model_dump(exclude={"models", "pools"}, exclude_unset=True)
+    return default_config(overrides={**fields, **demo_settings(model)}) if model else config
+
+
+def check_model_folders(config: Config) -> None:
+    """Find a missing demo model before anything is started."""
+    for pool in config.pools.values():
+        if getattr(pool.engine, "path", None) == str(DEMO_MODEL_PATH) and not DEMO_MODEL_PATH.is_dir():
+            raise fail(f"the demo model {DEMO_MODEL_NAME} comes with the repository, not the package: name one with --model")
+
+
+def banner(base_url: str, api_key: str, model: str) -> str:
+    """What a newcomer needs to know, as rich markup."""
+    shown = api_key or "(made earlier; `spillway keys create NAME` makes another)"
+    return (
+        f"[bold]Endpoint[/bold]  {base_url}/v1\n"
+        f"[bold]API key[/bold]   {shown}\n"
+        f"[bold]Model[/bold]     {model}\n"
+        f"[bold]Usage[/bold]     spillway usage      [bold]Stop[/bold]  Ctrl-C\n\n"
+        "Try it from another terminal:"
+    )
+
+
+def curl_command(base_url: str, api_key: str, model: str) -> str:
+    """A curl that streams an answer."""
+    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "What is Spillway?"}]}
+    return (
+        f"curl -N {base_url}/v1/chat/completions \\\n"
+        f"  -H 'Authorization: Bearer {api_key or '$SPILLWAY_API_KEY'}' -H 'Content-Type: application/json' \\\n"
+        f"  -d '{json.dumps(body)}'"
+    )
+
+
+def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
+    """Run one gateway: the HTTP endpoint."""
+    from gateway.main import run  # noqa: PLC0415
+
+    logs.configure("gateway")
+    resolved = resolve_config(config, data)
+
+    async def main() -> None:
+        settings = resolved.gateway_settings(pepper_of(resolved))
+        await run(settings, on_ready=lambda port: write_ready(ready_file, {"port": port}))
+
+    run_async(main)
+
+
+def worker(
+    pool: Annotated[str, typer.Option(help="Which of [pools] this worker belongs to.")],
+    config: ConfigOption = None,
+    data: DataOption = None,
+    ready_file: ReadyFileOption = None,
+) -> None:
+    """Run one worker of a pool: pulls jobs, runs the pool's engine. Needs an outbound connection to NATS only."""
+    from pool_worker.main import run  # noqa: PLC0415
+
+    logs.configure(f"worker {pool}")
+    resolved = resolve_config(config, data)
+    run_async(lambda: run(resolved.worker_settings(pool), on_ready=lambda: write_ready(ready_file, {"pool": pool})))
+
+
+def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
+    """Run one ledger writer: usage records from the queue into SQL. Several may run side by side."""
+    from gateway.ledger.main import run  # noqa: PLC0415
+
+    logs.configure("ledger")
+    resolved = resolve_config(config, data)
+    run_async(lambda: run(resolved.ledger_settings(), on_ready=lambda: write_ready(ready_file, {})))

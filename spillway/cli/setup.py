@@ -1,0 +1,34 @@
+"""``spillway db`` and ``spillway config``: preparing and checking an installation."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from migrations import current, head, upgrade
+from spillway.cli.context import ConfigOption, DataOption, out, resolve_config, run_async, running_or_config
+from spillway.config import DEFAULT_CONFIG_NAME
+
+def db_upgrade(config: ConfigOption = None, data: DataOption = None) -> None:
+    """Bring the database to this version's schema. Safe to run again, and at several places at once."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        before = await asyncio.to_thread(current, resolved.database_url)
+        await asyncio.to_thread(upgrade, resolved.database_url)
+        out.print(f"database schema: {before or 'none'} -> {head()}")
+
+    resolved.data_dir.mkdir(parents=True, exist_ok=True)
+    run_async(main)
+
+
+def config_check(
+    path: Annotated[Path | None, typer.Argument(help=f"Default: ./{DEFAULT_CONFIG_NAME}")] = None,
+) -> None:
+    """Validate a configuration with the environment laid over it; name every key at fault."""
+    resolved = resolve_config(path or Path(DEFAULT_CONFIG_NAME), None)
+    unserved = [name for name in resolved.models if not any(name in pool.models for pool in resolved.pools.values())]
+    out.print(f"ok: {len(resolved.models)} model(s), {len(resolved.pools)} pool(s)")
+    for name in unserved:
+        out.print(f"note: models.{name} is served by no pool of this file", style="yellow")

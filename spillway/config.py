@@ -1,0 +1,252 @@
+"""spillway.toml: one file for models, pools, prices and limits, overlaid by the environment, validated as a whole.
+
+The environment wins over the file: ``SPILLWAY_`` + the key's path joined by ``__`` (``SPILLWAY_GATEWAY__PORT=9000``,
+``SPILLWAY_NATS__URLS='["nats://queue:4222"]'``). This module is the only one that reads the environment; the parts get
+their frozen settings from the methods of ``Config``.
+"""
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings.exceptions import SettingsError
+from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSource
+
+from gateway.settings import (
+    GatewaySettings,
+    LedgerSettings,
+    LimitSettings,
+    ModelSettings,
+    PositiveInt,
+    PositiveSeconds,
+    QueueSettings,
+    Settings,
+    TimeoutSettings,
+)
+from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, Seconds, Tier, WorkerSettings
+
+DEFAULT_CONFIG_NAME: Final = "spillway.toml"
+DEMO_MODEL_NAME: Final = "spillway-demo"
+DEMO_MODEL_PATH: Final = Path(__file__).resolve().parent.parent / "models" / DEMO_MODEL_NAME
+ENV_PREFIX: Final = "SPILLWAY_"
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message names every key at fault."""
+
+
+class GatewaySection(Settings):
+    """``[gateway]``: where it listens and what it refuses."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: any free port
+    max_attempts: PositiveInt = 4
+    limits: LimitSettings = LimitSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
+
+
+class NatsSection(Settings):
+    """``[nats]``: the queue server. Without ``urls``, ``spillway up`` runs one of its own."""
+
+    urls: tuple[str, ...] = ()
+    embedded_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port
+    queue: QueueSettings = QueueSettings()
+
+
+class DatabaseSection(Settings):
+    """``[database]``: where usage and keys are kept. Default: SQLite in the data folder."""
+
+    url: str | None = None
+
+
+class AuthSection(Settings):
+    """``[auth]``: the secret that API keys are hashed with. Default: made once, kept in the data folder."""
+
+    pepper: SecretStr | None = None
+
+
+class LedgerSection(Settings):
+    """``[ledger]``: how the writer batches."""
+
+    batch_records: PositiveInt = 500
+    batch_wait_s: PositiveSeconds = 0.25
+
+
+class PoolSettings(Settings):
+    """``[pools.<name>]``: workers of one provider, region, engine, model set and price tier."""
+
+    provider: str = "local"
+    region: str = "local"
+    tier: Tier = "on-demand"
+    usd_per_hour: Annotated[float, Field(ge=0)] = 0.0  # of one worker's machine
+    models: Annotated[tuple[str, ...], Field(min_length=1)]
+    workers: Annotated[int, Field(ge=0, le=64)] = 1  # that `spillway up` starts on this machine
+    drain_s: Seconds = 25.0
+    engine: EngineSettings
+
+
+class Config(BaseSettings):
+    """The whole of spillway.toml."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid", nested_model_default_partial_update=True
+    )
+
+    data_dir: Path = Path("data")
+    gateway: GatewaySection = GatewaySection()
+    nats: NatsSection = NatsSection()
+    database: DatabaseSection = DatabaseSection()
+    auth: AuthSection = AuthSection()
+    ledger: LedgerSection = LedgerSection()
+    models: Annotated[dict[str, ModelSettings], Field(min_length=1)]
+    pools: dict[str, PoolSettings] = {}
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take only what ``load_config`` passes: it chooses the file and the environment."""
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _names_must_agree(self) -> "Config":
+        names = list(self.models)
+        for model in self.models.values():
+            names.extend(model.aliases)
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"models: {', '.join(sorted(twice))} is named twice (as a model or an alias)")
+        for pool_name, pool in self.pools.items():
+            for model_name in pool.models:
+                if model_name not in self.models:
+                    raise ValueError(f"pools.{pool_name}.models: {model_name!r} is not one of [models]: {', '.join(self.models)}")
+        return self
+
+    @property
+    def database_url(self) -> str:
+        """The database's URL, by default SQLite in the data folder."""
+        return self.database.url or f"sqlite:///{self.data_dir.resolve() / 'spillway.db'}"
+
+    def gateway_settings(self, pepper: SecretStr) -> GatewaySettings:
+        """What one gateway process needs."""
+        return GatewaySettings(
+            gateway_id=process_id("gw"),
+            host=self.gateway.host,
+            port=self.gateway.port,
+            nats_urls=self._nats_urls(),
+            database_url=self.database_url,
+            data_dir=self.data_dir,
+            key_pepper=pepper,
+            models=self.models,
+            limits=self.gateway.limits,
+            timeouts=self.gateway.timeouts,
+            queue=self.nats.queue,
+            max_attempts=self.gateway.max_attempts,
+        )
+
+    def ledger_settings(self) -> LedgerSettings:
+        """What one ledger writer needs."""
+        return LedgerSettings(nats_urls=self._nats_urls(), database_url=self.database_url, **self.ledger.model_dump())
+
+    def worker_settings(self, pool_name: str) -> WorkerSettings:
+        """What one worker of a pool needs. Raises ConfigError if there is no such pool."""
+        pool = self.pools.get(pool_name)
+        if pool is None:
+            raise ConfigError(f"pools.{pool_name}: no such pool; there are: {', '.join(self.pools) or 'none'}")
+        fields = pool.model_dump(exclude={"workers"})
+        return WorkerSettings(worker_id=process_id("w"), pool=pool_name, nats_urls=self._nats_urls(), **fields)
+
+    def _nats_urls(self) -> tuple[str, ...]:
+        if not self.nats.urls:
+            raise ConfigError("nats.urls: required here (only `spillway up` runs a queue server of its own)")
+        return self.nats.urls
+
+
+def process_id(kind: str) -> str:
+    """An id for one process, unique among all that are alive and telling where it runs."""
+    host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:24]
+    return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def load_config(path: Path, env: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a TOML file (or the JSON that ``up`` writes for its children), overlay the environment, validate the whole.
+
+    ``overrides`` (from command-line options) win over both. Raises ConfigError naming each key at fault.
+    """
+    source_class = JsonConfigSettingsSource if path.suffix == ".json" else TomlConfigSettingsSource
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    try:
+        from_file = source_class(Config, path)()
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return _validated(from_file, str(path), env, overrides)
+
+
+def default_config(env: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Without a file: the demo model, served by one local worker."""
+    return _validated(demo_settings(str(DEMO_MODEL_PATH)), "defaults", env, overrides)
+
+
+def demo_settings(model: str) -> dict[str, Any]:
+    """The settings that serve one model, a folder or a hub name or "scripted", by one local pool."""
+    if model == "scripted":
+        name, engine = "scripted", ScriptedEngineSettings(inter_token_s=0.02, faults_from_prompt=True).model_dump()
+    else:
+        is_folder = Path(model).is_absolute() or Path(model).is_dir()
+        name = Path(model).resolve().name if is_folder else model
+        engine = LocalEngineSettings(path=model).model_dump(exclude_none=True)
+    return {"models": {name: {}}, "pools": {"local": {"models": [name], "engine": engine}}}
+
+
+class _MappingEnvSource(EnvSettingsSource):
+    """pydantic-settings' environment source over a given mapping instead of the process's environment."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._given = {name.lower(): value for name, value in env.items()}
+        super().__init__(Config)
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return self._given
+
+
+def _validated(
+    base: Mapping[str, Any], where: str, env: Mapping[str, str] | None, overrides: Mapping[str, Any] | None
+) -> Config:
+    environment = dict(os.environ if env is None else env)
+    _refuse_unknown_sections(environment)
+    try:
+        merged = _merge(_merge(base, _MappingEnvSource(environment)()), overrides or {})
+        return Config(**merged)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{where}: {_explain(problem)}" for problem in error.errors())) from error
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error}") from error
+
+
+def _refuse_unknown_sections(env: Mapping[str, str]) -> None:
+    """pydantic-settings ignores variables it does not know; a misspelt one should not pass for a setting."""
+    for name in env:
+        section, nested, _ = name.removeprefix(ENV_PREFIX).partition("__")
+        if name.startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:
+            raise ConfigError(f"environment: {name}: there is no section {section.lower()!r}")
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    # A tagged union's tag stands in the location between "engine" and the key; it is no key of the file.
+    keys = [str(part) for part in problem["loc"] if part not in {"spillway", "scripted"} or problem["loc"][0] == "models"]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{'.'.join(keys)}: {message}" if keys else message
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged

@@ -1,0 +1,220 @@
+"""``spillway up``: the whole path on one machine. NATS, ledger, gateway and workers as processes, started in that order
+and ended in the reverse one; whichever dies is started again."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gateway.auth.keys import KeyStore
+from gateway.auth.pepper import load_or_create_pepper
+from gateway.db.engine import create_engine
+from migrations import upgrade
+from spillway.children import Child, keep_running
+from spillway.config import Config
+from spillway.embedded_nats import running_nats
+
+FIRST_KEY_NAME: Final = "default"
+GATEWAY_STOP_MARGIN_S: Final = 10.0
+LEDGER_STOP_LIMIT_S: Final = 20.0
+RESOLVED_CONFIG_NAME: Final = "config.json"
+
+
+class UpError(Exception):
+    """Spillway cannot run here; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a running Spillway tells its user."""
+
+    base_url: str
+    api_key: str
+    model: str
+    data_dir: Path
+
+
+def run_dir_of(data_dir: Path) -> Path:
+    """Where a running ``up`` keeps its lock, its children's ready files and the configuration it resolved."""
+    return data_dir / "run"
+
+
+def resolved_config_path(data_dir: Path) -> Path:
+    """The configuration of the ``up`` that runs in this data folder; absent while none does."""
+    return run_dir_of(data_dir) / RESOLVED_CONFIG_NAME
+
+
+async def up(config: Config, say: Callable[[str], None], on_running: Callable[[Running], None]) -> None:
+    """Run everything until SIGINT or SIGTERM. Raises UpError, ChildError, EmbeddedNatsError, or a database error."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    with _data_dir_lock(config.data_dir):
+        async with _queue_server(config, say) as nats_urls:
+            resolved = _resolve(config, nats_urls)
+            say("database: applying migrations")
+            await asyncio.to_thread(upgrade, resolved.database_url)
+            api_key = await _first_key(resolved)
+            children = _children(resolved)
+            try:
+                await _run_children(children, stop, say, lambda: on_running(_running(resolved, api_key)))
+            finally:
+                resolved_config_path(config.data_dir).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _data_dir_lock(data_dir: Path) -> Iterator[None]:
+    run_dir_of(data_dir).mkdir(parents=True, exist_ok=True)
+    (data_dir / "logs").mkdir(exist_ok=True)
+    with (run_dir_of(data_dir) / "lock").open("w") as lock_file:
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UpError(f"{data_dir} is in use by another `spillway up`; stop it or choose another --data") from error
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _queue_server(config: Config, say: Callable[[str], None]) -> AsyncIterator[tuple[str, ...]]:
+    if config.nats.urls:
+        yield config.nats.urls
+        return
+    port = config.nats.embedded_port or _free_port()
+    say("queue: starting the embedded nats-server")
+    async with running_nats(config.data_dir.resolve(), port):
+        yield (f"nats://127.0.0.1:{port}",)
+
+
+def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
+    """Fix what was left open (ports, URLs), and write it down for the children and for other commands."""
+    _check_port_is_free(config.gateway.host, config.gateway.port)
+    gateway = config.gateway.model_copy(update={"port": config.gateway.port or _free_port()})
+    nats = config.nats.model_copy(update={"urls": nats_urls})
+    database = config.database.model_copy(update={"url": config.database_url})
+    resolved = config.model_copy(
+        update={"gateway": gateway, "nats": nats, "database": database, "data_dir": config.data_dir.resolve()}
+    )
+    path = resolved_config_path(config.data_dir)
+    # The pepper is left out: children find it in the environment or in the data folder, as this process did.
+    dumped = resolved.model_dump(mode="json", exclude={"auth"}, exclude_none=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(dumped, file)
+    return resolved
+
+
+def _check_port_is_free(host: str, port: int) -> None:
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UpError(f"port {port} on {host}: {error.strerror}; choose another with --port (make run PORT=…)") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _first_key(config: Config) -> str:
+    """The key shown to the newcomer, made once and kept, readable by this user only, in the data folder."""
+    path = config.data_dir / "api-key"
+    pepper = config.auth.pepper or load_or_create_pepper(config.data_dir)
+    engine = create_engine(config.database_url)
+    try:
+        store = KeyStore(engine, pepper)
+        if path.exists() and await store.find(path.read_text().strip()) is not None:
+            return path.read_text().strip()
+        if any(key.revoked_unix_ms is None for key in await store.list()):
+            return ""
+        _, plaintext = await store.create(FIRST_KEY_NAME)
+    finally:
+        await engine.dispose()
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(plaintext + "\n")
+    return plaintext
+
+
+def _children(config: Config) -> list[Child]:
+    """All children, in the order in which they start."""
+    run_dir, log_dir = run_dir_of(config.data_dir), config.data_dir / "logs"
+    config_arguments = ["--config", str(resolved_config_path(config.data_dir))]
+
+    def child(name: str, command: list[str], stop_limit_s: float) -> Child:
+        return Child(name, [*command, *config_arguments], run_dir, log_dir, stop_limit_s)
+
+    gateway_limit_s = config.gateway.timeouts.shutdown_s + GATEWAY_STOP_MARGIN_S
+    workers = [
+        child(f"worker-{pool_name}-{number}", ["worker", "--pool", pool_name], pool.drain_s + GATEWAY_STOP_MARGIN_S)
+        for pool_name, pool in config.pools.items()
+        for number in range(1, pool.workers + 1)
+    ]
+    return [
+        child("gateway", ["gateway"], gateway_limit_s),
+        child("ledger", ["ledger"], LEDGER_STOP_LIMIT_S),
+        *workers,
+    ]
+
+
+async def _run_children(
+    children: list[Child], stop: asyncio.Event, say: Callable[[str], None], on_ready: Callable[[], None]
+) -> None:
+    try:
+        for child in children:
+            await child.start()
+        ready = asyncio.gather(*(_say_when_ready(child, say) for child in children))
+        if not await _unless_stopped(ready, stop):
+            return
+        on_ready()
+        watching = asyncio.gather(*(keep_running(child, say) for child in children))
+        await _unless_stopped(watching, stop)
+    finally:
+        say("stopping")
+        # The gateway first, so that nothing new comes in and what runs can end; the ledger last, to write it all down.
+        for child in [children[0], *children[2:], children[1]]:
+            await child.stop()
+
+
+async def _say_when_ready(child: Child, say: Callable[[str], None]) -> None:
+    await child.wait_ready()
+    say(f"{child.name}: ready")
+
+
+async def _unless_stopped(work: asyncio.Future[Any], stop: asyncio.Event) -> bool:
+    """Await ``work`` unless ``stop`` is set first; True if the work was done. Its exception is raised here."""
+    stopped = asyncio.create_task(stop.wait(), name="wait-for-stop")
+    try:
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            await work
+            return True
+        return False
+    finally:
+        stopped.cancel()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work if not work.done() else None
+
+
+def _running(config: Config, api_key: str) -> Running:
+    host = "127.0.0.1" if config.gateway.host in {"0.0.0.0", "::"} else config.gateway.host  # noqa: S104
+    return Running(
+        base_url=f"http://{host}:{config.gateway.port}",
+        api_key=api_key,
+        model=next(iter(config.models)),
+        data_dir=config.data_dir,
+    )

@@ -1,0 +1,63 @@
+"""Small rules that keep the house in order (after TigerBeetle's tidy test)."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON_LINES_LIMIT = 420
+FORBIDDEN = re.compile(r"\b(FIXME|XXX|HACK)\b")
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def source_files() -> list[Path]:
+    packages = {"engine", "gateway", "migrations", "pool_worker", "protocol", "spillway", "fleet"}
+    return [path for path in tracked_files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in packages]
+
+
+def test_no_stray_markers() -> None:
+    this = Path(__file__).resolve()
+    texts = {
+        path: path.read_text() for path in tracked_files() if path.suffix in {".py", ".sh", ".md"} and path != this
+    }
+    assert [str(path) for path, text in texts.items() if FORBIDDEN.search(text)] == []
+
+
+def test_files_stay_small_enough_to_read() -> None:
+    long = {path.name: n for path in source_files() if (n := len(path.read_text().splitlines())) > PYTHON_LINES_LIMIT}
+    assert long == {}
+
+
+def test_no_drawer_for_everything() -> None:
+    drawers = {"utils.py", "helpers.py", "common.py", "misc.py"}
+    assert [str(path) for path in source_files() if path.name in drawers] == []
+
+
+DOCS = [
+    path
+    for path in tracked_files()
+    if path.suffix == ".md" and path.relative_to(ROOT).parts[0] in {"docs", "README.md"}
+]
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_quoted_in_docs_exist(doc: Path) -> None:
+    """A path in backticks, such as `gateway/api/sse.py`, must be there; so must the target of a relative link."""
+    text = doc.read_text()
+    quoted = re.findall(r"`([a-z_]+/[\w./-]*\w\.(?:py|md|sh|toml|yml))`", text)
+    missing = [name for name in quoted if not (ROOT / name).exists()]
+    links = [link.split("#")[0] for link in re.findall(r"\]\((?!https?:|#|mailto:)([^)\s]+)\)", text)]
+    missing += [link for link in links if link and not (doc.parent / link).exists()]
+    assert missing == []

@@ -1,0 +1,77 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol import messages as m
+from protocol import subjects
+from protocol.errors import ProtocolError
+
+token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=200)
+
+
+@given(token_ids)
+def test_packed_token_ids_come_back(ids: list[int]) -> None:
+    assert m.unpack_token_ids(m.pack_token_ids(ids)) == ids
+
+
+def test_packed_token_ids_are_little_endian_on_the_wire() -> None:
+    assert m.pack_token_ids([1, 256]) == b"\x01\0\0\0\0\x01\0\0"
+
+
+def test_a_cut_token_list_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="5 bytes"):
+        m.unpack_token_ids(b"12345")
+
+
+def test_every_frame_kind_survives_the_wire() -> None:
+    logprob = m.TokenLogprob(5, "a", -0.5, b"a", ((5, "a", -0.5, b"a"),))
+    frames = (
+        m.Accepted("r", 1, 0, "w", "p", "aws", "eu", 1.5),
+        m.Tokens("r", 1, 1, 0, (5,), "a", None, (logprob,)),
+        m.Tokens("r", 1, 2, 0, (2,), "", "stop"),
+        m.Finished("r", 1, 3, cancelled=False, prompt_tokens=3, cached_tokens=0, completion_tokens=2, ttft_ms=4.0),
+        m.Failed("q", 2, 0, "engine_error", "no", retryable=True, param="stop"),
+    )
+    step = m.StepFrame(m.PROTOCOL_VERSION, "w", frames)
+    assert m.decode_step(m.encode(step)) == step
+
+
+def test_a_job_survives_the_wire_with_its_resume_points() -> None:
+    job = m.Job(
+        v=m.PROTOCOL_VERSION,
+        request_id="r",
+        attempt=2,
+        model="a/b",
+        reply_subject="fr.g",
+        sampling=m.Sampling(max_tokens=4, logit_bias={3: -100.0}, stop=("x",)),
+        prompt_ids=m.pack_token_ids([1, 2]),
+        prompt_tokens=2,
+        resume=(m.ResumePoint(0, m.pack_token_ids([9]), 3),),
+    )
+    assert m.decode_job(m.encode(job)) == job
+
+
+def test_another_version_is_refused_by_name() -> None:
+    payload = m.encode(m.StepFrame(m.PROTOCOL_VERSION + 1, "w", ()))
+    with pytest.raises(ProtocolError, match=f"protocol {m.PROTOCOL_VERSION + 1}"):
+        m.decode_step(payload)
+
+
+@pytest.mark.parametrize("decode", [m.decode_job, m.decode_step, m.decode_control, m.decode_heartbeat, m.decode_usage])
+@pytest.mark.parametrize("payload", [b"", b"\xff\xff", b"\x80", msgspec.msgpack.encode(["?", 1])])
+def test_garbage_is_a_protocol_error(decode: object, payload: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(payload)  # type: ignore[operator]
+
+
+def test_a_newer_peer_may_append_fields() -> None:
+    wire = msgspec.msgpack.decode(m.encode(m.Cancel("r", 1)))
+    assert m.decode_control(msgspec.msgpack.encode([*wire, "later"])) == m.Cancel("r", 1)
+
+
+@given(st.text(min_size=1, max_size=60), st.text(min_size=1, max_size=60))
+def test_escaped_names_are_one_token_and_stay_apart(one: str, other: str) -> None:
+    escaped = subjects.escape(one)
+    assert not set(escaped) & set(" .*>/\\\t\r\n")
+    assert (escaped == subjects.escape(other)) == (one == other)
