@@ -1,11 +1,14 @@
 """Fixtures that several kinds of test share."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import migrations
 from tests.nats_server import NatsServer
+from tests.postgres import TEMPLATE, PostgresServer
 
 
 @pytest.fixture
@@ -23,3 +26,46 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
 def nats_url(nats_server: NatsServer) -> str:
     """The URL of the test's own nats-server."""
     return nats_server.url
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """The session's own PostgreSQL, with a migrated template database. A test that stops it must start it again."""
+    server = PostgresServer()
+    try:
+        server.create()
+        server.start()
+        server.execute(f"CREATE DATABASE {TEMPLATE}")
+        migrations.upgrade(server.url(TEMPLATE))
+        yield server
+    finally:
+        server.remove()
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty, migrated SQLite file to copy."""
+    path = tmp_path_factory.mktemp("sqlite") / "template.db"
+    migrations.upgrade(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def sqlite_url(migrated_sqlite: Path, tmp_path: Path) -> str:
+    """A fresh, migrated SQLite file."""
+    return f"sqlite:///{shutil.copy(migrated_sqlite, tmp_path / 'spillway.db')}"
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """A fresh, migrated PostgreSQL database."""
+    name = postgres_server.new_database(template=TEMPLATE)
+    yield postgres_server.url(name)
+    postgres_server.drop_database(name)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str:
+    """A fresh, migrated database; the test runs once for each kind."""
+    fixture = "sqlite_url" if request.param == "sqlite" else "postgres_url"
+    return str(request.getfixturevalue(fixture))

@@ -1,0 +1,1 @@
+"""Usage: from the USAGE stream into SQL, and from SQL into reports."""

@@ -1,0 +1,168 @@
+"""The ledger writer: usage records from the USAGE stream into SQL, in batches.
+
+    parked ──delivered──> held ──committed──> acknowledged
+                           │ └──SQL away──> held, tried again for ever; on SIGTERM handed back
+                           └──unreadable or refused by SQL──> terminated, logged with its stream sequence
+
+A record is acknowledged only after its commit, and inserting it twice does nothing, so a crash anywhere between
+delivery and acknowledgement costs one redelivery and no row.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from msgspec import Struct
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.db.errors import DatabaseUnavailable
+from gateway.ledger.backoff import backoff_s, wait_for
+from gateway.ledger.store import RecordRefused, store_records
+from protocol import pull, subjects
+from protocol.bus import Bus
+from protocol.errors import BusError, ProtocolError
+from protocol.messages import UsageRecord, decode_usage
+from protocol.pull import Delivery, PullConsumer
+
+IDLE_WAIT_S: Final = 0.5  # how soon an expired pull is noticed and asked again
+MAX_BATCHES_OUTSTANDING: Final = 2  # one being written while the next arrives
+
+log = logging.getLogger(__name__)
+
+
+class _Entry(Struct):
+    delivery: Delivery
+    record: UsageRecord
+
+
+class LedgerWriter:
+    """Writes until told to stop. Holds at most two batches of records."""
+
+    def __init__(
+        self, bus: Bus, engine: AsyncEngine, stopping: asyncio.Event, *, batch_records: int, batch_wait_s: float
+    ) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._stopping = stopping
+        self._batch_records = batch_records
+        self._batch_wait_s = batch_wait_s
+        self._held: deque[Delivery] = deque()  # bounded by what _pull_into_room asks for
+        self._arrived = asyncio.Event()  # set at the first record held, at a full batch, and when stopping
+        self._consumer = PullConsumer(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery)
+
+    async def run(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Pull, write, acknowledge, until ``stopping`` is set; then finish what is held."""
+        await self._consumer.start()
+        self._bus.on_reconnect(self._on_reconnected)
+        wake = asyncio.create_task(self._wake_when_stopping(), name="ledger-wake")
+        try:
+            if on_ready is not None:
+                on_ready()
+            while not self._stopping.is_set():
+                await self._pull_into_room()
+                await self._wait_for_batch()
+                await self._write_batch()
+        finally:
+            wake.cancel()
+            await self._consumer.stop()
+        while self._held:
+            await self._write_batch()
+
+    # --- taking -------------------------------------------------------------------------------------------------------
+
+    async def _pull_into_room(self) -> None:
+        # Whole batches only: a pull for every record that leaves would cost the server more than the record.
+        taken = len(self._held) + self._consumer.outstanding()
+        while taken + self._batch_records <= MAX_BATCHES_OUTSTANDING * self._batch_records:
+            try:
+                await self._consumer.pull(self._batch_records)
+            except BusError as error:
+                log.warning("cannot ask for usage records, will again: %s", error)
+                return
+            taken += self._batch_records
+
+    async def _on_delivery(self, delivery: Delivery) -> None:
+        self._held.append(delivery)
+        if len(self._held) in {1, self._batch_records}:
+            self._arrived.set()
+
+    async def _on_reconnected(self) -> None:
+        self._consumer.forget_pulls()  # the stream and its durable are on disk, parked pulls are not
+
+    async def _wake_when_stopping(self) -> None:
+        await self._stopping.wait()
+        self._arrived.set()
+
+    async def _wait_for_batch(self) -> None:
+        """Wait for a first record, then for a batch of them or ``batch_wait_s``."""
+        await self._wait_until_held(1, IDLE_WAIT_S)
+        if self._held:
+            await self._wait_until_held(self._batch_records, self._batch_wait_s)
+
+    async def _wait_until_held(self, records: int, limit_s: float) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while len(self._held) < records and not self._stopping.is_set():
+            self._arrived.clear()
+            if not await wait_for(self._arrived, deadline_s - time.monotonic()):
+                return
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    async def _write_batch(self) -> None:
+        deliveries = [self._held.popleft() for _ in range(min(len(self._held), self._batch_records))]
+        entries = [entry for delivery in deliveries if (entry := await self._decoded(delivery))]
+        if entries:
+            await self._store(entries)
+
+    async def _decoded(self, delivery: Delivery) -> _Entry | None:
+        try:
+            return _Entry(delivery, decode_usage(delivery.payload))
+        except ProtocolError as error:
+            await self._give_up(delivery, error)
+            return None
+
+    async def _store(self, entries: list[_Entry]) -> None:
+        """Commit, then acknowledge. SQL away: try for ever, or hand back once stopping."""
+        failures = 0
+        for wait_s in backoff_s():
+            try:
+                await store_records(self._engine, [entry.record for entry in entries])
+                break
+            except RecordRefused as error:
+                await self._store_one_by_one(entries, error)
+                return
+            except DatabaseUnavailable as error:
+                failures += 1
+                if failures == 1:
+                    log.error("cannot write usage, %d records wait: %s", len(entries), error)  # noqa: TRY400
+                if await wait_for(self._stopping, wait_s):
+                    await self._answer(entries, pull.nak)
+                    return
+        if failures:
+            log.warning("usage is written again, after %d tries", failures + 1)
+        await self._answer(entries, pull.ack)
+
+    async def _store_one_by_one(self, entries: list[_Entry], error: RecordRefused) -> None:
+        if len(entries) == 1:
+            await self._give_up(entries[0].delivery, error)
+            return
+        for entry in entries:
+            await self._store([entry])
+
+    async def _give_up(self, delivery: Delivery, error: Exception) -> None:
+        log.error("usage record %d of the stream is lost to the ledger: %s", delivery.stream_sequence, error)
+        try:
+            await pull.term(self._bus, delivery)
+        except BusError as unsent:
+            log.warning("record %d could not be terminated: %s", delivery.stream_sequence, unsent)
+
+    async def _answer(self, entries: list[_Entry], answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
+        # Nobody confirms an acknowledgement: one that is lost costs a redelivery, which inserts nothing.
+        try:
+            for entry in entries:
+                await answer(self._bus, entry.delivery)
+        except BusError as error:
+            log.warning("some of %d written records will be delivered again: %s", len(entries), error)

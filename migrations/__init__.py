@@ -1,0 +1,85 @@
+"""Alembic migrations: bring a database to the schema of this build."""
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.db.engine import SQLITE_BEGIN, create_engine
+from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from gateway.db.schema import read_schema_version
+
+MIGRATION_LIMIT_S: Final = 3600.0  # one statement on a large table
+LOCK_LIMIT_S: Final = 600.0  # how long to wait for another process that is migrating
+ADVISORY_LOCK_ID: Final = 0x5350494C4C574159  # "SPILLWAY"
+
+
+def upgrade(database_url: str) -> None:
+    """Bring the database to ``head``; nothing happens if it is there. All or nothing: one transaction.
+
+    Several processes may call it at once: one works, the others wait for its lock. Blocks; must not be called from a
+    coroutine. Raises DatabaseUrlError or DatabaseUnavailable.
+    """
+    try:
+        asyncio.run(_upgrade(database_url))
+    except SQL_ERRORS as error:
+        raise DatabaseUnavailable(f"database.url: cannot upgrade the schema: {describe(error)}") from error
+
+
+def current(database_url: str) -> str | None:
+    """The revision that the database is at; None if it has never been migrated. Blocks; raises like ``upgrade``."""
+    try:
+        return asyncio.run(_current(database_url))
+    except SQL_ERRORS as error:
+        raise DatabaseUnavailable(f"database.url: cannot read the schema: {describe(error)}") from error
+
+
+def head() -> str:
+    """The newest revision."""
+    newest = ScriptDirectory.from_config(_config()).get_current_head()
+    if newest is None:
+        raise AssertionError("migrations/versions is empty")
+    return newest
+
+
+def _config() -> Config:
+    return Config(Path(__file__).with_name("alembic.ini"))
+
+
+async def _upgrade(database_url: str) -> None:
+    engine = create_engine(database_url, statement_limit_s=MIGRATION_LIMIT_S, lock_limit_s=LOCK_LIMIT_S)
+    try:
+        async with engine.connect() as connection:
+            await connection.execution_options(**{SQLITE_BEGIN: "IMMEDIATE"})
+            async with connection.begin():
+                await _lock(connection)
+                await connection.run_sync(_upgrade_on)
+    finally:
+        await engine.dispose()
+
+
+async def _lock(connection: AsyncConnection) -> None:
+    """Keep other migrating processes out until the transaction ends. SQLite's BEGIN IMMEDIATE has done so already."""
+    if connection.dialect.name == "postgresql":
+        await connection.execute(text(f"SET LOCAL lock_timeout = '{LOCK_LIMIT_S:.0f}s'"))
+        await connection.execute(text("SELECT pg_advisory_xact_lock(:id)"), {"id": ADVISORY_LOCK_ID})
+
+
+def _upgrade_on(connection: Connection) -> None:
+    config = _config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+async def _current(database_url: str) -> str | None:
+    engine = create_engine(database_url)
+    try:
+        async with engine.connect() as connection:
+            return await connection.run_sync(read_schema_version)
+    finally:
+        await engine.dispose()
