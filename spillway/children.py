@@ -122,7 +122,9 @@ async def keep_running(child: Child, announce: Callable[[str], None]) -> None:
         now_s = time.monotonic()
         recent = [death for death in deaths if now_s - death < RESTART_WINDOW_S]
         if len(recent) == MAX_RESTARTS_PER_WINDOW:
-            raise ChildError(f"{child.name} died {len(recent) + 1} times within {RESTART_WINDOW_S:g} s:\n  {child.last_words()}")
+            raise ChildError(
+                f"{child.name} died {len(recent) + 1} times within {RESTART_WINDOW_S:g} s:\n  {child.last_words()}"
+            )
         deaths.append(now_s)
         announce(f"{child.name} ended with exit code {code}; starting it again (its log: {child.log_path})")
         await asyncio.sleep(FIRST_RESTART_WAIT_S * 2 ** len(recent))

@@ -28,7 +28,14 @@ from gateway.settings import (
     Settings,
     TimeoutSettings,
 )
-from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, Seconds, Tier, WorkerSettings
+from pool_worker.settings import (
+    EngineSettings,
+    LocalEngineSettings,
+    ScriptedEngineSettings,
+    Seconds,
+    Tier,
+    WorkerSettings,
+)
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
@@ -94,7 +101,11 @@ class Config(BaseSettings):
     """The whole of spillway.toml."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid", nested_model_default_partial_update=True
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        frozen=True,
+        extra="forbid",
+        nested_model_default_partial_update=True,
     )
 
     data_dir: Path = Path("data")
@@ -108,7 +119,12 @@ class Config(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: PydanticBaseSettingsSource
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003  # pydantic-settings fixes the signature
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Take only what ``load_config`` passes: it chooses the file and the environment."""
         return (init_settings,)
@@ -124,7 +140,9 @@ class Config(BaseSettings):
         for pool_name, pool in self.pools.items():
             for model_name in pool.models:
                 if model_name not in self.models:
-                    raise ValueError(f"pools.{pool_name}.models: {model_name!r} is not one of [models]: {', '.join(self.models)}")
+                    raise ValueError(
+                        f"pools.{pool_name}.models: {model_name!r} is not one of [models]: {', '.join(self.models)}"
+                    )
         return self
 
     @property
@@ -239,7 +257,9 @@ def _refuse_unknown_sections(env: Mapping[str, str]) -> None:
 
 def _explain(problem: Mapping[str, Any]) -> str:
     # A tagged union's tag stands in the location between "engine" and the key; it is no key of the file.
-    keys = [str(part) for part in problem["loc"] if part not in {"spillway", "scripted"} or problem["loc"][0] == "models"]
+    keys = [
+        str(part) for part in problem["loc"] if part not in {"spillway", "scripted"} or problem["loc"][0] == "models"
+    ]
     message = str(problem["msg"]).removeprefix("Value error, ")
     return f"{'.'.join(keys)}: {message}" if keys else message
 

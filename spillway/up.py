@@ -1,5 +1,8 @@
-"""``spillway up``: the whole path on one machine. NATS, ledger, gateway and workers as processes, started in that order
-and ended in the reverse one; whichever dies is started again."""
+"""``spillway up``: the whole path on one machine.
+
+NATS, the gateway, the ledger writer and the workers run as processes of their own. Whichever dies is started again;
+Ctrl-C ends them in the order in which work flows, so that nothing is cut off that could still be finished.
+"""
 
 import asyncio
 import contextlib
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.auth.keys import KeyStore
+from gateway.auth.keys import create_key, list_keys
 from gateway.auth.pepper import load_or_create_pepper
 from gateway.db.engine import create_engine
 from migrations import upgrade
@@ -119,7 +122,9 @@ def _check_port_is_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise UpError(f"port {port} on {host}: {error.strerror}; choose another with --port (make run PORT=…)") from error
+            raise UpError(
+                f"port {port} on {host}: {error.strerror}; choose another with --port (make run PORT=…)"
+            ) from error
 
 
 def _free_port() -> int:
@@ -129,17 +134,21 @@ def _free_port() -> int:
 
 
 async def _first_key(config: Config) -> str:
-    """The key shown to the newcomer, made once and kept, readable by this user only, in the data folder."""
+    """The key shown to the newcomer, made once and kept in the data folder, readable by this user only.
+
+    Empty if the operator has made keys of their own and revoked or lost this one.
+    """
     path = config.data_dir / "api-key"
     pepper = config.auth.pepper or load_or_create_pepper(config.data_dir)
     engine = create_engine(config.database_url)
     try:
-        store = KeyStore(engine, pepper)
-        if path.exists() and await store.find(path.read_text().strip()) is not None:
-            return path.read_text().strip()
-        if any(key.revoked_unix_ms is None for key in await store.list()):
+        active = await list_keys(engine)
+        kept = path.read_text().strip() if path.exists() else ""
+        if kept and any(key.name == FIRST_KEY_NAME and key.last_four == kept[-4:] for key in active):
+            return kept
+        if active:
             return ""
-        _, plaintext = await store.create(FIRST_KEY_NAME)
+        _, plaintext = await create_key(engine, FIRST_KEY_NAME, pepper)
     finally:
         await engine.dispose()
     path.unlink(missing_ok=True)

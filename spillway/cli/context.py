@@ -1,17 +1,21 @@
 """What every command shares: options, the resolved configuration, and how errors reach a person."""
 
+import contextlib
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 import uvloop
 from pydantic import SecretStr
 from rich.console import Console
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from gateway.auth.errors import ApiKeyError, PepperError
 from gateway.auth.pepper import load_or_create_pepper
-from gateway.db.errors import DatabaseError
+from gateway.db.engine import create_engine
+from gateway.db.errors import SQL_ERRORS, DatabaseError, DatabaseUnavailable, describe
 from pool_worker.engines.base import EngineDiedError
 from protocol.errors import BusError
 from spillway.children import ChildError
@@ -24,7 +28,9 @@ err = Console(stderr=True, highlight=False)
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help=f"Configuration file. Default: ./{DEFAULT_CONFIG_NAME} if there, else the demo's."),
+    typer.Option(
+        "--config", "-c", help=f"Configuration file. Default: ./{DEFAULT_CONFIG_NAME} if there, else the demo's."
+    ),
 ]
 DataOption = Annotated[Path | None, typer.Option("--data", "-d", help="Data folder (config key `data_dir`).")]
 ReadyFileOption = Annotated[Path | None, typer.Option("--ready-file", hidden=True)]
@@ -58,14 +64,28 @@ def running_or_config(path: Path | None, data: Path | None) -> Config:
     return resolve_config(resolved, data) if path is None and resolved.exists() else config
 
 
+EXPECTED_ERRORS: Final = (
+    ApiKeyError,
+    BusError,
+    ChildError,
+    ConfigError,
+    DatabaseError,
+    EmbeddedNatsError,
+    EngineDiedError,
+    PepperError,
+    UpError,
+)
+
+
 def run_async(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a command's coroutine on uvloop; turn the errors a user can mend into one line and exit code 1."""
-    expected = (UpError, ChildError, EmbeddedNatsError, ConfigError, BusError, DatabaseError, EngineDiedError)
+    """Run a command's coroutine on uvloop; turn the errors a user can mend into one line each and exit code 1."""
+    messages: list[str] = []
     try:
         uvloop.run(main())
-    except* expected as group:
+    except* EXPECTED_ERRORS as group:
         messages = [str(error) for error in _leaves(group)]
-        raise fail("\n".join(dict.fromkeys(messages))) from None
+    if messages:
+        raise fail("\n".join(dict.fromkeys(messages)))
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
@@ -73,6 +93,18 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     for error in group.exceptions:
         leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
     return leaves
+
+
+@contextlib.asynccontextmanager
+async def database(config: Config) -> AsyncIterator[AsyncEngine]:
+    """The configured database, closed afterwards. SQL's own errors become DatabaseUnavailable with a hint."""
+    engine = create_engine(config.database_url)
+    try:
+        yield engine
+    except SQL_ERRORS as error:
+        raise DatabaseUnavailable(f"database.url: {describe(error)} (has `spillway db upgrade` been run?)") from error
+    finally:
+        await engine.dispose()
 
 
 def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
@@ -86,5 +118,3 @@ def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
 def pepper_of(config: Config) -> SecretStr:
     """The secret that keys are hashed with: configured, or kept in the data folder."""
     return config.auth.pepper or load_or_create_pepper(config.data_dir)
-
-

@@ -50,7 +50,9 @@ def up(
         out.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/dim] {line}")
 
     def on_running(running: Running) -> None:
-        out.print(Panel(banner(running.base_url, running.api_key, running.model), title="Spillway is running", expand=False))
+        out.print(
+            Panel(banner(running.base_url, running.api_key, running.model), title="Spillway is running", expand=False)
+        )
         out.print(curl_command(running.base_url, running.api_key, running.model), soft_wrap=True, markup=False)
         out.print("")
 
@@ -67,7 +69,9 @@ def check_model_folders(config: Config) -> None:
     """Find a missing demo model before anything is started."""
     for pool in config.pools.values():
         if getattr(pool.engine, "path", None) == str(DEMO_MODEL_PATH) and not DEMO_MODEL_PATH.is_dir():
-            raise fail(f"the demo model {DEMO_MODEL_NAME} comes with the repository, not the package: name one with --model")
+            raise fail(
+                f"the demo model {DEMO_MODEL_NAME} comes with the repository, not the package: name one with --model"
+            )
 
 
 def banner(base_url: str, api_key: str, model: str) -> str:

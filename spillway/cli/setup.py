@@ -10,6 +10,7 @@ from migrations import current, head, upgrade
 from spillway.cli.context import ConfigOption, DataOption, out, resolve_config, run_async, running_or_config
 from spillway.config import DEFAULT_CONFIG_NAME
 
+
 def db_upgrade(config: ConfigOption = None, data: DataOption = None) -> None:
     """Bring the database to this version's schema. Safe to run again, and at several places at once."""
     resolved = running_or_config(config, data)
@@ -19,6 +20,7 @@ def db_upgrade(config: ConfigOption = None, data: DataOption = None) -> None:
         await asyncio.to_thread(upgrade, resolved.database_url)
         out.print(f"database schema: {before or 'none'} -> {head()}")
 
+    # The default database is a file in the data folder.
     resolved.data_dir.mkdir(parents=True, exist_ok=True)
     run_async(main)
 
