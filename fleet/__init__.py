@@ -1,1 +1,0 @@
-"""How many workers each pool should have, and who starts them."""
