@@ -1,0 +1,58 @@
+# One image for the gateway, the ledger writer and `spillway db upgrade`; no torch in it.
+#
+#   docker build -f deploy/images/gateway.Dockerfile -t spillway-gateway:0.1.0 .      (from the repository's root)
+#
+# Base images are pinned by version tag. For builds that are the same bit by bit, append the digest that
+# `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
+
+FROM python:3.11-slim-bookworm AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /src
+
+# The virtual environment gets no pip of its own: nothing is installed into a running container.
+RUN python -m venv --without-pip /opt/venv
+
+# The dependencies change seldom and come first, so that a change of the source reuses this layer.
+COPY requirements/core.txt requirements/build.txt requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --require-hashes --no-deps -r requirements/core.txt \
+    && pip install --require-hashes --no-deps -r requirements/build.txt
+
+COPY pyproject.toml README.md LICENSE ./
+COPY spillway spillway
+COPY protocol protocol
+COPY gateway gateway
+COPY pool_worker pool_worker
+COPY engine engine
+COPY fleet fleet
+COPY migrations migrations
+RUN pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
+    && pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /wheels/*.whl
+
+
+FROM python:3.11-slim-bookworm
+LABEL org.opencontainers.image.title="Spillway gateway" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+# A number, not a name: Kubernetes' runAsNonRoot can check only numbers.
+RUN groupadd --gid 10001 spillway \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/spillway --shell /usr/sbin/nologin spillway \
+    && install --directory --owner 10001 --group 10001 --mode 0700 /var/lib/spillway \
+    && install --directory --mode 0755 /etc/spillway
+
+COPY --from=build /opt/venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+
+# Commands without --config read ./spillway.toml, so `docker exec … spillway keys create NAME` finds it here.
+WORKDIR /etc/spillway
+USER 10001:10001
+EXPOSE 8000
+
+# Alive, not ready: a gateway that waits for NATS must not be killed for it. Ledger writers replace this check.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=20s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/livez', timeout=2)"]
+
+# No tini: the process handles SIGTERM and SIGINT itself, also as process 1, and starts no children that it would have to
+# reap. The exec form keeps a shell from standing between it and the signal.
+ENTRYPOINT ["spillway"]
+CMD ["gateway", "--config", "/etc/spillway/spillway.toml"]

@@ -1,0 +1,72 @@
+# A worker with Spillway's own engine and the demo model.
+#
+#   docker build -f deploy/images/worker.Dockerfile -t spillway-worker:0.1.0 .        (CPU; from the repository's root)
+#
+# For NVIDIA GPUs take torch from a CUDA index, together with the CUDA libraries it depends on (several GB):
+#
+#   docker build -f deploy/images/worker.Dockerfile -t spillway-worker:0.1.0-cuda \
+#     --build-arg TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130 --build-arg TORCH_PIP_OPTIONS= .
+#
+# and run it with `--gpus all`. torch's wheels bring CUDA themselves; the host needs only the driver and NVIDIA's
+# container toolkit, so the base image stays the slim one. Base images are pinned by version tag. For builds that are the same
+# bit by bit, append the digest that `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
+
+FROM python:3.11-slim-bookworm AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /src
+
+# The virtual environment gets no pip of its own: nothing is installed into a running container.
+RUN python -m venv --without-pip /opt/venv
+
+COPY requirements/worker.txt requirements/build.txt requirements/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --require-hashes --no-deps -r requirements/worker.txt \
+    && pip install --require-hashes --no-deps -r requirements/build.txt
+
+# The one dependency outside the hash lock: its CPU and CUDA builds share a version (requirements/README.md). All that the
+# CPU build needs is in the lock already, hence --no-deps. The linter takes the unquoted options for packages without a
+# version.
+ARG TORCH_VERSION=2.13.0
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG TORCH_PIP_OPTIONS=--no-deps
+# hadolint ignore=DL3013,SC2086
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip --python /opt/venv/bin/python install --index-url "$TORCH_INDEX_URL" $TORCH_PIP_OPTIONS "torch==$TORCH_VERSION"
+
+COPY pyproject.toml README.md LICENSE ./
+COPY spillway spillway
+COPY protocol protocol
+COPY gateway gateway
+COPY pool_worker pool_worker
+COPY engine engine
+COPY fleet fleet
+COPY migrations migrations
+RUN pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
+    && pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /wheels/*.whl
+
+
+FROM python:3.11-slim-bookworm
+LABEL org.opencontainers.image.title="Spillway worker" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+# A number, not a name: Kubernetes' runAsNonRoot can check only numbers.
+RUN groupadd --gid 10001 spillway \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/spillway --shell /usr/sbin/nologin spillway \
+    && install --directory --owner 10001 --group 10001 --mode 0700 /var/lib/spillway \
+    && install --directory --mode 0755 /etc/spillway
+
+COPY --from=build /opt/venv /opt/venv
+COPY models/spillway-demo /opt/spillway/models/spillway-demo
+# Models from a hub are kept in the data folder, so that a volume there saves downloading them again.
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/var/lib/spillway/huggingface
+
+WORKDIR /etc/spillway
+USER 10001:10001
+
+# A worker listens on no port. It writes this file once it serves its model, and exits if its engine dies.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=120s --retries=3 CMD ["test", "-f", "/tmp/ready"]
+
+# No tini: the process handles SIGTERM (drain, then exit) itself, also as process 1, and starts no children that it would
+# have to reap. The exec form keeps a shell from standing between it and the signal.
+ENTRYPOINT ["spillway"]
+CMD ["worker", "--config", "/etc/spillway/spillway.toml", "--pool", "demo", "--ready-file", "/tmp/ready"]
