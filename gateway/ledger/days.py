@@ -1,0 +1,48 @@
+"""Days as the viewer sees them: spans of UTC time between two midnights of his time zone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta, tzinfo
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+
+class UnknownTimeZone(ValueError):
+    """No IANA time zone has this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time, and the day it is or lies in."""
+
+    day: date | None  # None: not cut into days
+    since_unix_ms: int  # included
+    until_unix_ms: int  # excluded
+
+
+def parse_zone(name: str | None) -> tzinfo | None:
+    """The IANA time zone of that name ("Asia/Kolkata"); None, the machine's own. Raises UnknownTimeZone."""
+    if name is None:
+        return None
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise UnknownTimeZone(f"unknown time zone {name!r}; use an IANA name such as Europe/Berlin") from error
+
+
+def midnight_unix_ms(day: date, zone: tzinfo | None) -> int:
+    """When a day begins. A zone of None is the machine's.
+
+    Where clocks are put forward at midnight, so that it does not exist, the day begins at that change.
+    """
+    return int(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()) * 1000
+
+
+def split_into_days(since_unix_ms: int, until_unix_ms: int, zone: tzinfo | None) -> Iterator[Span]:
+    """Cut a stretch of time at every midnight; a day of 23 or 25 hours is one span like any other."""
+    day = datetime.fromtimestamp(since_unix_ms / 1000, zone).date()
+    start_unix_ms = since_unix_ms
+    while start_unix_ms < until_unix_ms:
+        next_day = day + timedelta(days=1)
+        end_unix_ms = min(midnight_unix_ms(next_day, zone), until_unix_ms)
+        yield Span(day, start_unix_ms, end_unix_ms)
+        day, start_unix_ms = next_day, end_unix_ms

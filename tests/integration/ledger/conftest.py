@@ -1,0 +1,129 @@
+"""A stream with its consumer, writers as processes, and what has reached SQL."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.db.engine import create_engine
+from gateway.db.models import AttemptRow, RequestRow
+from gateway.settings import LedgerSettings
+from protocol import subjects, topology
+from protocol.bus import Bus
+from protocol.errors import BusTimeout
+from protocol.messages import RequestRecord, UsageRecord, encode
+
+WRITER = """
+import asyncio, logging, sys
+from gateway.ledger.main import run
+from gateway.settings import LedgerSettings
+logging.basicConfig(level=logging.WARNING)
+settings = LedgerSettings.model_validate_json(sys.argv[1])
+asyncio.run(run(settings, on_ready=lambda: print("ready", flush=True)))
+"""
+ACK_WAIT_S = 2  # a killed writer's records come again soon
+
+
+class WriterProcess:
+    def __init__(self, settings: LedgerSettings, log: Path) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            command = [sys.executable, "-c", WRITER, settings.model_dump_json()]
+            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def said(self, text: str) -> int:
+        """How often it has said so."""
+        return self.log.read_text().count(text)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=15)
+
+
+class Ledger:
+    """What the test publishes and what SQL holds."""
+
+    def __init__(self, bus: Bus, engine: AsyncEngine) -> None:
+        self.bus = bus
+        self.engine = engine
+        self._published = 0
+
+    async def apply_topology(self, ack_wait_s: float = ACK_WAIT_S) -> None:
+        await topology.apply(self.bus, [], topology.QueueBounds())
+        config = topology.ledger_consumer_config() | {"ack_wait": int(ack_wait_s * topology.NS)}
+        call = f"CONSUMER.DURABLE.CREATE.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}"
+        await self.bus.api(call, {"stream_name": subjects.USAGE_STREAM, "config": config})
+
+    async def publish(self, records: Iterable[UsageRecord | bytes]) -> None:
+        for record in records:
+            self._published += 1
+            is_request = isinstance(record, RequestRecord)
+            await self._publish_until_stored(
+                subjects.REQUEST_USAGE_SUBJECT if is_request else subjects.ATTEMPT_USAGE_SUBJECT,
+                record if isinstance(record, bytes) else encode(record),
+                message_id=f"m{self._published}",  # its own for each, so that duplicates get past the stream
+            )
+
+    async def _publish_until_stored(self, subject: str, payload: bytes, message_id: str) -> None:
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await self.bus.publish_durable(subject, payload, message_id=message_id, timeout_s=1)
+                except BusTimeout:  # sent just when the server went away: it or its answer was lost
+                    continue
+                return
+
+    async def counts(self) -> tuple[int, int]:
+        """(requests, attempts) in SQL."""
+        async with self.engine.connect() as connection:
+            requests = await connection.execute(select(func.count()).select_from(RequestRow))
+            attempts = await connection.execute(select(func.count()).select_from(AttemptRow))
+            return requests.scalar_one(), attempts.scalar_one()
+
+    async def unfinished(self) -> int:
+        """Records that the stream still holds for the writers: waiting or unacknowledged."""
+        info = await self.bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
+        return int(info["num_pending"]) + int(info["num_ack_pending"])
+
+    async def has(self, requests: int, attempts: int) -> bool:
+        return await self.counts() == (requests, attempts)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], limit_s: float = 60.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def settings(nats_url: str, database_url: str) -> LedgerSettings:
+    return LedgerSettings(nats_urls=(nats_url,), database_url=database_url, batch_records=100, batch_wait_s=0.05)
+
+
+@pytest.fixture
+async def ledger(nats_url: str, database_url: str) -> AsyncIterator[Ledger]:
+    bus = await Bus.connect(nats_url, name="test")
+    engine = create_engine(database_url)
+    yield Ledger(bus, engine)
+    await engine.dispose()
+    await bus.close()
+
+
+@pytest.fixture
+def start_writer(settings: LedgerSettings, tmp_path: Path) -> Iterator[Callable[[], WriterProcess]]:
+    """Start a writer process of the test's settings; all are ended with the test."""
+    started: list[WriterProcess] = []
+
+    def start() -> WriterProcess:
+        started.append(WriterProcess(settings, tmp_path / f"writer-{len(started)}.log"))
+        return started[-1]
+
+    yield start
+    for writer in started:
+        writer.end()

@@ -1,0 +1,131 @@
+"""The writer inside the test's process: records that cannot be written, and SQL that goes away."""
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway.db.engine import create_engine
+from gateway.ledger.writer import LedgerWriter
+from tests.integration.ledger.conftest import Ledger, until
+from tests.postgres import PostgresServer
+from tests.usage_records import attempt_record, request_record
+
+
+class RunningWriter:
+    def __init__(self, ledger: Ledger, database_url: str) -> None:
+        self.stopping = asyncio.Event()
+        self._engine = create_engine(database_url, lock_limit_s=0.1)
+        writer = LedgerWriter(ledger.bus, self._engine, self.stopping, batch_records=50, batch_wait_s=0.05)
+        self.task = asyncio.create_task(writer.run())
+
+    async def stop(self) -> None:
+        self.stopping.set()
+        await self.task
+        await self._engine.dispose()
+
+
+@contextlib.asynccontextmanager
+async def sql_away(database_url: str, request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """SQLite: another process holds the write lock. PostgreSQL: the server is stopped."""
+    if database_url.startswith("sqlite"):
+        with contextlib.closing(sqlite3.connect(database_url.removeprefix("sqlite:///"))) as other:
+            other.execute("BEGIN IMMEDIATE")
+            yield
+            other.rollback()
+        return
+    server: PostgresServer = request.getfixturevalue("postgres_server")
+    await asyncio.to_thread(server.stop)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(server.start)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_nothing_is_lost_while_sql_is_away_and_one_line_says_so(
+    ledger: Ledger, database_url: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    await ledger.apply_topology(ack_wait_s=0.5)  # the outage outlasts it: redeliveries come on top
+    writer = RunningWriter(ledger, database_url)
+    await ledger.publish([request_record(f"before{number}") for number in range(75)])
+    await until(lambda: ledger.has(75, 0))
+    async with sql_away(database_url, request):
+        await ledger.publish([request_record(f"during{number}") for number in range(300)])
+
+        async def complains() -> bool:
+            return any("cannot write usage" in message for message in errors(caplog))
+
+        await until(complains)
+    await ledger.publish([attempt_record("after")])
+    await until(lambda: ledger.has(375, 1))
+
+    async def all_acknowledged() -> bool:
+        return await ledger.unfinished() == 0
+
+    await until(all_acknowledged)
+    await writer.stop()
+    assert len(errors(caplog)) == 1
+    assert "usage is written again" in caplog.text
+
+
+async def test_a_writer_stopped_while_sql_is_away_hands_its_records_back(
+    ledger: Ledger, database_url: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    await ledger.apply_topology(ack_wait_s=600)  # only a record handed back can come again in this test
+    await ledger.publish([request_record(f"r{number}") for number in range(40)])
+    async with sql_away(database_url, request):
+        first = RunningWriter(ledger, database_url)
+
+        async def complains() -> bool:
+            return any("cannot write usage" in message for message in errors(caplog))
+
+        await until(complains)
+        await first.stop()
+    second = RunningWriter(ledger, database_url)
+    await until(lambda: ledger.has(40, 0))
+    await second.stop()
+
+
+@pytest.mark.parametrize(
+    "poison", [b"\xc1garbage", b"", request_record("poison", prompt_tokens=2**63)], ids=["garbage", "empty", "refused"]
+)
+async def test_a_poison_record_is_given_up_alone_and_its_sequence_is_logged(
+    ledger: Ledger, database_url: str, caplog: pytest.LogCaptureFixture, poison: object
+) -> None:
+    await ledger.apply_topology(ack_wait_s=600)
+    await ledger.publish([*(request_record(f"r{number}") for number in range(20)), poison, attempt_record("r0")])
+    writer = RunningWriter(ledger, database_url)
+    await until(lambda: ledger.has(20, 1))
+
+    async def all_settled() -> bool:
+        return await ledger.unfinished() == 0
+
+    await until(all_settled)
+    await writer.stop()
+    [message] = errors(caplog)
+    assert message.startswith("usage record 21 of the stream")
+
+
+async def test_no_more_than_two_batches_are_ever_taken(
+    ledger: Ledger, database_url: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    await ledger.apply_topology(ack_wait_s=600)
+    await ledger.publish([request_record(f"r{number}") for number in range(300)])
+    async with sql_away(database_url, request):
+        writer = RunningWriter(ledger, database_url)
+
+        async def complains() -> bool:
+            return any("cannot write usage" in message for message in errors(caplog))
+
+        await until(complains)
+        info = await ledger.bus.api("CONSUMER.INFO.USAGE.ledger")
+        assert 0 < info["num_ack_pending"] <= 2 * 50
+    await until(lambda: ledger.has(300, 0))
+    await writer.stop()
