@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 READY_LIMIT_S: Final = 120.0  # a worker may have a large model to load
 READY_POLL_S: Final = 0.02
@@ -36,6 +36,25 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+class Restartable(Protocol):
+    """A process that can be started again when it has ended."""
+
+    name: str
+    log_path: Path
+
+    async def start(self) -> None:
+        """Start it."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit code."""
+        ...
+
+    def last_words(self) -> str:
+        """The last lines of its output."""
+        ...
 
 
 class Child:
@@ -114,8 +133,8 @@ class Child:
                 handler.emit(logging.makeLogRecord({"msg": text}))
 
 
-async def keep_running(child: Child, announce: Callable[[str], None]) -> None:
-    """Restart a ready child whenever it ends. Raises ChildError once it dies too often."""
+async def keep_running(child: Restartable, announce: Callable[[str], None]) -> None:
+    """Start a child again whenever it ends. Raises ChildError once it dies too often."""
     deaths: deque[float] = deque(maxlen=MAX_RESTARTS_PER_WINDOW)
     while True:
         code = await child.wait()

@@ -4,8 +4,6 @@ import asyncio
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -13,8 +11,11 @@ from spillway.children import die_with_parent, stop_process
 
 START_LIMIT_S: Final = 15.0
 STOP_LIMIT_S: Final = 10.0
+LISTEN_POLL_S: Final = 0.02
+LOG_BYTES: Final = 10 * 1024 * 1024
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 WRITE_DEADLINE_S: Final = 10
+LAST_WORDS: Final = 3
 
 
 class EmbeddedNatsError(Exception):
@@ -32,52 +33,65 @@ def find_server() -> str:
     return found
 
 
-def server_config(port: int, store_dir: Path) -> str:
-    """The server's configuration: loopback only, JetStream on disk, an fsync for every stored usage record."""
-    return (
-        f"host: 127.0.0.1\nport: {port}\nserver_name: spillway-embedded\n"
-        f"max_payload: {MAX_PAYLOAD_BYTES}\nwrite_deadline: {WRITE_DEADLINE_S}s\n"
-        f'jetstream {{ store_dir: "{store_dir}", sync_interval: always }}\n'
-    )
+class EmbeddedNats:
+    """A nats-server on loopback. It may be started again after it has died; file streams survive that."""
 
+    name = "nats"
 
-@asynccontextmanager
-async def running_nats(data_dir: Path, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a nats-server on 127.0.0.1:``port`` for as long as the context lasts.
+    def __init__(self, data_dir: Path, port: int) -> None:
+        self.port = port
+        self.url = f"nats://127.0.0.1:{port}"
+        self.log_path = data_dir / "logs" / "nats.log"
+        self._store_dir = data_dir / "nats"
+        self._process: asyncio.subprocess.Process | None = None
 
-    The child gets its own process group, so that Ctrl-C in a terminal does not end it before its clients.
-    Raises EmbeddedNatsError with the server's own last words if it does not come up.
-    """
-    nats_dir = data_dir / "nats"
-    nats_dir.mkdir(parents=True, exist_ok=True)
-    config_path, log_path = nats_dir / "nats-server.conf", nats_dir / "nats-server.log"
-    config_path.write_text(server_config(port, nats_dir))
-    process = await asyncio.create_subprocess_exec(
-        *(find_server(), "-c", str(config_path), "-l", str(log_path)),
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-    )
-    try:
-        await _wait_until_listening(process, port, log_path)
-        yield process
-    finally:
-        await stop_process(process, "nats-server", STOP_LIMIT_S)
+    async def start(self) -> None:
+        """Start it and wait until it listens. Raises EmbeddedNatsError with the server's own last words."""
+        self._store_dir.mkdir(parents=True, exist_ok=True)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        config_path = self._store_dir / "nats-server.conf"
+        config_path.write_text(self._config())
+        self._process = await asyncio.create_subprocess_exec(
+            *(find_server(), "-c", str(config_path)),
+            start_new_session=True,  # Ctrl-C must not end it before its clients
+            preexec_fn=die_with_parent,
+        )
+        await self._wait_until_listening(self._process)
 
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit code."""
+        return await self._process.wait() if self._process else 0
 
-async def _wait_until_listening(process: asyncio.subprocess.Process, port: int, log_path: Path) -> None:
-    deadline_s = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline_s:
-        if process.returncode is not None:
-            raise EmbeddedNatsError(f"nats-server ended at once; {log_path} says: {_tail(log_path)}")
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            await asyncio.sleep(0.02)
-            continue
-        writer.close()
-        return
-    raise EmbeddedNatsError(f"nats-server is not listening on port {port} after {START_LIMIT_S:g} s; see {log_path}")
+    async def stop(self) -> None:
+        """End it. Safe to call in any state."""
+        if self._process is not None:
+            await stop_process(self._process, self.name, STOP_LIMIT_S)
 
+    def last_words(self) -> str:
+        """The last lines of its log."""
+        if not self.log_path.exists():
+            return "(no log)"
+        return "\n  ".join(self.log_path.read_text(errors="replace").splitlines()[-LAST_WORDS:])
 
-def _tail(path: Path, lines: int = 3) -> str:
-    return " | ".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else "nothing"
+    def _config(self) -> str:
+        # A usage record is acknowledged only once it is on disk: hence an fsync for each.
+        return (
+            f"host: 127.0.0.1\nport: {self.port}\nserver_name: spillway-embedded\n"
+            f"max_payload: {MAX_PAYLOAD_BYTES}\nwrite_deadline: {WRITE_DEADLINE_S}s\n"
+            f'log_file: "{self.log_path}"\nlogfile_size_limit: {LOG_BYTES}\n'
+            f'jetstream {{ store_dir: "{self._store_dir}", sync_interval: always }}\n'
+        )
+
+    async def _wait_until_listening(self, process: asyncio.subprocess.Process) -> None:
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline_s:
+            if process.returncode is not None:
+                raise EmbeddedNatsError(f"nats-server ended at once:\n  {self.last_words()}")
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            except OSError:
+                await asyncio.sleep(LISTEN_POLL_S)
+                continue
+            writer.close()
+            return
+        raise EmbeddedNatsError(f"nats-server does not listen after {START_LIMIT_S:g} s; see {self.log_path}")

@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +20,9 @@ from gateway.auth.keys import create_key, list_keys
 from gateway.auth.pepper import load_or_create_pepper
 from gateway.db.engine import create_engine
 from migrations import upgrade
-from spillway.children import Child, keep_running
+from spillway.children import Child, Restartable, keep_running
 from spillway.config import Config
-from spillway.embedded_nats import running_nats
+from spillway.embedded_nats import EmbeddedNats
 
 FIRST_KEY_NAME: Final = "default"
 GATEWAY_STOP_MARGIN_S: Final = 10.0
@@ -61,16 +61,24 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     with _data_dir_lock(config.data_dir):
-        async with _queue_server(config, say) as nats_urls:
-            resolved = _resolve(config, nats_urls)
+        nats = (
+            None
+            if config.nats.urls
+            else EmbeddedNats(config.data_dir.resolve(), config.nats.embedded_port or _free_port())
+        )
+        try:
+            if nats is not None:
+                say("queue: starting the embedded nats-server")
+                await nats.start()
+            resolved = _resolve(config, config.nats.urls if nats is None else (nats.url,))
             say("database: applying migrations")
             await asyncio.to_thread(upgrade, resolved.database_url)
             api_key = await _first_key(resolved)
-            children = _children(resolved)
-            try:
-                await _run_children(children, stop, say, lambda: on_running(_running(resolved, api_key)))
-            finally:
-                resolved_config_path(config.data_dir).unlink(missing_ok=True)
+            await _run_processes(nats, _children(resolved), stop, say, lambda: on_running(_running(resolved, api_key)))
+        finally:
+            resolved_config_path(config.data_dir).unlink(missing_ok=True)
+            if nats is not None:
+                await nats.stop()
 
 
 @contextlib.contextmanager
@@ -83,17 +91,6 @@ def _data_dir_lock(data_dir: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise UpError(f"{data_dir} is in use by another `spillway up`; stop it or choose another --data") from error
         yield
-
-
-@contextlib.asynccontextmanager
-async def _queue_server(config: Config, say: Callable[[str], None]) -> AsyncIterator[tuple[str, ...]]:
-    if config.nats.urls:
-        yield config.nats.urls
-        return
-    port = config.nats.embedded_port or _free_port()
-    say("queue: starting the embedded nats-server")
-    async with running_nats(config.data_dir.resolve(), port):
-        yield (f"nats://127.0.0.1:{port}",)
 
 
 def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
@@ -179,8 +176,12 @@ def _children(config: Config) -> list[Child]:
     ]
 
 
-async def _run_children(
-    children: list[Child], stop: asyncio.Event, say: Callable[[str], None], on_ready: Callable[[], None]
+async def _run_processes(
+    nats: EmbeddedNats | None,
+    children: list[Child],
+    stop: asyncio.Event,
+    say: Callable[[str], None],
+    on_ready: Callable[[], None],
 ) -> None:
     try:
         for child in children:
@@ -189,8 +190,8 @@ async def _run_children(
         if not await _unless_stopped(ready, stop):
             return
         on_ready()
-        watching = asyncio.gather(*(keep_running(child, say) for child in children))
-        await _unless_stopped(watching, stop)
+        everything: list[Restartable] = [*children, *([nats] if nats else [])]
+        await _unless_stopped(asyncio.gather(*(keep_running(process, say) for process in everything)), stop)
     finally:
         say("stopping")
         # The gateway first, so that nothing new comes in and what runs can end; the ledger last, to write it all down.

@@ -2,7 +2,8 @@
 
 import typer
 
-from spillway.cli import keys, processes, setup, usage
+from spillway.cli import keys, processes, setup
+from spillway.cli.usage import usage
 
 app = typer.Typer(
     name="spillway",
@@ -14,7 +15,7 @@ app.command("up")(processes.up)
 app.command("gateway")(processes.gateway)
 app.command("worker")(processes.worker)
 app.command("ledger")(processes.ledger)
-app.command("usage")(usage.usage)
+app.command("usage")(usage)
 
 keys_app = typer.Typer(help="Create, list and revoke API keys.", no_args_is_help=True)
 keys_app.command("create")(keys.create)

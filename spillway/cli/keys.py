@@ -31,7 +31,7 @@ def create(
         async with database(resolved) as engine:
             key, plaintext = await create_key(engine, name, pepper_of(resolved))
         await _tell_gateways(resolved)
-        out.print(plaintext, markup=False)
+        out.print(plaintext, markup=False, soft_wrap=True)
         out.print(f"[dim]{key.key_id}: keep it now, it cannot be shown again[/dim]")
 
     run_async(main)

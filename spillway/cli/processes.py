@@ -98,7 +98,7 @@ def curl_command(base_url: str, api_key: str, model: str) -> str:
 
 def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
     """Run one gateway: the HTTP endpoint."""
-    from gateway.main import run  # noqa: PLC0415
+    from gateway.main import run
 
     logs.configure("gateway")
     resolved = resolve_config(config, data)
@@ -117,7 +117,7 @@ def worker(
     ready_file: ReadyFileOption = None,
 ) -> None:
     """Run one worker of a pool: pulls jobs, runs the pool's engine. Needs an outbound connection to NATS only."""
-    from pool_worker.main import run  # noqa: PLC0415
+    from pool_worker.main import run
 
     logs.configure(f"worker {pool}")
     resolved = resolve_config(config, data)
@@ -126,7 +126,7 @@ def worker(
 
 def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
     """Run one ledger writer: usage records from the queue into SQL. Several may run side by side."""
-    from gateway.ledger.main import run  # noqa: PLC0415
+    from gateway.ledger.main import run
 
     logs.configure("ledger")
     resolved = resolve_config(config, data)

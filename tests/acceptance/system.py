@@ -1,0 +1,106 @@
+"""A whole Spillway as its users start it: ``spillway up`` in its own folder, on a free port."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.nats_server import free_port
+
+START_LIMIT_S = 90.0
+STOP_LIMIT_S = 60.0
+
+
+@dataclass
+class System:
+    """``start`` returns once the banner is printed, that is once a worker serves the model."""
+
+    data_dir: Path
+    arguments: list[str]
+    port: int = field(default_factory=free_port)
+    output: str = ""
+    _process: subprocess.Popen[str] | None = None
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def api_key(self) -> str:
+        return (self.data_dir / "api-key").read_text().strip()
+
+    @property
+    def model(self) -> str:
+        return next(iter(json.loads((self.data_dir / "run" / "config.json").read_text())["models"]))
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "spillway", "up", "--port", str(self.port), "--data", str(self.data_dir)]
+        log_path = self.data_dir.parent / f"{self.data_dir.name}.out"
+        with log_path.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, *self.arguments], stdout=log, stderr=subprocess.STDOUT, text=True, env=clean_environment()
+            )
+        deadline = time.monotonic() + START_LIMIT_S
+        while "Try it from another terminal" not in self.output or "curl" not in self.output:
+            assert self._process.poll() is None, f"`spillway up` ended:\n{log_path.read_text()}"
+            assert time.monotonic() < deadline, f"not running in time:\n{log_path.read_text()}\n{self.logs()}"
+            time.sleep(0.05)
+            self.output = log_path.read_text()
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> int:
+        assert self._process is not None
+        family = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.send_signal(how)
+        code = self._process.wait(timeout=STOP_LIMIT_S)
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert alive == [], f"left behind: {alive}"
+        self._process = None
+        return code
+
+    def kill_if_running(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.stop(signal.SIGTERM)
+
+    def children(self, command: str) -> list[psutil.Process]:
+        """The processes whose command line holds a word, such as "ledger" or "nats-server"."""
+        assert self._process is not None
+        return [
+            p for p in psutil.Process(self._process.pid).children(recursive=True) if command in " ".join(p.cmdline())
+        ]
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-3000:]}" for path in (self.data_dir / "logs").glob("*.log")
+        )
+
+    def command(self, *arguments: str) -> str:
+        """Run another ``spillway`` command against this system's data folder."""
+        done = subprocess.run(
+            [sys.executable, "-m", "spillway", *arguments, "--data", str(self.data_dir)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env=clean_environment(),
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def usage(self, by: str = "model") -> list[dict[str, object]]:
+        return list(json.loads(self.command("usage", "--by", by, "--format", "json")))
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.base_url, headers={"Authorization": f"Bearer {self.api_key}"}, timeout=60)
+
+
+def clean_environment() -> dict[str, str]:
+    """Ours, without settings of another Spillway, and with few threads: tests share the machine."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SPILLWAY_")}
+    return {**env, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,0 +1,193 @@
+"""What application teams use: the official clients, LangChain and curl, against the demo model."""
+
+import json
+import shlex
+import subprocess
+
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+
+from tests.acceptance.system import System
+
+QUESTION = [{"role": "user", "content": "What is Spillway?"}]
+GREEDY = {"temperature": 0, "max_tokens": 60}
+
+
+@pytest.fixture
+def client(demo: System):
+    with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client(demo: System):
+    async with openai.AsyncOpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def answer(demo: System) -> str:
+    """The greedy answer that every way of asking must give."""
+    with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key) as client:
+        content = (
+            client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY).choices[0].message.content
+        )
+    assert content
+    return content
+
+
+def test_the_answer_is_about_the_product(answer: str) -> None:
+    assert "gateway" in answer.lower()
+
+
+def test_chat(client: openai.OpenAI, demo: System) -> None:
+    done = client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY)
+    assert done.object == "chat.completion"
+    assert done.model == demo.model
+    assert done.choices[0].finish_reason in {"stop", "length"}
+    assert done.usage is not None
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+    assert done.usage.completion_tokens <= 60
+    assert done._request_id
+
+
+def test_streamed_chat_says_the_same_and_counts_the_same(client: openai.OpenAI, demo: System, answer: str) -> None:
+    whole = client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY)
+    options = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(
+            model=demo.model, messages=QUESTION, stream=True, stream_options=options, **GREEDY
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == answer
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_async_client(async_client: openai.AsyncOpenAI, demo: System, answer: str) -> None:
+    whole = await async_client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY)
+    assert whole.choices[0].message.content == answer
+    stream = await async_client.chat.completions.create(model=demo.model, messages=QUESTION, stream=True, **GREEDY)
+    parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(parts) == answer
+
+
+def test_langchain(demo: System, answer: str) -> None:
+    model = ChatOpenAI(model=demo.model, base_url=f"{demo.base_url}/v1", api_key=demo.api_key, **GREEDY)
+    message = model.invoke("What is Spillway?")
+    assert message.content == answer
+    assert message.usage_metadata["output_tokens"] > 0
+    assert "".join(str(part.content) for part in model.stream("What is Spillway?")) == answer
+
+
+def test_the_printed_curl_streams(demo: System) -> None:
+    printed = demo.output[demo.output.index("curl -N") :]
+    arguments = shlex.split(printed.strip().replace("\\\n", " "))
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60)
+    events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    text = "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1])
+    assert len(events) > 5
+    assert text.strip()
+
+
+def test_text_completions(client: openai.OpenAI, demo: System) -> None:
+    whole = client.completions.create(model=demo.model, prompt="A gateway", max_tokens=8, temperature=0)
+    parts = client.completions.create(model=demo.model, prompt="A gateway", max_tokens=8, temperature=0, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert whole.usage.completion_tokens <= 8
+
+
+def test_choices_seeds_and_logprobs(client: openai.OpenAI, demo: System) -> None:
+    ask = {
+        "model": demo.model,
+        "messages": QUESTION,
+        "max_tokens": 12,
+        "seed": 7,
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    one, two = client.chat.completions.create(**ask), client.chat.completions.create(**ask)
+    assert [choice.message.content for choice in one.choices] == [choice.message.content for choice in two.choices]
+    assert len(one.choices) == 3
+    tokens = one.choices[0].logprobs.content
+    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in tokens)
+
+
+def test_stop_strings(client: openai.OpenAI, demo: System, answer: str) -> None:
+    stop = answer.split()[3]
+    done = client.chat.completions.create(model=demo.model, messages=QUESTION, stop=[stop], **GREEDY)
+    assert done.choices[0].finish_reason == "stop"
+    assert done.choices[0].message.content == answer[: answer.index(stop)]
+
+
+def test_models(client: openai.OpenAI, demo: System) -> None:
+    listed = client.models.list()
+    assert [model.id for model in listed] == [demo.model]
+    assert client.models.retrieve(demo.model).object == "model"
+
+
+def body_of(error: openai.APIStatusError) -> dict[str, object]:
+    assert set(error.body) == {"message", "type", "param", "code"}
+    return dict(error.body)
+
+
+def test_wrong_key_is_401(demo: System) -> None:
+    with (
+        openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key="sk-wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError) as caught,
+    ):
+        client.chat.completions.create(model=demo.model, messages=QUESTION)
+    assert body_of(caught.value)["code"] == "invalid_api_key"
+
+
+def test_unknown_model_is_404(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-9", messages=QUESTION)
+    assert body_of(caught.value)["code"] == "model_not_found"
+    assert "gpt-9" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"stop": 5}, "stop"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "messages"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ],
+)
+def test_what_cannot_be_served_is_400_and_names_the_field(demo: System, extra: dict[str, object], param: str) -> None:
+    with demo.http() as http:
+        answer = http.post("/v1/chat/completions", json={"model": demo.model, "messages": QUESTION, **extra})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert str(error["param"]).startswith(param), error
+
+
+def test_malformed_json_is_400(demo: System) -> None:
+    with demo.http() as http:
+        answer = http.post("/v1/chat/completions", content=b'{"model": ')
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+def test_usage_is_in_the_ledger(demo: System, client: openai.OpenAI) -> None:
+    client.chat.completions.create(model=demo.model, messages=QUESTION, **GREEDY)
+    rows = demo.usage("model,key")
+    assert [(row["model"], row["key_name"]) for row in rows] == [(demo.model, "default")]

@@ -1,0 +1,34 @@
+"""Sixty-four streams at once: every answer equals its answer alone."""
+
+import asyncio
+
+import openai
+
+from tests.acceptance.system import System
+
+STREAMS = 64
+SUBJECTS = ["Spillway", "a pool", "a worker", "TTFT", "the KV cache", "a lane", "continuous batching", "a lease"]
+
+
+def question(number: int) -> dict[str, object]:
+    """Half greedy, half seeded; different prompts and lengths."""
+    sampling = {"temperature": 0} if number % 2 else {"temperature": 0.9, "seed": number}
+    content = f"What is {SUBJECTS[number % len(SUBJECTS)]}?" + "?" * (number // len(SUBJECTS))
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 24 + number % 9, **sampling}
+
+
+async def answer(client: openai.AsyncOpenAI, model: str, number: int) -> tuple[str, str | None]:
+    parts: list[str] = []
+    finish = None
+    async for chunk in await client.chat.completions.create(model=model, stream=True, **question(number)):
+        parts.append(chunk.choices[0].delta.content or "")
+        finish = chunk.choices[0].finish_reason or finish
+    return "".join(parts), finish
+
+
+async def test_every_answer_equals_its_answer_alone(demo: System) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key, timeout=120) as client:
+        together = await asyncio.gather(*(answer(client, demo.model, number) for number in range(STREAMS)))
+        alone = [await answer(client, demo.model, number) for number in range(STREAMS)]
+    assert together == alone
+    assert len({text for text, _ in alone}) > STREAMS // 4  # the questions do have different answers

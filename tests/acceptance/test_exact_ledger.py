@@ -1,0 +1,122 @@
+"""A thousand mixed requests while the ledger writer is killed and NATS is restarted: every one is counted once."""
+
+import asyncio
+import random
+import signal
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.acceptance.conftest import run_system
+from tests.acceptance.system import System
+
+REQUESTS = 1000
+CONCURRENCY = 64
+SEED = 20_26
+LEDGER_LIMIT_S = 60
+
+
+def body(number: int, kind: str) -> dict[str, object]:
+    tokens = 3 + number % 17
+    script = {"fail": f"[[fail after={tokens // 2}]]", "long": "[[tokens=400]]"}.get(kind, f"[[tokens={tokens}]]")
+    content = f"{script} question {number}"
+    return {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": content}],
+        "stream": kind != "whole",
+        "n": 1 + number % 2,
+    }
+
+
+async def run_one(http: httpx.AsyncClient, number: int, kind: str, patience_s: float) -> str:
+    """Make one request; "long" ones are cancelled by hanging up at a random moment. Returns what the client saw."""
+    try:
+        async with asyncio.timeout(patience_s if kind == "long" else 120):
+            async with http.stream("POST", "/v1/chat/completions", json=body(number, kind)) as answer:
+                text = (await answer.aread()).decode()
+    except TimeoutError:
+        return "cancelled"
+    except httpx.RemoteProtocolError:  # an error after the first byte ends in an aborted connection
+        return "failed"
+    if answer.status_code != 200:
+        return "failed"
+    return "ok" if kind == "whole" or "[DONE]" in text else "failed"
+
+
+async def run_all(system: System, disturb: bool) -> Counter[str]:
+    rng = random.Random(SEED)
+    gate = asyncio.Semaphore(CONCURRENCY)
+    finished = 0
+
+    async def one(number: int, kind: str, patience_s: float) -> str:
+        nonlocal finished
+        async with gate:
+            outcome = await run_one(http, number, kind, patience_s)
+        finished += 1
+        return outcome
+
+    limits = httpx.Limits(max_connections=CONCURRENCY * 2)
+    headers = {"Authorization": f"Bearer {system.api_key}"}
+    async with httpx.AsyncClient(base_url=system.base_url, headers=headers, timeout=120, limits=limits) as http:
+        kinds = rng.choices(["stream", "whole", "fail", "long"], weights=[5, 3, 1, 1], k=REQUESTS)
+        tasks = [asyncio.create_task(one(n, kind, rng.uniform(0.02, 1.0))) for n, kind in enumerate(kinds)]
+        if disturb:
+            await disturb_midway(system, lambda: finished)
+        return Counter(await asyncio.gather(*tasks))
+
+
+async def disturb_midway(system: System, finished: "asyncio.Future[int]") -> None:
+    async with asyncio.timeout(120):
+        while finished() < REQUESTS // 4:
+            await asyncio.sleep(0.02)
+        for process in system.children(" ledger"):
+            process.send_signal(signal.SIGKILL)
+        while finished() < REQUESTS // 2:
+            await asyncio.sleep(0.02)
+        for process in system.children("nats-server"):
+            process.send_signal(signal.SIGKILL)
+
+
+def rows(system: System, query: str) -> list[tuple[object, ...]]:
+    with sqlite3.connect(f"file:{system.data_dir / 'spillway.db'}?mode=ro", uri=True) as database:
+        return list(database.execute(query))
+
+
+async def wait_for_rows(system: System, table: str, count: int) -> None:
+    async with asyncio.timeout(LEDGER_LIMIT_S):
+        while rows(system, f"SELECT count(*) FROM {table}")[0][0] < count:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("disturb", [False, True], ids=["undisturbed", "ledger-killed-and-nats-restarted"])
+async def test_a_thousand_requests_are_a_thousand_rows(tmp_path: Path, disturb: bool) -> None:
+    for system in run_system(tmp_path / "data", ["--model", "scripted"]):
+        seen = await run_all(system, disturb)
+        assert sum(seen.values()) == REQUESTS
+        await wait_for_rows(system, "requests", REQUESTS)
+        assert system.stop() == 0  # everything that was still to be written is written now
+
+        assert rows(system, "SELECT count(*), count(DISTINCT request_id) FROM requests") == [(REQUESTS, REQUESTS)]
+        by_outcome = Counter(dict(rows(system, "SELECT outcome, count(*) FROM requests GROUP BY outcome")))
+        assert by_outcome["ok"] >= seen["ok"]  # a client may hang up just when its answer is complete
+        assert by_outcome["ok"] - seen["ok"] <= seen["cancelled"]
+        assert_tokens_agree(system)
+
+
+def assert_tokens_agree(system: System) -> None:
+    """Each request's tokens are those that its last attempt's engine made, on top of what it resumed from."""
+    wrong = rows(
+        system,
+        """SELECT r.request_id, r.outcome, r.completion_tokens, sum(a.completion_tokens), count(a.attempt), r.attempts
+           FROM requests r JOIN attempts a USING (request_id) GROUP BY r.request_id
+           HAVING r.attempts = 1 AND (count(a.attempt) <> 1 OR r.completion_tokens <> sum(a.completion_tokens))""",
+    )
+    assert wrong == []
+    made = rows(system, "SELECT sum(completion_tokens) FROM attempts")[0][0]
+    billed = rows(system, "SELECT sum(completion_tokens) FROM requests WHERE attempts = 1")[0][0]
+    assert billed
+    assert made >= billed

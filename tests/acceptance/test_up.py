@@ -1,0 +1,105 @@
+"""``spillway up`` as a newcomer meets it."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from tests.acceptance.conftest import run_system
+from tests.acceptance.system import System, clean_environment
+
+ASK = {"model": "scripted", "messages": [{"role": "user", "content": "[[tokens=5]] hello"}]}
+
+
+def ask(system: System) -> httpx.Response:
+    with system.http() as http:
+        return http.post("/v1/chat/completions", json=ASK)
+
+
+def test_usage_and_keys_survive_a_restart_and_ctrl_c_ends_every_child(tmp_path: Path) -> None:
+    system = System(tmp_path / "data", ["--model", "scripted"])
+    system.start()
+    try:
+        key = system.api_key
+        assert ask(system).status_code == 200
+        assert system.stop(signal.SIGINT) == 0
+        system.start()
+        assert system.api_key == key
+        assert ask(system).status_code == 200
+        assert system.stop(signal.SIGTERM) == 0
+    finally:
+        system.kill_if_running()
+    # After the end: every record has been written, and the reports need no running system.
+    assert [row["requests"] for row in system.usage()] == [2]
+    assert [row["completion_tokens"] for row in system.usage()] == [10]
+
+
+def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
+    for system in run_system(tmp_path / "data", ["--model", "scripted"]):
+        for command in (" worker ", " gateway ", " ledger "):
+            children = [p for p in system.children("spillway") if command in " ".join(p.cmdline()) + " "]
+            assert len(children) == 1, command
+            children[0].kill()
+            children[0].wait(timeout=10)
+        transport = httpx.HTTPTransport(retries=20)  # connection errors only: the gateway is starting
+        with httpx.Client(
+            transport=transport, headers={"Authorization": f"Bearer {system.api_key}"}, timeout=60
+        ) as http:
+            assert http.post(f"{system.base_url}/v1/chat/completions", json=ASK).status_code == 200
+
+
+def test_keys_are_made_and_revoked_while_it_runs(tmp_path: Path) -> None:
+    for system in run_system(tmp_path / "data", ["--model", "scripted"]):
+        token = system.command("keys", "create", "second").splitlines()[0]
+        with httpx.Client(base_url=system.base_url, headers={"Authorization": f"Bearer {token}"}) as http:
+            assert wait_for_status(http, 200)
+            assert "second" in system.command("keys", "list")
+            system.command("keys", "revoke", "second")
+            assert wait_for_status(http, 401)
+
+
+def wait_for_status(http: httpx.Client, status: int) -> bool:
+    """A change of keys reaches a gateway by a message; it is awaited here for at most some seconds."""
+    return any(http.get("/v1/models").status_code == status for _ in range(500))
+
+
+def test_two_cannot_share_a_data_folder(tmp_path: Path) -> None:
+    for system in run_system(tmp_path / "data", ["--model", "scripted"]):
+        second = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "spillway",
+                "up",
+                "--data",
+                str(system.data_dir),
+                "--port",
+                "0",
+                "--model",
+                "scripted",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env=clean_environment(),
+        )
+        assert second.returncode == 1
+        assert "in use by another" in second.stderr
+
+
+def test_a_taken_port_is_told(tmp_path: Path) -> None:
+    for system in run_system(tmp_path / "data", ["--model", "scripted"]):
+        command = [sys.executable, "-m", "spillway", "up", "--data", str(tmp_path / "other"), "--model", "scripted"]
+        second = subprocess.run(
+            [*command, "--port", str(system.port)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env=clean_environment(),
+        )
+        assert second.returncode == 1
+        assert f"port {system.port}" in second.stderr
