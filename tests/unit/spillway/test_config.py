@@ -1,0 +1,125 @@
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from spillway.config import DEMO_MODEL_PATH, Config, ConfigError, default_config, load_config
+
+GOOD = """
+data_dir = "somewhere"
+[nats]
+urls = ["nats://queue:4222"]
+[models.small]
+aliases = ["gpt-4o-mini"]
+context_length = 2048
+[pools.cheap]
+provider = "runpod"
+region = "eu-1"
+tier = "spot"
+usd_per_hour = 0.4
+models = ["small"]
+[pools.cheap.engine]
+kind = "spillway"
+path = "org/small"
+"""
+
+
+def load(tmp_path: Path, text: str, env: dict[str, str] | None = None) -> Config:
+    path = tmp_path / "spillway.toml"
+    path.write_text(text)
+    return load_config(path, env=env or {})
+
+
+def test_a_file_becomes_the_settings_of_each_part(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD)
+    gateway = config.gateway_settings(SecretStr("pepper"))
+    assert gateway.models["small"].context_length == 2048
+    assert gateway.nats_urls == ("nats://queue:4222",)
+    worker = config.worker_settings("cheap")
+    assert (worker.pool, worker.provider, worker.tier, worker.usd_per_hour) == ("cheap", "runpod", "spot", 0.4)
+    assert worker.engine.kind == "spillway"
+    assert worker.engine.path == "org/small"
+    assert config.ledger_settings().database_url.endswith("somewhere/spillway.db")
+
+
+def test_two_processes_have_two_ids(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD)
+    assert config.worker_settings("cheap").worker_id != config.worker_settings("cheap").worker_id
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    env = {
+        "SPILLWAY_NATS__URLS": '["nats://other:4222"]',
+        "SPILLWAY_GATEWAY__PORT": "9000",
+        "SPILLWAY_DATABASE__URL": "postgresql://db/spillway",
+        "SPILLWAY_GATEWAY__LIMITS__MAX_CHOICES": "3",
+    }
+    config = load(tmp_path, GOOD, env)
+    gateway = config.gateway_settings(SecretStr("pepper"))
+    assert (gateway.port, gateway.nats_urls, gateway.database_url) == (
+        9000,
+        ("nats://other:4222",),
+        env["SPILLWAY_DATABASE__URL"],
+    )
+    assert gateway.limits.max_choices == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('tier = "spot"', 'tier = "cheapest"'), "pools.cheap.tier: Input should be 'spot'"),
+        (('path = "org/small"', 'pathh = "x"'), "pools.cheap.engine.pathh: Extra inputs are not permitted"),
+        (('kind = "spillway"', 'kind = "magic"'), "pools.cheap.engine"),
+        (('models = ["small"]', 'models = ["large"]'), "pools.cheap.models: 'large' is not one of [models]: small"),
+        (('aliases = ["gpt-4o-mini"]', 'aliases = ["small"]'), "models: small is named twice"),
+        (
+            ("context_length = 2048", "context_length = -1"),
+            "models.small.context_length: Input should be greater than 0",
+        ),
+        (("context_length = 2048", "context_lenght = 1"), "models.small.context_lenght: Extra inputs"),
+        (("[nats]", "[natz]"), "natz: Extra inputs are not permitted"),
+        (("data_dir =", "data_dir"), "spillway.toml"),
+    ],
+)
+def test_each_error_names_its_key(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, GOOD.replace(*change))
+    assert message in str(caught.value)
+
+
+def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, GOOD.replace('tier = "spot"', 'tier = "x"').replace("2048", '"many"'))
+    assert "pools.cheap.tier" in str(caught.value)
+    assert "models.small.context_length" in str(caught.value)
+
+
+def test_a_misspelt_variable_is_not_ignored(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="SPILLWAY_GATEWAYS__PORT"):
+        load(tmp_path, GOOD, {"SPILLWAY_GATEWAYS__PORT": "1"})
+    with pytest.raises(ConfigError, match="gateway.prot"):
+        load(tmp_path, GOOD, {"SPILLWAY_GATEWAY__PROT": "1"})
+
+
+def test_missing_file_and_missing_pool_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.toml", env={})
+    with pytest.raises(ConfigError, match="pools.dear: no such pool; there are: cheap"):
+        load(tmp_path, GOOD).worker_settings("dear")
+
+
+def test_without_a_queue_server_only_up_can_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nats.urls: required"):
+        load(tmp_path, GOOD.replace('urls = ["nats://queue:4222"]', "")).ledger_settings()
+
+
+def test_the_default_serves_the_demo_model() -> None:
+    config = default_config(env={})
+    assert list(config.models) == ["spillway-demo"]
+    assert config.pools["local"].engine.path == str(DEMO_MODEL_PATH)
+
+
+def test_secrets_do_not_show() -> None:
+    config = default_config(env={"SPILLWAY_AUTH__PEPPER": "very-secret"})
+    assert "very-secret" not in repr(config)
+    assert "very-secret" not in config.model_dump_json()
