@@ -10,7 +10,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.db.engine import SQLITE_BEGIN, create_engine
+from gateway.db.engine import IMMEDIATE, SQLITE_BEGIN, create_engine
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.schema import read_schema_version
 
@@ -55,7 +55,7 @@ async def _upgrade(database_url: str) -> None:
     engine = create_engine(database_url, statement_limit_s=MIGRATION_LIMIT_S, lock_limit_s=LOCK_LIMIT_S)
     try:
         async with engine.connect() as connection:
-            await connection.execution_options(**{SQLITE_BEGIN: "IMMEDIATE"})
+            await connection.execution_options(**{SQLITE_BEGIN: IMMEDIATE})
             async with connection.begin():
                 await _lock(connection)
                 await connection.run_sync(_upgrade_on)

@@ -34,13 +34,15 @@ def find_program(name: str) -> str:
 class PostgresServer:
     """One cluster; ``stop`` and ``start`` again to play an outage."""
 
-    def __init__(self) -> None:
+    def __init__(self, fsync: str = "off") -> None:
+        self._fsync = fsync
         # Not under pytest's own folder: PostgreSQL refuses to run as root, and its user may not look in there.
         self.folder = Path(tempfile.mkdtemp(prefix="spillway-postgres-"))
         self.port = free_port()
-        self._as_user: dict[str, object] = {}
+        self._user: str | None = None
+        self._groups: list[str] | None = None
         if os.geteuid() == 0:
-            self._as_user = {"user": "postgres", "group": "postgres", "extra_groups": []}
+            self._user, self._groups = "postgres", []
             shutil.chown(self.folder, "postgres", "postgres")
         self._process: subprocess.Popen[bytes] | None = None
         self._databases = 0
@@ -48,21 +50,37 @@ class PostgresServer:
     def create(self) -> None:
         command = [find_program("initdb"), "-D", str(self.folder / "data"), "-U", "postgres", "-A", "trust"]
         command += ["-E", "UTF8", "--locale", "C", "--no-sync"]
-        subprocess.run(command, check=True, capture_output=True, cwd=self.folder, **self._as_user)
+        subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            cwd=self.folder,
+            user=self._user,
+            group=self._user,
+            extra_groups=self._groups,
+        )
 
     def start(self) -> None:
         settings = {
             "listen_addresses": "127.0.0.1",
             "port": self.port,
             "unix_socket_directories": "",
-            "fsync": "off",
+            "fsync": self._fsync,
             "max_connections": 50,
             "shared_buffers": "32MB",
         }
         command = [find_program("postgres"), "-D", str(self.folder / "data")]
         command += [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         with (self.folder / "postgres.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, **self._as_user)
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                user=self._user,
+                group=self._user,
+                extra_groups=self._groups,
+            )
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.auth.errors import AmbiguousKey, DuplicateKeyName, InvalidKeyName, UnknownKey
 from gateway.auth.token import BASE62, hash_token, new_token
+from gateway.db.engine import IMMEDIATE, SQLITE_BEGIN
 from gateway.db.models import ApiKeyRow
 
 MAX_NAME_CHARS: Final = 100
@@ -73,7 +74,7 @@ async def revoke_key(engine: AsyncEngine, reference: str) -> ApiKey:
 
     Raises UnknownKey, AmbiguousKey, and SQL's own errors.
     """
-    async with engine.begin() as connection:
+    async with engine.execution_options(**{SQLITE_BEGIN: IMMEDIATE}).begin() as connection:
         key = await _find_active(connection, reference)
         revoked_unix_ms = _now_unix_ms()
         await connection.execute(

@@ -14,8 +14,10 @@ CONNECT_LIMIT_S: Final = 10.0
 STATEMENT_LIMIT_S: Final = 30.0
 LOCK_LIMIT_S: Final = 5.0
 
-# Execution option: how SQLite begins this connection's transactions. IMMEDIATE takes the write lock at once.
+# Execution option: how SQLite begins a transaction. IMMEDIATE takes the write lock at once, which a transaction that
+# reads before it writes needs: taking the lock later fails without waiting if anybody has written in between.
 SQLITE_BEGIN: Final = "sqlite_begin"
+IMMEDIATE: Final = "IMMEDIATE"
 
 _DRIVERS: Final = {
     "sqlite": "sqlite+aiosqlite",

@@ -1,11 +1,13 @@
+import contextlib
 import hashlib
 import hmac
 import re
+import sqlite3
 from collections.abc import AsyncIterator
 
 import pytest
 from pydantic import SecretStr
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.auth.errors import AmbiguousKey, DuplicateKeyName, InvalidKeyName, UnknownKey
@@ -89,3 +91,24 @@ async def test_a_revoked_key_cannot_be_revoked_again(engine: AsyncEngine) -> Non
     await revoke_key(engine, key.key_id)
     with pytest.raises(UnknownKey):
         await revoke_key(engine, key.key_id)
+
+
+async def test_revoking_keeps_other_writers_of_the_sqlite_file_out(sqlite_url: str) -> None:
+    # Revoking reads, then writes. When the ledger wrote in between, it failed with "database is locked", unwaited.
+    engine = create_engine(sqlite_url)
+    key, _ = await create_key(engine, "a", PEPPER)
+    refused: list[str] = []
+
+    def write_in_between(_connection, _cursor, statement: str, *_rest: object) -> None:
+        if statement.startswith("SELECT"):
+            path = sqlite_url.removeprefix("sqlite:///")
+            with contextlib.closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as other:
+                try:
+                    other.execute("CREATE TABLE other (x INTEGER)")
+                except sqlite3.OperationalError as error:
+                    refused.append(str(error))
+
+    event.listen(engine.sync_engine, "after_cursor_execute", write_in_between)
+    assert (await revoke_key(engine, "a")).key_id == key.key_id
+    assert refused == ["database is locked"]
+    await engine.dispose()
