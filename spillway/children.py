@@ -70,6 +70,11 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._copier: asyncio.Task[None] | None = None
 
+    @property
+    def pid(self) -> int:
+        """The process's id; 0 before the first start."""
+        return 0 if self._process is None else self._process.pid
+
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
         self._ready_path.unlink(missing_ok=True)
