@@ -24,7 +24,6 @@ COPY protocol protocol
 COPY gateway gateway
 COPY pool_worker pool_worker
 COPY engine engine
-COPY fleet fleet
 COPY migrations migrations
 RUN pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
     && pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /wheels/*.whl

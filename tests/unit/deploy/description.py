@@ -1,0 +1,77 @@
+"""What the tests of ``deploy/`` read: the parsed compose file and the Dockerfiles' instructions."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPOSE_FILE = ROOT / "docker-compose.yml"
+OVERLAY_FILE = ROOT / "deploy/compose/remote-workers.yml"
+DOCKERFILES = sorted((ROOT / "deploy/images").glob("*.Dockerfile"))
+
+# As init-env.sh makes them: hex, and here of digits only, which is the hard case for nats-server's configuration.
+ENVIRONMENT = {"POSTGRES_PASSWORD": "1" * 64, "NATS_PASSWORD": "2" * 64, "KEY_PEPPER": "3" * 64}
+
+
+def tool(name: str) -> str:
+    """A program installed beside this Python, or else on PATH."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    assert found is not None, f"{name} is not installed"
+    return found
+
+
+def interpolate(text: str) -> str:
+    """Compose's interpolation, of the two forms used here: ``${NAME:-default}`` and ``${NAME:?message}``."""
+
+    def value_of(found: re.Match[str]) -> str:
+        name, kind, rest = found.groups()
+        if kind == ":?":
+            return ENVIRONMENT.get(name, "127.0.0.1")
+        return ENVIRONMENT.get(name, rest)
+
+    return re.sub(r"\$\{(\w+)(:[-?])([^}]*)\}", value_of, text)
+
+
+def filled_in(node: Any) -> Any:
+    """A parsed document with every string interpolated."""
+    if isinstance(node, dict):
+        return {key: filled_in(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [filled_in(value) for value in node]
+    return interpolate(node) if isinstance(node, str) else node
+
+
+def compose() -> dict[str, Any]:
+    """The compose file as the engine sees it: anchors merged, variables filled in."""
+    return filled_in(yaml.safe_load(COMPOSE_FILE.read_text()))
+
+
+def services() -> dict[str, Any]:
+    return compose()["services"]
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    """(instruction, arguments) of a Dockerfile, continued lines joined, comments left out."""
+    lines = [line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]  # type: ignore[misc]
+
+
+def copied_sources(dockerfile: Path) -> list[str]:
+    """What a Dockerfile takes from the build context."""
+    found = []
+    for name, arguments in instructions(dockerfile):
+        if name == "COPY" and not arguments.startswith("--from"):
+            found.extend(arguments.split()[:-1])
+    return found
+
+
+def seconds(duration: str) -> float:
+    """A compose duration such as ``45s``."""
+    assert duration.endswith("s"), duration
+    return float(duration.removesuffix("s"))

@@ -1,0 +1,285 @@
+"""docker-compose.yml: right on first use, with no more rights than needed. No engine is at hand: files are checked."""
+
+import itertools
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spillway.config import Config, load_config
+from tests.unit.deploy.description import (
+    COMPOSE_FILE,
+    DOCKERFILES,
+    ENVIRONMENT,
+    OVERLAY_FILE,
+    ROOT,
+    compose,
+    instructions,
+    seconds,
+    services,
+    tool,
+)
+
+STOP_MARGIN_S = 5.0  # between what a process allows itself and its being killed
+CONFIG_TARGET = "/etc/spillway/spillway.toml"
+OWN_SERVICES = [name for name, service in services().items() if service["image"].startswith("spillway-")]
+SPILLWAY_SERVICES = [name for name in OWN_SERVICES if name != "nats"]
+
+
+def config_of(service_name: str) -> Config:
+    """What a container of this service reads: the mounted file under the container's environment."""
+    environment = services()[service_name].get("environment", {})
+    return load_config(
+        ROOT / "deploy/compose/spillway.toml", env={key: str(value) for key, value in environment.items()}
+    )
+
+
+def test_files_follow_the_compose_specification() -> None:
+    command = [
+        tool("check-jsonschema"),
+        "--builtin-schema",
+        "vendor.compose-spec",
+        str(COMPOSE_FILE),
+        str(OVERLAY_FILE),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_only_one_port_is_published() -> None:
+    published = {name: service["ports"] for name, service in services().items() if "ports" in service}
+    assert published == {"load-balancer": ["127.0.0.1:8000:8000"]}
+
+
+def test_only_the_load_balancer_and_the_gateways_can_be_reached_from_outside_the_backend() -> None:
+    on_edge = {name for name, service in services().items() if "edge" in service["networks"]}
+    assert on_edge == {"load-balancer", "gateway-1", "gateway-2"}
+    assert compose()["networks"]["backend"] == {"internal": True}
+
+
+def test_an_overlay_that_publishes_also_joins_a_network_that_can() -> None:
+    for name, service in yaml.safe_load(OVERLAY_FILE.read_text())["services"].items():
+        assert name in services()
+        assert not service.get("ports") or "edge" in service["networks"]
+
+
+@pytest.mark.parametrize("name", services())
+def test_service_has_no_rights_it_does_not_need(name: str) -> None:
+    service = services()[name]
+    user, _, group = service["user"].partition(":")
+    assert int(user) > 0
+    assert int(group) > 0
+    assert service["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert service["read_only"] is True
+    assert "cap_add" not in service
+    assert "privileged" not in service
+
+
+@pytest.mark.parametrize("name", services())
+def test_service_is_bounded_and_watched(name: str) -> None:
+    service = services()[name]
+    limits = service["deploy"]["resources"]["limits"]
+    assert limits["memory"]
+    assert limits["pids"]
+    assert service["logging"]["options"]["max-size"]
+    if name == "migrate":  # it ends by itself
+        assert service["restart"] == "no"
+        assert service["healthcheck"] == {"disable": True}
+    else:
+        assert service["restart"] == "unless-stopped"
+        assert service["healthcheck"]["test"][0] == "CMD"
+        # Docker asks for a start period where there is a start interval.
+        assert seconds(service["healthcheck"]["start_period"]) > 0
+
+
+@pytest.mark.parametrize("name", services())
+def test_image_is_pinned(name: str) -> None:
+    _, _, tag = services()[name]["image"].partition(":")
+    assert tag
+    assert tag != "latest"
+
+
+def test_each_image_of_ours_is_built_by_one_service_and_never_pulled() -> None:
+    builders: dict[str, list[str]] = {}
+    for name in OWN_SERVICES:
+        service = services()[name]
+        builders.setdefault(service["image"], [])
+        if "build" in service:
+            assert service["pull_policy"] == "build"
+            assert (ROOT / service["build"]["dockerfile"]).is_file()
+            builders[service["image"]].append(name)
+        else:
+            assert service["pull_policy"] == "never"
+    assert all(len(names) == 1 for names in builders.values()), builders
+
+
+@pytest.mark.parametrize("name", OWN_SERVICES)
+def test_user_is_the_one_the_image_was_made_for(name: str) -> None:
+    service = services()[name]
+    builder = next(other for other in services().values() if other["image"] == service["image"] and "build" in other)
+    users = [arguments for name, arguments in instructions(ROOT / builder["build"]["dockerfile"]) if name == "USER"]
+    assert users[-1] == service["user"]
+
+
+def test_mounted_configurations_exist() -> None:
+    files = {name: ROOT / config["file"] for name, config in compose()["configs"].items()}
+    used = {mount["source"] for service in services().values() for mount in service.get("configs", [])}
+    assert used == set(files)
+    assert all(path.is_file() for path in files.values())
+
+
+def test_named_volumes_inherit_an_owner_from_the_image() -> None:
+    """A new volume belongs to root unless the image has a folder of that name: then it takes over its owner."""
+    for name in OWN_SERVICES:
+        service = services()[name]
+        for volume in service.get("volumes", []):
+            source, _, target = volume.partition(":")
+            assert source in compose()["volumes"]
+            dockerfile = (ROOT / service["build"]["dockerfile"]).read_text()
+            assert re.search(
+                rf"(chown 10001:10001|--owner 10001 --group 10001 --mode 0700) {re.escape(target)}\b", dockerfile
+            )
+
+
+def test_tmpfs_mounts_can_be_written_by_the_service() -> None:
+    for service in services().values():
+        user, _, group = service["user"].partition(":")
+        for mount in service.get("tmpfs", []):
+            options = mount.partition(":")[2].split(",")
+            assert "mode=1777" in options or {f"uid={user}", f"gid={group}"} <= set(options), mount
+            assert any(option.startswith("size=") for option in options), mount
+
+
+@pytest.mark.parametrize("name", SPILLWAY_SERVICES)
+def test_configuration_is_accepted_as_the_container_sees_it(name: str) -> None:
+    config = config_of(name)
+    assert services()[name]["configs"] == [{"source": "spillway", "target": CONFIG_TARGET}]
+    assert str(config.data_dir) == "/var/lib/spillway"
+    mounts = [mount.split(":") for key in ("tmpfs", "volumes") for mount in services()[name].get(key, [])]
+    assert any("/var/lib/spillway" in mount for mount in mounts)  # the root file system is read-only
+
+
+@pytest.mark.parametrize("name", ["gateway-1", "gateway-2"])
+def test_gateways_share_queue_database_and_pepper(name: str) -> None:
+    config = config_of(name)
+    assert config.nats.urls == (f"nats://spillway:{ENVIRONMENT['NATS_PASSWORD']}@nats:4222",)
+    assert config.database_url == f"postgresql://spillway:{ENVIRONMENT['POSTGRES_PASSWORD']}@postgres:5432/spillway"
+    assert config.auth.pepper is not None
+    assert config.auth.pepper.get_secret_value() == ENVIRONMENT["KEY_PEPPER"]
+    assert (config.gateway.host, config.gateway.port) == ("0.0.0.0", 8000)
+
+
+def test_each_service_gets_only_the_secrets_it_uses() -> None:
+    held = {
+        name: {secret for secret, value in ENVIRONMENT.items() if value in str(service.get("environment", {}))}
+        for name, service in services().items()
+    }
+    gateway = {"NATS_PASSWORD", "POSTGRES_PASSWORD", "KEY_PEPPER"}
+    assert held == {
+        "load-balancer": set(),
+        "gateway-1": gateway,
+        "gateway-2": gateway,
+        "ledger": {"NATS_PASSWORD", "POSTGRES_PASSWORD"},
+        "worker": {"NATS_PASSWORD"},
+        "migrate": {"POSTGRES_PASSWORD"},
+        "nats": {"NATS_PASSWORD"},
+        "postgres": {"POSTGRES_PASSWORD"},
+    }
+
+
+def test_threads_of_the_engine_follow_the_cores_of_the_worker() -> None:
+    cores = float(services()["worker"]["deploy"]["resources"]["limits"]["cpus"])
+    assert config_of("worker").pools["demo"].engine.threads == cores
+
+
+def test_nobody_is_killed_while_still_allowed_to_finish() -> None:
+    config = config_of("gateway-1")
+    grace_s = {name: seconds(service.get("stop_grace_period", "10s")) for name, service in services().items()}
+    assert grace_s["gateway-1"] >= config.gateway.timeouts.shutdown_s + STOP_MARGIN_S
+    assert grace_s["gateway-2"] >= config.gateway.timeouts.shutdown_s + STOP_MARGIN_S
+    assert grace_s["worker"] >= config.pools["demo"].drain_s + STOP_MARGIN_S
+    haproxy = (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
+    hard_stop = re.search(r"hard-stop-after (\d+s)", haproxy)
+    assert hard_stop is not None
+    assert grace_s["load-balancer"] >= seconds(hard_stop[1]) + STOP_MARGIN_S
+
+
+def stops_before(first: str, then: str) -> bool:
+    """Compose stops a service before what it depends on."""
+    needs = services()[first].get("depends_on", {})
+    return then in needs or any(stops_before(name, then) for name in needs)
+
+
+def test_a_stop_goes_from_the_outside_in() -> None:
+    """Callers, then gateways, then the workers that answer them, then the ledger that writes it down."""
+    order = ["load-balancer", "gateway-1", "worker", "ledger", "nats"]
+    assert all(stops_before(first, then) for first, then in itertools.pairwise(order))
+    assert stops_before("ledger", "postgres")
+    assert not stops_before("ledger", "worker")
+
+
+def test_what_is_waited_for_as_healthy_has_a_check() -> None:
+    for service in services().values():
+        for name, dependency in service.get("depends_on", {}).items():
+            if dependency["condition"] == "service_healthy":
+                assert "test" in services()[name]["healthcheck"]
+
+
+@pytest.mark.parametrize("name", SPILLWAY_SERVICES)
+def test_commands_are_ones_that_spillway_knows(name: str) -> None:
+    check_command(services()[name]["command"])
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DOCKERFILES if path.name != "nats.Dockerfile"], ids=lambda path: path.name
+)
+def test_default_commands_of_the_images_are_ones_that_spillway_knows(path: Path) -> None:
+    given = dict(instructions(path))
+    assert given["ENTRYPOINT"] == '["spillway"]'
+    check_command(yaml.safe_load(given["CMD"]))
+
+
+def check_command(arguments: list[str]) -> None:
+    """Parse a command line with the real command-line program, without running it."""
+    import typer
+
+    from spillway.cli import app
+
+    command = typer.main.get_command(app)
+    context = command.make_context("spillway", ["--help"], resilient_parsing=True)
+    rest = list(arguments)
+    while hasattr(command, "resolve_command"):
+        _, command, rest = command.resolve_command(context, rest)
+        assert command is not None, arguments
+    parsed = command.make_context(command.name, rest)
+    assert str(parsed.params["config"]) == CONFIG_TARGET
+
+
+def test_secrets_are_made_once_and_readable_by_their_owner_only(tmp_path: Path) -> None:
+    script, target = ROOT / "deploy/compose/init-env.sh", tmp_path / ".env"
+    first = subprocess.run([str(script), str(target)], capture_output=True, text=True, check=True)
+    assert str(target) in first.stdout
+    values = dict(line.split("=", 1) for line in target.read_text().splitlines() if line and not line.startswith("#"))
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    assert all(re.fullmatch("[0-9a-f]{64}", values[name]) for name in ENVIRONMENT)
+    assert len({values[name] for name in ENVIRONMENT}) == len(ENVIRONMENT)
+    wanted = set(re.findall(r"\$\{(\w+)", COMPOSE_FILE.read_text()))
+    assert wanted == set(values)
+
+    before = target.read_text()
+    again = subprocess.run([str(script), str(target)], capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert target.read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == [".env"]
+
+
+def test_secrets_stay_out_of_git_and_of_the_images() -> None:
+    git = shutil.which("git")
+    assert git is not None
+    assert subprocess.run([git, "check-ignore", "-q", ".env"], cwd=ROOT, check=False).returncode == 0
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"

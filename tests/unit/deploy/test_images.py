@@ -1,0 +1,97 @@
+"""The Dockerfiles and shell scripts: linted, pinned, and made of files that exist."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.unit.deploy.description import DOCKERFILES, ROOT, copied_sources, instructions, tool
+
+BUILT_FROM_SOURCE = [path for path in DOCKERFILES if path.name != "nats.Dockerfile"]
+SCRIPTS = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/**/*.sh"), ROOT / ".ci/run"]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
+def test_dockerfile_passes_hadolint(path: Path) -> None:
+    done = subprocess.run([tool("hadolint"), "--no-color", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_script_passes_shellcheck(path: Path) -> None:
+    done = subprocess.run([tool("shellcheck"), str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert path.stat().st_mode & 0o111, f"{path} is not executable"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
+def test_base_images_are_pinned_and_the_user_is_a_number(path: Path) -> None:
+    given = instructions(path)
+    bases = [arguments.split()[0] for name, arguments in given if name == "FROM"]
+    assert all(":" in base and not base.endswith(":latest") for base in bases)
+    assert [arguments for name, arguments in given if name == "USER"] == ["10001:10001"]
+
+
+def is_in_build_context(source: str) -> bool:
+    """Whether .dockerignore, a list of exceptions to "everything", lets a path through."""
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    return any(source == path or source.startswith(f"{path}/") for path in allowed)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
+def test_copied_files_exist_and_are_in_the_build_context(path: Path) -> None:
+    sources = copied_sources(path)
+    assert sources
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    assert [source for source in sources if not is_in_build_context(source)] == []
+
+
+@pytest.mark.parametrize("path", BUILT_FROM_SOURCE, ids=name_of)
+def test_every_package_is_copied(path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = [pattern.rstrip("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]]
+    packages = {name for name in names if (ROOT / name / "__init__.py").exists()}
+    assert packages <= set(copied_sources(path))
+
+
+@pytest.mark.parametrize("path", BUILT_FROM_SOURCE, ids=name_of)
+def test_dependencies_come_from_the_hash_lock(path: Path) -> None:
+    installs = re.findall(r"pip (?:--python \S+ )?install [^&\n]*", path.read_text().replace("\\\n", ""))
+    from_locks = [command for command in installs if "requirements/" in command]
+    assert all("--require-hashes" in command and "--no-deps" in command for command in from_locks)
+    # Beside the locks: the project itself, without an index, and torch where it is asked for.
+    others = [command for command in installs if command not in from_locks]
+    assert all("--no-index" in command or '"torch==$TORCH_VERSION"' in command for command in others)
+    assert sum("torch==" in command for command in others) == (path.name == "worker.Dockerfile")
+
+
+def test_torch_is_the_version_that_everybody_else_installs() -> None:
+    pinned = re.search(r'^TORCH_VERSION = "(.+)"', (ROOT / "scripts/install_torch.py").read_text(), re.MULTILINE)
+    in_image = re.search(
+        r"^ARG TORCH_VERSION=(.+)", (ROOT / "deploy/images/worker.Dockerfile").read_text(), re.MULTILINE
+    )
+    assert pinned is not None
+    assert in_image is not None
+    assert in_image[1] == pinned[1]
+
+
+def test_gateway_image_has_no_torch() -> None:
+    assert re.search(r"^(torch|transformers)==", (ROOT / "requirements/core.txt").read_text(), re.MULTILINE) is None
+
+
+def pin_of(package: str, lock: Path) -> str:
+    found = re.search(rf"^{package}==.*(?:\n    --hash.*)+", lock.read_text(), re.MULTILINE)
+    assert found is not None, f"{package} is not in {lock}"
+    return found[0]
+
+
+def test_build_backend_is_locked_as_in_the_other_locks() -> None:
+    assert pin_of("setuptools", ROOT / "requirements/build.txt") == pin_of(
+        "setuptools", ROOT / "requirements/worker.txt"
+    )
