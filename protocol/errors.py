@@ -21,6 +21,7 @@ class ErrorCode(StrEnum):
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     # Capacity.
     QUEUE_FULL = "queue_full"
+    OVERLOADED = "overloaded"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     # The attempt failed; the request may go on elsewhere.
     ENGINE_ERROR = "engine_error"
@@ -29,6 +30,13 @@ class ErrorCode(StrEnum):
     WORKER_LOST = "worker_lost"
     REDELIVERED = "redelivered"
     UNKNOWN_ATTEMPT = "unknown_attempt"
+    # The gateway gave the request up.
+    QUEUE_WAIT_TIMEOUT = "queue_wait_timeout"
+    FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105  # no password
+    INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105  # no password
+    TOTAL_TIMEOUT = "total_timeout"
+    SLOW_CLIENT = "slow_client"
+    SHUTTING_DOWN = "shutting_down"
     # The request failed for good.
     ATTEMPTS_EXHAUSTED = "attempts_exhausted"
     INTERNAL_ERROR = "internal_error"

@@ -1,0 +1,203 @@
+"""Everything that can go wrong with a request, as the caller sees it; statuses and types are given here alone.
+
+ApiError                     500  server_error
+├── BadRequest               400  invalid_request_error
+│   ├── MalformedJson             the body is no JSON
+│   ├── InvalidParameter          a field is wrong, or cannot be honoured
+│   └── ContextLengthExceeded     context_length_exceeded
+├── InvalidApiKey            401  invalid_api_key
+├── ModelNotFound            404  model_not_found
+├── UnknownUrl               404  unknown_url
+├── MethodNotAllowed         405  method_not_allowed
+├── BodyTooLarge             413  request_too_large
+├── ModelNotReady            503  model_not_ready
+├── Overloaded               503  overloaded
+└── RequestFailed                 a dispatch Failure; see FAILURES
+
+ClientDisconnected                nobody is left to be told
+"""
+
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.dispatch.mailbox import Failure
+from protocol.errors import ErrorCode
+
+RETRY_SOON_S: Final = 1
+RETRY_LATER_S: Final = 5
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+class ApiError(Exception):
+    """The server had an internal error."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = "internal_error"
+    should_retry: bool | None = None  # None: the client's own rules apply
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str | None = None, *, param: str | None = None, code: str | None = None) -> None:
+        self.message = message or (self.__doc__ or "").strip()
+        self.param = param
+        self.code = code or type(self).code
+        super().__init__(self.message)
+
+    def envelope(self) -> bytes:
+        """The JSON body, as the official SDKs parse it."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return _encode_json({"error": error})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What tells the client whether and when to try again."""
+        headers: list[tuple[bytes, bytes]] = []
+        if self.should_retry is not None:
+            headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", str(self.retry_after_s).encode()))
+        return headers
+
+
+class BadRequest(ApiError):
+    """The request is not valid."""
+
+    status = 400
+    type = "invalid_request_error"
+    code: str | None = None
+    should_retry = False
+
+
+class MalformedJson(BadRequest):
+    """The body could not be parsed as JSON."""
+
+
+class InvalidParameter(BadRequest):
+    """A field of the request is wrong or not supported."""
+
+    code = "invalid_value"
+
+
+class ContextLengthExceeded(BadRequest):
+    """The prompt and the answer do not fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class InvalidApiKey(ApiError):
+    """Incorrect API key provided."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+    should_retry = False
+
+
+class ModelNotFound(ApiError):
+    """The model does not exist or you do not have access to it."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+    should_retry = False
+
+
+class UnknownUrl(ApiError):
+    """There is nothing at this URL."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "unknown_url"
+    should_retry = False
+
+
+class MethodNotAllowed(ApiError):
+    """This URL does not take this method."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+    should_retry = False
+
+
+class BodyTooLarge(ApiError):
+    """The request body is too large."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+    should_retry = False
+
+
+class ModelNotReady(ApiError):
+    """The model is configured, but no worker has published its tokenizer yet."""
+
+    status = 503
+    code = "model_not_ready"
+    should_retry = True
+    retry_after_s = RETRY_LATER_S
+
+
+class Overloaded(ApiError):
+    """The gateway has no room for this request at the moment."""
+
+    status = 503
+    code = "overloaded"
+    should_retry = True
+    retry_after_s = RETRY_SOON_S
+
+
+class ClientDisconnected(Exception):
+    """The caller has left before the request was read."""
+
+
+class FailureKind(Struct, frozen=True):
+    """How one of the protocol's error codes looks over HTTP."""
+
+    status: int
+    type: str = "server_error"
+    should_retry: bool | None = None
+    retry_after_s: int | None = None
+
+
+_BAD_REQUEST: Final = FailureKind(400, "invalid_request_error", should_retry=False)
+_NO_CAPACITY: Final = FailureKind(503, should_retry=True, retry_after_s=RETRY_LATER_S)
+_TOO_SLOW: Final = FailureKind(504, should_retry=False)  # the whole wait would begin anew
+_INTERNAL: Final = FailureKind(500)
+
+FAILURES: Final[dict[ErrorCode, FailureKind]] = {
+    ErrorCode.INVALID_REQUEST: _BAD_REQUEST,
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: _BAD_REQUEST,
+    ErrorCode.QUEUE_FULL: _NO_CAPACITY,
+    ErrorCode.OVERLOADED: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.DEADLINE_EXCEEDED: _NO_CAPACITY,
+    ErrorCode.QUEUE_WAIT_TIMEOUT: _NO_CAPACITY,
+    ErrorCode.SHUTTING_DOWN: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.FIRST_TOKEN_TIMEOUT: _TOO_SLOW,
+    ErrorCode.INTER_TOKEN_TIMEOUT: _TOO_SLOW,
+    ErrorCode.TOTAL_TIMEOUT: _TOO_SLOW,
+    ErrorCode.SLOW_CLIENT: FailureKind(408, "invalid_request_error", should_retry=False),
+    ErrorCode.ENGINE_ERROR: _INTERNAL,
+    ErrorCode.ENGINE_DIED: _INTERNAL,
+    ErrorCode.WORKER_DRAINING: _NO_CAPACITY,
+    ErrorCode.WORKER_LOST: _INTERNAL,
+    ErrorCode.REDELIVERED: _INTERNAL,
+    ErrorCode.UNKNOWN_ATTEMPT: _INTERNAL,
+    # It has failed on several workers already: a client that retries makes it only worse.
+    ErrorCode.ATTEMPTS_EXHAUSTED: FailureKind(502, should_retry=False),
+    ErrorCode.INTERNAL_ERROR: _INTERNAL,
+}
+
+
+class RequestFailed(ApiError):
+    """The request was refused or ended without an answer."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message, param=failure.param, code=failure.code.value)
+        kind = FAILURES[failure.code]
+        self.status = kind.status
+        self.type = kind.type
+        self.should_retry = kind.should_retry
+        self.retry_after_s = kind.retry_after_s

@@ -1,0 +1,105 @@
+"""One HTTP exchange in plain ASGI: its headers, its id, and the ways to answer."""
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from gateway.api.errors import ApiError, InvalidApiKey
+from gateway.auth.keyring import KeyRing
+from gateway.auth.principal import Principal
+from gateway.dispatch.request import OpenRequest
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON_TYPE: Final = (b"content-type", b"application/json")
+SSE_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx must not collect the stream
+)
+
+
+class Exchange:
+    """A request from the socket and what is sent back."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.received_s = time.monotonic()
+        self.received_unix_ms = time.time_ns() // 1_000_000
+        self.id = uuid.uuid4().hex
+        self.receive = receive
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.method: str = scope["method"]
+        self.sent_status: int | None = None
+        self._send = send
+
+    @property
+    def request_id(self) -> str:
+        """The public id of this request, in headers, records and logs."""
+        return f"req_{self.id}"
+
+    def header_text(self, name: bytes) -> str | None:
+        """A header's value; None if it was not sent."""
+        value = self.headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    def authenticate(self, keys: KeyRing) -> Principal:
+        """Whose key this is. Raises InvalidApiKey."""
+        scheme, _, token = self.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise InvalidApiKey(
+                "You didn't provide an API key. Provide it in an Authorization header: 'Authorization: Bearer KEY'."
+            )
+        principal = keys.authenticate(token.strip())
+        if principal is None:
+            raise InvalidApiKey("Incorrect API key provided.")
+        return principal
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: OpenRequest | None = None) -> None:
+        """Send the head of the answer, with what every answer carries."""
+        self.sent_status = status
+        headers.extend(self.common_headers(request))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Send a piece of the body; waits while the client reads more slowly than we write."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def answer_json(self, body: bytes, request: OpenRequest | None = None) -> None:
+        """Send a whole JSON answer."""
+        await self.start(200, [JSON_TYPE, (b"content-length", b"%d" % len(body))], request)
+        await self.write(body, more=False)
+
+    async def answer_error(self, error: ApiError, request: OpenRequest | None = None) -> None:
+        """Send a whole error answer."""
+        body = error.envelope()
+        headers = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *error.headers()]
+        await self.start(error.status, headers, request)
+        await self.write(body, more=False)
+
+    def common_headers(self, request: OpenRequest | None = None) -> list[tuple[bytes, bytes]]:
+        """The headers of every answer, and those of a dispatched one as far as they are known by now."""
+        headers = [
+            (b"x-request-id", self.request_id.encode()),
+            (b"openai-processing-ms", b"%d" % ((time.monotonic() - self.received_s) * 1000)),
+        ]
+        if request is not None:
+            headers.extend(_dispatch_headers(request, self.received_s))
+        return headers
+
+
+def _dispatch_headers(request: OpenRequest, received_s: float) -> list[tuple[bytes, bytes]]:
+    headers = [(b"x-spillway-attempts", b"%d" % request.attempt)]
+    if request.published_s is not None:
+        headers.append((b"x-spillway-overhead-ms", b"%.1f" % ((request.published_s - received_s) * 1000)))
+    if request.accepted is not None and request.accepted_s is not None:
+        queue_ms = (request.accepted_s - request.admission.admitted_s) * 1000
+        headers += [
+            (b"x-spillway-queue-ms", b"%.1f" % queue_ms),
+            (b"x-spillway-pool", request.accepted.pool.encode()),
+            (b"x-spillway-provider", request.accepted.provider.encode()),
+            (b"x-spillway-region", request.accepted.region.encode()),
+        ]
+    return headers

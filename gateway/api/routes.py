@@ -1,0 +1,156 @@
+"""The routes that nobody is in a hurry for: models, tokenize, health."""
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from gateway.api.errors import ApiError, MethodNotAllowed, UnknownUrl
+from gateway.api.exchange import Exchange
+from gateway.api.schema import TokenizeRequest, parse_tokenize
+from gateway.api.services import Services
+from gateway.api.sse import encode_json
+from gateway.limits.body import read_body
+from gateway.limits.request_limits import check_shape
+from gateway.tokens.model_tokens import ModelTokens
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(encode_json(content), status_code=status, media_type="application/json")
+
+
+def health_router(services: Services) -> APIRouter:
+    """Liveness, readiness and start-up, as Kubernetes asks for them; without a key."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/livez")
+    async def livez() -> Response:
+        """The process answers."""
+        return _json({"status": "ok"})
+
+    @router.get("/startupz")
+    async def startupz() -> Response:
+        """The process has started: this answers only once it has."""
+        return _json({"status": "ok"})
+
+    @router.get("/readyz")
+    async def readyz() -> Response:
+        """Requests can be admitted; else 503 and what is missing. Models without a tokenizer yet are named."""
+        missing = missing_parts(services)
+        body = {
+            "status": "not ready" if missing else "ok",
+            "missing": missing,
+            "models_not_ready": services.catalog.not_ready(),
+            "in_flight": services.dispatcher.in_flight,
+        }
+        return _json(body, 503 if missing else 200)
+
+    return router
+
+
+def missing_parts(services: Services) -> list[str]:
+    """What keeps the gateway from admitting requests."""
+    missing = []
+    if not services.bus.connected:
+        missing.append("nats")
+    if services.dispatcher.draining:
+        missing.append("draining")
+    elif (failure := services.dispatcher.refusal()) is not None:
+        missing.append(failure.code.value)
+    return missing
+
+
+def models_router(services: Services) -> APIRouter:
+    """The configured models."""
+    router = APIRouter(tags=["models"])
+
+    def row(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": services.started_unix_s,
+            "owned_by": services.catalog.models[name].owned_by,
+            "context_length": services.catalog.context_length(name),
+        }
+
+    @router.get("/v1/models")
+    async def list_models(request: Request) -> Response:
+        """All models that the caller may name."""
+        _exchange_of(request).authenticate(services.keys)
+        return _json({"object": "list", "data": [row(name) for name in services.catalog.models]})
+
+    @router.get("/v1/models/{name:path}")
+    async def retrieve_model(request: Request, name: str) -> Response:
+        """One model, by its name or an alias."""
+        _exchange_of(request).authenticate(services.keys)
+        return _json(row(services.catalog.canonical_name(name)))
+
+    return router
+
+
+def tokenize_router(services: Services) -> APIRouter:
+    """Counting tokens without generating any."""
+    router = APIRouter(tags=["tokenize"])
+
+    @router.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or a conversation, exactly as a generating call would count them."""
+        exchange = _exchange_of(request)
+        exchange.authenticate(services.keys)
+        limits = services.settings.limits
+        length = exchange.headers.get(b"content-length")
+        body = parse_tokenize(await read_body(request.receive, length, limits.max_body_bytes))
+        check_shape(limits, messages=len(body.messages or ()), choices=1)
+        tokens = services.catalog.tokens_of(_model_named(services, body))
+        token_ids = await _token_ids(body, tokens)
+        return _json({"count": len(token_ids), "max_model_len": tokens.context_length, "tokens": token_ids})
+
+    return router
+
+
+def _model_named(services: Services, body: TokenizeRequest) -> str:
+    return services.catalog.canonical_name(
+        body.model if body.model is not None else next(iter(services.catalog.models))
+    )
+
+
+async def _token_ids(body: TokenizeRequest, tokens: ModelTokens) -> list[int]:
+    if body.prompt is not None:
+        return await tokens.encode_text(body.prompt, add_special_tokens=body.add_special_tokens)
+    return await tokens.encode_chat(
+        [message.for_template() for message in body.messages or ()],
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
+    )
+
+
+def _exchange_of(request: Request) -> Exchange:
+    exchange: Exchange = request.scope["spillway.exchange"]
+    return exchange
+
+
+def _body_schema(name: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's envelope."""
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(_request: Request, error: ApiError) -> Response:
+        headers = {name.decode(): value.decode() for name, value in error.headers()}
+        return Response(error.envelope(), error.status, headers, "application/json")
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        kind: ApiError = ApiError(str(error.detail))
+        if error.status_code == 404:
+            kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.")
+        elif error.status_code == 405:
+            kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.")
+        return await on_api_error(request, kind)
+
+    @app.exception_handler(Exception)
+    async def on_exception(request: Request, _error: Exception) -> Response:
+        return await on_api_error(request, ApiError())

@@ -1,0 +1,46 @@
+"""From the public request fields to the wire's Sampling; what the caller left out keeps Sampling's own defaults."""
+
+from typing import Any
+
+from gateway.api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from protocol.messages import Sampling
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+
+def requested_max_tokens(request: GenerationRequest) -> tuple[str, int] | None:
+    """The field that limits the output, and its value; None if the caller named none."""
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens", request.max_completion_tokens
+    return None if request.max_tokens is None else ("max_tokens", request.max_tokens)
+
+
+def sampling_of(request: GenerationRequest, max_tokens: int) -> Sampling:
+    """The wire form of a request's sampling fields."""
+    given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.top_k is not None and request.top_k > 0:
+        given["top_k"] = request.top_k
+    if request.stop:
+        given["stop"] = tuple(request.stop)
+    if request.stop_token_ids:
+        given["stop_token_ids"] = tuple(request.stop_token_ids)
+    return Sampling(max_tokens=max_tokens, logprobs=_logprobs(request), **given)
+
+
+def _logprobs(request: GenerationRequest) -> int | None:
+    if isinstance(request, ChatCompletionRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None
+    return request.logprobs if isinstance(request, CompletionRequest) else None

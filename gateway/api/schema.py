@@ -1,0 +1,291 @@
+"""Request bodies of the public API: OpenAI's, with the sampling fields that vLLM added.
+
+Fields nobody knows are ignored. Fields that the API knows and this version cannot honour are refused by name
+(``UNSUPPORTED``), never silently dropped. Types are strict: "5" is no number.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from gateway.api.errors import InvalidParameter, MalformedJson
+
+MAX_STOP_STRINGS: Final = 16
+MAX_LOGPROBS: Final = 20
+MAX_SEED: Final = 2**63 - 1
+MAX_TOKEN_ID: Final = 2**32 - 1
+
+# Fields of the public APIs that this version cannot honour, and the values that mean what happens anyway.
+_UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "structural_tag": (),
+    "logits_processors": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+}
+_UNSUPPORTED_IN_CHAT: Final[dict[str, tuple[Any, ...]]] = {
+    **_UNSUPPORTED_EVERYWHERE,
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "reasoning": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "store": (False,),
+    "moderation": (),
+    "echo": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": (),
+}
+_UNSUPPORTED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {
+    **_UNSUPPORTED_EVERYWHERE,
+    "suffix": ("",),
+    "prompt_embeds": (),
+}
+_UNSUPPORTED_IN_MESSAGES: Final[dict[str, tuple[Any, ...]]] = {
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "audio": (),
+}
+
+
+class Body(BaseModel):
+    """Base of request bodies: strict types; unknown fields are kept only to be looked through."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+def _text_of(content: object) -> object:
+    """A message's content as one string: a string, or a list of text parts."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+            raise ValueError(f"part {number} must be an object with a type")  # noqa: TRY004  # pydantic wants ValueError
+        if part["type"] != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"part {number} is of type {part['type']!r}; only text parts are supported")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _stop_strings(stop: object) -> object:
+    stops = [stop] if isinstance(stop, str) else stop
+    if isinstance(stops, list) and not all(isinstance(text, str) and text for text in stops):
+        raise ValueError("must be a string or a list of strings, none of them empty")
+    if isinstance(stops, list) and len(stops) > MAX_STOP_STRINGS:
+        raise ValueError(f"must hold at most {MAX_STOP_STRINGS} strings")
+    return stops
+
+
+def _one_prompt(prompt: object) -> object:
+    """A prompt as one string or one list of token ids; a list with one such is the same."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise ValueError("must be one prompt; several in one request are not supported")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError("must be a string, or a non-empty list of token ids")
+    if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in prompt):
+        raise ValueError("must hold token ids: whole numbers that are not negative")
+    return prompt
+
+
+def _integer_keys(bias: object) -> object:
+    # JSON has only string keys.
+    if not isinstance(bias, Mapping):
+        return bias
+    if not all(isinstance(key, str) and key.isascii() and key.isdigit() for key in bias):
+        raise ValueError("must have token ids as keys")
+    return {int(key): value for key, value in bias.items()}
+
+
+Role = Literal["system", "developer", "user", "assistant"]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Role
+    content: Annotated[str | None, BeforeValidator(_text_of)] = None
+    name: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it; they know "developer" by its older name."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+        }
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+class StreamOptions(Body):
+    """What a stream tells beside its text."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(Body):
+    """What chat and plain completions share. ``None`` is everywhere the same as leaving the field out."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    min_tokens: Annotated[int | None, Field(ge=0)] = None
+    n: Annotated[int | None, Field(ge=1)] = None
+    best_of: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_stop_strings)] = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=128)] = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: Annotated[int | None, Field(ge=-MAX_SEED, le=MAX_SEED)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None  # 0 and -1: off
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_integer_keys)
+    ] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Body):
+    """Body of POST /tokenize, as vLLM has it: a prompt or messages."""
+
+    model: Annotated[str | None, Field(min_length=1, max_length=512)] = None
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+def parse_chat(body: bytes) -> ChatCompletionRequest:
+    """Validate a chat body. Raises MalformedJson or InvalidParameter."""
+    request = _parse(ChatCompletionRequest, body)
+    _refuse_unsupported(request, _UNSUPPORTED_IN_CHAT)
+    _refuse_contradictions(request)
+    for number, message in enumerate(request.messages):
+        _refuse_unsupported(message, _UNSUPPORTED_IN_MESSAGES, prefix=f"messages.{number}.")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidParameter("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Validate a completion body. Raises MalformedJson or InvalidParameter."""
+    request = _parse(CompletionRequest, body)
+    _refuse_unsupported(request, _UNSUPPORTED_IN_COMPLETIONS)
+    _refuse_contradictions(request)
+    if request.echo and request.logprobs is not None:
+        raise InvalidParameter("'echo' together with 'logprobs' is not supported.", param="echo")
+    return request
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Validate a tokenize body. Raises MalformedJson or InvalidParameter."""
+    request = _parse(TokenizeRequest, body)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidParameter("Give either 'prompt' or 'messages'.", param="prompt")
+    return request
+
+
+def _parse(kind: type[_Body], body: bytes) -> _Body:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _first_error(error) from error
+
+
+def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
+    details = error.errors(include_url=False, include_input=False)[0]
+    kind, message = details["type"], details["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return MalformedJson(f"We could not parse the JSON body of your request: {message}")
+    param = ".".join(str(part) for part in details["loc"])
+    if not param:
+        return InvalidParameter("The body must be a JSON object.", code="invalid_type")
+    if kind == "missing":
+        return InvalidParameter(
+            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return InvalidParameter(f"Invalid value for '{param}': {message}", param=param, code=code)
+
+
+def _refuse_unsupported(body: Body, unsupported: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    for field, value in (body.model_extra or {}).items():
+        if field in unsupported and value is not None and value not in unsupported[field]:
+            param = prefix + field
+            raise InvalidParameter(f"'{param}' is not supported.", param=param, code="unsupported_parameter")
+
+
+def _refuse_contradictions(request: GenerationRequest) -> None:
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise InvalidParameter(
+            "'best_of' other than 'n' is not supported.", param="best_of", code="unsupported_parameter"
+        )
+    if request.stream_options is not None and not request.stream:
+        raise InvalidParameter("'stream_options' is only allowed when 'stream' is true.", param="stream_options")

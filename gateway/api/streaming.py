@@ -1,0 +1,92 @@
+"""Writing one streamed answer.
+
+The head is held back until the first token or for a short grace, so that a refusal by the worker is still a proper
+4xx. Once it is sent, a failure is an error event and a broken connection: never a clean end without ``[DONE]``.
+"""
+
+import asyncio
+from typing import Any, Final
+
+from gateway.api.calls import Call
+from gateway.api.errors import RequestFailed
+from gateway.api.exchange import SSE_HEADERS, Exchange
+from gateway.api.sse import DONE, comment, error_event, usage_fields
+from gateway.dispatch.mailbox import Ended, Event
+from gateway.dispatch.request import OpenRequest, State
+from gateway.settings import TimeoutSettings
+from protocol.messages import Tokens
+
+LAST_WORDS_LIMIT_S: Final = 30.0  # how long a client may take to read the end of a stream
+
+
+def usage_of(request: OpenRequest) -> dict[str, Any]:
+    """The public usage of a request that has ended well."""
+    return usage_fields(request.admission.prompt_tokens, request.cached_tokens, request.completion_tokens)
+
+
+class StreamWriter:
+    """From one request's mailbox to its socket."""
+
+    def __init__(self, exchange: Exchange, call: Call, request: OpenRequest, timeouts: TimeoutSettings) -> None:
+        self._exchange = exchange
+        self._request = request
+        self._timeouts = timeouts
+        self._with_usage = call.request.include_usage
+        self._chunks = call.chunks(exchange.id, exchange.received_unix_ms // 1000)
+
+    async def write(self) -> None:
+        """Send the whole answer; returns early, leaving the response incomplete, where it cannot be completed.
+
+        The server breaks the connection of an incomplete response off.
+        """
+        events = await self._first_events()
+        if events and isinstance(events[0], Ended) and self._request.outcome != "ok":
+            await self._refuse()
+            return
+        try:
+            async with asyncio.timeout(None) as limit:
+                # A client that has stopped reading must not hold the request's end back for ever.
+                self._request.on_end = lambda: limit.reschedule(asyncio.get_running_loop().time() + LAST_WORDS_LIMIT_S)
+                await self._write_all(events)
+        except TimeoutError:
+            return
+
+    async def _first_events(self) -> list[Event]:
+        try:
+            async with asyncio.timeout(self._timeouts.headers_grace_s):
+                return await self._request.mailbox.take()
+        except TimeoutError:
+            return []
+
+    async def _refuse(self) -> None:
+        if self._request.failure is not None:
+            await self._exchange.answer_error(RequestFailed(self._request.failure), self._request)
+
+    async def _write_all(self, events: list[Event]) -> None:
+        await self._exchange.start(200, list(SSE_HEADERS), self._request)
+        if not events and self._request.state is State.QUEUED:
+            await self._exchange.write(comment("queued"), more=True)
+        while not events or not isinstance(events[-1], Ended):
+            body = self._body_of(events)
+            if body:  # one write for all that one engine step has brought
+                await self._exchange.write(body, more=True)
+            events = await self._request.mailbox.take()
+        await self._write_end(self._body_of(events))
+
+    def _body_of(self, events: list[Event]) -> bytes:
+        if len(events) == 1 and isinstance(events[0], Tokens):
+            return self._chunks.of(events[0])
+        return b"".join([self._piece(event) for event in events])
+
+    def _piece(self, event: Event) -> bytes:
+        if isinstance(event, Tokens):
+            return self._chunks.of(event)
+        return b"" if isinstance(event, Ended) else comment(event.state)
+
+    async def _write_end(self, body: bytes) -> None:
+        request = self._request
+        if request.outcome == "ok":
+            usage = self._chunks.usage(usage_of(request)) if self._with_usage else b""
+            await self._exchange.write(body + usage + DONE, more=False)
+        elif request.failure is not None:
+            await self._exchange.write(body + error_event(RequestFailed(request.failure)), more=True)

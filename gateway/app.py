@@ -1,0 +1,53 @@
+"""The gateway's ASGI application: two hot routes in plain ASGI, everything else through FastAPI."""
+
+from fastapi import FastAPI
+
+from gateway.api.calls import ChatCall, CompletionCall
+from gateway.api.exchange import Exchange, Receive, Scope, Send
+from gateway.api.generation import GenerationEndpoint
+from gateway.api.openapi import add_openapi
+from gateway.api.routes import add_error_answers, health_router, models_router, tokenize_router
+from gateway.api.services import Services
+
+
+def build_app(services: Services) -> "GatewayApp":
+    """Put the application together."""
+    slow = FastAPI(title="Spillway", description="An OpenAI-compatible endpoint in front of pools of workers.")
+    for router in (health_router(services), models_router(services), tokenize_router(services)):
+        slow.include_router(router)
+    add_error_answers(slow)
+    add_openapi(slow)
+    hot = {
+        "/v1/chat/completions": GenerationEndpoint(services, ChatCall),
+        "/v1/completions": GenerationEndpoint(services, CompletionCall),
+    }
+    return GatewayApp(hot, slow)
+
+
+class GatewayApp:
+    """Routes by path. FastAPI's router and middleware would cost more than the whole rest of a short request."""
+
+    def __init__(self, hot: dict[str, GenerationEndpoint], slow: FastAPI) -> None:
+        self._hot = hot
+        self._slow = slow
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's request."""
+        if scope["type"] != "http":
+            await self._slow(scope, receive, send)
+            return
+        endpoint = self._hot.get(scope["path"])
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+        else:
+            await self._serve_slow(scope, receive, send)
+
+    async def _serve_slow(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = scope["spillway.exchange"] = Exchange(scope, receive, send)
+
+        async def send_with_headers(message: Scope) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *exchange.common_headers()]
+            await send(message)
+
+        await self._slow(scope, receive, send_with_headers)

@@ -1,0 +1,1 @@
+"""The life of an admitted request: published, fenced, resumed on another worker, cancelled, recorded."""

@@ -1,0 +1,50 @@
+"""What the gateway holds of a request's choices, over all its attempts."""
+
+from dataclasses import dataclass
+
+from protocol.messages import ResumePoint, Tokens, pack_token_ids
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of a request's ``n`` answers."""
+
+    token_ids: list[int]
+    text_chars: int = 0
+    finish_reason: str | None = None
+
+
+class Choices:
+    """All answers of one request."""
+
+    def __init__(self, n: int) -> None:
+        self._choices = [Choice([]) for _ in range(n)]
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def __getitem__(self, index: int) -> Choice:
+        return self._choices[index]
+
+    def add(self, frame: Tokens) -> None:
+        """Take what one engine step yielded for one choice."""
+        choice = self._choices[frame.index]
+        choice.token_ids.extend(frame.token_ids)
+        choice.text_chars += len(frame.text)
+        choice.finish_reason = frame.finish_reason
+
+    def held_tokens(self) -> int:
+        """Output tokens over all choices."""
+        return sum(len(choice.token_ids) for choice in self._choices)
+
+    def are_complete(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    def resume_points(self) -> tuple[ResumePoint, ...]:
+        """Where each choice stands, for the next attempt; those without any output start afresh."""
+        return tuple(
+            ResumePoint(index, pack_token_ids(choice.token_ids), choice.text_chars, choice.finish_reason)
+            for index, choice in enumerate(self._choices)
+            if choice.token_ids or choice.finish_reason
+        )

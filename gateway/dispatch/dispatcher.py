@@ -1,0 +1,236 @@
+"""All open requests of this gateway: routes frames to them, and does for them what needs the bus."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from nats.aio.msg import Msg
+
+from gateway.dispatch.admission import Admission
+from gateway.dispatch.job_queue import JobQueue
+from gateway.dispatch.mailbox import Failure
+from gateway.dispatch.outbox import UsageOutbox
+from gateway.dispatch.record import usage_record
+from gateway.dispatch.registry import WorkerRegistry
+from gateway.dispatch.request import OpenRequest, State
+from gateway.settings import GatewaySettings
+from protocol import subjects, topology
+from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
+from protocol.bus import Bus
+from protocol.errors import BusError, ErrorCode, ProtocolError
+from protocol.messages import Accepted, Cancel, Control, Frame, Resend, decode_step, encode
+
+SWEEP_PERIOD_S: Final = 0.25
+SWEEP_LATE_S: Final = 0.5  # a sweep this late means that our own loop was held up
+RESTORE_RETRY_S: Final = 0.5
+DRAIN_POLL_S: Final = 0.05
+SETTLE_LIMIT_S: Final = 8.0  # longer than a stopped request waits for its worker's counts
+
+log = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Owns every request from admission to its ledger record. ``start`` it and run ``run`` as a supervised task."""
+
+    def __init__(self, bus: Bus, settings: GatewaySettings, registry: WorkerRegistry, outbox: UsageOutbox) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._registry = registry
+        self._outbox = outbox
+        self._queue = JobQueue(bus, settings.gateway_id)
+        self._frames_subject = subjects.frames_subject(settings.gateway_id)
+        self._open: dict[str, OpenRequest] = {}  # frames go to these
+        self._unsettled: dict[str, OpenRequest] = {}  # admitted and not yet recorded
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._draining = False
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Make the streams and listen. Raises BusError."""
+        await self._apply_topology()
+        await self._registry.start()
+        await self._bus.subscribe(self._frames_subject, self._on_step)
+        self._bus.on_reconnect(self._on_reconnected)
+
+    async def run(self) -> None:
+        """Watch the clock for all requests; never returns."""
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            now_s = time.monotonic()
+            if now_s - last_s > SWEEP_PERIOD_S + SWEEP_LATE_S:
+                self._registry.forgive(now_s)
+            last_s = now_s
+            connected = self._bus.connected
+            for request in list(self._open.values()):
+                request.on_tick(now_s, self._registry.alive, connected=connected)
+            self._registry.forget_dead(now_s)
+
+    async def drain(self, limit_s: float) -> None:
+        """Take nothing new, let open requests finish for ``limit_s``, then fail the rest explicitly."""
+        self._draining = True
+        await self._wait_until_settled(limit_s)
+        failure = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
+        for request in list(self._open.values()):
+            request.fail(failure, time.monotonic())
+        await self._wait_until_settled(SETTLE_LIMIT_S)
+        for request in list(self._unsettled.values()):
+            log.error("request %s did not end in time; it is recorded as it stands", request.request_id)
+            request.http_status = request.http_status or 503
+            request.give_up_waiting(time.monotonic())
+            self._settle(request)
+
+    async def _wait_until_settled(self, limit_s: float) -> None:
+        deadline_s = time.monotonic() + limit_s
+        while self._unsettled and time.monotonic() < deadline_s:  # noqa: ASYNC110  # happens once, at the end
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    # --- what the HTTP side calls -------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        """Whether the gateway is on its way out."""
+        return self._draining
+
+    @property
+    def in_flight(self) -> int:
+        """Requests admitted and not yet recorded."""
+        return len(self._unsettled)
+
+    def refusal(self) -> Failure | None:
+        """Why no request can be admitted just now; None if one can."""
+        if self._draining:
+            return Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
+        if len(self._unsettled) >= self._settings.limits.max_in_flight:
+            return Failure(ErrorCode.OVERLOADED, "this gateway holds as many requests as it may")
+        if self._outbox.is_full():
+            return Failure(ErrorCode.OVERLOADED, "usage records cannot be stored at the moment")
+        return None
+
+    def open(self, admission: Admission) -> OpenRequest:
+        """Admit a request: from here on it will end in an answer or an explicit error, and in one record.
+
+        The caller owes it a ``close``.
+        """
+        request = OpenRequest(admission, self._settings.timeouts, self._settings.max_attempts, self, time.monotonic())
+        self._open[request.request_id] = self._unsettled[request.request_id] = request
+        self.publish(request)
+        return request
+
+    def close(self, request: OpenRequest, http_status: int | None) -> None:
+        """The HTTP side is done, having sent ``http_status`` (None: the caller left before)."""
+        request.cancel(time.monotonic())  # does nothing if it has ended
+        request.http_status = http_status
+        request.closed = True
+        self._settle(request)
+
+    def _settle(self, request: OpenRequest) -> None:
+        if request.state is State.ENDED and request.closed and request.request_id in self._unsettled:
+            del self._unsettled[request.request_id]
+            self._outbox.add(usage_record(request, self._settings.gateway_id))
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    async def _on_step(self, message: Msg) -> None:
+        try:
+            step = decode_step(message.data)
+        except ProtocolError as error:
+            log.warning("a step frame was dropped: %s", error)
+            return
+        now_s = time.monotonic()
+        worker_id = step.worker_id
+        self._registry.heard(worker_id, now_s)
+        for frame in step.frames:
+            request = self._open.get(frame.request_id)
+            if request is not None:
+                request.on_frame(worker_id, frame, now_s)
+            else:
+                self._on_frame_of_nobody(worker_id, frame)
+
+    def _on_frame_of_nobody(self, worker_id: str, frame: Frame) -> None:
+        # A job pulled just before it was withdrawn, or one of an earlier life of this gateway: nobody wants it.
+        if isinstance(frame, Accepted):
+            self.cancel(worker_id, Cancel(frame.request_id, frame.attempt))
+
+    # --- what a request asks for (request.Actions) --------------------------------------------------------------------
+
+    def publish(self, request: OpenRequest) -> None:
+        """Put the current attempt into the queue."""
+        if request.attempt > 1:
+            log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
+        self._spawn(self._queue.publish(request))
+
+    def withdraw(self, request: OpenRequest) -> None:
+        """Take the current attempt out of the queue, if it is there."""
+        if request.stream_sequence is not None:
+            self._spawn(self._queue.withdraw(request.stream_sequence))
+
+    def cancel(self, worker_id: str, cancel: Cancel) -> None:
+        """Tell a worker to stop an attempt."""
+        self._spawn(self._control(worker_id, cancel))
+
+    def ask_again(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
+        """Tell a worker to send the frames of the current attempt again."""
+        self._spawn(
+            self._control(worker_id, Resend(request.request_id, request.attempt, from_seq, self._frames_subject))
+        )
+
+    def ended(self, request: OpenRequest) -> None:
+        """Forget the request, once the HTTP side has closed it too."""
+        self._open.pop(request.request_id, None)
+        if len(request.admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES:
+            self._spawn(self._queue.drop_prompt(request))
+        self._settle(request)
+
+    async def _control(self, worker_id: str, control: Control) -> None:
+        try:
+            await self._bus.publish(subjects.control_subject(worker_id), encode(control))
+        except BusError as error:  # it is sent again, or the worker's silence is noticed
+            log.warning("worker %s could not be told %s: %s", worker_id, type(control).__name__, error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        # As many as there are open requests, times the few things that one may ask for at once.
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("a dispatch task failed", exc_info=task.exception())
+
+    # --- the queue server went away and is back -----------------------------------------------------------------------
+
+    async def _apply_topology(self) -> None:
+        queue = self._settings.queue
+        bounds = topology.QueueBounds(
+            max_jobs=queue.max_jobs,
+            max_bytes=queue.max_mib * 1024 * 1024,
+            max_usage_bytes=queue.usage_max_mib * 1024 * 1024,
+            replicas=queue.replicas,
+        )
+        await topology.apply(self._bus, list(self._settings.models), bounds)
+
+    async def _on_reconnected(self) -> None:
+        while self._bus.connected:
+            try:
+                await self._apply_topology()
+            except BusError as error:
+                log.warning("the streams are not back yet: %s", error)
+                await asyncio.sleep(RESTORE_RETRY_S * random.uniform(0.5, 1.0))  # noqa: S311  # jitter
+            else:
+                self._restore_requests()
+                return
+
+    def _restore_requests(self) -> None:
+        now_s = time.monotonic()
+        self._registry.forgive(now_s)
+        for request in list(self._open.values()):
+            if request.state is State.QUEUED:
+                self._spawn(self._queue.publish_again(request))
+            else:
+                request.probe(now_s)

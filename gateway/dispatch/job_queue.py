@@ -1,0 +1,123 @@
+"""Jobs into and out of the queue: published until stored, by reference where large, withdrawn, and missed."""
+
+import asyncio
+import logging
+import random
+import time
+from typing import Final
+
+from gateway.dispatch.mailbox import Failure
+from gateway.dispatch.request import OpenRequest, State
+from protocol import subjects
+from protocol.artifacts import MAX_INLINE_PROMPT_BYTES, delete_object, put_object
+from protocol.bus import Bus
+from protocol.errors import ApiError, BusError, ErrorCode, PayloadTooLarge, StreamFull
+from protocol.messages import PROTOCOL_VERSION, Job, encode
+
+MAX_PUBLISHES_IN_FLIGHT: Final = 512
+FIRST_RETRY_S: Final = 0.05
+LAST_RETRY_S: Final = 2.0
+NO_MESSAGE_FOUND: Final = 10037  # JetStream
+
+log = logging.getLogger(__name__)
+
+
+class JobQueue:
+    """The gateway's side of the interactive stream. Every method ends only when its work is done or pointless."""
+
+    def __init__(self, bus: Bus, gateway_id: str) -> None:
+        self._bus = bus
+        self._reply_subject = subjects.frames_subject(gateway_id)
+        self._in_flight = asyncio.Semaphore(MAX_PUBLISHES_IN_FLIGHT)
+
+    async def publish(self, request: OpenRequest) -> None:
+        """Store the current attempt in the stream, again and again with the same id until it is there."""
+        attempt = request.attempt
+        wait_s = FIRST_RETRY_S
+        while request.waits_for_worker(attempt):
+            try:
+                async with self._in_flight:
+                    await self._publish_once(request, attempt)
+            except StreamFull as error:
+                if attempt == 1:  # a later attempt has been promised an answer
+                    failure = Failure(ErrorCode.QUEUE_FULL, f"the queue is full: {error}")
+                    request.refused(attempt, failure, time.monotonic())
+            except PayloadTooLarge as error:
+                request.refused(attempt, Failure(ErrorCode.INTERNAL_ERROR, str(error)), time.monotonic())
+            except BusError as error:
+                log.warning("job %s.%d is not in the queue yet: %s", request.request_id, attempt, error)
+            else:
+                return
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311  # jitter
+            wait_s = min(wait_s * 2, LAST_RETRY_S)
+
+    async def _publish_once(self, request: OpenRequest, attempt: int) -> None:
+        admission = request.admission
+        if len(admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES:
+            await put_object(self._bus, subjects.PROMPTS_BUCKET, admission.request_id, admission.prompt_ids)
+        remaining_s = max(1.0, request.queue_deadline_s - time.monotonic())
+        payload = encode(self._job(request, attempt, remaining_s))
+        if request.published_s is None:
+            request.published_s = time.monotonic()
+        sequence = await self._bus.publish_durable(
+            subjects.job_subject(admission.model),
+            payload,
+            message_id=f"{admission.request_id}.{attempt}",
+            ttl_s=int(remaining_s) + 1,
+        )
+        if request.attempt == attempt and request.state in {State.QUEUED, State.RUNNING}:
+            request.stream_sequence = sequence
+        else:  # given up meanwhile
+            await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
+
+    def _job(self, request: OpenRequest, attempt: int, remaining_s: float) -> Job:
+        admission = request.admission
+        by_reference = len(admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES
+        return Job(
+            v=PROTOCOL_VERSION,
+            request_id=admission.request_id,
+            attempt=attempt,
+            model=admission.model,
+            reply_subject=self._reply_subject,
+            sampling=admission.sampling,
+            prompt_ids=b"" if by_reference else admission.prompt_ids,
+            prompt_object=admission.request_id if by_reference else None,
+            prompt_tokens=admission.prompt_tokens,
+            resume=request.choices.resume_points(),
+            tenant=admission.tenant,
+            accepted_unix_ms=admission.received_unix_ms,
+            deadline_unix_ms=int((time.time() + remaining_s) * 1000),
+            traceparent=admission.traceparent,
+        )
+
+    async def withdraw(self, sequence: int) -> None:
+        """Delete a job's message, if it is still there. A worker that has pulled it is told separately."""
+        try:
+            await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
+        except BusError as error:  # its time to live ends it
+            log.warning("job message %d could not be withdrawn: %s", sequence, error)
+
+    async def drop_prompt(self, request: OpenRequest) -> None:
+        """Delete the prompt that travelled by reference, if it did."""
+        try:
+            await delete_object(self._bus, subjects.PROMPTS_BUCKET, request.request_id)
+        except BusError as error:  # the bucket's maximum age ends it
+            log.warning("prompt of %s could not be deleted: %s", request.request_id, error)
+
+    async def publish_again(self, request: OpenRequest) -> None:
+        """After a reconnect: make sure that a job nobody has accepted is still in the queue.
+
+        The memory stream may be lost (then this stores the job anew), or it may be there and the job pulled by a
+        worker whose frames were lost: then the job's message is gone, and only a new attempt helps.
+        """
+        attempt = request.attempt
+        await self.publish(request)
+        if not request.waits_for_worker(attempt) or request.stream_sequence is None:
+            return
+        try:
+            await self._bus.api(f"STREAM.MSG.GET.{subjects.INTERACTIVE_STREAM}", {"seq": request.stream_sequence})
+        except ApiError as error:
+            if error.code == NO_MESSAGE_FOUND:
+                request.job_vanished(attempt, time.monotonic())
+        except BusError as error:
+            log.warning("job %s.%d could not be looked up: %s", request.request_id, attempt, error)

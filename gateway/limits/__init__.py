@@ -1,0 +1,1 @@
+"""What the gateway refuses before it costs anything."""

@@ -1,0 +1,75 @@
+"""Token limits of one request, checked once its prompt is counted."""
+
+from gateway.api.errors import ContextLengthExceeded, InvalidParameter
+from gateway.settings import LimitSettings, ModelSettings
+
+
+def check_shape(limits: LimitSettings, *, messages: int, choices: int) -> None:
+    """Refuse what is too large before anything is counted. Raises InvalidParameter."""
+    if messages > limits.max_messages:
+        raise InvalidParameter(f"At most {limits.max_messages} messages are allowed, not {messages}.", param="messages")
+    if choices > limits.max_choices:
+        raise InvalidParameter(f"'n' may be at most {limits.max_choices}, not {choices}.", param="n")
+
+
+def output_limit(
+    limits: LimitSettings,
+    model: ModelSettings,
+    *,
+    context_length: int,
+    prompt_tokens: int,
+    prompt_param: str,
+    requested: tuple[str, int] | None,
+    min_tokens: int,
+    choices: int,
+) -> int:
+    """The ``max_tokens`` of a request: what the caller asked for, or else what the limits leave.
+
+    ``prompt_param`` and the first part of ``requested`` are the fields' names. Raises ContextLengthExceeded or
+    InvalidParameter.
+    """
+    if prompt_tokens == 0:
+        raise InvalidParameter(f"'{prompt_param}' makes no tokens at all.", param=prompt_param)
+    if limits.max_prompt_tokens is not None and prompt_tokens > limits.max_prompt_tokens:
+        message = f"The prompt has {prompt_tokens} tokens; at most {limits.max_prompt_tokens} are allowed."
+        raise InvalidParameter(message, param=prompt_param, code="prompt_too_long")
+    _check_context(context_length, prompt_tokens, prompt_param, requested)
+    left = _left(limits, context_length, prompt_tokens, choices)
+    if left < 1 or (requested is not None and requested[1] > left):
+        wanted = requested[1] if requested else 1
+        message = (
+            f"The request may use {prompt_tokens + wanted * choices} tokens in prompt and answers;"
+            f" at most {limits.max_total_tokens} are allowed."
+        )
+        raise InvalidParameter(message, param=requested[0] if requested else prompt_param, code="too_many_tokens")
+    max_tokens = requested[1] if requested is not None else min(left, model.default_max_tokens or left)
+    if min_tokens > max_tokens:
+        message = f"'min_tokens' ({min_tokens}) is more than the {max_tokens} tokens that the answer may have."
+        raise InvalidParameter(message, param="min_tokens")
+    return max_tokens
+
+
+def _check_context(
+    context_length: int, prompt_tokens: int, prompt_param: str, requested: tuple[str, int] | None
+) -> None:
+    prefix = f"This model's maximum context length is {context_length} tokens."
+    if prompt_tokens >= context_length:
+        message = (
+            f"{prefix} However, your {prompt_param} resulted in {prompt_tokens} tokens."
+            f" Please reduce the length of the {prompt_param}."
+        )
+        raise ContextLengthExceeded(message, param=prompt_param)
+    if requested is not None and prompt_tokens + requested[1] > context_length:
+        message = (
+            f"{prefix} However, you requested {prompt_tokens + requested[1]} tokens ({prompt_tokens} in the"
+            f" {prompt_param}, {requested[1]} in the completion). Please reduce the length of the {prompt_param}"
+            " or completion."
+        )
+        raise ContextLengthExceeded(message, param=requested[0])
+
+
+def _left(limits: LimitSettings, context_length: int, prompt_tokens: int, choices: int) -> int:
+    left = context_length - prompt_tokens
+    if limits.max_total_tokens is None:
+        return left
+    return min(left, (limits.max_total_tokens - prompt_tokens) // choices)

@@ -1,0 +1,148 @@
+"""The gateway process: connects, serves until it is told to stop, and ends in order.
+
+connect → topology → keys → models → serve ──SIGTERM──> refuse new → drain → flush usage → stop serving → close
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final, NoReturn
+
+import uvicorn
+
+from gateway.api.services import Services
+from gateway.app import build_app
+from gateway.auth.keyring import KeyRing
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.outbox import UsageOutbox
+from gateway.dispatch.registry import WorkerRegistry
+from gateway.settings import GatewaySettings
+from gateway.tokens.catalog import ModelCatalog
+from protocol.bus import Bus
+
+FLUSH_LIMIT_S: Final = 10.0
+LISTEN_BACKLOG: Final = 2048
+CLOSE_LIMIT_S: Final = 5  # for connections still open when everything has been answered
+
+log = logging.getLogger(__name__)
+
+
+class GatewayDied(RuntimeError):
+    """A background task of the gateway ended by itself; the process must end too."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: the order of the end is ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+async def run(
+    settings: GatewaySettings,
+    on_ready: Callable[[int], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT or ``stop``. ``on_ready`` is called with the port once requests are taken.
+
+    Raises what keeps the gateway from starting (BusError, the keys' and the tokenizers' errors, OSError for the port)
+    and, in an exception group, GatewayDied if a background task ends.
+    """
+    stop = stop or asyncio.Event()
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await Bus.connect(list(settings.nats_urls), name=f"gateway-{settings.gateway_id}")
+        stack.push_async_callback(bus.close)
+        keys = KeyRing(settings.database_url, settings.key_pepper, bus)
+        stack.push_async_callback(keys.close)
+        outbox = UsageOutbox(bus, settings.limits.max_unpublished_usage)
+        dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox)
+        catalog = ModelCatalog(bus, settings.models, settings.data_dir)
+        stack.callback(catalog.close)
+        await dispatcher.start()
+        await keys.start()
+        await catalog.start()
+        services = Services(settings, bus, keys, catalog, dispatcher, started_unix_s=int(time.time()))
+        with _signals_set(stop):
+            await _serve(services, outbox, on_ready, stop)
+
+
+async def _serve(
+    services: Services, outbox: UsageOutbox, on_ready: Callable[[int], None] | None, stop: asyncio.Event
+) -> None:
+    listener = _listen(services.settings.host, services.settings.port)
+    port = listener.getsockname()[1]
+    server = _Server(_server_config(services))
+    async with asyncio.TaskGroup() as group:
+        background = [
+            group.create_task(_must_not_end(part, work), name=part)
+            for part, work in {
+                "dispatcher": services.dispatcher.run(),
+                "usage outbox": outbox.run(),
+                "key ring": services.keys.run(),
+                "model catalog": services.catalog.run(),
+            }.items()
+        ]
+        serving = group.create_task(server.serve(sockets=[listener]), name="http")
+        log.info("listening on http://%s:%d", services.settings.host, port)
+        if on_ready is not None:
+            on_ready(port)
+        await stop.wait()
+        log.info("shutting down: %d requests in flight", services.dispatcher.in_flight)
+        await services.dispatcher.drain(services.settings.timeouts.shutdown_s)
+        await outbox.flush(FLUSH_LIMIT_S)
+        server.should_exit = True
+        await serving
+        for task in background:
+            task.cancel()
+
+
+async def _must_not_end(part: str, work: Coroutine[Any, Any, None]) -> NoReturn:
+    try:
+        await work
+    except Exception as error:
+        log.critical("the %s died", part, exc_info=error)
+        raise GatewayDied(f"the {part} died: {error}") from error
+    raise GatewayDied(f"the {part} ended")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
+
+
+def _server_config(services: Services) -> uvicorn.Config:
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    return uvicorn.Config(
+        build_app(services),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=CLOSE_LIMIT_S,
+    )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # Leaving a response incomplete is how a failed stream is broken off; the failure itself is logged elsewhere.
+    return record.msg != "ASGI callable returned without completing response."
+
+
+@contextlib.contextmanager
+def _signals_set(stop: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

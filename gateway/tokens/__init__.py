@@ -1,0 +1,1 @@
+"""Rendering and counting prompts exactly as the served model does, without any hub access."""

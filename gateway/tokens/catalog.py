@@ -1,0 +1,224 @@
+"""The models that callers may name, and what is known of their tokens.
+
+A model exists because it is configured. How to count its tokens comes from the configuration or, mostly, from the card
+that its workers publish; until the first card has come the model is "not ready". Cards live in a KV bucket, tokenizers
+in an object bucket under their digest, and in a cache on disk.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+from nats.aio.msg import Msg
+
+from gateway.api.errors import ModelNotFound, ModelNotReady
+from gateway.settings import ModelSettings
+from gateway.tokens.chat_template import ChatTemplate
+from gateway.tokens.encoders import (
+    TIKTOKEN_PREFIX,
+    Encoder,
+    HuggingFaceEncoder,
+    TiktokenEncoder,
+    TokenizerError,
+    read_tokenizer_file,
+)
+from gateway.tokens.model_tokens import EncoderPool, ModelTokens
+from protocol import subjects
+from protocol.artifacts import get_object, read_model_card, tokenizer_object_name
+from protocol.bus import Bus
+from protocol.errors import BusError, ProtocolError
+from protocol.messages import ModelCard
+
+RETRY_S: Final = 2.0
+TEMPLATE_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+log = logging.getLogger(__name__)
+
+
+class ModelCatalog:
+    """Names → models → tokens. ``start`` it and run ``run`` as a supervised task."""
+
+    def __init__(self, bus: Bus, models: Mapping[str, ModelSettings], data_dir: Path) -> None:
+        self._bus = bus
+        self._models = dict(models)
+        self._names = {name: name for name in models}
+        self._names.update({alias: name for name, model in models.items() for alias in model.aliases})
+        self._cache_dir = data_dir / "tokenizers"
+        self._tokens: dict[str, ModelTokens] = {}
+        self._cards: dict[str, ModelCard] = {}
+        self._stale = set(models)  # models whose card must be read (again)
+        self._wake = asyncio.Event()
+        self._pool = EncoderPool()
+
+    # --- what the HTTP side asks --------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> Mapping[str, ModelSettings]:
+        """The configured models by their canonical names."""
+        return self._models
+
+    def canonical_name(self, name: str) -> str:
+        """The model behind a name or an alias. Raises ModelNotFound."""
+        model = self._names.get(name)
+        if model is None:
+            raise ModelNotFound(f"The model `{name}` does not exist or you do not have access to it.", param="model")
+        return model
+
+    def tokens_of(self, model: str) -> ModelTokens:
+        """How to count a model's tokens. Raises ModelNotReady."""
+        tokens = self._tokens.get(model)
+        if tokens is None:
+            raise ModelNotReady(f"The model `{model}` is not ready: no worker has published its tokenizer yet.")
+        return tokens
+
+    def context_length(self, model: str) -> int | None:
+        """Prompt + output tokens; None while unknown."""
+        tokens = self._tokens.get(model)
+        return tokens.context_length if tokens else self._models[model].context_length
+
+    def not_ready(self) -> list[str]:
+        """The configured models whose tokens cannot be counted yet."""
+        return [model for model in self._models if model not in self._tokens]
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen for cards, and load what is there already. Raises BusError, and TokenizerError for configured ones."""
+        self._cache_dir.mkdir(parents=True, exist_ok=True)
+        await self._bus.subscribe(subjects.kv_subject(subjects.MODELS_BUCKET, "*"), self._on_card)
+        self._bus.on_reconnect(self._on_reconnected)
+        for name, settings in self._models.items():
+            if settings.tokenizer is not None:
+                await asyncio.to_thread(_configured_encoder, settings.tokenizer)  # a mistake ends the start
+            log.debug("model %s is configured", name)
+        await self._load_stale()
+
+    async def run(self) -> None:
+        """Load cards as they come; never returns."""
+        while True:
+            await self._wait(RETRY_S if self._stale else None)
+            self._wake.clear()
+            await self._load_stale()
+
+    def close(self) -> None:
+        """End the encoder threads."""
+        self._pool.close()
+
+    async def _wait(self, limit_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _on_card(self, message: Msg) -> None:
+        key = message.subject.rpartition(".")[2]
+        self._stale.update(model for model in self._models if subjects.escape(model) == key)
+        self._wake.set()
+
+    async def _on_reconnected(self) -> None:
+        self._stale.update(self._models)  # a card may have been missed
+        self._wake.set()
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    async def _load_stale(self) -> None:
+        for model in sorted(self._stale):
+            try:
+                await self._load(model)
+            except BusError as error:  # stays stale: tried again
+                log.warning("model %s: %s", model, error)
+            except (ProtocolError, TokenizerError, jinja2.TemplateSyntaxError) as error:
+                log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake
+                self._stale.discard(model)  # until its next card
+            else:
+                self._stale.discard(model)
+
+    async def _load(self, model: str) -> None:
+        settings = self._models[model]
+        card = await read_model_card(self._bus, model)
+        if model in self._tokens and card == self._cards.get(model):
+            return
+        context_length = _smaller(settings.context_length, card.context_length if card else None)
+        encoder, template_source, special_tokens = await self._parts(settings, card)
+        if encoder is None or context_length is None:
+            return  # nobody knows yet; a card will come
+        template = ChatTemplate(template_source, special_tokens) if template_source else None
+        self._tokens[model] = ModelTokens(
+            model,
+            encoder,
+            template,
+            context_length,
+            self._pool,
+            add_special_tokens=card.add_special_tokens if card else True,
+        )
+        if card is not None:
+            self._cards[model] = card
+        log.info("model %s is ready: context length %d", model, context_length)
+
+    async def _parts(
+        self, settings: ModelSettings, card: ModelCard | None
+    ) -> tuple[Encoder | None, str | None, Mapping[str, str]]:
+        source = card.chat_template if card else None
+        special_tokens: Mapping[str, str] = card.special_tokens if card else {}
+        if settings.tokenizer is not None:
+            encoder = await asyncio.to_thread(_configured_encoder, settings.tokenizer)
+            if source is None:
+                source, special_tokens = await asyncio.to_thread(_configured_template, settings.tokenizer)
+            return encoder, source, special_tokens
+        if card is None:
+            return None, None, {}
+        data = await self._tokenizer_json(card.tokenizer_object)
+        return await asyncio.to_thread(HuggingFaceEncoder, data), source, special_tokens
+
+    async def _tokenizer_json(self, name: str) -> bytes:
+        """From the cache, or the object bucket. Raises BusError or TokenizerError."""
+        cached = self._cache_dir / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
+        if cached.exists():
+            data = await asyncio.to_thread(cached.read_bytes)
+            if tokenizer_object_name(data) == name:
+                return data
+            log.warning("%s does not hold what its name says: fetched again", cached)
+        data = await get_object(self._bus, subjects.ARTIFACTS_BUCKET, name)
+        if tokenizer_object_name(data) != name:
+            raise TokenizerError(f"object {name} does not hold what its name says")
+        await asyncio.to_thread(_write_whole, cached, data)
+        return data
+
+
+def _smaller(configured: int | None, published: int | None) -> int | None:
+    known = [length for length in (configured, published) if length is not None]
+    return min(known, default=None)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+def _configured_encoder(tokenizer: str) -> Encoder:
+    if tokenizer.startswith(TIKTOKEN_PREFIX):
+        return TiktokenEncoder(tokenizer.removeprefix(TIKTOKEN_PREFIX))
+    return HuggingFaceEncoder(read_tokenizer_file(Path(tokenizer)))
+
+
+def _configured_template(tokenizer: str) -> tuple[str | None, dict[str, str]]:
+    """Chat template and special tokens of a model folder; nothing for a mere tokenizer.json or a tiktoken encoding."""
+    folder = Path(tokenizer)
+    if tokenizer.startswith(TIKTOKEN_PREFIX) or not (folder / "tokenizer_config.json").is_file():
+        return None, {}
+    config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
+    template_file = folder / "chat_template.jinja"
+    source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+    special = {name: _token_text(config[name]) for name in TEMPLATE_TOKENS if config.get(name)}
+    return source if isinstance(source, str) else None, special
+
+
+def _token_text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])

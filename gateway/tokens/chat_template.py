@@ -1,0 +1,93 @@
+"""Chat templates, rendered exactly as transformers does (``PreTrainedTokenizer.apply_chat_template``).
+
+Templates come from model folders, which may come from anywhere: the sandbox keeps them from touching anything but
+their input, which is plain JSON data.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.api.errors import InvalidParameter
+
+
+class _GenerationBlocks(Extension):
+    """``{% generation %}`` marks the assistant's text for training; here it is only text."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # Jinja only looks names up in it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Render the body as it is."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _tojson(  # Jinja's own escapes HTML
+    value: object,
+    ensure_ascii: bool = False,  # templates pass it by position too
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One model's template, compiled once."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile ``source``. Raises jinja2.TemplateSyntaxError."""
+        self._template = _environment().from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render a conversation. Raises InvalidParameter with the template's own words where it refuses one."""
+        try:
+            return self._template.render(
+                **{**self._special_tokens, **(variables or {})},
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidParameter(f"The model's chat template refuses this: {error}", param="messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, ArithmeticError) as error:
+            # A template is a program; what it does with data it did not expect is the data's fault, not ours.
+            message = f"The model's chat template cannot render this: {type(error).__name__}: {error}"
+            raise InvalidParameter(message, param="messages") from error

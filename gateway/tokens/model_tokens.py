@@ -1,0 +1,89 @@
+"""Everything about one served model's tokens: its template, its tokenizer, its context length."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from gateway.api.errors import InvalidParameter, Overloaded
+from gateway.tokens.chat_template import ChatTemplate
+from gateway.tokens.encoders import Encoder
+
+INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
+ENCODER_THREADS: Final = 2
+MAX_LONG_PROMPTS: Final = 256  # being encoded or waiting for it
+
+_Result = TypeVar("_Result")
+
+
+class EncoderPool:
+    """The threads in which long prompts are rendered and encoded, bounded in number and in what waits for them."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
+        self._busy = 0
+
+    async def run(self, work: Callable[[], _Result]) -> _Result:
+        """Run ``work`` in a thread. Raises Overloaded when too much waits already."""
+        if self._busy >= MAX_LONG_PROMPTS:
+            raise Overloaded("Too many long prompts are being counted at the moment.")
+        self._busy += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._busy -= 1
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class ModelTokens:
+    """Renders and encodes prompts for one model, never holding up the event loop."""
+
+    def __init__(
+        self,
+        model: str,
+        encoder: Encoder,
+        template: ChatTemplate | None,
+        context_length: int,
+        pool: EncoderPool,
+        *,
+        add_special_tokens: bool = True,
+    ) -> None:
+        self.model = model
+        self.context_length = context_length  # prompt + output tokens
+        self._encoder = encoder
+        self._template = template
+        self._pool = pool
+        self._add_special_tokens = add_special_tokens
+
+    async def encode_text(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of a plain prompt, with the model's own special tokens unless told otherwise."""
+        special = self._add_special_tokens if add_special_tokens is None else add_special_tokens
+        return await self._run(len(text), lambda: self._encoder.encode(text, add_special_tokens=special))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises InvalidParameter where the template refuses it, or there is none."""
+        template = self._template
+        if template is None:
+            raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
+
+        def render_and_encode() -> list[int]:
+            text = template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+            return self._encoder.encode(text, add_special_tokens=False)  # the template has written them all
+
+        return await self._run(sum(len(m.get("content") or "") for m in messages), render_and_encode)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids."""
+        return await self._run(len(token_ids), lambda: self._encoder.decode(token_ids))
+
+    async def _run(self, size: int, work: Callable[[], _Result]) -> _Result:
+        return work() if size <= INLINE_CHARS else await self._pool.run(work)
