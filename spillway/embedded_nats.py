@@ -45,6 +45,11 @@ class EmbeddedNats:
         self._store_dir = data_dir / "nats"
         self._process: asyncio.subprocess.Process | None = None
 
+    @property
+    def pid(self) -> int:
+        """The process's id; 0 before the first start."""
+        return 0 if self._process is None else self._process.pid
+
     async def start(self) -> None:
         """Start it and wait until it listens. Raises EmbeddedNatsError with the server's own last words."""
         self._store_dir.mkdir(parents=True, exist_ok=True)
