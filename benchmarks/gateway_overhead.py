@@ -1,0 +1,308 @@
+"""What Spillway adds to the time and the cost of an answer, beside LiteLLM's proxy in the same run.
+
+The engine is the scripted one with no time of its own (or 20 ms a token where that is said), so all that is measured is
+the path: gateway, queue, worker and back. Every process runs alone, and all of them, the load client too, share this
+machine's cores: on two cores a figure at load holds the client's disturbance.
+
+- *idle*: round trip of short requests (a dozen words in, 16 tokens out, not streamed), one after the other on one
+  keep-alive connection. All of it is added latency.
+- *at load*: the same requests at 200 a second, sent at fixed times whatever the answers do, over 64 keep-alive
+  connections. Latency counts from the time at which a request was due, so stalls are charged in full. *TTFT* is that of
+  streamed requests under the same load, to the first event with text.
+- *inter-token*: 64 streams whose engine makes a token every 20 ms: the client's gap between two events with text, minus
+  20 ms. Negative gaps follow late events; a median far below zero means that events arrive in bunches.
+- *CPU per request*: user + system time of each process during the loads above, over the requests answered.
+- *CPU per token*: the same for 64 concurrent streams, at 20 ms a token and as fast as they come. What the streams'
+  beginnings and ends cost is in it.
+
+LiteLLM stands in front of a tiny backend that answers at once (`peers/fake_backend.py`); its latencies are those
+through the proxy minus those of the backend asked directly, percentile by percentile, and its CPU is the proxy's
+alone. Where it cannot take 200 requests a second the queue grows until the load ends: the column of what it achieved
+says so, and the idle figures compare the two without load.
+
+Percentiles are over the requests of all rounds, CPU is the median of the rounds. "Others" are the cores that processes
+outside the measurement kept busy: more than a few hundredths spoil a run. Prompts are drawn with a fixed seed.
+
+    python -m benchmarks.gateway_overhead [--quick] [--without-peer]
+"""
+
+import argparse
+import asyncio
+import gc
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import uvloop
+from rich.console import Console
+
+from benchmarks import load_client
+from benchmarks.cpu_meter import CpuMeter, Window
+from benchmarks.load_client import Answer, LoadError
+from benchmarks.overhead_tables import print_tables
+from benchmarks.peers import litellm
+from benchmarks.spillway_under_test import running_spillway
+
+SEED: Final = 20
+HOST: Final = "127.0.0.1"
+PATH: Final = "/v1/chat/completions"
+ANSWER_TOKENS: Final = 16
+PROMPT_WORDS: Final = 12
+RATE_PER_S: Final = 200.0
+CONNECTIONS: Final = 64
+STREAMS: Final = 64
+TOKEN_MS: Final = 20.0
+WORDS: Final = ("why", "does", "the", "river", "rise", "over", "a", "dam", "when", "its", "gates", "hold", "water")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of each load one round holds."""
+
+    rounds: int
+    warm_up: int
+    idle: int
+    at_load: int
+    paced_tokens: int  # of each of the 64 streams
+    instant_tokens: int
+
+
+SPILLWAY_SIZES: Final = Sizes(rounds=3, warm_up=400, idle=1000, at_load=1000, paced_tokens=200, instant_tokens=400)
+PEER_SIZES: Final = Sizes(rounds=3, warm_up=100, idle=200, at_load=250, paced_tokens=50, instant_tokens=50)
+QUICK: Final = Sizes(rounds=1, warm_up=50, idle=100, at_load=100, paced_tokens=20, instant_tokens=20)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something with a chat endpoint, and the processes whose CPU it costs."""
+
+    port: int
+    api_key: str
+    pids: dict[str, int]
+
+
+@dataclass
+class Load:
+    """What the rounds of one load showed."""
+
+    samples_ms: dict[str, list[float]] = field(default_factory=dict)  # by what was timed, over all rounds
+    cpu_us: list[dict[str, float]] = field(default_factory=list)  # by process, a unit (request or token), each round
+    others_cores: list[float] = field(default_factory=list)  # each round
+    per_s: list[float] = field(default_factory=list)  # units a second, each round
+
+    def add(self, samples_ms: dict[str, list[float]], units: int, busy_s: float, window: Window) -> None:
+        """Add a round."""
+        for name, samples in samples_ms.items():
+            self.samples_ms.setdefault(name, []).extend(samples)
+        self.cpu_us.append({name: cpu_s / units * 1e6 for name, cpu_s in window.cpu_s.items()})
+        self.others_cores.append(window.others_cores)
+        self.per_s.append(units / busy_s)
+
+    def summary(self) -> dict[str, Any]:
+        """Percentiles in ms, CPU in µs a unit."""
+        timed = {
+            name: {"p50_ms": round(percentile(samples, 50), 3), "p99_ms": round(percentile(samples, 99), 3)}
+            for name, samples in self.samples_ms.items()
+        }
+        cpu = {name: round(statistics.median(row[name] for row in self.cpu_us), 1) for name in self.cpu_us[0]}
+        return {
+            **timed,
+            "cpu_us": cpu,
+            "per_s": round(statistics.median(self.per_s), 1),
+            "others_cores": round(max(self.others_cores), 2),
+        }
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile."""
+    return sorted(samples)[max(0, math.ceil(len(samples) * percent / 100) - 1)]
+
+
+class Loads:
+    """The five loads on one target."""
+
+    def __init__(self, target: Target, sizes: Sizes) -> None:
+        self._target = target
+        self._sizes = sizes
+        self._meter = CpuMeter(target.pids)
+        self._random = random.Random(SEED)
+        self._results: dict[str, Load] = {}
+
+    async def run(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """Warm up, then all loads, round after round. Raises LoadError if an answer is not right."""
+        loads: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            self._idle,
+            self._at_load,
+            self._streamed_at_load,
+            self._paced_streams,
+            self._instant_streams,
+        ]
+        await self._warm_up()
+        for number in range(self._sizes.rounds):
+            say(f"round {number + 1} of {self._sizes.rounds}")
+            for load in loads:
+                await load()
+        return {name: load.summary() for name, load in self._results.items()}
+
+    async def _warm_up(self) -> None:
+        short, streamed = self._requests(self._sizes.warm_up), self._requests(self._sizes.warm_up, stream=True)
+        await load_client.sequential(HOST, self._target.port, short[: self._sizes.warm_up // 2])
+        for start in range(0, self._sizes.warm_up, STREAMS):
+            await load_client.concurrent(HOST, self._target.port, streamed[start : start + STREAMS])
+        await load_client.concurrent(HOST, self._target.port, self._requests(8, model="paced", stream=True))
+
+    async def _idle(self) -> None:
+        requests = self._requests(self._sizes.idle)
+        with self._meter.window() as window:
+            answers = await load_client.sequential(HOST, self._target.port, requests)
+        _check_tokens(answers)
+        self._add("idle", {"latency": [answer.latency_s * 1e3 for answer in answers]}, answers, window)
+
+    async def _at_load(self) -> None:
+        requests = self._requests(self._sizes.at_load)
+        with self._meter.window() as window:
+            answers = await load_client.open_loop(HOST, self._target.port, requests, RATE_PER_S, CONNECTIONS)
+        _check_tokens(answers)
+        self._add("at_load", {"latency": [answer.latency_s * 1e3 for answer in answers]}, answers, window)
+
+    async def _streamed_at_load(self) -> None:
+        requests = self._requests(self._sizes.at_load, stream=True)
+        with self._meter.window() as window:
+            answers = await load_client.open_loop(HOST, self._target.port, requests, RATE_PER_S, CONNECTIONS)
+        streams = _read_streams(answers, ANSWER_TOKENS)
+        pairs = zip(answers, streams, strict=True)
+        ttft = [(stream.text_arrivals_s[0] - answer.due_s) * 1e3 for answer, stream in pairs]
+        latency = [answer.latency_s * 1e3 for answer in answers]
+        self._add("streamed_at_load", {"ttft": ttft, "latency": latency}, answers, window)
+
+    async def _paced_streams(self) -> None:
+        await self._streams("paced_streams", "paced", self._sizes.paced_tokens, TOKEN_MS)
+
+    async def _instant_streams(self) -> None:
+        await self._streams("instant_streams", "instant", self._sizes.instant_tokens, 0.0)
+
+    async def _streams(self, name: str, model: str, tokens: int, token_ms: float) -> None:
+        requests = self._requests(STREAMS, model=model, stream=True, tokens=tokens)
+        with self._meter.window() as window:
+            answers = await load_client.concurrent(HOST, self._target.port, requests)
+        added = []
+        for stream in _read_streams(answers, tokens):
+            arrivals = stream.text_arrivals_s
+            added += [(after - before) * 1e3 - token_ms for before, after in itertools.pairwise(arrivals)]
+        self._add(name, {"inter_token": added}, answers, window, units_each=tokens)
+
+    def _requests(
+        self, count: int, model: str = "instant", stream: bool = False, tokens: int = ANSWER_TOKENS
+    ) -> list[bytes]:
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        return [
+            load_client.chat_request(
+                PATH,
+                f"{HOST}:{self._target.port}",
+                self._target.api_key,
+                {
+                    "model": model,
+                    "max_tokens": tokens,
+                    "messages": [{"role": "user", "content": " ".join(self._random.choices(WORDS, k=PROMPT_WORDS))}],
+                    **options,
+                },
+            )
+            for _ in range(count)
+        ]
+
+    def _add(
+        self,
+        name: str,
+        samples_ms: dict[str, list[float]],
+        answers: Sequence[Answer],
+        window: Window,
+        units_each: int = 1,
+    ) -> None:
+        busy_s = max(answer.ended_s for answer in answers) - min(answer.due_s for answer in answers)
+        self._results.setdefault(name, Load()).add(samples_ms, len(answers) * units_each, busy_s, window)
+
+
+def _check_tokens(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        if load_client.completion_tokens(answer) != ANSWER_TOKENS:
+            raise LoadError(f"expected {ANSWER_TOKENS} tokens: {answer.body!r}")
+
+
+def _read_streams(answers: Sequence[Answer], tokens: int) -> list[load_client.Stream]:
+    streams = [load_client.read_stream(answer) for answer in answers]
+    for stream in streams:
+        if stream.completion_tokens != tokens:
+            raise LoadError(f"expected {tokens} tokens, a stream had {stream.completion_tokens}")
+    return streams
+
+
+async def measure_spillway(folder: Path, sizes: Sizes, console: Console) -> dict[str, Any]:
+    """All loads on Spillway, and what its processes use while nobody asks for anything."""
+    async with running_spillway(folder, TOKEN_MS) as running:
+        loads = Loads(Target(running.port, running.api_key, running.pids), sizes)
+        results = await loads.run(lambda line: console.print(f"[dim]spillway: {line}[/dim]"))
+        seconds = 1 if sizes is QUICK else 5
+        with CpuMeter(running.pids).window() as window:
+            await asyncio.sleep(seconds)
+        results["unloaded_cpu_ms_per_s"] = {
+            name: round(cpu_s / seconds * 1e3, 1) for name, cpu_s in window.cpu_s.items()
+        }
+    return results
+
+
+async def measure_litellm(folder: Path, sizes: Sizes, console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All loads on LiteLLM's proxy, and on its backend directly."""
+    async with litellm.running_litellm(folder, TOKEN_MS) as peer:
+        direct = Loads(Target(peer.backend_port, "none", peer.pids), sizes)
+        backend = await direct.run(lambda line: console.print(f"[dim]backend alone: {line}[/dim]"))
+        proxied = Loads(Target(peer.proxy_port, peer.api_key, peer.pids), sizes)
+        results = await proxied.run(lambda line: console.print(f"[dim]litellm: {line}[/dim]"))
+    return results, backend
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "cpu": names[0].partition(": ")[2] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "load_at_start": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    console = Console(highlight=False)
+    report: dict[str, Any] = {"benchmark": "gateway_overhead", "quick": arguments.quick, **machine()}
+    console.print({name: value for name, value in report.items() if name != "benchmark"})
+    with tempfile.TemporaryDirectory(prefix="spillway-overhead-") as folder:
+        sizes = QUICK if arguments.quick else SPILLWAY_SIZES
+        report["spillway"] = await measure_spillway(Path(folder), sizes, console)
+        if not arguments.without_peer:
+            report["litellm_version"] = await asyncio.to_thread(litellm.install)
+            sizes = QUICK if arguments.quick else PEER_SIZES
+            report["litellm"], report["backend"] = await measure_litellm(Path(folder), sizes, console)
+    print_tables(report, console)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a sanity run of a few seconds; its figures mean little")
+    parser.add_argument("--without-peer", action="store_true", help="leave LiteLLM out")
+    gc.disable()  # the client's own pauses must not show in the latencies; a run makes little garbage with cycles
+    uvloop.run(main(parser.parse_args()))

@@ -1,0 +1,95 @@
+"""LiteLLM's proxy in front of the fake backend, configured as its guide for production says.
+
+One worker process (its advice is one a pod), a master key checked on every request, errors only in the log, no
+database, no callbacks, no telemetry. Its environment is made on demand from the pinned set in ``litellm.txt``.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.ports import free_port, wait_until_listening
+from spillway.children import die_with_parent, stop_process
+
+ENVIRONMENT: Final = Path(__file__).resolve().parent.parent / ".peers" / "litellm"
+REQUIREMENTS: Final = Path(__file__).with_name("litellm.txt")
+BACKEND_PROGRAM: Final = Path(__file__).with_name("fake_backend.py")
+MASTER_KEY: Final = "sk-benchmark"
+START_LIMIT_S: Final = 120.0
+STOP_LIMIT_S: Final = 10.0
+
+CONFIG: Final = """\
+model_list:
+  - model_name: instant
+    litellm_params: {{model: openai/instant, api_base: "http://127.0.0.1:{backend_port}/v1", api_key: none}}
+  - model_name: paced
+    litellm_params: {{model: openai/paced, api_base: "http://127.0.0.1:{backend_port}/v1", api_key: none}}
+litellm_settings: {{set_verbose: false, request_timeout: 600, num_retries: 0, telemetry: false}}
+general_settings: {{master_key: {master_key}, disable_spend_logs: true, disable_error_logs: true}}
+"""
+
+
+@dataclass(frozen=True)
+class RunningPeer:
+    """A proxy and its backend, both listening on 127.0.0.1."""
+
+    proxy_port: int
+    backend_port: int
+    pids: dict[str, int]  # "litellm" | "backend" → process id
+    api_key: str
+
+
+def install() -> str:
+    """Make LiteLLM's environment if it is not there; return LiteLLM's version. Raises CalledProcessError."""
+    python = ENVIRONMENT / "bin" / "python"
+    if not (ENVIRONMENT / "bin" / "litellm").exists():
+        venv.create(ENVIRONMENT, with_pip=True, clear=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--no-deps", "-r", str(REQUIREMENTS)], check=True)
+    ask = "from importlib.metadata import version; print(version('litellm'))"
+    return subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@asynccontextmanager
+async def running_litellm(folder: Path, token_ms: float) -> AsyncIterator[RunningPeer]:
+    """Run backend and proxy for as long as the context lasts; logs and configuration go into ``folder``.
+
+    Raises TimeoutError or ChildProcessError, naming the log, if either does not come up.
+    """
+    backend_port, proxy_port = free_port(), free_port()
+    config = folder / "litellm.yaml"
+    config.write_text(CONFIG.format(backend_port=backend_port, master_key=MASTER_KEY))
+    backend_command = [sys.executable, str(BACKEND_PROGRAM), "--port", str(backend_port), "--token-ms", str(token_ms)]
+    proxy_command = [str(ENVIRONMENT / "bin" / "litellm"), "--config", str(config), "--host", "127.0.0.1"]
+    proxy_command += ["--port", str(proxy_port), "--num_workers", "1"]
+    async with (
+        _running(backend_command, backend_port, folder / "backend.log") as backend,
+        _running(proxy_command, proxy_port, folder / "litellm.log") as proxy,
+    ):
+        yield RunningPeer(proxy_port, backend_port, {"litellm": proxy.pid, "backend": backend.pid}, MASTER_KEY)
+
+
+@asynccontextmanager
+async def _running(command: list[str], port: int, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("LITELLM")},
+        "LITELLM_LOG": "ERROR",
+        "LITELLM_MODE": "PRODUCTION",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no download at start
+    }
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=output, stderr=output, env=environment, start_new_session=True, preexec_fn=die_with_parent
+        )
+        try:
+            await wait_until_listening(process, port, START_LIMIT_S, log)
+            yield process
+        finally:
+            await stop_process(process, command[0], STOP_LIMIT_S)

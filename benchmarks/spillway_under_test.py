@@ -1,0 +1,85 @@
+"""A whole Spillway with scripted engines in a folder of its own, as processes whose CPU time can be told apart."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.ports import free_port
+from gateway.auth.keys import create_key
+from gateway.auth.pepper import load_or_create_pepper
+from gateway.db.engine import create_engine
+from migrations import upgrade
+from spillway.children import Child
+from spillway.config import Config, load_config
+from spillway.embedded_nats import EmbeddedNats
+
+STOP_LIMIT_S: Final = 20.0
+
+
+@dataclass(frozen=True)
+class RunningSpillway:
+    """Where it listens, who may call it, and which process is which."""
+
+    port: int
+    api_key: str
+    pids: dict[str, int]  # "gateway" | "nats" | "ledger" | "worker instant" | "worker paced" → process id
+
+
+def settings(folder: Path, gateway_port: int, nats_port: int, token_ms: float) -> dict[str, Any]:
+    """The configuration: model ``instant`` makes tokens in no time, ``paced`` spends ``token_ms`` on each."""
+
+    def pool(model: str, inter_token_s: float) -> dict[str, Any]:
+        return {"models": [model], "engine": {"kind": "scripted", "inter_token_s": inter_token_s}}
+
+    return {
+        "data_dir": str(folder),
+        "gateway": {"port": gateway_port},
+        "nats": {"urls": [f"nats://127.0.0.1:{nats_port}"]},
+        "models": {"instant": {}, "paced": {}},
+        "pools": {"instant": pool("instant", 0.0), "paced": pool("paced", token_ms / 1000)},
+    }
+
+
+@asynccontextmanager
+async def running_spillway(folder: Path, token_ms: float) -> AsyncIterator[RunningSpillway]:
+    """Run NATS, gateway, ledger and two workers for as long as the context lasts.
+
+    Raises ChildError or EmbeddedNatsError with the last words of what did not start.
+    """
+    gateway_port, nats_port = free_port(), free_port()
+    config_path = folder / "config.json"
+    config_path.write_text(json.dumps(settings(folder, gateway_port, nats_port, token_ms)))
+    config = load_config(config_path, env={})
+    upgrade(config.database_url)
+    api_key = await _new_key(config)
+    async with AsyncExitStack() as stack:
+        nats = EmbeddedNats(folder, nats_port)
+        stack.push_async_callback(nats.stop)
+        await nats.start()
+        pids = {"nats": nats.pid}
+        commands = {
+            "gateway": ["gateway"],
+            "ledger": ["ledger"],
+            "worker instant": ["worker", "--pool", "instant"],
+            "worker paced": ["worker", "--pool", "paced"],
+        }
+        for name, command in commands.items():
+            arguments = [*command, "--config", str(config_path)]
+            child = Child(name.replace(" ", "-"), arguments, folder, folder, STOP_LIMIT_S)
+            await child.start()
+            stack.push_async_callback(child.stop)
+            await child.wait_ready()
+            pids[name] = child.pid
+        yield RunningSpillway(gateway_port, api_key, pids)
+
+
+async def _new_key(config: Config) -> str:
+    engine = create_engine(config.database_url)
+    try:
+        _, api_key = await create_key(engine, "benchmark", load_or_create_pepper(config.data_dir))
+    finally:
+        await engine.dispose()
+    return api_key
