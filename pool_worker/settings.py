@@ -31,7 +31,7 @@ class LocalEngineSettings(Settings):
 
 
 class ScriptedEngineSettings(Settings):
-    """The scripted engine: deterministic text, chosen timing, chosen faults. For tests, benchmarks and demonstrations."""
+    """The scripted engine: deterministic text, chosen timing, chosen faults. For tests and benchmarks."""
 
     kind: Literal["scripted"] = "scripted"
     ttft_s: Seconds = 0.0

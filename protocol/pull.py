@@ -15,6 +15,7 @@ from typing import Final, Self
 from msgspec import Struct
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
 
 from protocol.bus import Bus
 
@@ -91,9 +92,15 @@ class PullConsumer:
         self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._on_message)
 
     async def stop(self) -> None:
-        """Stop listening. Parked pulls end at the server as soon as it sees that nobody listens."""
+        """Stop listening: parked pulls end at the server, and what it had sent by then still reaches the handler."""
         if self._subscription is not None and not self._bus.client.is_closed:
-            await self._subscription.unsubscribe()
+            try:
+                if self._bus.connected:
+                    await self._subscription.drain()  # type: ignore[no-untyped-call]
+                else:
+                    await self._subscription.unsubscribe()
+            except NatsError as error:
+                log.warning("%s was not drained: %s", self._api_subject, error or type(error).__name__)
         self._pulls.clear()
 
     def outstanding(self) -> int:

@@ -25,6 +25,13 @@ class Capacity:
     max_model_len: int  # prompt + output tokens of one sequence
 
 
+@dataclass(slots=True)
+class Refusal(SequenceOutput):
+    """The error output of a request that no engine could ever serve: the caller's mistake, so nobody tries again."""
+
+    param: str | None = None  # the request field at fault
+
+
 class Engine(Protocol):
     """An engine as its worker sees it. Every method is called on the worker's event loop.
 
@@ -42,7 +49,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: GenerationRequest) -> None:
-        """Take a request. Never blocks; a request the engine must refuse ends in ``steps`` with an error output."""
+        """Take a request. Never blocks; a request the engine must refuse ends in ``steps`` with a Refusal."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -50,7 +57,10 @@ class Engine(Protocol):
         ...
 
     def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """Yield what each engine step made, for ever. Raises EngineDiedError when the engine is lost."""
+        """Yield what each engine step made, until ``stop``. Raises EngineDiedError when the engine is lost.
+
+        Once only, and by one caller. A choice that ``resume`` brings in complete ends again without a token.
+        """
         ...
 
     async def stop(self) -> None:

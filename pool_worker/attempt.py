@@ -1,0 +1,126 @@
+"""One attempt at one job on this worker, from its pull to its last frame.
+
+pulled ──> waiting ──credit──> fetching prompt ──> running ──> ended
+              └──────────────────────┴────────────────┴──cancel, failure, drain──^
+"""
+
+import time
+
+from pool_worker.credit import Cost
+from pool_worker.generation import prompt_tokens_of
+from protocol.messages import Accepted, Failed, Finished, Frame, Job, TokenLogprob, Tokens, encode
+from protocol.pull import Delivery
+
+
+def attempt_id(request_id: str, attempt: int) -> str:
+    """Name an attempt: the engine's request id, and the message id of its usage record."""
+    return f"{request_id}.{attempt}"
+
+
+class Attempt:
+    """What the worker knows of one attempt; all its frames, encoded, until some time after its end."""
+
+    __slots__ = (
+        "completion_tokens",
+        "cost",
+        "delivery",
+        "frames",
+        "holds_credit",
+        "id",
+        "in_engine",
+        "job",
+        "live",
+        "prompt_tokens",
+        "pulled_s",
+        "queue_ms",
+        "replay_bytes",
+        "started_unix_ms",
+        "ttft_ms",
+        "was_cancelled",
+    )
+
+    def __init__(self, job: Job, delivery: Delivery, cost: Cost) -> None:
+        self.id = attempt_id(job.request_id, job.attempt)
+        self.job = job
+        self.delivery = delivery  # what is to be acknowledged in the end
+        self.cost = cost
+        self.prompt_tokens = prompt_tokens_of(job)
+        self.holds_credit = False  # `cost` is taken from the worker's credit
+        self.in_engine = False
+        complete = {point.index for point in job.resume if point.finish_reason is not None}
+        self.live = set(range(job.sampling.n)) - complete  # choices that have not ended
+        self.pulled_s = time.monotonic()
+        self.started_unix_ms = int(time.time() * 1000)
+        self.queue_ms = float(max(0, self.started_unix_ms - delivery.stored_unix_ms))
+        self.ttft_ms: float | None = None
+        self.completion_tokens = 0  # made here, over all choices
+        self.was_cancelled = False
+        self.frames: list[bytes] = []  # by seq
+        self.replay_bytes = 0
+
+    def add(self, frame: Frame) -> bytes:
+        """Keep a frame for replay; return it encoded."""
+        encoded = encode(frame)
+        self.frames.append(encoded)
+        self.replay_bytes += len(encoded)
+        return encoded
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds since the pull."""
+        return (time.monotonic() - self.pulled_s) * 1000
+
+    # --- frames: each takes the next sequence number -----------------------------------------------------------------
+
+    def accepted(self, worker_id: str, pool: str, provider: str, region: str) -> bytes:
+        """Make the first frame."""
+        job = self.job
+        frame = Accepted(job.request_id, job.attempt, 0, worker_id, pool, provider, region, self.queue_ms)
+        return self.add(frame)
+
+    def tokens(
+        self,
+        index: int,
+        token_ids: tuple[int, ...],
+        text: str,
+        finish_reason: str | None,
+        logprobs: tuple[TokenLogprob, ...] | None,
+    ) -> bytes:
+        """Make a frame of what one step yielded for one choice, and count its tokens."""
+        if token_ids:
+            self.completion_tokens += len(token_ids)
+            if self.ttft_ms is None:
+                self.ttft_ms = self.elapsed_ms()
+        job = self.job
+        return self.add(
+            Tokens(job.request_id, job.attempt, len(self.frames), index, token_ids, text, finish_reason, logprobs)
+        )
+
+    def finished(self) -> bytes:
+        """Make the last frame of an attempt whose choices have all ended."""
+        return self.add(
+            Finished(
+                self.job.request_id,
+                self.job.attempt,
+                len(self.frames),
+                cancelled=self.was_cancelled,
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=0,
+                completion_tokens=self.completion_tokens,
+                ttft_ms=self.ttft_ms or 0.0,
+            )
+        )
+
+    def failed(self, code: str, message: str, *, retryable: bool, param: str | None) -> bytes:
+        """Make the last frame of an attempt that ends without an answer."""
+        return self.add(
+            Failed(
+                self.job.request_id,
+                self.job.attempt,
+                len(self.frames),
+                code,
+                message,
+                retryable=retryable,
+                param=param,
+                completion_tokens=self.completion_tokens,
+            )
+        )

@@ -1,0 +1,26 @@
+"""Waiting for what is away: longer each time, never all at once."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Final
+
+FIRST_WAIT_S: Final = 0.1
+LONGEST_WAIT_S: Final = 5.0
+
+
+def backoff_s() -> Iterator[float]:
+    """Waits in seconds, without end: doubling up to ``LONGEST_WAIT_S``, each jittered down to half of itself."""
+    wait_s = FIRST_WAIT_S
+    while True:
+        yield wait_s * random.uniform(0.5, 1.0)  # noqa: S311
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+async def wait_for(event: asyncio.Event, limit_s: float) -> bool:
+    """Wait until the event is set, at most ``limit_s``; whether it is."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await event.wait()
+    except TimeoutError:
+        return event.is_set()

@@ -1,0 +1,47 @@
+"""Tells gateways how to count and render prompts for the models this worker serves."""
+
+import asyncio
+import logging
+
+from pool_worker.backoff import backoff_s
+from pool_worker.engines.base import Engine
+from protocol.artifacts import publish_model_card
+from protocol.bus import Bus
+from protocol.errors import BusError
+
+log = logging.getLogger(__name__)
+
+
+class ModelCards:
+    """Publishes the models' cards, and again whenever the buckets may have been lost."""
+
+    def __init__(self, bus: Bus, engine: Engine, models: tuple[str, ...]) -> None:
+        self._bus = bus
+        self._cards = [engine.model_card(model) for model in models]
+        self._is_due = asyncio.Event()
+
+    def publish_again(self) -> None:
+        """After a reconnect: publish all cards soon."""
+        self._is_due.set()
+
+    async def run(self) -> None:
+        """Publish as often as asked to; cancel it to stop."""
+        while True:
+            await self._is_due.wait()
+            self._is_due.clear()
+            await self.publish()
+
+    async def publish(self) -> None:
+        """Publish all cards, however long it takes until the buckets are there."""
+        has_failed = False
+        for wait_s in backoff_s():
+            try:
+                for card, tokenizer_json in self._cards:
+                    await publish_model_card(self._bus, card, tokenizer_json)
+            except BusError as error:
+                if not has_failed:
+                    log.warning("model cards cannot be published yet: %s", error)
+                has_failed = True
+                await asyncio.sleep(wait_s)
+            else:
+                return

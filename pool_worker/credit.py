@@ -1,0 +1,72 @@
+"""How much more the engine can hold, and so how many jobs may be pulled.
+
+What a job costs is known only once it has been pulled. So the size of the next ones is guessed from the last ones: as
+many are asked for as would fit if each were as large as the largest of these, and one more only while something that
+large as the smallest of these would fit. A job that turns out not to fit waits here, and meanwhile nothing is pulled.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from pool_worker.engines.base import Capacity
+from pool_worker.generation import prompt_tokens_of
+from protocol.messages import Job
+
+RECENT_JOBS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one job takes of the engine."""
+
+    sequences: int
+    kv_tokens: int
+
+
+class Credit:
+    """The engine's free sequences and KV tokens. ``take`` and ``give_back`` must come in pairs."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.free_sequences = capacity.max_sequences
+        self.free_kv_tokens = capacity.max_kv_tokens
+        longest = Cost(1, min(capacity.max_model_len, capacity.max_kv_tokens))
+        self._recent: deque[Cost] = deque([longest], maxlen=RECENT_JOBS)
+
+    def cost_of(self, job: Job) -> Cost:
+        """Return what a job takes: its prompt and all its output for every choice that still runs.
+
+        Never more than the whole engine: a job of more choices than can run at once takes the engine for itself.
+        """
+        sequences = job.sampling.n - sum(point.finish_reason is not None for point in job.resume)
+        kv_tokens = sequences * (prompt_tokens_of(job) + job.sampling.max_tokens)
+        return Cost(min(sequences, self.capacity.max_sequences), min(kv_tokens, self.capacity.max_kv_tokens))
+
+    def fits(self, cost: Cost) -> bool:
+        """Whether the engine has room for it now."""
+        return cost.sequences <= self.free_sequences and cost.kv_tokens <= self.free_kv_tokens
+
+    def take(self, cost: Cost) -> None:
+        """Reserve it."""
+        self.free_sequences -= cost.sequences
+        self.free_kv_tokens -= cost.kv_tokens
+
+    def give_back(self, cost: Cost) -> None:
+        """End a reservation."""
+        self.free_sequences += cost.sequences
+        self.free_kv_tokens += cost.kv_tokens
+
+    def note(self, cost: Cost) -> None:
+        """Remember the size of a job just pulled."""
+        self._recent.append(cost)
+
+    def jobs_to_pull(self) -> int:
+        """Return how many jobs may be asked for and not yet be here, if none waits."""
+        if self.free_sequences == 0:
+            return 0
+        sequences = max(1, *(cost.sequences for cost in self._recent))
+        kv_tokens = max(1, *(cost.kv_tokens for cost in self._recent))
+        jobs = min(self.free_sequences // sequences, self.free_kv_tokens // kv_tokens)
+        smallest_kv_tokens = min(cost.kv_tokens for cost in self._recent)
+        return jobs or int(self.free_kv_tokens >= smallest_kv_tokens)

@@ -1,0 +1,206 @@
+"""Our own engine (package ``engine``), stepping in a thread of its own.
+
+    event loop ──inbox (submit, cancel)──> engine thread ──one call per step──> event loop
+
+The thread sleeps while there is nothing to do, and waits when it is STEPS_AHEAD steps ahead of what the worker has
+taken. torch lets go of the GIL while it computes, so the event loop runs meanwhile.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from engine import EngineConfig, LLMEngine, RequestRejected
+from engine.types import GenerationRequest, SequenceOutput
+from pool_worker.engines.base import Capacity, EngineDiedError, Refusal
+from pool_worker.settings import LocalEngineSettings
+from protocol.artifacts import tokenizer_object_name
+from protocol.messages import PROTOCOL_VERSION, ModelCard
+
+STEPS_AHEAD: Final = 8
+STOP_LIMIT_S: Final = 10.0  # for the step in progress
+
+log = logging.getLogger(__name__)
+
+
+class LocalEngine:
+    """See the module; the order of life is that of ``base.Engine``."""
+
+    name = "spillway"
+
+    def __init__(self, settings: LocalEngineSettings) -> None:
+        self._settings = settings
+        self._inbox: deque[GenerationRequest | str] = deque()  # requests to add, ids to cancel
+        self._inbox_changed = threading.Condition()
+        self._is_stopping = False
+        self._may_step = threading.Semaphore(STEPS_AHEAD)
+        self._steps: deque[list[SequenceOutput]] = deque()  # computed, not yet taken; at most STEPS_AHEAD
+        self._steps_changed = asyncio.Event()
+        self._death: EngineDiedError | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._loaded: asyncio.Future[tuple[Capacity, PreTrainedTokenizerBase]]
+        self._tokenizer: PreTrainedTokenizerBase
+        self._max_model_len = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    async def start(self) -> Capacity:
+        """Load the model in the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._loaded = self._loop.create_future()
+        self._thread.start()
+        capacity, self._tokenizer = await self._loaded
+        self._max_model_len = capacity.max_model_len
+        return capacity
+
+    def model_card(self, model: str) -> tuple[ModelCard, bytes]:
+        """See ``base.Engine``."""
+        tokenizer_json = self._tokenizer.backend_tokenizer.to_str().encode()
+        card = ModelCard(
+            v=PROTOCOL_VERSION,
+            model=model,
+            context_length=self._max_model_len,
+            tokenizer_object=tokenizer_object_name(tokenizer_json),
+            chat_template=_chat_template(self._tokenizer),
+            special_tokens=_special_tokens(self._tokenizer),
+        )
+        return card, tokenizer_json
+
+    def submit(self, request: GenerationRequest) -> None:
+        """See ``base.Engine``."""
+        self._tell(request)
+
+    def cancel(self, request_id: str) -> None:
+        """See ``base.Engine``."""
+        self._tell(request_id)
+
+    async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
+        """See ``base.Engine``."""
+        while not self._is_stopping:
+            while self._steps:
+                outputs = self._steps.popleft()
+                self._may_step.release()
+                yield outputs
+            if self._death is not None:
+                raise self._death
+            await self._steps_changed.wait()
+            self._steps_changed.clear()
+
+    async def stop(self) -> None:
+        """See ``base.Engine``."""
+        with self._inbox_changed:
+            self._is_stopping = True
+            self._inbox_changed.notify()
+        self._may_step.release()
+        self._steps_changed.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, STOP_LIMIT_S)
+
+    def _tell(self, message: GenerationRequest | str) -> None:
+        with self._inbox_changed:
+            self._inbox.append(message)
+            self._inbox_changed.notify()
+
+    # --- in the engine's thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            engine, tokenizer = load(self._settings)
+        except Exception as error:  # noqa: BLE001 - whatever a model folder can do wrong, the operator shall read it
+            reason = EngineDiedError(f"{self._settings.path} cannot be loaded: {error or type(error).__name__}")
+            self._call(self._end_loading, reason)
+            return
+        info = engine.info
+        log.info("loaded %s: %s", self._settings.path, info)
+        capacity = Capacity(info.max_sequences, info.kv_tokens, info.max_model_len)
+        self._call(self._end_loading, (capacity, tokenizer))
+        try:
+            self._step_until_stopped(engine)
+        except Exception as error:
+            log.exception("the engine's step failed")
+            self._call(self._die, EngineDiedError(f"{type(error).__name__}: {error}"))
+
+    def _step_until_stopped(self, engine: LLMEngine) -> None:
+        while True:
+            with self._inbox_changed:
+                while not (self._inbox or self._is_stopping or engine.has_unfinished()):
+                    self._inbox_changed.wait()
+                messages = list(self._inbox)
+                self._inbox.clear()
+            if self._is_stopping:
+                return
+            outputs: list[SequenceOutput] = [refusal for message in messages if (refusal := _obey(engine, message))]
+            outputs += engine.step()
+            if outputs:
+                self._may_step.acquire()
+                self._call(self._take, outputs)
+
+    def _call(self, function: Callable[[Any], None], argument: object) -> None:
+        """Run a function on the event loop, unless that is closed: the process ends, nobody waits for it."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, argument)
+
+    # --- on the event loop, called by the thread ----------------------------------------------------------------------
+
+    def _end_loading(self, outcome: tuple[Capacity, PreTrainedTokenizerBase] | EngineDiedError) -> None:
+        if self._loaded.done():
+            return  # nobody waits any more
+        if isinstance(outcome, EngineDiedError):
+            self._loaded.set_exception(outcome)
+        else:
+            self._loaded.set_result(outcome)
+
+    def _take(self, outputs: list[SequenceOutput]) -> None:
+        self._steps.append(outputs)
+        self._steps_changed.set()
+
+    def _die(self, death: EngineDiedError) -> None:
+        self._death = death
+        self._steps_changed.set()
+
+
+def load(settings: LocalEngineSettings) -> tuple[LLMEngine, PreTrainedTokenizerBase]:
+    """Load model and tokenizer. Raises whatever transformers and the engine raise for what they cannot load."""
+    tokenizer = AutoTokenizer.from_pretrained(settings.path)
+    if not tokenizer.is_fast:
+        raise ValueError("it has no tokenizer.json, which gateways count tokens with")
+    return LLMEngine.from_pretrained(settings.path, engine_config(settings)), tokenizer
+
+
+def engine_config(settings: LocalEngineSettings) -> EngineConfig:
+    """Translate the settings. Raises ConfigError."""
+    chosen: dict[str, Any] = {"kv_bytes": settings.kv_mib and settings.kv_mib * 1024 * 1024}
+    return EngineConfig(
+        dtype=settings.dtype,
+        device="cpu" if settings.device == "auto" else settings.device,
+        max_model_len=settings.max_model_len,
+        max_sequences=settings.max_sequences,
+        max_batched_tokens=settings.max_batched_tokens,
+        threads=settings.threads,
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
+
+
+def _obey(engine: LLMEngine, message: GenerationRequest | str) -> Refusal | None:
+    if isinstance(message, str):
+        engine.abort(message)
+        return None
+    try:
+        engine.add_request(message)
+    except RequestRejected as error:
+        return Refusal(message.request_id, 0, [], "", finish_reason="error", error=error.message, param=error.field)
+    return None
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the model's chat template; of several, the one called "default"."""
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    return {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}

@@ -1,0 +1,306 @@
+"""The scripted engine: a first-class fake whose answers depend on the prompt alone, with chosen timing and faults.
+
+Where ``faults_from_prompt`` is on, directives in the prompt's text ask for something special; of each kind the last
+one counts. ``k`` is a number of output tokens of one choice. A fault strikes only a request that resumes nothing, so
+that the next worker gets past it; with ``after=0`` there is nothing to resume, and every worker fails.
+
+    directive            what happens
+    ─────────────────    ────────────────────────────────────────────────────────────────────────────────
+    [[tokens=k]]         the answer is exactly k tokens long and then ends by itself ("stop")
+    [[fail after=k]]     after k tokens the choice ends in an error; nothing else is hurt
+    [[stall after=k]]    after k tokens the choice makes no more, until it is cancelled
+    [[crash after=k]]    after k tokens the engine is lost (EngineDiedError)
+    [[exit after=k]]     after k tokens the process is gone at once, as if killed with SIGKILL
+
+Time passes in steps, as in a real engine: all running choices get their next token in the same step, at most one step
+every ``inter_token_s``; a choice joins ``ttft_s`` after its start.
+"""
+
+import asyncio
+import os
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from engine.admission import check_request
+from engine.errors import RequestRejected
+from engine.stop_strings import StopStrings
+from engine.types import (
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    ResumePoint,
+    SamplingParams,
+    SequenceOutput,
+)
+from pool_worker.engines.base import Capacity, EngineDiedError, Refusal
+from pool_worker.engines.scripted_words import CHAT_TEMPLATE, SPECIAL_TOKENS, Script, build_tokenizer
+from pool_worker.settings import ScriptedEngineSettings
+from protocol.artifacts import tokenizer_object_name
+from protocol.messages import PROTOCOL_VERSION, ModelCard
+
+SIGKILL_EXIT_CODE: Final = 137
+_DIRECTIVE: Final = re.compile(r"\[\[(?:tokens=(\d+)|(fail|stall|crash|exit) after=(\d+))\]\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Directives:
+    """What a prompt asks for."""
+
+    tokens: int | None = None
+    fault: str | None = None  # fail, stall, crash or exit
+    after: int = 0
+
+    @classmethod
+    def of(cls, prompt: str) -> "Directives":
+        """Read the directives in a prompt."""
+        tokens, fault, after = None, None, 0
+        for wanted_tokens, kind, wanted_after in _DIRECTIVE.findall(prompt):
+            if kind:
+                fault, after = kind, int(wanted_after)
+            else:
+                tokens = int(wanted_tokens)
+        return cls(tokens, fault, after)
+
+
+class ScriptedChoice:
+    """One choice on its way: the same text state as a real engine's, without a model.
+
+    waiting ──free sequence──> running ──> ended
+                                  └─stall──> stalled ──cancel──^
+    """
+
+    __slots__ = (
+        "answer_tokens", "chars_to_skip", "fault", "fault_at", "index", "made", "params", "ready_s", "request_id",
+        "script", "seed", "stops",
+    )  # fmt: skip
+
+    def __init__(self, request: GenerationRequest, index: int, script: Script, wishes: Directives) -> None:
+        self.request_id = request.request_id
+        self.index = index
+        self.params: SamplingParams = request.sampling
+        self.script = script
+        self.seed = script.answer_seed(request.prompt_ids, index)
+        self.answer_tokens = wishes.tokens or script.answer_tokens(self.seed)
+        self.fault = None if request.resume else wishes.fault
+        self.fault_at = wishes.after
+        self.made = 0  # output tokens, the resumed ones included
+        self.stops = StopStrings(request.sampling.stop)
+        self.chars_to_skip = 0  # of text that the client already has
+        self.ready_s = 0.0  # monotonic clock: when its first token may come
+
+    def resume(self, point: ResumePoint) -> SequenceOutput | None:
+        """Take the tokens another worker has made; return text that was held back then, or the end if it is one."""
+        self.chars_to_skip = point.text_chars
+        text, reason, stopped_by = "", None, None
+        for token_id in point.token_ids:
+            shown, reason, stopped_by = self._read(token_id)
+            text += shown
+            if reason is not None:
+                break
+        if not text and reason is None:
+            return None
+        return SequenceOutput(self.request_id, self.index, [], text, None, reason, stopped_by)
+
+    def fault_is_due(self) -> bool:
+        """Whether the scripted fault strikes instead of the next token."""
+        return self.fault is not None and self.made >= self.fault_at
+
+    def step(self) -> SequenceOutput:
+        """Make one token."""
+        place = self.made
+        token_id = self.script.token_at(self.seed, place)
+        text, reason, stopped_by = self._read(token_id)
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = [self.script.logprob_at(self.seed, place, self.params.logprobs)]
+        return SequenceOutput(self.request_id, self.index, [token_id], text, logprobs, reason, stopped_by)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> SequenceOutput:
+        """End without a token."""
+        return SequenceOutput(self.request_id, self.index, [], "", None, reason, None, error)
+
+    def _read(self, token_id: int) -> tuple[str, FinishReason | None, int | str | None]:
+        """Take one token into the text; return new text, why the choice ends with it, and what stopped it."""
+        self.made += 1
+        params = self.params
+        may_stop = self.made > params.min_tokens
+        if may_stop and token_id in params.stop_token_ids:
+            return self._unseen(self.stops.flush()), "stop", token_id
+        text = self.script.text_of.get(token_id, "")
+        if may_stop and params.stop:
+            text, stop = self.stops.push(text)
+            if stop is not None:
+                return self._unseen(text), "stop", stop
+        reason: FinishReason | None = None
+        if may_stop and self.made >= self.answer_tokens and not params.ignore_eos:
+            reason = "stop"
+        elif self.made >= params.max_tokens:
+            reason = "length"
+        if reason is not None:
+            text += self.stops.flush()
+        return (self._unseen(text) if self.chars_to_skip else text), reason, None
+
+    def _unseen(self, text: str) -> str:
+        skipped = min(self.chars_to_skip, len(text))
+        self.chars_to_skip -= skipped
+        return text[skipped:]
+
+
+class ScriptedEngine:
+    """See the module; the order of life is that of ``base.Engine``."""
+
+    name = "scripted"
+
+    def __init__(self, settings: ScriptedEngineSettings) -> None:
+        self._settings = settings
+        self._script = Script(build_tokenizer())
+        self._info = EngineInfo(
+            model="scripted",
+            max_model_len=settings.max_model_len,
+            max_sequences=settings.max_sequences,
+            kv_tokens=settings.max_kv_tokens,
+            eos_token_ids=(self._script.end_of_text_id,),
+            dtype="none",
+            device="none",
+            vocab_size=self._script.vocabulary_size,
+            parameters=0,
+        )
+        self._waiting: deque[ScriptedChoice] = deque()
+        self._running: list[ScriptedChoice] = []
+        self._stalled: list[ScriptedChoice] = []
+        self._ready: list[SequenceOutput] = []  # what the next step yields without making tokens
+        self._wake = asyncio.Event()
+        self._last_step_s = 0.0
+        self._is_stopped = False
+
+    async def start(self) -> Capacity:
+        """Do nothing but say what fits."""
+        settings = self._settings
+        return Capacity(settings.max_sequences, settings.max_kv_tokens, settings.max_model_len)
+
+    def model_card(self, model: str) -> tuple[ModelCard, bytes]:
+        """See ``base.Engine``."""
+        tokenizer_json = self._script.tokenizer.to_str().encode()
+        card = ModelCard(
+            v=PROTOCOL_VERSION,
+            model=model,
+            context_length=self._settings.max_model_len,
+            tokenizer_object=tokenizer_object_name(tokenizer_json),
+            chat_template=CHAT_TEMPLATE,
+            special_tokens={"eos_token": SPECIAL_TOKENS[2], "pad_token": SPECIAL_TOKENS[0]},
+        )
+        return card, tokenizer_json
+
+    def submit(self, request: GenerationRequest) -> None:
+        """See ``base.Engine``."""
+        self._wake.set()
+        try:
+            check_request(request, self._info)
+        except RequestRejected as error:
+            self._ready.append(
+                Refusal(request.request_id, 0, [], "", finish_reason="error", error=error.message, param=error.field)
+            )
+            return
+        wishes = Directives()
+        if self._settings.faults_from_prompt:
+            prompt = self._script.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
+            wishes = Directives.of(prompt)
+        points = {point.index: point for point in request.resume}
+        for index in range(request.sampling.n):
+            choice = ScriptedChoice(request, index, self._script, wishes)
+            output = choice.resume(points[index]) if index in points else None
+            if output is not None:
+                self._ready.append(output)
+            if output is None or output.finish_reason is None:
+                self._waiting.append(choice)
+
+    def cancel(self, request_id: str) -> None:
+        """See ``base.Engine``."""
+        for choices in (self._running, self._stalled, self._waiting):
+            cancelled = [choice for choice in choices if choice.request_id == request_id]
+            for choice in cancelled:
+                choices.remove(choice)
+                self._ready.append(choice.end("cancelled"))
+        self._wake.set()
+
+    async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
+        """See ``base.Engine``."""
+        while not self._is_stopped:
+            self._admit()
+            await self._wait_for_step()
+            outputs, self._ready = self._ready, []
+            now_s = time.monotonic()
+            if self._running and self._due_s() <= now_s:
+                self._last_step_s = now_s
+                outputs += self._step(now_s)
+            if outputs:
+                yield outputs
+
+    async def stop(self) -> None:
+        """See ``base.Engine``."""
+        self._is_stopped = True
+        self._wake.set()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) + len(self._stalled) < self._settings.max_sequences:
+            choice = self._waiting.popleft()
+            choice.ready_s = time.monotonic() + self._settings.ttft_s
+            self._running.append(choice)
+
+    async def _wait_for_step(self) -> None:
+        """Return when the next step is due or there is something else to tell; let others run in any case."""
+        if self._ready:
+            await asyncio.sleep(0)
+            return
+        if not self._running:
+            await self._woken()
+            return
+        wait_s = self._due_s() - time.monotonic()
+        if wait_s <= 0:
+            await asyncio.sleep(0)
+            return
+        timer = asyncio.get_running_loop().call_later(wait_s, self._wake.set)
+        await self._woken()
+        timer.cancel()
+
+    async def _woken(self) -> None:
+        await self._wake.wait()
+        self._wake.clear()
+
+    def _due_s(self) -> float:
+        """Return when the next step is due: a step after the last one, and not before a choice is ready."""
+        next_s = self._last_step_s + self._settings.inter_token_s
+        if self._settings.ttft_s == 0:
+            return next_s
+        return max(next_s, min(choice.ready_s for choice in self._running))
+
+    def _step(self, now_s: float) -> list[SequenceOutput]:
+        """Make one token for every choice that is ready."""
+        outputs: list[SequenceOutput] = []
+        still_running: list[ScriptedChoice] = []
+        for choice in self._running:
+            if choice.ready_s > now_s:
+                still_running.append(choice)
+            elif choice.fault is not None and choice.fault_is_due():
+                self._strike(choice, outputs)
+            else:
+                output = choice.step()
+                outputs.append(output)
+                if output.finish_reason is None:
+                    still_running.append(choice)
+        self._running = still_running
+        return outputs
+
+    def _strike(self, choice: ScriptedChoice, outputs: list[SequenceOutput]) -> None:
+        if choice.fault == "crash":
+            raise EngineDiedError(f"scripted crash after {choice.made} tokens of {choice.request_id}")
+        if choice.fault == "exit":
+            os._exit(SIGKILL_EXIT_CODE)
+        if choice.fault == "fail":
+            outputs.append(choice.end("error", f"scripted failure after {choice.made} tokens"))
+        else:
+            self._stalled.append(choice)

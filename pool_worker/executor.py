@@ -1,0 +1,300 @@
+"""Runs jobs: from a delivery of the queue to a request of the engine, and from its outputs to frames.
+
+Every attempt that was accepted ends exactly once, in `_end`, whatever happens: it sends its last frame, gives its
+credit back, leaves its usage record, and only then takes the job off the queue.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+from engine.types import SequenceOutput
+from engine.types import TokenLogprob as EngineLogprob
+from pool_worker.attempt import Attempt, attempt_id
+from pool_worker.credit import Credit
+from pool_worker.engines.base import Engine, Refusal
+from pool_worker.generation import generation_request
+from pool_worker.publisher import Publisher
+from pool_worker.replay import RecentAttempts
+from pool_worker.settings import WorkerSettings
+from pool_worker.usage import Outcome, attempt_record
+from protocol import subjects
+from protocol.artifacts import get_object
+from protocol.bus import Bus
+from protocol.errors import BusError, ErrorCode, ProtocolError
+from protocol.messages import Failed, Job, Resend, TokenLogprob, encode, unpack_token_ids
+from protocol.outbox import Outbox
+from protocol.pull import Delivery
+
+PROMPT_FETCH_LIMIT_S: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Executor:
+    """All attempts of one worker."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        bus: Bus,
+        engine: Engine,
+        *,
+        credit: Credit,
+        publisher: Publisher,
+        outbox: Outbox,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        on_room: Callable[[], None],
+    ) -> None:
+        """Make an executor that holds nothing.
+
+        ``spawn`` runs a coroutine in a supervised task; ``on_room`` is called when more may be pulled than before.
+        """
+        self._settings = settings
+        self._bus = bus
+        self._engine = engine
+        self._credit = credit
+        self._publisher = publisher
+        self._outbox = outbox
+        self._spawn = spawn
+        self._on_room = on_room
+        self._held: dict[str, Attempt] = {}  # pulled and not ended
+        self._waiting: deque[Attempt] = deque()  # of these, the ones without credit
+        self._fetches: dict[str, asyncio.Task[None]] = {}  # id → fetch of its prompt
+        self._recent = RecentAttempts()
+        self._is_draining = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def held(self) -> Sequence[Attempt]:
+        """The attempts that this worker owes an end."""
+        return tuple(self._held.values())
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new jobs are handed back."""
+        return self._is_draining
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a job is here that does not fit into the engine yet."""
+        return bool(self._waiting)
+
+    # --- a job comes in ----------------------------------------------------------------------------------------------
+
+    def offer(self, job: Job, delivery: Delivery) -> None:
+        """Take a pulled job: run it, let it wait for credit, or tell its gateway why not."""
+        id_ = attempt_id(job.request_id, job.attempt)
+        if self._adopt(id_, job, delivery):
+            return
+        if delivery.deliveries > 1:
+            self._decline(job, delivery, ErrorCode.REDELIVERED, "another worker had the job and fell silent")
+        elif 0 < job.deadline_unix_ms < time.time() * 1000:
+            self._decline(job, delivery, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the queue")
+        elif self._is_draining:
+            self._decline(job, delivery, ErrorCode.WORKER_DRAINING, "the worker is shutting down")
+        else:
+            self._accept(job, delivery)
+        self._publisher.wake()
+
+    def _adopt(self, id_: str, job: Job, delivery: Delivery) -> bool:
+        """Whether this worker runs or ran this very attempt: the message came again, the work must not."""
+        if (attempt := self._held.get(id_)) is not None:
+            attempt.delivery = delivery
+            return True
+        if (attempt := self._recent.get(id_)) is not None:
+            self._replay(attempt, 0, job.reply_subject)
+            self._publisher.ack(delivery)
+            return True
+        return False
+
+    def _decline(self, job: Job, delivery: Delivery, code: ErrorCode, message: str) -> None:
+        retryable = code is not ErrorCode.DEADLINE_EXCEEDED
+        frame = Failed(job.request_id, job.attempt, 0, code, message, retryable=retryable)
+        self._publisher.send(job.reply_subject, encode(frame))
+        self._publisher.ack(delivery)
+
+    def _accept(self, job: Job, delivery: Delivery) -> None:
+        attempt = Attempt(job, delivery, self._credit.cost_of(job))
+        self._credit.note(attempt.cost)
+        self._held[attempt.id] = attempt
+        self._is_idle.clear()
+        settings = self._settings
+        frame = attempt.accepted(settings.worker_id, settings.pool, settings.provider, settings.region)
+        self._publisher.send(job.reply_subject, frame)
+        self._waiting.append(attempt)
+        self._start_what_fits()
+
+    def _start_what_fits(self) -> None:
+        while self._waiting and not self._is_draining and self._credit.fits(self._waiting[0].cost):
+            attempt = self._waiting.popleft()
+            if 0 < attempt.job.deadline_unix_ms < time.time() * 1000:
+                self._fail(attempt, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the worker", retryable=False)
+                continue
+            self._credit.take(attempt.cost)
+            attempt.holds_credit = True
+            self._start(attempt)
+
+    def _start(self, attempt: Attempt) -> None:
+        if attempt.job.prompt_object is not None:
+            fetch = self._fetch_and_submit(attempt, attempt.job.prompt_object)
+            self._fetches[attempt.id] = self._spawn(fetch)
+        else:
+            self._submit(attempt, attempt.job.prompt_ids)
+
+    async def _fetch_and_submit(self, attempt: Attempt, prompt_object: str) -> None:
+        try:
+            async with asyncio.timeout(PROMPT_FETCH_LIMIT_S):
+                packed = await get_object(self._bus, subjects.PROMPTS_BUCKET, prompt_object)
+        except (BusError, TimeoutError) as error:
+            del self._fetches[attempt.id]
+            message = f"the prompt could not be fetched: {error or 'too slow'}"
+            self._fail(attempt, ErrorCode.INTERNAL_ERROR, message, retryable=True)
+        else:
+            del self._fetches[attempt.id]
+            self._submit(attempt, packed)
+        self._publisher.wake()
+
+    def _submit(self, attempt: Attempt, packed_prompt: bytes) -> None:
+        try:
+            request = generation_request(attempt.id, attempt.job, unpack_token_ids(packed_prompt))
+        except ProtocolError as error:
+            self._fail(attempt, ErrorCode.INTERNAL_ERROR, str(error), retryable=False)
+            return
+        if not attempt.live:
+            self._finish(attempt)
+            return
+        attempt.in_engine = True
+        self._engine.submit(request)
+
+    # --- the engine has made something -------------------------------------------------------------------------------
+
+    def take(self, outputs: Sequence[SequenceOutput]) -> None:
+        """Turn what one engine step made into frames."""
+        for output in outputs:
+            attempt = self._held.get(output.request_id)
+            if attempt is None or output.index not in attempt.live:
+                continue  # ended meanwhile, or complete before it came here
+            reason = output.finish_reason
+            if reason == "error":
+                self._fail_by_engine(attempt, output)
+                continue
+            if reason == "cancelled":
+                attempt.was_cancelled = True
+            else:
+                self._send_tokens(attempt, output)
+            if reason is not None:
+                attempt.live.discard(output.index)
+                if not attempt.live:
+                    self._finish(attempt)
+        self._publisher.wake()
+
+    def _send_tokens(self, attempt: Attempt, output: SequenceOutput) -> None:
+        if not (output.token_ids or output.text or output.finish_reason):
+            return
+        logprobs = None if output.logprobs is None else tuple(map(_wire_logprob, output.logprobs))
+        frame = attempt.tokens(output.index, tuple(output.token_ids), output.text, output.finish_reason, logprobs)
+        self._publisher.send(attempt.job.reply_subject, frame)
+
+    def _fail_by_engine(self, attempt: Attempt, output: SequenceOutput) -> None:
+        message = output.error or "the engine gave no reason"
+        if isinstance(output, Refusal):
+            self._fail(attempt, ErrorCode.INVALID_REQUEST, message, retryable=False, param=output.param)
+        else:
+            self._fail(attempt, ErrorCode.ENGINE_ERROR, message, retryable=True)
+
+    # --- the gateway asks --------------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: str, attempt_number: int) -> None:
+        """Stop an attempt; unknown and ended ones are left alone."""
+        attempt = self._held.get(attempt_id(request_id, attempt_number))
+        if attempt is None:
+            return
+        if attempt.in_engine:
+            self._engine.cancel(attempt.id)  # its end comes with the next step, with exact counts
+        else:
+            attempt.was_cancelled = True
+            self._finish(attempt)
+            self._publisher.wake()
+
+    def resend(self, request: Resend) -> None:
+        """Send an attempt's frames again."""
+        id_ = attempt_id(request.request_id, request.attempt)
+        attempt = self._held.get(id_) or self._recent.get(id_)
+        if attempt is not None:
+            self._replay(attempt, request.from_seq, request.reply_subject)
+        else:
+            message = "this worker does not know the attempt"
+            code = ErrorCode.UNKNOWN_ATTEMPT
+            frame = Failed(request.request_id, request.attempt, request.from_seq, code, message, retryable=True)
+            self._publisher.send(request.reply_subject, encode(frame))
+        self._publisher.wake()
+
+    def _replay(self, attempt: Attempt, from_seq: int, reply_subject: str) -> None:
+        for frame in attempt.frames[max(0, from_seq) :]:
+            self._publisher.send(reply_subject, frame)
+
+    # --- the worker stops --------------------------------------------------------------------------------------------
+
+    def stop_accepting(self) -> None:
+        """Hand back what comes in from now on."""
+        self._is_draining = True
+
+    async def drain(self, limit_s: float) -> None:
+        """Hand back what has not begun; wait for the rest, at most ``limit_s``, then hand it back too."""
+        self.stop_accepting()
+        for attempt in [attempt for attempt in self.held if not attempt.holds_credit]:
+            self._fail(attempt, ErrorCode.WORKER_DRAINING, "the worker is shutting down", retryable=True)
+        self._publisher.wake()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            log.warning("%d jobs did not end within %g s and are handed back", len(self._held), limit_s)
+            self.fail_all(ErrorCode.WORKER_DRAINING, "the worker is shutting down")
+
+    def fail_all(self, code: ErrorCode, message: str) -> None:
+        """End every attempt so that its gateway tries again elsewhere."""
+        self.stop_accepting()
+        for attempt in self.held:
+            self._fail(attempt, code, message, retryable=True)
+        self._publisher.wake()
+
+    # --- the end of an attempt ---------------------------------------------------------------------------------------
+
+    def _finish(self, attempt: Attempt) -> None:
+        self._end(attempt, attempt.finished(), "cancelled" if attempt.was_cancelled else "ok", None)
+
+    def _fail(
+        self, attempt: Attempt, code: ErrorCode, message: str, *, retryable: bool, param: str | None = None
+    ) -> None:
+        if attempt.in_engine:
+            self._engine.cancel(attempt.id)
+        frame = attempt.failed(code, message, retryable=retryable, param=param)
+        self._end(attempt, frame, "failed", code)
+
+    def _end(self, attempt: Attempt, last_frame: bytes, outcome: Outcome, error_code: str | None) -> None:
+        del self._held[attempt.id]
+        if (fetch := self._fetches.pop(attempt.id, None)) is not None:
+            fetch.cancel()
+        self._publisher.send(attempt.job.reply_subject, last_frame)
+        self._publisher.ack(attempt.delivery)
+        record = attempt_record(self._settings, self._engine.name, attempt, outcome, error_code)
+        self._outbox.put(attempt.id, encode(record))
+        self._recent.add(attempt)
+        if attempt.holds_credit:
+            self._credit.give_back(attempt.cost)
+        elif attempt in self._waiting:
+            self._waiting.remove(attempt)
+        self._start_what_fits()
+        if not self._held:
+            self._is_idle.set()
+        self._on_room()
+
+
+def _wire_logprob(logprob: EngineLogprob) -> TokenLogprob:
+    return TokenLogprob(logprob.token_id, logprob.text, logprob.logprob, logprob.bytes, tuple(logprob.top))

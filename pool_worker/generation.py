@@ -1,0 +1,42 @@
+"""A job of the queue as a request to the engine."""
+
+from engine.types import GenerationRequest, ResumePoint, SamplingParams
+from protocol.messages import Job, Sampling, unpack_token_ids
+
+
+def prompt_tokens_of(job: Job) -> int:
+    """Return the prompt's length: counted where the ids are in the job, as the gateway says where they are not."""
+    return job.prompt_tokens if job.prompt_object is not None else len(job.prompt_ids) // 4
+
+
+def generation_request(request_id: str, job: Job, prompt_ids: list[int]) -> GenerationRequest:
+    """Translate a job. Raises ProtocolError if a resume point's tokens are not whole 32-bit integers.
+
+    Choices that are already complete go in as well: the engine ends them again at once, and the others keep the
+    numbers that their seeds depend on.
+    """
+    resume = tuple(ResumePoint(p.index, tuple(unpack_token_ids(p.token_ids)), p.text_chars) for p in job.resume)
+    return GenerationRequest(request_id, prompt_ids, sampling_params(job.sampling), resume)
+
+
+def sampling_params(sampling: Sampling) -> SamplingParams:
+    """Translate the wire's sampling parameters."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        seed=sampling.seed,
+        n=sampling.n,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )

@@ -1,0 +1,84 @@
+"""The worker's entry in the registry."""
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+from pool_worker.credit import Credit
+from pool_worker.executor import Executor
+from pool_worker.settings import WorkerSettings
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, encode
+from protocol.topology import HEARTBEAT_PERIOD_S
+
+# How NATS' key-value buckets mark an entry as deleted, its history too (ADR-8).
+PURGE_HEADERS: Final = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
+
+log = logging.getLogger(__name__)
+
+
+class Heart:
+    """Puts a Heartbeat into the registry again and again, until the entry is removed."""
+
+    def __init__(self, settings: WorkerSettings, bus: Bus, engine: str, executor: Executor, credit: Credit) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._engine = engine
+        self._executor = executor
+        self._credit = credit
+        self._subject = subjects.heartbeat_subject(settings.worker_id)
+        self._started_unix_ms = _now_unix_ms()
+        self._is_failing = False
+
+    async def run(self) -> None:
+        """Beat for ever; cancel it to stop."""
+        while True:
+            await self.beat()
+            await asyncio.sleep(HEARTBEAT_PERIOD_S)
+
+    async def beat(self) -> None:
+        """Put one heartbeat."""
+        try:
+            await self._bus.publish(self._subject, encode(self._heartbeat()))
+        except BusError as error:
+            if not self._is_failing:
+                log.warning("no heartbeat can be sent: %s", error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    async def remove(self) -> None:
+        """Take the worker out of the registry."""
+        try:
+            await self._bus.publish(self._subject, b"", headers=PURGE_HEADERS)
+        except BusError as error:
+            log.warning("the registry entry stays until it expires: %s", error)
+
+    def _heartbeat(self) -> Heartbeat:
+        settings, capacity = self._settings, self._credit.capacity
+        return Heartbeat(
+            v=PROTOCOL_VERSION,
+            worker_id=settings.worker_id,
+            pool=settings.pool,
+            provider=settings.provider,
+            region=settings.region,
+            tier=settings.tier,
+            engine=self._engine,
+            models=settings.models,
+            usd_per_hour=settings.usd_per_hour,
+            max_sequences=capacity.max_sequences,
+            max_kv_tokens=capacity.max_kv_tokens,
+            free_sequences=self._credit.free_sequences,
+            free_kv_tokens=self._credit.free_kv_tokens,
+            running=len(self._executor.held),
+            started_unix_ms=self._started_unix_ms,
+            sent_unix_ms=_now_unix_ms(),
+            draining=self._executor.is_draining,
+        )
+
+
+def _now_unix_ms() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,104 @@
+"""Everything the worker says about jobs: one message of frames per gateway and engine step, then acknowledgements.
+
+Callers only add; one task sends, so that frames of an attempt leave in the order of their numbers. What cannot be sent
+is dropped: the gateway notices the gap and asks for it again.
+"""
+
+import asyncio
+import logging
+from typing import Final
+
+import msgspec
+
+from protocol import pull
+from protocol.bus import HEADER_ROOM_BYTES, Bus
+from protocol.errors import BusError
+from protocol.messages import PROTOCOL_VERSION, encode
+from protocol.pull import Delivery
+
+STEP_ROOM_BYTES: Final = 256  # a StepFrame without its frames
+
+log = logging.getLogger(__name__)
+
+
+class _EncodedStep(msgspec.Struct, array_like=True):
+    """A StepFrame whose frames are encoded already; the same on the wire."""
+
+    v: int
+    worker_id: str
+    frames: list[msgspec.Raw]
+
+
+class Publisher:
+    """Sends frames and acknowledgements. ``run`` must be running for anything to leave."""
+
+    def __init__(self, bus: Bus, worker_id: str) -> None:
+        self._bus = bus
+        self._worker_id = worker_id
+        self._frames: dict[str, list[bytes]] = {}  # reply subject → encoded frames
+        self._acks: list[Delivery] = []
+        self._wake = asyncio.Event()
+        self._is_failing = False
+
+    def send(self, reply_subject: str, frame: bytes) -> None:
+        """Add a frame to the next message to ``reply_subject``; it leaves after ``wake``."""
+        frames = self._frames.get(reply_subject)
+        if frames is None:
+            self._frames[reply_subject] = [frame]
+        else:
+            frames.append(frame)
+
+    def ack(self, delivery: Delivery) -> None:
+        """Take a job off the queue once the frames added before have been sent."""
+        self._acks.append(delivery)
+
+    def wake(self) -> None:
+        """Send what has been added as soon as the event loop comes to it."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Send for ever; cancel it to stop."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Send what has been added."""
+        frames, self._frames = self._frames, {}
+        acks, self._acks = self._acks, []
+        try:
+            for reply_subject, encoded in frames.items():
+                await self._send_steps(reply_subject, encoded)
+            for delivery in acks:
+                await pull.ack(self._bus, delivery)
+        except BusError as error:
+            self._note_failure(error)
+        else:
+            self._is_failing = False
+
+    async def _send_steps(self, reply_subject: str, encoded: list[bytes]) -> None:
+        limit = self._bus.client.max_payload - HEADER_ROOM_BYTES - STEP_ROOM_BYTES
+        for part in split_frames(encoded, limit):
+            step = _EncodedStep(PROTOCOL_VERSION, self._worker_id, list(map(msgspec.Raw, part)))
+            await self._bus.publish(reply_subject, encode(step))
+
+    def _note_failure(self, error: BusError) -> None:
+        if not self._is_failing:
+            log.warning("frames could not be sent, gateways will ask for them: %s", error)
+        self._is_failing = True
+
+
+def split_frames(encoded: list[bytes], limit_bytes: int) -> list[list[bytes]]:
+    """Cut a list of frames, in order, into parts of at most ``limit_bytes`` (or one frame, if that is larger)."""
+    if sum(map(len, encoded)) <= limit_bytes:
+        return [encoded]
+    parts: list[list[bytes]] = [[]]
+    room = limit_bytes
+    for frame in encoded:
+        if len(frame) > room and parts[-1]:
+            parts.append([])
+            room = limit_bytes
+        parts[-1].append(frame)
+        room -= len(frame)
+    return parts

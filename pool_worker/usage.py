@@ -1,0 +1,38 @@
+"""The ledger's record of one attempt."""
+
+from typing import Final, Literal
+
+from pool_worker.attempt import Attempt
+from pool_worker.settings import WorkerSettings
+from protocol.messages import PROTOCOL_VERSION, AttemptRecord
+
+OUTBOX_RECORDS: Final = 2048  # not yet stored; from there on the worker pulls nothing
+Outcome = Literal["ok", "cancelled", "failed"]
+
+
+def attempt_record(
+    settings: WorkerSettings, engine: str, attempt: Attempt, outcome: Outcome, error_code: str | None
+) -> AttemptRecord:
+    """Make the record of an attempt that ends now."""
+    return AttemptRecord(
+        v=PROTOCOL_VERSION,
+        request_id=attempt.job.request_id,
+        attempt=attempt.job.attempt,
+        worker_id=settings.worker_id,
+        pool=settings.pool,
+        provider=settings.provider,
+        region=settings.region,
+        tier=settings.tier,
+        engine=engine,
+        model=attempt.job.model,
+        started_unix_ms=attempt.started_unix_ms,
+        outcome=outcome,
+        error_code=error_code,
+        prompt_tokens=attempt.prompt_tokens,
+        cached_tokens=0,
+        completion_tokens=attempt.completion_tokens,
+        queue_ms=attempt.queue_ms,
+        ttft_ms=attempt.ttft_ms,
+        total_ms=attempt.elapsed_ms(),
+        usd_per_hour=settings.usd_per_hour,
+    )

@@ -1,0 +1,123 @@
+"""One worker's parts and the order in which they start and stop.
+
+the way out   publisher, outbox                                 first up, last down
+the work      engine steps, pulls, progress, heartbeat, cards   ends by a drain, or when one of them fails
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from pool_worker.cards import ModelCards
+from pool_worker.consumer import Consumer
+from pool_worker.control import ControlListener
+from pool_worker.credit import Credit
+from pool_worker.engines.base import Capacity, Engine, EngineDiedError
+from pool_worker.executor import Executor
+from pool_worker.heartbeat import Heart
+from pool_worker.publisher import Publisher
+from pool_worker.settings import WorkerSettings
+from pool_worker.usage import OUTBOX_RECORDS
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import ErrorCode
+from protocol.outbox import Outbox
+
+OUTBOX_FLUSH_LIMIT_S: Final = 10.0  # at shutdown
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """A connected worker whose engine has started. Make it inside the TaskGroup that its small tasks shall live in."""
+
+    def __init__(
+        self, settings: WorkerSettings, bus: Bus, engine: Engine, capacity: Capacity, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._drain_s = settings.drain_s
+        self._tasks = tasks
+        self._engine = engine
+        credit = Credit(capacity)
+        has_room = asyncio.Event()
+        self._publisher = Publisher(bus, settings.worker_id)
+        self._outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, OUTBOX_RECORDS)
+        self._executor = Executor(
+            settings,
+            bus,
+            engine,
+            credit=credit,
+            publisher=self._publisher,
+            outbox=self._outbox,
+            spawn=tasks.create_task,
+            on_room=has_room.set,
+        )
+        self._consumer = Consumer(bus, settings.models, self._executor, credit, self._outbox, has_room=has_room)
+        self._control = ControlListener(bus, settings.worker_id, self._executor)
+        self._heart = Heart(settings, bus, engine.name, self._executor, credit)
+        self._cards = ModelCards(bus, engine, settings.models)
+        bus.on_reconnect(self._on_reconnected)
+
+    async def serve(self, stopping: asyncio.Event, on_ready: Callable[[], None] | None) -> None:
+        """Work until ``stopping`` is set, then drain. Raises EngineDiedError once its jobs have been handed back."""
+        sending = [self._tasks.create_task(self._publisher.run()), self._tasks.create_task(self._outbox.run())]
+        try:
+            await self._work(stopping, on_ready)
+        finally:
+            self._executor.fail_all(ErrorCode.INTERNAL_ERROR, "the worker failed")  # nothing is left in good times
+            await self._publisher.flush()
+            await self._outbox.flush(OUTBOX_FLUSH_LIMIT_S)
+            await self._heart.remove()
+            for task in sending:
+                task.cancel()
+
+    async def _work(self, stopping: asyncio.Event, on_ready: Callable[[], None] | None) -> None:
+        async with asyncio.TaskGroup() as work:
+            pulling = work.create_task(self._pull_jobs(on_ready), name="pulls")
+            keeping = [
+                work.create_task(self._consumer.run_progress(), name="progress"),
+                work.create_task(self._cards.run(), name="cards"),
+                work.create_task(self._heart.run(), name="heartbeat"),
+            ]
+            stepping = work.create_task(self._run_engine(), name="engine")
+            told_to_stop = work.create_task(stopping.wait(), name="stopping")
+            await asyncio.wait({stepping, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
+            pulling.cancel()
+            await self._drain()
+            for task in (told_to_stop, stepping, *keeping):
+                task.cancel()
+        if not stepping.cancelled():
+            raise stepping.result()
+
+    async def _pull_jobs(self, on_ready: Callable[[], None] | None) -> None:
+        await self._consumer.wait_for_consumers()
+        await self._cards.publish()
+        await self._control.start()
+        await self._consumer.start()
+        await self._heart.beat()
+        if on_ready is not None:
+            on_ready()
+        await self._consumer.run()
+
+    async def _run_engine(self) -> EngineDiedError:
+        """Step until the engine is lost; return why."""
+        try:
+            async for outputs in self._engine.steps():
+                self._executor.take(outputs)
+        except EngineDiedError as error:
+            death = error
+        else:
+            death = EngineDiedError("the engine stopped by itself")
+        log.error("the engine died, %d jobs are handed back: %s", len(self._executor.held), death)
+        self._executor.fail_all(ErrorCode.ENGINE_DIED, str(death))
+        return death
+
+    async def _drain(self) -> None:
+        self._executor.stop_accepting()
+        await self._heart.beat()
+        await self._consumer.stop()
+        await self._executor.drain(self._drain_s)
+
+    async def _on_reconnected(self) -> None:
+        self._consumer.forget_pulls()
+        self._cards.publish_again()

@@ -1,0 +1,167 @@
+"""The gateway's side of the wire, for tests of the worker: publishes jobs, collects frames, checks the fence."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from pool_worker.engines.scripted_words import build_tokenizer
+from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
+from pool_worker.worker import Worker
+from protocol import messages as m
+from protocol import subjects, topology
+from protocol.bus import Bus
+
+MODEL = "scripted/test.v1"
+WAIT_S = 60
+TOKENIZER = build_tokenizer()
+
+Attempt = tuple[str, int]
+
+
+def settings_for(url: str, *, worker_id: str = "w1", drain_s: float = 20.0, **engine: Any) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id=worker_id,
+        pool="test",
+        nats_urls=(url,),
+        models=(MODEL,),
+        drain_s=drain_s,
+        engine=ScriptedEngineSettings(**engine),
+    )
+
+
+class PlayingGateway:
+    """Publishes jobs and keeps every frame that comes back, by attempt."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.reply_subject = subjects.frames_subject("g1")
+        self.steps: list[m.StepFrame] = []
+        self.frames: dict[Attempt, list[m.Frame]] = {}
+        self.records: list[m.AttemptRecord] = []
+        self.loses: Callable[[m.Frame], bool] = lambda _frame: False
+        self._changed = asyncio.Event()
+        self._numbers = count(1)
+
+    async def start(self, models: tuple[str, ...] = (MODEL,)) -> None:
+        await topology.apply(self.bus, list(models), topology.QueueBounds())
+        await self.bus.subscribe(self.reply_subject, self._on_step)
+        await self.bus.subscribe(subjects.ATTEMPT_USAGE_SUBJECT, self._on_record)
+
+    async def _on_step(self, message: Msg) -> None:
+        step = m.decode_step(message.data)
+        self.steps.append(step)
+        for frame in step.frames:
+            if not self.loses(frame):
+                self.frames.setdefault((frame.request_id, frame.attempt), []).append(frame)
+        self._changed.set()
+
+    async def _on_record(self, message: Msg) -> None:
+        record = m.decode_usage(message.data)
+        assert isinstance(record, m.AttemptRecord)
+        self.records.append(record)
+        self._changed.set()
+
+    def job(self, prompt: str = "hello", *, attempt: int = 1, request_id: str | None = None, **fields: Any) -> m.Job:
+        sampling = {name: fields.pop(name) for name in set(m.Sampling.__struct_fields__) & set(fields)}
+        return m.Job(
+            v=m.PROTOCOL_VERSION,
+            request_id=request_id or f"r{next(self._numbers)}",
+            attempt=attempt,
+            model=fields.pop("model", MODEL),
+            reply_subject=self.reply_subject,
+            sampling=m.Sampling(**{"max_tokens": 16, **sampling}),
+            prompt_ids=fields.pop("prompt_ids", m.pack_token_ids(TOKENIZER.encode(prompt).ids)),
+            **fields,
+        )
+
+    async def publish(self, job: m.Job) -> Attempt:
+        await self.bus.publish_durable(
+            subjects.job_subject(job.model), m.encode(job), message_id=f"{job.request_id}.{job.attempt}"
+        )
+        return job.request_id, job.attempt
+
+    async def ask(self, prompt: str = "hello", **fields: Any) -> Attempt:
+        return await self.publish(self.job(prompt, **fields))
+
+    async def control(self, worker_id: str, message: m.Control) -> None:
+        await self.bus.publish(subjects.control_subject(worker_id), m.encode(message))
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def last(self, attempt: Attempt) -> m.Frame | None:
+        frames = self.frames.get(attempt)
+        return frames[-1] if frames else None
+
+    def is_over(self, attempt: Attempt) -> bool:
+        return isinstance(self.last(attempt), m.Finished | m.Failed)
+
+    async def end_of(self, attempt: Attempt) -> m.Frame:
+        await self.wait(lambda: self.is_over(attempt))
+        last = self.last(attempt)
+        assert last is not None
+        return last
+
+    async def tokens_of(self, attempt: Attempt, at_least: int) -> None:
+        await self.wait(lambda: len(self.token_ids(attempt)) >= at_least)
+
+    def tokens(self, attempt: Attempt, index: int = 0) -> list[m.Tokens]:
+        frames = self.frames.get(attempt, [])
+        return [frame for frame in frames if isinstance(frame, m.Tokens) and frame.index == index]
+
+    def token_ids(self, attempt: Attempt, index: int = 0) -> list[int]:
+        return [id_ for frame in self.tokens(attempt, index) for id_ in frame.token_ids]
+
+    def text(self, attempt: Attempt, index: int = 0) -> str:
+        return "".join(frame.text for frame in self.tokens(attempt, index))
+
+    def assert_numbered_without_gaps(self, attempt: Attempt) -> None:
+        assert [frame.seq for frame in self.frames[attempt]] == list(range(len(self.frames[attempt])))
+
+    async def queued(self) -> int:
+        info = await self.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+        return int(info["state"]["messages"])
+
+    async def wait_until_queue_is_empty(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while await self.queued():
+                await asyncio.sleep(0.02)
+
+    async def stored_attempts(self) -> int:
+        info = await self.bus.api(
+            f"STREAM.INFO.{subjects.USAGE_STREAM}", {"subjects_filter": subjects.ATTEMPT_USAGE_SUBJECT}
+        )
+        return int(info["state"]["messages"])
+
+
+@asynccontextmanager
+async def running_worker(settings: WorkerSettings) -> AsyncIterator[asyncio.Event]:
+    """Run a worker on this event loop; setting the event that is yielded makes it drain. At the end it must end."""
+    from pool_worker import engines
+
+    bus = await Bus.connect(list(settings.nats_urls), name=settings.worker_id)
+    engine = engines.create(settings.engine)
+    capacity = await engine.start()
+    stopping, ready = asyncio.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            await Worker(settings, bus, engine, capacity, tasks).serve(stopping, ready.set)
+
+    serving = asyncio.create_task(serve())
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.wait({serving, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            yield stopping
+        finally:
+            stopping.set()
+            await serving
+            await engine.stop()
+            await bus.close()
