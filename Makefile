@@ -44,6 +44,7 @@ lock: ## Resolve the dependencies anew
 	  pyproject.toml requirements/torch.in -o requirements/worker.txt
 	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --group dev -c requirements/worker.txt \
 	  pyproject.toml requirements/torch.in -o requirements/dev.txt
+	echo setuptools | $(UV_COMPILE) -c requirements/worker.txt - -o requirements/build.txt
 
 clean: ## Remove the virtual environment and caches (never the data folder)
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
