@@ -94,6 +94,9 @@ class Ledger:
     async def has(self, requests: int, attempts: int) -> bool:
         return await self.counts() == (requests, attempts)
 
+    async def has_at_least(self, records: int) -> bool:
+        return sum(await self.counts()) >= records
+
 
 async def until(condition: Callable[[], Awaitable[bool]], limit_s: float = 60.0) -> None:
     async with asyncio.timeout(limit_s):

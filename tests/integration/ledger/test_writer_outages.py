@@ -129,3 +129,15 @@ async def test_no_more_than_two_batches_are_ever_taken(
         assert 0 < info["num_ack_pending"] <= 2 * 50
     await until(lambda: ledger.has(300, 0))
     await writer.stop()
+
+
+async def test_a_consumer_made_anew_is_used_at_once(ledger: Ledger, database_url: str) -> None:
+    await ledger.apply_topology()
+    writer = RunningWriter(ledger, database_url)
+    await ledger.publish([request_record("before")])
+    await until(lambda: ledger.has(1, 0))
+    await ledger.bus.api("CONSUMER.DELETE.USAGE.ledger")
+    await ledger.publish([request_record("meanwhile")])
+    await ledger.apply_topology()  # delivers the whole stream again
+    await until(lambda: ledger.has(2, 0))
+    await writer.stop()
