@@ -63,6 +63,7 @@ RATE_PER_S: Final = 200.0
 CONNECTIONS: Final = 64
 STREAMS: Final = 64
 TOKEN_MS: Final = 20.0
+TABLE_WIDTH: Final = 150
 WORDS: Final = ("why", "does", "the", "river", "rise", "over", "a", "dam", "when", "its", "gates", "hold", "water")
 
 
@@ -214,6 +215,7 @@ class Loads:
                 {
                     "model": model,
                     "max_tokens": tokens,
+                    "ignore_eos": True,  # as long as asked for, not as the script would have it
                     "messages": [{"role": "user", "content": " ".join(self._random.choices(WORDS, k=PROMPT_WORDS))}],
                     **options,
                 },
@@ -286,7 +288,7 @@ def machine() -> dict[str, Any]:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=TABLE_WIDTH)
     report: dict[str, Any] = {"benchmark": "gateway_overhead", "quick": arguments.quick, **machine()}
     console.print({name: value for name, value in report.items() if name != "benchmark"})
     with tempfile.TemporaryDirectory(prefix="spillway-overhead-") as folder:

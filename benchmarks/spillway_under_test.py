@@ -1,5 +1,6 @@
 """A whole Spillway with scripted engines in a folder of its own, as processes whose CPU time can be told apart."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -53,7 +54,7 @@ async def running_spillway(folder: Path, token_ms: float) -> AsyncIterator[Runni
     config_path = folder / "config.json"
     config_path.write_text(json.dumps(settings(folder, gateway_port, nats_port, token_ms)))
     config = load_config(config_path, env={})
-    upgrade(config.database_url)
+    await asyncio.to_thread(upgrade, config.database_url)
     api_key = await _new_key(config)
     async with AsyncExitStack() as stack:
         nats = EmbeddedNats(folder, nats_port)
