@@ -3,8 +3,10 @@
     add_request → schedule → forward → sample → text → SequenceOutput
                   scheduler  runner    sampler  choice
 
-Synchronous and not thread-safe: one thread calls everything. Prefix cache, preemption, grammars and GPUs attach to the
-block pool's release, the scheduler's admission, the sampler's processors and the attention function.
+Synchronous and not thread-safe: one thread makes the engine and calls everything. (Making it in another thread works,
+but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a third.) Prefix cache,
+preemption, grammars and GPUs attach to the block pool's release, the scheduler's admission, the sampler's processors
+and the attention function.
 """
 
 import torch

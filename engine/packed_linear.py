@@ -28,13 +28,23 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace every plain `nn.Linear` of the model, where this build of torch has oneDNN.
+    """Replace every plain `nn.Linear` of the model that oneDNN can compute in its dtype on this CPU.
 
     A weight that is also used elsewhere (the embedding of a tied model) stays where it is, beside its packed copy.
     """
-    if not torch._C._has_mkldnn:
-        return
+    dtypes = _packable_dtypes()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child.weight.dtype in dtypes:
                 setattr(parent, name, PackedLinear(child))
+
+
+def _packable_dtypes() -> set[torch.dtype]:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return set()
+    supported = {
+        torch.float32: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),  # noqa: SLF001
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),  # noqa: SLF001
+    }
+    return {dtype for dtype, is_supported in supported.items() if is_supported}

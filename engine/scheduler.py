@@ -71,10 +71,14 @@ class Scheduler:
         sequence.block_runs = []
 
     def schedule(self) -> list[Chunk]:
-        """Choose the next step's chunks. Sequences that need one token go first: they are what a client watches."""
+        """Choose the next step's chunks, oldest sequence first.
+
+        A chunk that does not catch up takes the rest of the budget, so at most one sequence, the newest, is in the
+        middle of its prompt, and a long prompt cannot stall the streams before it.
+        """
         budget = self.max_batched_tokens
         chunks: list[Chunk] = []
-        for sequence in sorted(self.running, key=lambda running: running.pending_tokens > 1):
+        for sequence in self.running:
             if budget == 0:
                 return chunks
             chunks.append(Chunk(sequence, min(sequence.pending_tokens, budget)))
