@@ -11,11 +11,13 @@ from typing import Annotated, Final
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from gateway.ledger.report import GroupBy, ReportTooLarge, UsageRow, usage_report
 from spillway.cli.context import ConfigOption, DataOption, database, fail, out, run_async, running_or_config
 
+TABLE_WIDTH_CHARS: Final = 110
 GROUPS: Final[dict[str, GroupBy]] = {"model": "model", "key": "key", "day": "day"}
 
 
@@ -101,22 +103,25 @@ def _print(rows: Sequence[UsageRow], groups: Sequence[GroupBy], output: Format) 
     elif not rows:
         out.print("no requests in this time")
     else:
-        out.print(_table(rows, groups))
+        # A pipe has no width; a narrow terminal wraps better than it truncates.
+        out.print(_table(rows, groups), width=max(out.width, TABLE_WIDTH_CHARS), crop=False, soft_wrap=False)
 
 
 def _table(rows: Sequence[UsageRow], groups: Sequence[GroupBy]) -> Table:
-    table = Table(*groups)
-    numbers = ("requests", "ok", "failed", "canc.", "retried", "prompt", "cached", "output")
-    times = ("TTFT p50", "p95", "TPOT p50", "queue p50", "p95")
-    for name in (*numbers, *times):
-        table.add_column(name, justify="right")
+    """What fits a line of some 100 characters; the other formats have every column."""
+    table = Table(
+        *groups, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="TTFT, TPOT, queue wait: milliseconds, p50 / p95"
+    )
+    for name in ("requests", "failed", "canc.", "retried", "prompt", "cached", "output", "TTFT", "TPOT", "queue"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         key = row.key_name or row.key_id or ""
         labels = [{"day": str(row.day), "model": row.model or "", "key": key}[group] for group in groups]
-        counts = (row.requests, row.ok, row.failed, row.cancelled, row.retried)
+        counts = (row.requests, row.failed, row.cancelled, row.retried)
         tokens = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
-        latencies = (row.ttft_p50_ms, row.ttft_p95_ms, row.tpot_p50_ms, row.queue_p50_ms, row.queue_p95_ms)
-        table.add_row(*labels, *(f"{n:,}" for n in (*counts, *tokens)), *(_ms(value) for value in latencies))
+        ttft = f"{_ms(row.ttft_p50_ms)} / {_ms(row.ttft_p95_ms)}"
+        queue = f"{_ms(row.queue_p50_ms)} / {_ms(row.queue_p95_ms)}"
+        table.add_row(*labels, *(f"{n:,}" for n in (*counts, *tokens)), ttft, _ms(row.tpot_p50_ms), queue)
     return table
 
 
