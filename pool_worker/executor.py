@@ -102,15 +102,21 @@ class Executor:
         self._publisher.wake()
 
     def _adopt(self, id_: str, job: Job, delivery: Delivery) -> bool:
-        """Whether this worker runs or ran this very attempt: the message came again, the work must not."""
-        if (attempt := self._held.get(id_)) is not None:
+        """Whether this worker runs or ran this very attempt: the message came again, the work must not.
+
+        Either the queue lost sight of us, or it lost the message and the gateway, our frames; so all are sent again.
+        """
+        attempt = self._held.get(id_)
+        if attempt is not None:
             attempt.delivery = delivery
-            return True
-        if (attempt := self._recent.get(id_)) is not None:
-            self._replay(attempt, 0, job.reply_subject)
+        else:
+            attempt = self._recent.get(id_)
+            if attempt is None:
+                return False
             self._publisher.ack(delivery)
-            return True
-        return False
+        self._replay(attempt, 0, job.reply_subject)
+        self._publisher.wake()
+        return True
 
     def _decline(self, job: Job, delivery: Delivery, code: ErrorCode, message: str) -> None:
         retryable = code is not ErrorCode.DEADLINE_EXCEEDED

@@ -1,0 +1,366 @@
+"""What every engine a worker can run must do (pool_worker/engines/base.py)."""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.types import GenerationRequest, ResumePoint, SamplingParams, SequenceOutput
+from pool_worker import engines
+from pool_worker.engines.base import Capacity, Engine, EngineDiedError, Refusal
+from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings
+from protocol.artifacts import tokenizer_object_name
+from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
+
+WAIT_S = 60
+MAX_SEQUENCES = 4
+MAX_MODEL_LEN = 200
+PROMPT = tuple(range(40, 60))
+
+
+@dataclass
+class Answer:
+    """All that a choice yielded, put together, and after how many tokens how much text was out."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    chars_by_token: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def take(self, output: SequenceOutput) -> None:
+        assert self.finish_reason is None, "output after the end"
+        self.token_ids += output.token_ids
+        self.text += output.text
+        self.logprobs += output.logprobs or []
+        self.chars_by_token += [len(self.text)] * len(output.token_ids)
+        self.finish_reason, self.error = output.finish_reason, output.error
+
+    def facts(self) -> tuple[list[int], str, str | None]:
+        return self.token_ids, self.text, self.finish_reason
+
+
+class Driver:
+    """Iterates an engine's steps, as a worker does, and lets a test wait for what comes."""
+
+    def __init__(self, engine: Engine, capacity: Capacity) -> None:
+        self.engine = engine
+        self.capacity = capacity
+        self.answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
+        self.refusals: dict[str, Refusal] = {}
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        async for outputs in self.engine.steps():
+            for output in outputs:
+                self.answers[output.request_id, output.index].take(output)
+                if isinstance(output, Refusal):
+                    self.refusals[output.request_id] = output
+            self._changed.set()
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def end_of(self, *ids: str, n: int = 1) -> list[Answer]:
+        answers = [self.answers[id_, index] for id_ in ids for index in range(n)]
+        await self.wait(lambda: all(answer.finish_reason for answer in answers))
+        return answers
+
+    async def answer(self, request: GenerationRequest) -> Answer:
+        self.engine.submit(request)
+        (answer,) = await self.end_of(request.request_id)
+        return answer
+
+
+def request(name: str = "r", prompt: tuple[int, ...] = PROMPT, **params: Any) -> GenerationRequest:
+    resume = params.pop("resume", ())
+    defaults = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    return GenerationRequest(name, prompt, SamplingParams(**{**defaults, **params}), resume)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    llama().save_pretrained(folder)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(params=["scripted", "spillway"])
+def settings(request: pytest.FixtureRequest) -> EngineSettings:
+    if request.param == "scripted":
+        return ScriptedEngineSettings(
+            max_sequences=MAX_SEQUENCES, max_model_len=MAX_MODEL_LEN, max_kv_tokens=1000, faults_from_prompt=True
+        )
+    folder = request.getfixturevalue("model_folder")
+    return LocalEngineSettings(
+        path=folder, max_sequences=MAX_SEQUENCES, max_model_len=MAX_MODEL_LEN, kv_mib=8, threads=1
+    )
+
+
+@contextlib.asynccontextmanager
+async def driving(settings: EngineSettings) -> AsyncIterator[Driver]:
+    engine = engines.create(settings)
+    driver = Driver(engine, await engine.start())
+    running = asyncio.create_task(driver.run())
+    try:
+        yield driver
+    finally:
+        await engine.stop()
+        async with asyncio.timeout(WAIT_S):
+            await running  # `stop` ends the steps, whatever is still running
+
+
+@pytest.fixture
+async def driver(settings: EngineSettings) -> AsyncIterator[Driver]:
+    async with driving(settings) as driver:
+        yield driver
+
+
+def test_the_registry_makes_what_the_settings_name(settings: EngineSettings) -> None:
+    assert engines.create(settings).name == settings.kind
+
+
+async def test_it_says_what_fits(driver: Driver) -> None:
+    assert driver.capacity.max_sequences == MAX_SEQUENCES
+    assert driver.capacity.max_model_len == MAX_MODEL_LEN
+    assert driver.capacity.max_kv_tokens >= MAX_MODEL_LEN
+
+
+async def test_the_card_lets_a_gateway_count(driver: Driver) -> None:
+    card, tokenizer_json = driver.engine.model_card("some/model")
+    tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+    assert tokenizer.decode(tokenizer.encode("so it goes, é", add_special_tokens=False).ids) == "so it goes, é"
+    assert (card.model, card.context_length) == ("some/model", MAX_MODEL_LEN)
+    assert card.tokenizer_object == tokenizer_object_name(tokenizer_json)
+    assert card.chat_template
+    assert "eos_token" in card.special_tokens
+
+
+async def test_it_streams(driver: Driver) -> None:
+    answer = await driver.answer(request())
+    assert len(answer.token_ids) == 24
+    assert answer.finish_reason == "length"
+    _, tokenizer_json = driver.engine.model_card("m")
+    decoded = Tokenizer.from_str(tokenizer_json.decode()).decode(answer.token_ids)
+    assert answer.text == decoded
+    assert len(set(answer.chars_by_token)) > 5
+
+
+async def test_max_tokens(driver: Driver) -> None:
+    for max_tokens in (1, 2, 7):
+        answer = await driver.answer(request(f"r{max_tokens}", max_tokens=max_tokens))
+        assert (len(answer.token_ids), answer.finish_reason) == (max_tokens, "length")
+
+
+async def test_choices_are_numbered_and_end_each(driver: Driver) -> None:
+    driver.engine.submit(request("r", n=3, temperature=1.0, seed=5))
+    answers = await driver.end_of("r", n=3)
+    assert [answer.finish_reason for answer in answers] == ["length"] * 3
+    assert len({tuple(answer.token_ids) for answer in answers}) == 3
+
+
+async def test_more_choices_than_fit_wait_for_each_other(driver: Driver) -> None:
+    driver.engine.submit(request("r", n=MAX_SEQUENCES + 2))
+    answers = await driver.end_of("r", n=MAX_SEQUENCES + 2)
+    assert all(len(answer.token_ids) == 24 for answer in answers)
+
+
+async def test_a_stop_string_ends_the_text_before_it(driver: Driver) -> None:
+    whole = await driver.answer(request("whole"))
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    answer = await driver.answer(request("stopped", stop=(stop,)))
+    assert answer.finish_reason == "stop"
+    assert answer.text == whole.text[: whole.text.index(stop)]
+
+
+async def test_a_stop_token_ends_the_choice(driver: Driver) -> None:
+    whole = await driver.answer(request("whole"))
+    stop = whole.token_ids[9]
+    answer = await driver.answer(request("stopped", stop_token_ids=(stop,)))
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+async def test_logprobs_come_with_every_token(driver: Driver) -> None:
+    answer = await driver.answer(request(logprobs=3))
+    assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
+    for entry in answer.logprobs:
+        assert entry.logprob <= 0
+        assert len(entry.top) == 3
+        assert [candidate[2] for candidate in entry.top] == sorted((c[2] for c in entry.top), reverse=True)
+        assert entry.top[0][0] == entry.token_id  # greedy
+        assert entry.bytes.decode(errors="replace") == entry.text
+
+
+async def test_cancelling_is_idempotent_and_frees_the_place(driver: Driver) -> None:
+    for number in range(MAX_SEQUENCES):
+        driver.engine.submit(request(f"long{number}", max_tokens=150))
+    driver.engine.submit(request("next", max_tokens=3))
+    for number in range(MAX_SEQUENCES):
+        await driver.wait(lambda id_=f"long{number}": driver.answers[id_, 0].token_ids)
+        driver.engine.cancel(f"long{number}")
+        driver.engine.cancel(f"long{number}")
+    answers = await driver.end_of(*(f"long{number}" for number in range(MAX_SEQUENCES)))
+    assert {answer.finish_reason for answer in answers} <= {"cancelled", "length"}
+    assert "cancelled" in {answer.finish_reason for answer in answers}
+    (answer,) = await driver.end_of("next")
+    assert answer.finish_reason == "length"
+
+
+async def test_what_waits_can_be_cancelled_too(driver: Driver) -> None:
+    for number in range(MAX_SEQUENCES):
+        driver.engine.submit(request(f"long{number}", max_tokens=150))
+    driver.engine.submit(request("waiting", max_tokens=150))
+    driver.engine.cancel("waiting")
+    (answer,) = await driver.end_of("waiting")
+    assert (answer.token_ids, answer.finish_reason) == ([], "cancelled")
+
+
+async def test_cancelling_the_unknown_changes_nothing(driver: Driver) -> None:
+    driver.engine.cancel("nobody")
+    answer = await driver.answer(request())
+    driver.engine.cancel("r")
+    again = await driver.answer(request("again"))
+    assert again.facts() == answer.facts()
+
+
+@pytest.mark.parametrize("sampling", [{}, {"stop": (" zzz", "never")}, {"temperature": 1.0, "seed": 3}], ids=str)
+async def test_resuming_anywhere_equals_the_undisturbed_answer(driver: Driver, sampling: dict[str, Any]) -> None:
+    whole = await driver.answer(request("whole", **sampling))
+    for done in (1, 5, 12, len(whole.token_ids) - 1):
+        seen = whole.chars_by_token[done - 1]
+        point = ResumePoint(0, tuple(whole.token_ids[:done]), seen)
+        rest = await driver.answer(request(f"from{done}", resume=(point,), **sampling))
+        assert whole.token_ids[:done] + rest.token_ids == whole.token_ids
+        assert whole.text[:seen] + rest.text == whole.text
+        assert rest.finish_reason == whole.finish_reason
+
+
+async def test_a_complete_choice_ends_again_without_a_token(driver: Driver) -> None:
+    driver.engine.submit(request("whole", n=2))
+    first, second = await driver.end_of("whole", n=2)
+    resume = (
+        ResumePoint(0, tuple(first.token_ids), len(first.text)),
+        ResumePoint(1, tuple(second.token_ids[:4]), second.chars_by_token[3]),
+    )
+    driver.engine.submit(request("rest", n=2, resume=resume))
+    done, rest = await driver.end_of("rest", n=2)
+    assert done.facts() == ([], "", first.finish_reason)
+    assert second.token_ids[:4] + rest.token_ids == second.token_ids
+
+
+async def test_together_equals_alone(driver: Driver) -> None:
+    prompts = [tuple(range(start, start + 5 + start % 11)) for start in range(20, 140, 10)]
+    alone = [await driver.answer(request(f"alone{i}", prompt)) for i, prompt in enumerate(prompts)]
+    for i, prompt in enumerate(prompts):
+        driver.engine.submit(request(f"together{i}", prompt))
+    together = await driver.end_of(*(f"together{i}" for i in range(len(prompts))))
+    assert [answer.facts() for answer in together] == [answer.facts() for answer in alone]
+
+
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        (request("bad", prompt=()), "prompt_ids"),
+        (request("bad", max_tokens=MAX_MODEL_LEN), "max_tokens"),
+        (request("bad", n=0), "n"),
+        (request("bad", top_p=2.0), "top_p"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_refused_request_names_its_field_and_hurts_nobody(
+    driver: Driver, bad: GenerationRequest, param: str
+) -> None:
+    driver.engine.submit(request("good"))
+    driver.engine.submit(bad)
+    good, refused = await driver.end_of("good", "bad")
+    assert (refused.finish_reason, driver.refusals["bad"].param) == ("error", param)
+    assert refused.error
+    assert len(good.token_ids) == 24
+
+
+async def test_stopping_ends_with_work_in_progress(settings: EngineSettings) -> None:
+    async with driving(settings) as driver:
+        driver.engine.submit(request(max_tokens=150))
+        await driver.wait(lambda: driver.answers["r", 0].token_ids)
+
+
+async def test_stopping_without_ever_having_worked(settings: EngineSettings) -> None:
+    async with driving(settings):
+        pass
+
+
+async def test_a_model_that_cannot_be_loaded_is_said_so() -> None:
+    engine = engines.create(LocalEngineSettings(path="/no/such/model"))
+    with pytest.raises(EngineDiedError, match="/no/such/model cannot be loaded"):
+        await engine.start()
+    await engine.stop()
+
+
+# --- the scripted engine's own faults ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Driver]:
+    async with driving(ScriptedEngineSettings(faults_from_prompt=True)) as driver:
+        yield driver
+
+
+def scripted_request(driver: Driver, prompt: str, name: str = "r", **params: Any) -> GenerationRequest:
+    _, tokenizer_json = driver.engine.model_card("m")
+    ids = Tokenizer.from_str(tokenizer_json.decode()).encode(prompt).ids
+    return request(name, tuple(ids), **{"max_tokens": 100, "ignore_eos": False, **params})
+
+
+async def test_a_wanted_length_is_kept(scripted: Driver) -> None:
+    answer = await scripted.answer(scripted_request(scripted, "say [[tokens=32]]"))
+    assert (len(answer.token_ids), answer.finish_reason) == (32, "stop")
+
+
+async def test_a_failing_request_fails_alone_and_a_resumed_one_gets_past_it(scripted: Driver) -> None:
+    failing = scripted_request(scripted, "[[fail after=5]] [[tokens=9]]")
+    scripted.engine.submit(scripted_request(scripted, "hello", "good"))
+    failed = await scripted.answer(failing)
+    assert (failed.finish_reason, len(failed.token_ids)) == ("error", 5)
+    (good,) = await scripted.end_of("good")
+    assert good.finish_reason == "stop"
+    point = ResumePoint(0, tuple(failed.token_ids), len(failed.text))
+    resumed = await scripted.answer(replace(failing, request_id="resumed", resume=(point,)))
+    assert (resumed.finish_reason, len(resumed.token_ids)) == ("stop", 4)
+
+
+async def test_a_stalled_request_waits_for_its_cancellation(scripted: Driver) -> None:
+    scripted.engine.submit(scripted_request(scripted, "[[stall after=3]]"))
+    await scripted.answer(scripted_request(scripted, "[[tokens=50]]", "other"))
+    assert len(scripted.answers["r", 0].token_ids) == 3
+    assert scripted.answers["r", 0].finish_reason is None
+    scripted.engine.cancel("r")
+    (answer,) = await scripted.end_of("r")
+    assert answer.finish_reason == "cancelled"
+
+
+async def test_a_crash_loses_the_engine() -> None:
+    engine = engines.create(ScriptedEngineSettings(faults_from_prompt=True))
+    driver = Driver(engine, await engine.start())
+    engine.submit(scripted_request(driver, "[[crash after=2]]"))
+    with pytest.raises(EngineDiedError, match="scripted crash"):
+        await driver.run()
+    assert len(driver.answers["r", 0].token_ids) == 2
+
+
+async def test_prompts_cannot_ask_for_faults_where_that_is_off() -> None:
+    async with driving(ScriptedEngineSettings()) as driver:
+        answer = await driver.answer(scripted_request(driver, "[[crash after=2]] [[tokens=99]]"))
+        assert answer.finish_reason == "stop"
