@@ -14,6 +14,7 @@ from typing import Any, Final, NoReturn
 
 import uvicorn
 
+from gateway.api.connection import Connection
 from gateway.api.services import Services
 from gateway.app import build_app
 from gateway.auth.keyring import KeyRing
@@ -120,7 +121,7 @@ def _server_config(services: Services) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     return uvicorn.Config(
         build_app(services),
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         access_log=False,

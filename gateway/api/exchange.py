@@ -14,12 +14,17 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
 JSON_TYPE: Final = (b"content-type", b"application/json")
 SSE_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx must not collect the stream
 )
+
+
+def _cannot_abort() -> None:
+    """Do nothing: under another server, the response merely stays incomplete."""
 
 
 class Exchange:
@@ -34,6 +39,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.sent_status: int | None = None
         self._send = send
+        self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
 
     @property
     def request_id(self) -> str:
@@ -78,6 +84,10 @@ class Exchange:
         headers = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *error.headers()]
         await self.start(error.status, headers, request)
         await self.write(body, more=False)
+
+    def abort(self) -> None:
+        """Break the connection off at once, dropping what the client has not read."""
+        self._abort()
 
     def common_headers(self, request: OpenRequest | None = None) -> list[tuple[bytes, bytes]]:
         """The headers of every answer, and those of a dispatched one as far as they are known by now."""

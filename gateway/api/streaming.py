@@ -14,6 +14,7 @@ from gateway.api.sse import DONE, comment, error_event, usage_fields
 from gateway.dispatch.mailbox import Ended, Event
 from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import TimeoutSettings
+from protocol.errors import ErrorCode
 from protocol.messages import Tokens
 
 LAST_WORDS_LIMIT_S: Final = 30.0  # how long a client may take to read the end of a stream
@@ -22,6 +23,12 @@ LAST_WORDS_LIMIT_S: Final = 30.0  # how long a client may take to read the end o
 def usage_of(request: OpenRequest) -> dict[str, Any]:
     """The public usage of a request that has ended well."""
     return usage_fields(request.admission.prompt_tokens, request.cached_tokens, request.completion_tokens)
+
+
+def _last_moment_s(end: Ended) -> float:
+    """When to stop waiting for a client that does not read (the loop's clock)."""
+    has_not_read = end.failure is not None and end.failure.code is ErrorCode.SLOW_CLIENT
+    return asyncio.get_running_loop().time() + (0 if has_not_read else LAST_WORDS_LIMIT_S)
 
 
 class StreamWriter:
@@ -45,11 +52,10 @@ class StreamWriter:
             return
         try:
             async with asyncio.timeout(None) as limit:
-                # A client that has stopped reading must not hold the request's end back for ever.
-                self._request.on_end = lambda: limit.reschedule(asyncio.get_running_loop().time() + LAST_WORDS_LIMIT_S)
+                self._request.on_end = lambda end: limit.reschedule(_last_moment_s(end))
                 await self._write_all(events)
         except TimeoutError:
-            return
+            self._exchange.abort()
 
     async def _first_events(self) -> list[Event]:
         try:

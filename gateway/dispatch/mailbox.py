@@ -56,10 +56,9 @@ class Mailbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def replace(self, event: Event) -> None:
-        """Throw away what is unread and leave only ``event``."""
-        self._events = [event]
-        self.wake()
+    def clear(self) -> None:
+        """Throw away what is unread."""
+        self._events.clear()
 
     async def take(self) -> list[Event]:
         """Wait for ``wake``, unless there is something already; returns all that is there, at least one event."""

@@ -103,7 +103,7 @@ class OpenRequest:
         self.failure: Failure | None = None
         self.http_status: int | None = None  # as sent; set by the HTTP side
         self.closed = False  # the HTTP side has let go
-        self.on_end: Callable[[], None] | None = None  # called when the caller's verdict is known
+        self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._timeouts = timeouts
         self._max_attempts = max_attempts
         self._actions = actions
@@ -308,9 +308,9 @@ class OpenRequest:
         self._stop("failed", failure, now_s)
 
     def _give_up_slow_client(self, now_s: float) -> None:
+        self.mailbox.clear()
         failure = Failure(ErrorCode.SLOW_CLIENT, "the client reads more slowly than the buffer allows")
         self._stop("failed", failure, now_s)
-        self.mailbox.replace(Ended(failure))
 
     def _stop(self, outcome: str, failure: Failure | None, now_s: float) -> None:
         if self.state in {State.STOPPING, State.ENDED}:
@@ -349,7 +349,7 @@ class OpenRequest:
         self.mailbox.put(end)
         self.mailbox.wake()
         if self.on_end is not None:
-            self.on_end()
+            self.on_end(end)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -371,6 +371,7 @@ class OpenRequest:
             self._finish_stopping(now_s)
         elif self.worker_id is not None and now_s - self._cancel_sent_s >= CANCEL_REPEAT_S:
             self._send_cancel(now_s)
+            self._actions.ask_again(self, self.worker_id, self._next_seq)  # its last frame may have been lost
 
     def _timeout(self, now_s: float) -> Failure | None:
         limits = self._timeouts

@@ -1,0 +1,192 @@
+"""A whole gateway in the test's own loop, with a real nats-server, real SQL and scripted workers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from nats.aio.msg import Msg
+from pydantic import SecretStr
+
+from gateway.auth.keys import create_key
+from gateway.db.engine import create_engine
+from gateway.main import run
+from gateway.settings import GatewaySettings, ModelSettings
+from protocol import artifacts, subjects
+from protocol.bus import Bus
+from protocol.errors import ApiError, BusTimeout
+from protocol.messages import PROTOCOL_VERSION, ModelCard, RequestRecord, UsageRecord, decode_usage
+from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
+from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer_json
+
+MODEL = "test/model-1"
+PEPPER = SecretStr("p" * 64)
+NO_MESSAGE_FOUND = 10037
+
+QUICK = {"headers_grace_s": 0.3, "queued_comment_s": 0.3, "shutdown_s": 0.5}
+
+
+async def until(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class GatewayUnderTest:
+    """The running gateway and what surrounds it."""
+
+    def __init__(self, settings: GatewaySettings, key: str, bus: Bus) -> None:
+        self.settings = settings
+        self.key = key
+        self.bus = bus
+        self.port = 0
+        self.stop = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.workers: list[ScriptedWorker] = []
+        self._clients: list[openai.AsyncOpenAI] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        ready = asyncio.Event()
+
+        def on_ready(port: int) -> None:
+            self.port = port
+            ready.set()
+
+        self.task = asyncio.create_task(run(self.settings, on_ready, self.stop))
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait({self.task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        waiting.cancel()
+        if self.task.done():
+            await self.task
+        assert ready.is_set()
+
+    async def end(self) -> None:
+        self.stop.set()
+        if self.task is not None:
+            async with asyncio.timeout(40):
+                await self.task
+
+    async def add_worker(self, worker_id: str = "w1", **rest: Any) -> ScriptedWorker:
+        await wait_for_consumer(self.bus, MODEL)
+        worker = ScriptedWorker(self.bus, MODEL, worker_id, **rest)
+        await worker.start()
+        self.workers.append(worker)
+        return worker
+
+    def client(self, **rest: Any) -> openai.AsyncOpenAI:
+        options = {"max_retries": 0, "timeout": 30.0, "api_key": self.key, **rest}
+        client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", **options)
+        self._clients.append(client)
+        return client
+
+    async def close_clients(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+    async def records(self, count: int = 1) -> list[RequestRecord]:
+        """The usage stream's records, once there are ``count``; duplicates would be among them."""
+        found: list[UsageRecord] = []
+        async with asyncio.timeout(20):
+            while len(found) < count:
+                found = await self._stored_records()
+                await asyncio.sleep(0.02)
+        return [record for record in found if isinstance(record, RequestRecord)]
+
+    async def _stored_records(self) -> list[UsageRecord]:
+        records: list[UsageRecord] = []
+        try:
+            info = await self.bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}")
+        except (ApiError, BusTimeout):
+            return []
+        inbox = self.bus.client.new_inbox()
+        wanted = int(info["state"]["messages"])
+
+        async def on_message(message: Msg) -> None:
+            records.append(decode_usage(message.data))
+
+        subscription = await self.bus.subscribe(inbox, on_message)
+        body = {"stream_name": subjects.USAGE_STREAM, "config": {"deliver_subject": inbox, "ack_policy": "none"}}
+        await self.bus.api(f"CONSUMER.CREATE.{subjects.USAGE_STREAM}", body)
+        await until(lambda: len(records) >= wanted)
+        await subscription.unsubscribe()
+        return records
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(nats_url, name="test")
+    yield bus
+    await bus.close()
+
+
+def card() -> ModelCard:
+    return ModelCard(
+        v=PROTOCOL_VERSION,
+        model=MODEL,
+        context_length=512,
+        tokenizer_object=artifacts.tokenizer_object_name(byte_tokenizer_json()),
+        chat_template=CHATML,
+        special_tokens={"bos_token": BOS, "eos_token": EOS},
+    )
+
+
+Start = Callable[..., Awaitable[GatewayUnderTest]]
+
+
+@pytest.fixture
+async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts a gateway with the settings given; ends it, and its workers, after the test."""
+    started: list[GatewayUnderTest] = []
+
+    async def start(
+        *, with_card: bool = True, timeouts: dict[str, float] | None = None, **rest: Any
+    ) -> GatewayUnderTest:
+        engine = create_engine(sqlite_url)
+        _, key = await create_key(engine, f"test {len(started)}", PEPPER)
+        await engine.dispose()
+        settings = GatewaySettings.model_validate(
+            {
+                "gateway_id": f"g{len(started)}",
+                "port": 0,
+                "nats_urls": (nats_url,),
+                "database_url": sqlite_url,
+                "data_dir": tmp_path / "data",
+                "key_pepper": PEPPER,
+                "models": {MODEL: ModelSettings(aliases=("short",))},
+                "timeouts": {**QUICK, **(timeouts or {})},
+                **rest,
+            }
+        )
+        gateway = GatewayUnderTest(settings, key, bus)
+        started.append(gateway)
+        await gateway.start()
+        if with_card:
+            await artifacts.publish_model_card(bus, card(), byte_tokenizer_json())
+            client = gateway.client()
+            await until_async(lambda: _has_context_length(client))
+        return gateway
+
+    yield start
+    for gateway in started:
+        await gateway.close_clients()
+        for worker in gateway.workers:
+            await worker.stop()
+        if gateway.task is not None and not gateway.task.done():
+            await gateway.end()
+
+
+async def _has_context_length(client: openai.AsyncOpenAI) -> bool:
+    model = await client.models.retrieve("short")
+    return model.model_dump()["context_length"] is not None
+
+
+async def until_async(condition: Callable[[], Awaitable[bool]], limit_s: float = 20.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not await condition():
+            await asyncio.sleep(0.01)

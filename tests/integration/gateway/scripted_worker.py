@@ -1,0 +1,215 @@
+"""A worker that does what a test says, speaking the real protocol over a real nats-server."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from protocol import artifacts, subjects
+from protocol.bus import Bus
+from protocol.errors import BusTimeout
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Cancel,
+    Failed,
+    Finished,
+    Frame,
+    Heartbeat,
+    Job,
+    ModelCard,
+    Resend,
+    StepFrame,
+    Tokens,
+    decode_control,
+    decode_job,
+    encode,
+    unpack_token_ids,
+)
+from protocol.pull import Delivery, PullConsumer, ack
+
+
+class Attempt:
+    """One pulled job and the frames made for it; a frame may be kept from the gateway ("lost")."""
+
+    def __init__(self, worker: "ScriptedWorker", delivery: Delivery, job: Job) -> None:
+        self.worker = worker
+        self.delivery = delivery
+        self.job = job
+        self.frames: list[Frame] = []
+        self.cancelled = asyncio.Event()
+        self.made_tokens = 0
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return unpack_token_ids(self.job.prompt_ids)
+
+    async def _add(self, frame: Frame, lost: bool) -> None:
+        self.frames.append(frame)
+        if not lost:
+            await self.worker.send([frame], self.job.reply_subject)
+
+    async def accept(self, lost: bool = False) -> None:
+        names = (self.worker.worker_id, "pool-a", "provider-a", "region-a")
+        await self._add(Accepted(self.job.request_id, self.job.attempt, 0, *names, 1.0), lost)
+
+    def tokens_frame(self, text: str, ids: tuple[int, ...], **rest: Any) -> Tokens:
+        self.made_tokens += len(ids)
+        index = rest.pop("index", 0)
+        return Tokens(self.job.request_id, self.job.attempt, len(self.frames), index, ids, text, **rest)
+
+    async def tokens(self, text: str, ids: tuple[int, ...] = (7,), lost: bool = False, **rest: Any) -> None:
+        await self._add(self.tokens_frame(text, ids, **rest), lost)
+
+    async def finish(self, lost: bool = False, cancelled: bool = False, cached_tokens: int = 0) -> None:
+        frame = Finished(
+            self.job.request_id,
+            self.job.attempt,
+            len(self.frames),
+            cancelled=cancelled,
+            prompt_tokens=self.job.prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=self.made_tokens,
+            ttft_ms=1.0,
+        )
+        await ack(self.worker.bus, self.delivery)
+        await self._add(frame, lost)
+
+    async def fail(self, code: str, message: str, retryable: bool, param: str | None = None) -> None:
+        frame = Failed(
+            self.job.request_id,
+            self.job.attempt,
+            len(self.frames),
+            code,
+            message,
+            retryable=retryable,
+            param=param,
+            completion_tokens=self.made_tokens,
+        )
+        await ack(self.worker.bus, self.delivery)
+        await self._add(frame, False)
+
+
+Script = Callable[[Attempt], Awaitable[None]]
+
+
+async def answer_hello(attempt: Attempt) -> None:
+    """Two tokens per choice, then the end."""
+    await attempt.accept()
+    for index in range(attempt.job.sampling.n):
+        await attempt.tokens("Hello", (1,), index=index)
+        await attempt.tokens(" world", (2,), index=index, finish_reason="stop")
+    await attempt.finish()
+
+
+async def until_cancelled(attempt: Attempt) -> None:
+    """A token now and then until somebody cancels."""
+    await attempt.accept()
+    while not attempt.cancelled.is_set():
+        await attempt.tokens("x", (3,))
+        await asyncio.sleep(0.005)
+    await attempt.finish(cancelled=True)
+
+
+class ScriptedWorker:
+    """Pulls jobs of one model and runs ``script`` for each."""
+
+    def __init__(self, bus: Bus, model: str, worker_id: str, script: Script = answer_hello) -> None:
+        self.bus = bus
+        self.model = model
+        self.worker_id = worker_id
+        self.script = script
+        self.attempts: list[Attempt] = []
+        self.controls: list[Cancel | Resend] = []
+        self.deaf = False  # answers no control message
+        self._consumer = PullConsumer(bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model), self._on_delivery)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._beating: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._control = await self.bus.subscribe(subjects.control_subject(self.worker_id), self._on_control)
+        await self._consumer.start()
+        self._beating = asyncio.create_task(self._beat())
+        self._tasks.add(asyncio.create_task(self._pull()))
+        self.bus.on_reconnect(self._forget_pulls)
+
+    async def _forget_pulls(self) -> None:
+        self._consumer.forget_pulls()
+
+    async def publish_card(self, card: ModelCard, tokenizer_json: bytes) -> None:
+        await artifacts.publish_model_card(self.bus, card, tokenizer_json)
+
+    async def stop(self) -> None:
+        """Gone: no more heartbeats, pulls or frames."""
+        if not self.bus.client.is_closed:
+            await self._control.unsubscribe()
+        await self._consumer.stop()
+        self.stop_beating()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def stop_beating(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+
+    async def send(self, frames: list[Frame], reply_subject: str) -> None:
+        step = StepFrame(PROTOCOL_VERSION, self.worker_id, tuple(frames))
+        await self.bus.publish(reply_subject, encode(step))
+
+    async def _beat(self) -> None:
+        while True:
+            now_ms = time.time_ns() // 1_000_000
+            names = (self.worker_id, "pool-a", "provider-a", "region-a", "spot", "scripted", (self.model,))
+            beat = Heartbeat(PROTOCOL_VERSION, *names, 0.0, 64, 100_000, 64, 100_000, 0, now_ms, now_ms)
+            await self.bus.publish(subjects.heartbeat_subject(self.worker_id), encode(beat))
+            await asyncio.sleep(0.2)
+
+    async def _pull(self) -> None:
+        while True:
+            if self.bus.connected and self._consumer.outstanding() < 8:
+                await self._consumer.pull(8, expires_s=1.0)
+            await asyncio.sleep(0.02)
+
+    async def _on_delivery(self, delivery: Delivery) -> None:
+        attempt = Attempt(self, delivery, decode_job(delivery.payload))
+        self.attempts.append(attempt)
+        task = asyncio.create_task(self._run(attempt))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, attempt: Attempt) -> None:
+        await self.script(attempt)
+
+    async def _on_control(self, message: Msg) -> None:
+        control = decode_control(message.data)
+        self.controls.append(control)
+        if self.deaf:
+            return
+        for attempt in self.attempts:
+            if (attempt.job.request_id, attempt.job.attempt) != (control.request_id, control.attempt):
+                continue
+            if isinstance(control, Cancel):
+                attempt.cancelled.set()
+            else:
+                await self.send(attempt.frames[control.from_seq :], control.reply_subject)
+            return
+        if isinstance(control, Resend):
+            lost = Failed(
+                control.request_id, control.attempt, control.from_seq, "unknown_attempt", "unknown", retryable=True
+            )
+            await self.send([lost], control.reply_subject)
+
+
+async def wait_for_consumer(bus: Bus, model: str) -> None:
+    """Jobs can be pulled."""
+    async with asyncio.timeout(15):
+        while True:
+            try:
+                name = subjects.job_consumer(model)
+                await bus.api(f"CONSUMER.INFO.{subjects.INTERACTIVE_STREAM}.{name}")
+            except BusTimeout:
+                continue
+            return

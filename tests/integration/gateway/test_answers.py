@@ -1,0 +1,93 @@
+"""The public API through the official client, against a scripted worker."""
+
+import asyncio
+
+import openai
+
+from tests.integration.gateway.conftest import MODEL, Start
+from tests.small_tokenizer import byte_tokenizer
+
+HELLO = [{"role": "user", "content": "Hi"}]
+PROMPT_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_chat_whole(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker()
+    raw = await gateway.client().chat.completions.with_raw_response.create(
+        model="short", messages=HELLO, n=2, max_tokens=5, temperature=0.5, seed=3, stop="END", logit_bias={"5": -10}
+    )
+    answer = raw.parse()
+    assert [choice.message.content for choice in answer.choices] == ["Hello world", "Hello world"]
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "stop"]
+    assert answer.model == "short"
+    prompt_ids = byte_tokenizer().encode(PROMPT_TEXT, add_special_tokens=False).ids
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt_ids), 4)
+    assert raw.headers["x-spillway-pool"] == "pool-a"
+    assert raw.headers["x-spillway-provider"] == "provider-a"
+    assert raw.headers["x-spillway-region"] == "region-a"
+    assert raw.headers["x-spillway-attempts"] == "1"
+    for name in ("openai-processing-ms", "x-spillway-queue-ms", "x-spillway-overhead-ms"):
+        assert float(raw.headers[name]) >= 0
+    job = worker.attempts[0].job
+    assert worker.attempts[0].prompt_ids == prompt_ids
+    sampling = job.sampling
+    assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.seed) == (2, 5, 0.5, 3)
+    assert (sampling.stop, sampling.logit_bias) == (("END",), {5: -10.0})
+    [record] = await gateway.records()
+    assert record.request_id == raw.headers["x-request-id"]
+    assert (record.outcome, record.http_status, record.completion_tokens) == ("ok", 200, 4)
+    assert (record.model, record.endpoint, record.stream) == (MODEL, "chat.completions", False)
+    assert record.prompt_tokens == len(prompt_ids)
+    assert record.ttft_ms is not None
+    assert record.queue_ms is not None
+
+
+async def test_chat_streamed_with_usage(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    stream = await gateway.client().chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == "Hello world"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 2
+    [record] = await gateway.records()
+    assert (record.stream, record.outcome, record.completion_tokens) == (True, "ok", 2)
+
+
+async def test_sync_client_and_completions(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker()
+
+    def ask() -> list[str]:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0) as client:
+            whole = client.completions.create(model=MODEL, prompt="abc", echo=True)
+            streamed = client.completions.create(model=MODEL, prompt=[70, 71], stream=True, max_tokens=3)
+            text = "".join(chunk.choices[0].text for chunk in streamed)
+            chat = client.chat.completions.create(model=MODEL, messages=HELLO)
+            return [whole.choices[0].text, text, chat.choices[0].message.content or ""]
+
+    assert await asyncio.to_thread(ask) == ["abcHello world", "Hello world", "Hello world"]
+    first, second, _ = worker.attempts
+    assert first.prompt_ids == byte_tokenizer().encode("abc").ids  # with the beginning token
+    assert second.prompt_ids == [70, 71]
+    assert first.job.sampling.max_tokens == 512 - len(first.prompt_ids)
+    assert second.job.sampling.max_tokens == 3
+
+
+async def test_models(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    models = await gateway.client().models.list()
+    [model] = models.data
+    assert (model.id, model.object, model.owned_by) == (MODEL, "model", "spillway")
+    assert model.model_dump()["context_length"] == 512
+    retrieved = await gateway.client().models.retrieve(MODEL)
+    assert retrieved == model

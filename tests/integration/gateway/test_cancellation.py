@@ -1,0 +1,119 @@
+"""Callers that leave: the work is stopped everywhere and what was made is recorded once, exactly."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from protocol import subjects
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
+from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+async def leave_early(gateway: GatewayUnderTest, *, stream: bool, leave: asyncio.Event) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        body = {"model": MODEL, "messages": HELLO, "stream": stream}
+        headers = {"authorization": f"Bearer {gateway.key}"}
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
+        await leave.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_while_running(start_gateway: Start, stream: bool) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker(script=until_cancelled)
+    leave = asyncio.Event()
+    leaving = asyncio.create_task(leave_early(gateway, stream=stream, leave=leave))
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens > 3)
+    leave.set()
+    await leaving
+    [record] = await gateway.records()
+    [attempt] = worker.attempts
+    assert attempt.cancelled.is_set()
+    assert record.outcome == "cancelled"
+    assert record.completion_tokens == attempt.made_tokens
+    assert record.http_status == (200 if stream else 499)
+
+
+async def test_leaving_while_queued(start_gateway: Start, nats_url: str) -> None:
+    gateway = await start_gateway()
+    leave = asyncio.Event()
+    leaving = asyncio.create_task(leave_early(gateway, stream=False, leave=leave))
+
+    async def queued_jobs() -> int:
+        info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+        return int(info["state"]["messages"])
+
+    async with asyncio.timeout(15):
+        while await queued_jobs() == 0:
+            await asyncio.sleep(0.01)
+        leave.set()
+        await leaving
+        while await queued_jobs() > 0:
+            await asyncio.sleep(0.01)
+    [record] = await gateway.records()
+    assert (record.outcome, record.http_status, record.completion_tokens) == ("cancelled", 499, 0)
+
+
+async def test_accepted_at_the_last_moment(start_gateway: Start) -> None:
+    """The job was pulled before it could be withdrawn, and the worker says so only after the caller has left."""
+    gateway = await start_gateway()
+    may_accept = asyncio.Event()
+
+    async def slow_to_accept(attempt: Attempt) -> None:
+        await may_accept.wait()
+        await until_cancelled(attempt)
+
+    worker = await gateway.add_worker(script=slow_to_accept)
+    leave = asyncio.Event()
+    leaving = asyncio.create_task(leave_early(gateway, stream=False, leave=leave))
+    await until(lambda: worker.attempts)
+    leave.set()
+    await leaving
+    may_accept.set()
+    [record] = await gateway.records()
+    assert worker.attempts[0].cancelled.is_set()
+    assert (record.outcome, record.completion_tokens) == ("cancelled", worker.attempts[0].made_tokens)
+
+
+async def test_a_lost_cancel_is_sent_again(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker(script=until_cancelled)
+    worker.deaf = True
+    leave = asyncio.Event()
+    leaving = asyncio.create_task(leave_early(gateway, stream=True, leave=leave))
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens > 3)
+    leave.set()
+    await leaving
+    await until(lambda: worker.controls)
+    worker.deaf = False
+    [record] = await gateway.records()
+    assert record.completion_tokens == worker.attempts[0].made_tokens
+
+
+async def test_a_client_that_stops_reading_is_given_up(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    stop = asyncio.Event()
+
+    async def flood(attempt: Attempt) -> None:
+        await attempt.accept()
+        while not (attempt.cancelled.is_set() or stop.is_set()):
+            for _ in range(100):
+                await attempt.tokens("x" * 2000, (3,))
+            await asyncio.sleep(0)
+        await attempt.finish(cancelled=True)
+
+    worker = await gateway.add_worker(script=flood)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+        body = {"model": MODEL, "messages": HELLO, "stream": True}
+        headers = {"authorization": f"Bearer {gateway.key}"}
+        async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers):
+            [record] = await gateway.records()  # without reading on
+    stop.set()
+    assert (record.outcome, record.error_code) == ("failed", "slow_client")
+    assert record.completion_tokens == worker.attempts[0].made_tokens

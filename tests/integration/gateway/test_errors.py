@@ -1,0 +1,200 @@
+"""What callers are told when something is wrong, in OpenAI's envelope."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
+from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+async def send(gateway: GatewayUnderTest, path: str = CHAT, **request: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {gateway.key}", **request.pop("headers", {})}
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        return await client.request(request.pop("method", "POST"), path, headers=headers, **request)
+
+
+def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert response.headers["x-request-id"].startswith("req_")
+    assert "openai-processing-ms" in response.headers
+    return response.status_code, error["code"], error["param"]
+
+
+async def test_refused_before_any_worker_is_asked(start_gateway: Start) -> None:
+    gateway = await start_gateway(limits={"max_body_bytes": 20_000, "max_messages": 3})
+    body: dict[str, Any] = {"model": MODEL, "messages": HELLO}
+
+    async def of(change: dict[str, Any], path: str = CHAT) -> tuple[int, str | None, str | None]:
+        return error_of(await send(gateway, path, json={**body, **change}))
+
+    no_key = await send(gateway, json=body, headers={"authorization": ""})
+    assert error_of(no_key) == (401, "invalid_api_key", None)
+    assert no_key.headers["x-should-retry"] == "false"
+    wrong_key = await send(gateway, json=body, headers={"authorization": "Bearer sk-wrong"})
+    assert error_of(wrong_key) == (401, "invalid_api_key", None)
+    assert error_of(await send(gateway, content=b"{")) == (400, None, None)
+    assert error_of(await send(gateway, content=b"[]")) == (400, "invalid_type", None)
+    assert await of({"model": "nobody"}) == (404, "model_not_found", "model")
+    assert await of({"messages": [{"role": 5, "content": "x"}]}) == (400, "invalid_value", "messages.0.role")
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    assert await of({"messages": [*HELLO, image]}) == (400, "invalid_value", "messages.1.content")
+    assert await of({"messages": HELLO * 4}) == (400, "invalid_value", "messages")
+    assert await of({"temperature": "hot"}) == (400, "invalid_type", "temperature")
+    assert await of({"n": 17}) == (400, "invalid_value", "n")
+    assert await of({"tools": [{"type": "function"}]}) == (400, "unsupported_parameter", "tools")
+    assert await of({"max_tokens": 500}) == (400, "context_length_exceeded", "max_tokens")
+    long = [{"role": "user", "content": "x" * 600}]
+    assert await of({"messages": long}) == (400, "context_length_exceeded", "messages")
+    too_large = await send(gateway, content=b'"' + b"x" * 20_000 + b'"')
+    assert error_of(too_large) == (413, "request_too_large", None)
+    assert error_of(await send(gateway, method="GET")) == (405, "method_not_allowed", None)
+    assert error_of(await send(gateway, "/v1/models", json={})) == (405, "method_not_allowed", None)
+    assert error_of(await send(gateway, "/v1/nothing", json={})) == (404, "unknown_url", None)
+    assert error_of(await send(gateway, "/v1/models", method="GET", headers={"authorization": ""}))[0] == 401
+    assert error_of(await send(gateway, f"/v1/models/{MODEL}x", method="GET"))[:2] == (404, "model_not_found")
+
+
+async def test_body_too_large_while_reading(start_gateway: Start) -> None:
+    """Chunked bodies name no length beforehand."""
+    gateway = await start_gateway(limits={"max_body_bytes": 20_000})
+
+    async def pieces() -> Any:
+        for _ in range(30):
+            yield b"x" * 1000
+
+    assert error_of(await send(gateway, content=pieces())) == (413, "request_too_large", None)
+
+
+async def test_model_not_ready(start_gateway: Start) -> None:
+    gateway = await start_gateway(with_card=False)
+    response = await send(gateway, json={"model": MODEL, "messages": HELLO})
+    assert error_of(response) == (503, "model_not_ready", None)
+    assert 0 < int(response.headers["retry-after"]) <= 60
+    ready = await send(gateway, "/readyz", method="GET")
+    assert (ready.status_code, ready.json()["models_not_ready"]) == (200, [MODEL])
+
+
+async def test_wrong_key_in_the_official_client(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    with pytest.raises(openai.AuthenticationError) as caught:
+        await gateway.client(api_key="sk-wrong").models.list()
+    assert caught.value.code == "invalid_api_key"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusal_by_the_worker_is_a_400(start_gateway: Start, stream: bool) -> None:
+    gateway = await start_gateway(timeouts={"headers_grace_s": 20})
+
+    async def refuse(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.fail("invalid_request", "no such token", retryable=False, param="logit_bias")
+
+    await gateway.add_worker(script=refuse)
+    response = await send(gateway, json={"model": MODEL, "messages": HELLO, "stream": stream})
+    assert error_of(response) == (400, "invalid_request", "logit_bias")
+    [record] = await gateway.records()
+    assert (record.outcome, record.http_status, record.error_code) == ("failed", 400, "invalid_request")
+
+
+async def test_error_after_the_first_byte_breaks_the_stream_off(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+
+    async def die(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.tokens("Hel")
+        await attempt.fail("engine_error", "out of luck", retryable=False)
+
+    await gateway.add_worker(script=die)
+    lines = []
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        body = {"model": MODEL, "messages": HELLO, "stream": True}
+        headers = {"authorization": f"Bearer {gateway.key}"}
+        async with client.stream("POST", CHAT, json=body, headers=headers) as response:
+            assert response.status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError):
+                async for line in response.aiter_lines():
+                    lines.append(line)
+    events = [line for line in lines if line]
+    assert '"code":"engine_error"' in events[-1]
+    assert not any("[DONE]" in event for event in events)
+    stream = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    with pytest.raises(openai.APIError, match="out of luck"):
+        async for _ in stream:
+            pass
+    records = await gateway.records(2)
+    assert [(r.outcome, r.http_status, r.completion_tokens) for r in records] == [("failed", 200, 1)] * 2
+
+
+async def test_queue_wait_timeout(start_gateway: Start) -> None:
+    gateway = await start_gateway(timeouts={"queue_wait_s": 0.5})
+    response = await send(gateway, json={"model": MODEL, "messages": HELLO})
+    assert error_of(response) == (503, "queue_wait_timeout", None)
+    assert response.headers["retry-after"]
+    await gateway.add_worker()
+    [record] = await gateway.records()
+    assert (record.outcome, record.error_code, record.completion_tokens) == ("failed", "queue_wait_timeout", 0)
+    assert gateway.workers[0].attempts == []
+
+
+async def test_the_clients_own_timeout_bounds_the_wait(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    headers = {"x-stainless-read-timeout": "0.4"}
+    response = await send(gateway, json={"model": MODEL, "messages": HELLO}, headers=headers)
+    assert error_of(response) == (503, "queue_wait_timeout", None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "code", "tokens"),
+    [
+        ({"first_token_s": 0.4}, "first_token_timeout", 0),
+        ({"inter_token_s": 0.4}, "inter_token_timeout", 1),
+        ({"total_s": 0.6}, "total_timeout", 1),
+    ],
+)
+async def test_running_timeouts(start_gateway: Start, limits: dict[str, float], code: str, tokens: int) -> None:
+    gateway = await start_gateway(timeouts=limits)
+
+    async def stall(attempt: Attempt) -> None:
+        await attempt.accept()
+        if tokens:
+            await attempt.tokens("x")
+        await attempt.cancelled.wait()
+        await attempt.finish(cancelled=True)
+
+    worker = await gateway.add_worker(script=stall)
+    response = await send(gateway, json={"model": MODEL, "messages": HELLO})
+    assert error_of(response) == (504, code, None)
+    await until(lambda: worker.attempts[0].cancelled.is_set())
+    [record] = await gateway.records()
+    assert (record.outcome, record.error_code, record.completion_tokens) == ("failed", code, tokens)
+
+
+async def test_queue_full(start_gateway: Start) -> None:
+    gateway = await start_gateway(queue={"max_jobs": 1}, timeouts={"queue_wait_s": 5.0})
+    body = {"model": MODEL, "messages": HELLO, "stream": True}
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        headers = {"authorization": f"Bearer {gateway.key}"}
+        async with client.stream("POST", CHAT, json=body, headers=headers) as first:
+            assert first.status_code == 200  # waits in the queue
+            second = await send(gateway, json=body)
+            assert error_of(second) == (503, "queue_full", None)
+            assert 0 < int(second.headers["retry-after"]) <= 60
+
+
+async def test_in_flight_limit(start_gateway: Start) -> None:
+    gateway = await start_gateway(limits={"max_in_flight": 1})
+    worker = await gateway.add_worker(script=until_cancelled)
+    stream = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    response = await send(gateway, json={"model": MODEL, "messages": HELLO})
+    assert error_of(response) == (503, "overloaded", None)
+    assert response.headers["retry-after"]
+    await stream.close()
+    await until(lambda: worker.attempts[0].cancelled.is_set())
