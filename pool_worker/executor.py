@@ -106,13 +106,12 @@ class Executor:
 
         Either the queue lost sight of us, or it lost the message and the gateway, our frames; so all are sent again.
         """
-        attempt = self._held.get(id_)
-        if attempt is not None:
+        attempt = self._held.get(id_) or self._recent.get(id_)
+        if attempt is None:
+            return False
+        if id_ in self._held and delivery.stream_sequence == attempt.delivery.stream_sequence:
             attempt.delivery = delivery
         else:
-            attempt = self._recent.get(id_)
-            if attempt is None:
-                return False
             self._publisher.ack(delivery)
         self._replay(attempt, 0, job.reply_subject)
         self._publisher.wake()

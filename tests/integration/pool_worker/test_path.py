@@ -1,7 +1,26 @@
 """A job's way through the worker: queue → engine → frames → record."""
 
+import asyncio
+import time
+from collections import Counter
+
+import pytest
+from nats.js.errors import KeyNotFoundError
+
+from protocol import artifacts, subjects
 from protocol import messages as m
-from tests.integration.pool_worker.playing_gateway import PlayingGateway, running_worker, settings_for
+from protocol.errors import ErrorCode
+from protocol.pull import Delivery, PullConsumer, nak
+from tests.integration.pool_worker.playing_gateway import (
+    MODEL,
+    TOKENIZER,
+    WAIT_S,
+    PlayingGateway,
+    running_worker,
+    settings_for,
+)
+
+SLOW = {"inter_token_s": 0.01}
 
 
 async def test_a_job_is_answered_acknowledged_and_recorded(gateway: PlayingGateway, nats_url: str) -> None:
@@ -9,10 +28,190 @@ async def test_a_job_is_answered_acknowledged_and_recorded(gateway: PlayingGatew
         attempt = await gateway.ask(max_tokens=8, ignore_eos=True)
         finished = await gateway.end_of(attempt)
         await gateway.wait_until_queue_is_empty()
-    gateway.assert_numbered_without_gaps(attempt)
-    assert isinstance(gateway.frames[attempt][0], m.Accepted)
+    accepted = gateway.frames[attempt][0]
+    assert isinstance(accepted, m.Accepted)
+    assert (accepted.worker_id, accepted.pool) == ("w1", "test")
     assert isinstance(finished, m.Finished)
     assert finished.completion_tokens == 8 == len(gateway.token_ids(attempt))
+    assert finished.prompt_tokens == len(TOKENIZER.encode("hello").ids)
     assert gateway.tokens(attempt)[-1].finish_reason == "length"
+    assert gateway.text(attempt) == TOKENIZER.decode(gateway.token_ids(attempt))
     (record,) = gateway.records
     assert (record.outcome, record.completion_tokens, record.prompt_tokens) == ("ok", 8, finished.prompt_tokens)
+    assert record.ttft_ms == finished.ttft_ms <= record.total_ms
+
+
+async def test_frames_come_in_order_and_one_message_per_step(gateway: PlayingGateway, nats_url: str) -> None:
+    async with running_worker(settings_for(nats_url, **SLOW)):
+        attempts = [await gateway.ask(f"prompt {i}", max_tokens=20, ignore_eos=True) for i in range(32)]
+        await gateway.end_of_all(attempts)
+    assert (gateway.gaps, gateway.repeated) == (0, 0)
+    assert all(len(gateway.token_ids(attempt)) == 20 for attempt in attempts)
+    # 640 tokens in some 20 steps plus arrivals; never a message per token
+    assert sum(len(step.frames) for step in gateway.steps) == 32 * (1 + 20 + 1)
+    assert len(gateway.steps) < 200
+
+
+async def test_two_gateways_get_their_own_frames(gateway: PlayingGateway, nats_url: str) -> None:
+    other = PlayingGateway(gateway.bus)
+    other.reply_subject = subjects.frames_subject("g2")
+    await other.start()
+    async with running_worker(settings_for(nats_url)):
+        mine = await gateway.ask("hello", request_id="mine")
+        others = await other.ask("hello", request_id="others")
+        await gateway.end_of(mine)
+        await other.end_of(others)
+    assert (set(gateway.frames), set(other.frames)) == ({mine}, {others})
+
+
+async def test_choices_and_logprobs_travel(gateway: PlayingGateway, nats_url: str) -> None:
+    async with running_worker(settings_for(nats_url)):
+        attempt = await gateway.ask(n=3, logprobs=2, max_tokens=5, ignore_eos=True)
+        finished = await gateway.end_of(attempt)
+    assert isinstance(finished, m.Finished)
+    assert finished.completion_tokens == 15
+    for index in range(3):
+        frames = gateway.tokens(attempt, index)
+        logprobs = [entry for frame in frames for entry in frame.logprobs or ()]
+        assert [entry.token_id for entry in logprobs] == gateway.token_ids(attempt, index)
+        assert all(len(entry.top) == 2 for entry in logprobs)
+
+
+async def test_a_resumed_job_goes_on_where_it_was_and_complete_choices_stay(
+    gateway: PlayingGateway, nats_url: str
+) -> None:
+    async with running_worker(settings_for(nats_url)):
+        whole = await gateway.ask(n=2, max_tokens=12, ignore_eos=True)
+        await gateway.end_of(whole)
+        first, second = gateway.tokens(whole, 0), gateway.tokens(whole, 1)
+        ids, text = gateway.token_ids(whole, 0), "".join(frame.text for frame in first[:5])
+        resume = (
+            m.ResumePoint(0, m.pack_token_ids(ids[:5]), len(text)),
+            m.ResumePoint(1, m.pack_token_ids(gateway.token_ids(whole, 1)), 99, second[-1].finish_reason),
+        )
+        rest = await gateway.ask(n=2, max_tokens=12, ignore_eos=True, attempt=2, request_id="r1", resume=resume)
+        finished = await gateway.end_of(rest)
+        all_done = tuple(m.ResumePoint(index, m.pack_token_ids(ids), 99, "length") for index in range(2))
+        nothing = await gateway.ask(n=2, max_tokens=12, attempt=3, request_id="r1", resume=all_done)
+        nothing_finished = await gateway.end_of(nothing)
+    assert gateway.token_ids(rest, 0) == ids[5:]
+    assert text + gateway.text(rest, 0) == gateway.text(whole, 0)
+    assert gateway.tokens(rest, 1) == []
+    assert isinstance(finished, m.Finished)
+    assert finished.completion_tokens == 7
+    assert isinstance(nothing_finished, m.Finished)
+    assert (nothing_finished.completion_tokens, nothing_finished.cancelled) == (0, False)
+
+
+async def test_a_prompt_by_reference_is_fetched(gateway: PlayingGateway, nats_url: str) -> None:
+    packed = m.pack_token_ids(TOKENIZER.encode("hello").ids)
+    await artifacts.put_object(gateway.bus, subjects.PROMPTS_BUCKET, "p1", packed)
+    by_reference = {"prompt_ids": b"", "prompt_tokens": len(packed) // 4}
+    async with running_worker(settings_for(nats_url)):
+        inline = await gateway.ask()
+        attempt = await gateway.ask(prompt_object="p1", **by_reference)
+        missing = await gateway.ask(prompt_object="p2", **by_reference)
+        await gateway.end_of_all([inline, attempt])
+        failed = await gateway.end_of(missing)
+    assert gateway.text(attempt) == gateway.text(inline)
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.retryable) == (ErrorCode.INTERNAL_ERROR, True)
+
+
+async def test_a_refused_request_fails_for_good_and_names_its_field(gateway: PlayingGateway, nats_url: str) -> None:
+    async with running_worker(settings_for(nats_url)):
+        failed = await gateway.end_of(await gateway.ask(top_p=3.0))
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.param, failed.retryable) == (ErrorCode.INVALID_REQUEST, "top_p", False)
+    assert [(r.outcome, r.error_code) for r in gateway.records] == [("failed", ErrorCode.INVALID_REQUEST)]
+
+
+async def test_an_engine_error_fails_one_job_only(gateway: PlayingGateway, nats_url: str) -> None:
+    async with running_worker(settings_for(nats_url, faults_from_prompt=True, **SLOW)):
+        good = await gateway.ask("hello")
+        failed = await gateway.end_of(await gateway.ask("[[fail after=3]]", n=2))
+        assert isinstance(await gateway.end_of(good), m.Finished)
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.retryable) == (ErrorCode.ENGINE_ERROR, True)
+    assert failed.completion_tokens >= 3
+
+
+async def test_a_job_that_was_delivered_before_is_not_run(gateway: PlayingGateway, nats_url: str) -> None:
+    taken: asyncio.Queue[Delivery] = asyncio.Queue()
+    frozen = PullConsumer(gateway.bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(MODEL), taken.put)
+    await frozen.start()
+    attempt = await gateway.ask()
+    await frozen.pull(1)
+    await nak(gateway.bus, await taken.get())
+    async with running_worker(settings_for(nats_url)):
+        failed = await gateway.end_of(attempt)
+        await gateway.wait_until_queue_is_empty()
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.seq, failed.retryable) == (ErrorCode.REDELIVERED, 0, True)
+    assert gateway.records == []
+
+
+async def test_a_job_past_its_deadline_is_not_run(gateway: PlayingGateway, nats_url: str) -> None:
+    async with running_worker(settings_for(nats_url)):
+        failed = await gateway.end_of(await gateway.ask(deadline_unix_ms=int(time.time() * 1000) - 1))
+        await gateway.wait_until_queue_is_empty()
+    assert isinstance(failed, m.Failed)
+    assert (failed.code, failed.retryable) == (ErrorCode.DEADLINE_EXCEEDED, False)
+    assert gateway.records == []
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", m.encode({"v": 99})])
+async def test_garbage_is_given_up_and_the_worker_goes_on(
+    gateway: PlayingGateway, nats_url: str, payload: bytes
+) -> None:
+    async with running_worker(settings_for(nats_url)):
+        await gateway.bus.publish_durable(subjects.job_subject(MODEL), payload, message_id="garbage")
+        await gateway.bus.publish(subjects.control_subject("w1"), payload)
+        assert isinstance(await gateway.end_of(await gateway.ask()), m.Finished)
+        await gateway.wait_until_queue_is_empty()
+
+
+async def test_cut_token_lists_fail_for_good(gateway: PlayingGateway, nats_url: str) -> None:
+    async with running_worker(settings_for(nats_url)):
+        for fields in ({"prompt_ids": b"12345"}, {"resume": (m.ResumePoint(0, b"12345", 0),)}):
+            failed = await gateway.end_of(await gateway.ask(**fields))
+            assert isinstance(failed, m.Failed)
+            assert (failed.code, failed.retryable) == (ErrorCode.INTERNAL_ERROR, False)
+
+
+async def test_every_model_the_engine_serves_is_pulled(gateway: PlayingGateway, nats_url: str) -> None:
+    models = (MODEL, "alias one", "alias/two")
+    await gateway.apply_topology(models)
+    settings = settings_for(nats_url, max_sequences=2).model_copy(update={"models": models})
+    async with running_worker(settings):
+        attempts = [await gateway.ask(f"p{i}", model=models[i % 3]) for i in range(60)]
+        await gateway.end_of_all(attempts)
+        for model in models:
+            card = await artifacts.read_model_card(gateway.bus, model)
+            assert card is not None
+            assert card.model == model
+    assert Counter(record.model for record in gateway.records) == dict.fromkeys(models, 20)
+
+
+async def test_the_registry_shows_the_worker_as_long_as_it_lives(gateway: PlayingGateway, nats_url: str) -> None:
+    bucket = await gateway.bus.jetstream.key_value(subjects.WORKERS_BUCKET)
+    async with running_worker(settings_for(nats_url, max_sequences=7, inter_token_s=0.05)) as stopping:
+        attempt = await gateway.ask(n=3, max_tokens=40, ignore_eos=True)
+        await gateway.tokens_of(attempt, 1)
+
+        async def entry_with(running: int, *, draining: bool) -> m.Heartbeat:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    entry = await bucket.get("w1")
+                    beat = m.decode_heartbeat(entry.value or b"")
+                    if beat.running == running and beat.draining == draining:
+                        return beat
+                    await asyncio.sleep(0.05)
+
+        beat = await entry_with(1, draining=False)
+        assert (beat.max_sequences, beat.free_sequences, beat.models) == (7, 4, (MODEL,))
+        stopping.set()
+        await entry_with(1, draining=True)
+        await gateway.end_of(attempt)
+    with pytest.raises(KeyNotFoundError):
+        await bucket.get("w1")

@@ -1,0 +1,213 @@
+"""Many jobs, a dying queue server, a dying engine, a dying process."""
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pool_worker.settings import WorkerSettings
+from protocol import messages as m
+from protocol.errors import ErrorCode
+from tests.integration.pool_worker.playing_gateway import (
+    WAIT_S,
+    Attempt,
+    PlayingGateway,
+    running_worker,
+    settings_for,
+)
+from tests.nats_server import NatsServer
+
+ROOT = Path(__file__).resolve().parents[3]
+WORKER_PROCESS = """
+import asyncio, logging, sys
+from pool_worker.main import run
+from pool_worker.settings import WorkerSettings
+
+logging.basicConfig(level=logging.INFO)
+asyncio.run(run(WorkerSettings.model_validate_json(sys.argv[1]), on_ready=lambda: print("ready", flush=True)))
+"""
+
+
+class Held:
+    """Counts, by the frames, what a worker holds: accepted and not ended. Knows the most there ever was."""
+
+    def __init__(self, gateway: PlayingGateway, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
+        self.now: dict[str, set[str]] = {}
+        self.most_sequences = self.most_jobs = 0
+        gateway.loses = self.see
+
+    def see(self, frame: m.Frame) -> bool:
+        held = self.now.setdefault("", set())
+        if isinstance(frame, m.Accepted):
+            held.add(frame.request_id)
+        elif not isinstance(frame, m.Tokens):
+            held.discard(frame.request_id)
+        self.most_jobs = max(self.most_jobs, len(held))
+        self.most_sequences = max(self.most_sequences, sum(self.sizes[id_] for id_ in held))
+        return False
+
+
+async def test_a_burst_is_pulled_only_into_free_places(gateway: PlayingGateway, nats_url: str) -> None:
+    jobs = [gateway.job(f"p{i}", max_tokens=5, ignore_eos=True) for i in range(200)]
+    held = Held(gateway, {job.request_id: 1 for job in jobs})
+    for job in jobs:
+        await gateway.publish(job)
+    async with running_worker(settings_for(nats_url, max_sequences=7, inter_token_s=0.001)):
+        await gateway.end_of_all((job.request_id, 1) for job in jobs)
+    assert held.most_jobs == 7
+
+
+async def test_a_burst_of_mixed_sizes_leaves_at_most_one_waiting(gateway: PlayingGateway, nats_url: str) -> None:
+    chance = random.Random(7)
+    # KV for about two average jobs, so that it is KV that limits, and sequences for the largest.
+    jobs = [
+        gateway.job(f"p{i}", n=chance.randint(1, 4), max_tokens=chance.randint(1, 60), ignore_eos=True)
+        for i in range(150)
+    ]
+    held = Held(gateway, {job.request_id: job.sampling.n for job in jobs})
+    for job in jobs:
+        await gateway.publish(job)
+    settings = settings_for(nats_url, max_sequences=6, max_kv_tokens=400, max_model_len=200)
+    async with running_worker(settings):
+        await gateway.end_of_all((job.request_id, 1) for job in jobs)
+    # What runs fits into six sequences; on top there may be one job of up to four that waits for its turn.
+    assert held.most_sequences <= 6 + 4
+
+
+async def test_a_thousand_jobs_over_two_workers_are_each_run_once(gateway: PlayingGateway, nats_url: str) -> None:
+    chance = random.Random(3)
+    async with (
+        running_worker(settings_for(nats_url, worker_id="w1", max_sequences=32, faults_from_prompt=True)),
+        running_worker(settings_for(nats_url, worker_id="w2", max_sequences=32, faults_from_prompt=True)),
+    ):
+        attempts: list[Attempt] = []
+        for i in range(1000):
+            prompt = f"p{i}" + chance.choice(["", "", "", "[[fail after=3]]"])
+            attempts.append(await gateway.ask(prompt, max_tokens=chance.randint(1, 12), n=chance.choice([1, 1, 2])))
+            if chance.random() < 0.1 and (accepted := gateway.frames.get(chance.choice(attempts))):
+                await gateway.control(accepted[0].worker_id, m.Cancel(*attempts[-1]))  # type: ignore[union-attr]
+        await gateway.end_of_all(attempts)
+        await gateway.wait_until_queue_is_empty()
+        await gateway.wait(lambda: len(gateway.records) >= 1000)
+    assert await gateway.stored_attempts() == 1000
+    made = {
+        id_: sum(len(f.token_ids) for f in frames if isinstance(f, m.Tokens)) for id_, frames in gateway.frames.items()
+    }
+    assert {(record.request_id, 1): record.completion_tokens for record in gateway.records} == made
+    assert (gateway.gaps, gateway.repeated) == (0, 0)
+    assert {record.worker_id for record in gateway.records} == {"w1", "w2"}
+
+
+async def test_everything_ends_although_the_queue_server_is_restarted(
+    gateway: PlayingGateway, nats_server: NatsServer
+) -> None:
+    """The gateway's part of the recovery: make the streams again, publish what nobody accepted, ask for lost frames."""
+    jobs = [gateway.job(f"p{i}", max_tokens=40, ignore_eos=True) for i in range(120)]
+    attempts = [(job.request_id, 1) for job in jobs]
+
+    async def recover() -> None:
+        await gateway.apply_topology()
+        for job in jobs:
+            if (job.request_id, 1) not in gateway.frames:
+                await gateway.publish(job)
+
+    async def ask_after_silent_ones() -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            if not gateway.bus.connected:
+                continue
+            for attempt in attempts:
+                if attempt in gateway.frames and not gateway.is_over(attempt):
+                    await gateway.ask_again("w1", attempt)
+
+    gateway.bus.on_reconnect(recover)
+    asking = asyncio.create_task(ask_after_silent_ones())
+    async with running_worker(settings_for(nats_server.url, max_sequences=16, inter_token_s=0.005)):
+        for job in jobs:
+            await gateway.publish(job)
+        await gateway.wait(lambda: sum(map(gateway.is_over, attempts)) > 20)
+        nats_server.kill()
+        nats_server.start()
+        await gateway.end_of_all(attempts)
+        asking.cancel()
+        await gateway.wait_until_queue_is_empty()
+    assert all(len(gateway.token_ids(attempt)) == 40 for attempt in attempts)
+    assert await gateway.stored_attempts() == len(jobs)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def start_process(settings: WorkerSettings) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WORKER_PROCESS, settings.model_dump_json()]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+async def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, log = await asyncio.to_thread(process.communicate, timeout=WAIT_S)
+    return process.returncode, log
+
+
+async def test_a_lost_engine_hands_its_jobs_back_and_ends_the_process(gateway: PlayingGateway, nats_url: str) -> None:
+    process = start_process(settings_for(nats_url, faults_from_prompt=True, inter_token_s=0.01))
+    try:
+        others = [await gateway.ask(f"p{i}", max_tokens=2000, ignore_eos=True) for i in range(3)]
+        for other in others:
+            await gateway.tokens_of(other, 2)
+        crashing = await gateway.ask("[[crash after=4]]")
+        failures = [await gateway.end_of(attempt) for attempt in (*others, crashing)]
+        code, log = await finish(process)
+    finally:
+        process.kill()
+    assert all(isinstance(f, m.Failed) and f.retryable and f.code == ErrorCode.ENGINE_DIED for f in failures)
+    assert len(gateway.token_ids(crashing)) == 4
+    assert await gateway.stored_attempts() == 4
+    assert await gateway.queued() == 0
+    assert code == 1
+    assert "the engine died, 4 jobs are handed back: scripted crash after 4 tokens" in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_the_process(gateway: PlayingGateway, nats_url: str, number: signal.Signals) -> None:
+    process = start_process(settings_for(nats_url, inter_token_s=0.01))
+    try:
+        attempt = await gateway.ask(max_tokens=50, ignore_eos=True)
+        await gateway.tokens_of(attempt, 1)
+        process.send_signal(number)
+        assert isinstance(await gateway.end_of(attempt), m.Finished)
+        code, log = await finish(process)
+    finally:
+        process.kill()
+    assert code == 0, log
+    assert "Traceback" not in log
+
+
+async def test_a_signal_ends_a_process_that_still_waits_for_a_gateway(nats_url: str) -> None:
+    process = start_process(settings_for(nats_url))
+    try:
+        assert process.stderr is not None
+        line = await asyncio.to_thread(process.stderr.readline)
+        assert "waiting for the consumer scripted=2Ftest=2Ev1_main" in line
+        process.terminate()
+        code, log = await finish(process)
+    finally:
+        process.kill()
+    assert code == 0, log
+
+
+async def test_a_killed_worker_leaves_its_jobs_to_be_noticed(gateway: PlayingGateway, nats_url: str) -> None:
+    process = start_process(settings_for(nats_url, faults_from_prompt=True, inter_token_s=0.01))
+    try:
+        attempt = await gateway.ask("[[exit after=6]]")
+        code, _ = await finish(process)
+    finally:
+        process.kill()
+    assert code == 137
+    assert 0 < len(gateway.token_ids(attempt)) <= 6
+    assert not gateway.is_over(attempt)
+    assert await gateway.queued() == 1
