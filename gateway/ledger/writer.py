@@ -50,6 +50,7 @@ class LedgerWriter:
         self._batch_records = batch_records
         self._batch_wait_s = batch_wait_s
         self._held: deque[Delivery] = deque()  # bounded by what _pull_into_room asks for
+        self._unwritten: list[_Entry] = []  # what is handed back in the end: at most what was held when told to stop
         self._arrived = asyncio.Event()  # set at the first record held, at a full batch, and when stopping
         self._consumer = PullConsumer(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery)
 
@@ -70,6 +71,8 @@ class LedgerWriter:
             await self._consumer.stop()
         while self._held:
             await self._write_batch()
+        # Only now that our own pulls have ended: handed back earlier, the records would come straight back to us.
+        await self._answer(self._unwritten, pull.nak)
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
@@ -139,7 +142,7 @@ class LedgerWriter:
                 if failures == 1:
                     log.error("cannot write usage, %d records wait: %s", len(entries), error)  # noqa: TRY400
                 if await wait_for(self._stopping, wait_s):
-                    await self._answer(entries, pull.nak)
+                    self._unwritten += entries
                     return
         if failures:
             log.warning("usage is written again, after %d tries", failures + 1)
@@ -165,4 +168,4 @@ class LedgerWriter:
             for entry in entries:
                 await answer(self._bus, entry.delivery)
         except BusError as error:
-            log.warning("some of %d written records will be delivered again: %s", len(entries), error)
+            log.warning("some of %d records will be delivered again: %s", len(entries), error)

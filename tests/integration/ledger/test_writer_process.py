@@ -69,7 +69,7 @@ async def test_a_killed_writer_and_a_restarted_nats_lose_and_double_nothing(
 async def test_sigterm_finishes_what_is_held_and_the_next_writer_goes_on(
     ledger: Ledger, start_writer: Callable[[], WriterProcess]
 ) -> None:
-    await ledger.apply_topology(ack_wait_s=600)  # what the first one had taken and not written would not come again
+    await ledger.apply_topology()
     await ledger.publish([request_record(f"r{number}") for number in range(300)])
     writer = start_writer()
 
