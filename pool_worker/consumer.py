@@ -18,7 +18,6 @@ from protocol.topology import ACK_PROGRESS_PERIOD_S, consumer_exists
 
 REFILL_CHECK_S: Final = 0.05  # how often pulls that have expired are noticed
 SHARED_PULL_EXPIRES_S: Final = 0.25  # of pulls that models take turns with
-REFUSED_WITHIN_S: Final = 0.5  # a pull that ends sooner, and empty, was refused: the consumer is gone
 AFTER_FAILURE_S: Final = 0.5
 
 log = logging.getLogger(__name__)
@@ -34,6 +33,7 @@ class _ModelPulls:
         self.pulls = PullConsumer(bus, subjects.INTERACTIVE_STREAM, self.consumer_name, self._on_delivery)
         self.delivered_s = 0.0  # monotonic clock
         self.pulled_s = 0.0
+        self._expires_s = 0.0  # of the last pull
 
     async def _on_delivery(self, delivery: Delivery) -> None:
         self.delivered_s = time.monotonic()
@@ -48,12 +48,13 @@ class _ModelPulls:
     async def pull(self, batch: int, expires_s: float) -> None:
         """Ask for ``batch`` jobs. Raises BusError."""
         self.pulled_s = time.monotonic()
+        self._expires_s = expires_s
         await self.pulls.pull(batch, expires_s=expires_s)
 
     def was_refused(self) -> bool:
-        """Whether the last pull ended at once with nothing."""
-        is_recent = time.monotonic() - self.pulled_s < REFUSED_WITHIN_S
-        return is_recent and self.delivered_s < self.pulled_s and not self.pulls.outstanding()
+        """Whether the last pull ended with nothing, long before its time: then the consumer is gone."""
+        is_early = time.monotonic() - self.pulled_s < self._expires_s / 2
+        return is_early and self.delivered_s < self.pulled_s and not self.pulls.outstanding()
 
 
 class Consumer:

@@ -55,10 +55,14 @@ class Held:
 async def test_a_burst_is_pulled_only_into_free_places(gateway: PlayingGateway, nats_url: str) -> None:
     jobs = [gateway.job(f"p{i}", max_tokens=5, ignore_eos=True) for i in range(200)]
     held = Held(gateway, {job.request_id: 1 for job in jobs})
-    for job in jobs:
+    queued, later = jobs[:100], jobs[100:]
+    for job in queued:
         await gateway.publish(job)
     async with running_worker(settings_for(nats_url, max_sequences=7, inter_token_s=0.001)):
-        await gateway.end_of_all((job.request_id, 1) for job in jobs)
+        await gateway.end_of_all((job.request_id, 1) for job in queued)
+        # Now the pulls are parked at the server.
+        await asyncio.gather(*map(gateway.publish, later))
+        await gateway.end_of_all((job.request_id, 1) for job in later)
     assert held.most_jobs == 7
 
 

@@ -215,3 +215,12 @@ async def test_the_registry_shows_the_worker_as_long_as_it_lives(gateway: Playin
         await gateway.end_of(attempt)
     with pytest.raises(KeyNotFoundError):
         await bucket.get("w1")
+
+
+async def test_a_consumer_that_was_deleted_is_found_again(gateway: PlayingGateway, nats_url: str) -> None:
+    async with running_worker(settings_for(nats_url)):
+        await gateway.end_of(await gateway.ask())
+        name = subjects.job_consumer(MODEL)
+        await gateway.bus.api(f"CONSUMER.DELETE.{subjects.INTERACTIVE_STREAM}.{name}")
+        await gateway.apply_topology()
+        assert isinstance(await gateway.end_of(await gateway.ask("another")), m.Finished)

@@ -1,0 +1,53 @@
+"""A job as a request to the engine."""
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from engine.types import ResumePoint, SamplingParams
+from pool_worker.generation import generation_request, sampling_params
+from protocol import messages as m
+from protocol.errors import ProtocolError
+
+SAMPLING = m.Sampling(
+    max_tokens=7,
+    temperature=0.3,
+    top_p=0.4,
+    top_k=5,
+    min_p=0.1,
+    presence_penalty=0.6,
+    frequency_penalty=0.7,
+    repetition_penalty=1.8,
+    logit_bias={3: 2.0},
+    seed=9,
+    n=2,
+    stop=("a", "b"),
+    stop_token_ids=(1, 2),
+    min_tokens=3,
+    ignore_eos=True,
+    logprobs=4,
+    skip_special_tokens=False,
+)
+
+
+def test_every_sampling_field_arrives() -> None:
+    assert dataclasses.asdict(sampling_params(SAMPLING)) == msgspec.structs.asdict(SAMPLING)
+
+
+def test_the_wires_defaults_are_the_engines() -> None:
+    assert sampling_params(m.Sampling(max_tokens=16)) == SamplingParams()
+
+
+def test_resume_points_arrive_unpacked() -> None:
+    resume = (m.ResumePoint(1, m.pack_token_ids([4, 5]), 2),)
+    job = m.Job(m.PROTOCOL_VERSION, "r", 2, "m", "fr.g", SAMPLING, b"", resume=resume)
+    request = generation_request("r.2", job, [1, 2, 3])
+    assert (request.request_id, request.prompt_ids) == ("r.2", [1, 2, 3])
+    assert request.resume == (ResumePoint(1, (4, 5), 2),)
+
+
+def test_a_cut_resume_point_is_a_protocol_error() -> None:
+    job = m.Job(m.PROTOCOL_VERSION, "r", 2, "m", "fr.g", SAMPLING, b"", resume=(m.ResumePoint(0, b"12345", 0),))
+    with pytest.raises(ProtocolError):
+        generation_request("r.2", job, [])

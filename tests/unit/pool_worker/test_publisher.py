@@ -1,0 +1,60 @@
+"""Frames on their way out: the wire's form, and messages no larger than the server takes."""
+
+import asyncio
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pool_worker.publisher import Publisher, split_frames
+from protocol import messages as m
+from protocol.bus import Bus
+
+
+@given(st.lists(st.binary(max_size=50), min_size=1, max_size=60), st.integers(10, 200))
+def test_parts_hold_all_frames_in_order_within_the_limit(frames: list[bytes], limit_bytes: int) -> None:
+    parts = split_frames(frames, limit_bytes)
+    assert [frame for part in parts for frame in part] == frames
+    assert all(len(part) == 1 or sum(map(len, part)) <= limit_bytes for part in parts)
+    # No two neighbours would fit into one message.
+    for one, other in pairwise(parts):
+        assert sum(map(len, one)) + len(other[0]) > limit_bytes
+
+
+async def test_what_is_sent_is_a_step_frame_and_large_ones_are_split(nats_url: str) -> None:
+    bus = await Bus.connect(nats_url, name="test")
+    steps: asyncio.Queue[m.StepFrame] = asyncio.Queue()
+
+    async def on_step(message) -> None:
+        await steps.put(m.decode_step(message.data))
+
+    await bus.subscribe("fr.g", on_step)
+    publisher = Publisher(bus, "w1")
+    frames = [m.Tokens("r", 1, seq, 0, (seq,), "x" * 3_000_000) for seq in range(5)]
+    for frame in frames:
+        publisher.send("fr.g", m.encode(frame))
+    await publisher.flush()
+    async with asyncio.timeout(20):
+        received = [await steps.get() for _ in range(3)]
+    assert [frame for step in received for frame in step.frames] == frames
+    assert [len(step.frames) for step in received] == [2, 2, 1]
+    assert {step.worker_id for step in received} == {"w1"}
+    await bus.close()
+
+
+async def test_a_frame_no_server_takes_is_dropped_and_the_next_ones_leave(nats_url: str) -> None:
+    bus = await Bus.connect(nats_url, name="test")
+    seen: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def on_message(message) -> None:
+        await seen.put(message.data)
+
+    await bus.subscribe("fr.g", on_message)
+    publisher = Publisher(bus, "w1")
+    publisher.send("fr.g", m.encode(m.Tokens("r", 1, 0, 0, (1,), "x" * 9_000_000)))
+    await publisher.flush()
+    publisher.send("fr.g", m.encode(m.Tokens("r", 1, 1, 0, (1,), "small")))
+    await publisher.flush()
+    async with asyncio.timeout(20):
+        assert b"small" in await seen.get()
+    await bus.close()

@@ -1,0 +1,57 @@
+"""Ended attempts are kept for a while, within three bounds."""
+
+import pytest
+
+from pool_worker import replay
+from pool_worker.attempt import Attempt
+from pool_worker.credit import Cost
+from pool_worker.replay import KEEP_S, RecentAttempts
+from protocol.messages import PROTOCOL_VERSION, Job, Sampling
+from protocol.pull import Delivery
+
+DELIVERY = Delivery(b"", "rq.m.main", "$JS.ACK", 1, 1, 0)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def ended(number: int, text: str = "") -> Attempt:
+    job = Job(PROTOCOL_VERSION, f"r{number}", 1, "m", "fr.g", Sampling(max_tokens=1), b"")
+    attempt = Attempt(job, DELIVERY, Cost(1, 1))
+    attempt.tokens(0, (1,), text, None, None)
+    return attempt
+
+
+def test_old_ones_go() -> None:
+    clock = Clock()
+    recent = RecentAttempts(clock)
+    recent.add(ended(1))
+    clock.now_s += KEEP_S - 1
+    recent.add(ended(2))
+    assert recent.get("r1.1") is not None
+    clock.now_s += 2
+    assert recent.get("r1.1") is None
+    assert recent.get("r2.1") is not None
+    assert len(recent) == 1
+
+
+def test_too_many_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "KEEP_ATTEMPTS", 3)
+    recent = RecentAttempts()
+    for number in range(5):
+        recent.add(ended(number))
+    assert [recent.get(f"r{number}.1") is not None for number in range(5)] == [False, False, True, True, True]
+
+
+def test_too_many_bytes_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "KEEP_BYTES", 2500)
+    recent = RecentAttempts()
+    for number in range(3):
+        recent.add(ended(number, "x" * 1000))
+    assert [recent.get(f"r{number}.1") is not None for number in range(3)] == [False, True, True]
+    recent.add(ended(4, "x" * 5000))
+    assert len(recent) == 0
