@@ -3,9 +3,9 @@
 import asyncio
 import logging
 
-from pool_worker.backoff import backoff_s
 from pool_worker.engines.base import Engine
 from protocol.artifacts import publish_model_card
+from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import BusError
 

@@ -5,10 +5,10 @@ import logging
 import time
 from typing import Final
 
-from pool_worker.backoff import backoff_s, wait_for
 from pool_worker.credit import Credit
 from pool_worker.executor import Executor
 from protocol import pull, subjects
+from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import decode_job

@@ -1,9 +1,9 @@
 """The worker process: start the engine, connect, serve until SIGTERM."""
 
 import asyncio
-import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 from pool_worker import engines
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
@@ -11,9 +11,9 @@ from pool_worker.settings import WorkerSettings
 from pool_worker.worker import Worker
 from protocol.bus import Bus
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
-log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 async def run(settings: WorkerSettings, on_ready: Callable[[], None] | None = None) -> None:
@@ -28,43 +28,49 @@ async def run(settings: WorkerSettings, on_ready: Callable[[], None] | None = No
         loop.add_signal_handler(number, stopping.set)
     engine = engines.create(settings.engine)
     try:
-        capacity = await _started(engine, stopping)
-        if capacity is not None:
-            await _serve(settings, engine, capacity, stopping, on_ready)
+        capacity = await _unless_stopped(stopping, engine.start())
+        if capacity is None:
+            return
+        name = f"spillway-worker {settings.worker_id}"
+        bus = await _unless_stopped(stopping, Bus.connect(list(settings.nats_urls), name=name))
+        if bus is None:
+            return
+        try:
+            await _serve(settings, bus, engine, capacity, stopping=stopping, on_ready=on_ready)
+        finally:
+            await bus.close()
     finally:
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
         await engine.stop()
 
 
-async def _started(engine: Engine, stopping: asyncio.Event) -> Capacity | None:
-    """Start the engine; None if the process was told to stop before that was done. Raises EngineDiedError."""
-    starting = asyncio.ensure_future(engine.start())
-    told_to_stop = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait({starting, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
+async def _unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """Do the work; None if the process is told to stop before it is done."""
+    working = asyncio.create_task(work)
+    told_to_stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait({working, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
     told_to_stop.cancel()
-    if not starting.done():
-        starting.cancel()
-        return None
-    return starting.result()
+    if working.done():
+        return working.result()
+    working.cancel()
+    return None
 
 
 async def _serve(
     settings: WorkerSettings,
+    bus: Bus,
     engine: Engine,
     capacity: Capacity,
+    *,
     stopping: asyncio.Event,
     on_ready: Callable[[], None] | None,
 ) -> None:
-    bus = await Bus.connect(list(settings.nats_urls), name=f"spillway-worker {settings.worker_id}")
     try:
         async with asyncio.TaskGroup() as tasks:
-            worker = Worker(settings, bus, engine, capacity, tasks)
-            await worker.serve(stopping, on_ready)
+            await Worker(settings, bus, engine, capacity, tasks).serve(stopping, on_ready)
     except BaseExceptionGroup as group:
         died = group.subgroup(EngineDiedError)
         if died is None or len(group.exceptions) > 1:
             raise
         raise died.exceptions[0] from None
-    finally:
-        await bus.close()

@@ -67,21 +67,24 @@ class Publisher:
         """Send what has been added."""
         frames, self._frames = self._frames, {}
         acks, self._acks = self._acks, []
+        for reply_subject, encoded in frames.items():
+            await self._send_steps(reply_subject, encoded)
         try:
-            for reply_subject, encoded in frames.items():
-                await self._send_steps(reply_subject, encoded)
             for delivery in acks:
                 await pull.ack(self._bus, delivery)
+        except BusError as error:  # the job comes again, and is then known to have ended
+            self._note_failure(error)
+
+    async def _send_steps(self, reply_subject: str, encoded: list[bytes]) -> None:
+        limit = self._bus.client.max_payload - HEADER_ROOM_BYTES - STEP_ROOM_BYTES
+        try:
+            for part in split_frames(encoded, limit):
+                step = _EncodedStep(PROTOCOL_VERSION, self._worker_id, list(map(msgspec.Raw, part)))
+                await self._bus.publish(reply_subject, encode(step))
         except BusError as error:
             self._note_failure(error)
         else:
             self._is_failing = False
-
-    async def _send_steps(self, reply_subject: str, encoded: list[bytes]) -> None:
-        limit = self._bus.client.max_payload - HEADER_ROOM_BYTES - STEP_ROOM_BYTES
-        for part in split_frames(encoded, limit):
-            step = _EncodedStep(PROTOCOL_VERSION, self._worker_id, list(map(msgspec.Raw, part)))
-            await self._bus.publish(reply_subject, encode(step))
 
     def _note_failure(self, error: BusError) -> None:
         if not self._is_failing:

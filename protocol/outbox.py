@@ -10,17 +10,15 @@ caller stops taking new work while the outbox is ``full``; what is already under
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections import deque
 from typing import Final
 
+from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import BusError, PayloadTooLarge
 
 WINDOW: Final = 16  # publishes in flight
-FIRST_RETRY_S: Final = 0.1
-LONGEST_RETRY_S: Final = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +82,7 @@ class Outbox:
 
     async def _publish(self, message_id: str, payload: bytes) -> None:
         """Publish one record until it is stored."""
-        wait_s = FIRST_RETRY_S
-        while True:
+        for wait_s in backoff_s():
             try:
                 await self._bus.publish_durable(self._subject, payload, message_id=message_id)
             except PayloadTooLarge as error:
@@ -96,8 +93,7 @@ class Outbox:
             else:
                 self._note_success()
                 return
-            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311
-            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+            await asyncio.sleep(wait_s)
 
     def _note_failure(self, error: BusError) -> None:
         if self._failing_since_s is None:

@@ -97,7 +97,8 @@ class LocalEngine:
             self._inbox_changed.notify()
         self._may_step.release()
         self._steps_changed.set()
-        if self._thread.is_alive():
+        has_loaded = self._max_model_len > 0  # else nobody can hurry it, and the thread ends with the process
+        if has_loaded:
             await asyncio.to_thread(self._thread.join, STOP_LIMIT_S)
 
     def _tell(self, message: GenerationRequest | str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from engine import LLMEngine
 from engine.types import GenerationRequest, ResumePoint, SamplingParams, SequenceOutput
 from pool_worker import engines
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError, Refusal
@@ -306,6 +307,20 @@ async def test_a_model_that_cannot_be_loaded_is_said_so() -> None:
     engine = engines.create(LocalEngineSettings(path="/no/such/model"))
     with pytest.raises(EngineDiedError, match="/no/such/model cannot be loaded"):
         await engine.start()
+    await engine.stop()
+
+
+async def test_an_error_in_a_step_loses_the_local_engine(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_step(_engine: LLMEngine) -> list[SequenceOutput]:
+        raise ValueError("out of order")
+
+    monkeypatch.setattr(LLMEngine, "step", broken_step)
+    engine = engines.create(LocalEngineSettings(path=model_folder, kv_mib=8, threads=1))
+    driver = Driver(engine, await engine.start())
+    engine.submit(request())
+    with pytest.raises(EngineDiedError, match="ValueError: out of order"):
+        await driver.run()
+    engine.cancel("r")  # a worker still cancels what it hands back
     await engine.stop()
 
 

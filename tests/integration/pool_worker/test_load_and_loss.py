@@ -204,6 +204,20 @@ async def test_a_signal_ends_a_process_that_still_waits_for_a_gateway(nats_url: 
     assert code == 0, log
 
 
+async def test_a_signal_ends_a_process_that_still_looks_for_the_queue_server(nats_server: NatsServer) -> None:
+    nats_server.stop()
+    process = start_process(settings_for(nats_server.url))
+    try:
+        assert process.stderr is not None
+        line = await asyncio.to_thread(process.stderr.readline)
+        assert "NATS" in line or "nats" in line
+        process.terminate()
+        code, log = await finish(process)
+    finally:
+        process.kill()
+    assert code == 0, log
+
+
 async def test_a_killed_worker_leaves_its_jobs_to_be_noticed(gateway: PlayingGateway, nats_url: str) -> None:
     process = start_process(settings_for(nats_url, faults_from_prompt=True, inter_token_s=0.01))
     try:
