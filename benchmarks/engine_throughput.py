@@ -55,9 +55,9 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def engine_run(model: LlamaForCausalLM) -> Run:
+def engine_run(model: LlamaForCausalLM, threads: int) -> Run:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    engine = LLMEngine(copy.deepcopy(model), tokenizer, EngineConfig(max_sequences=max(BATCHES)))
+    engine = LLMEngine(copy.deepcopy(model), tokenizer, EngineConfig(max_sequences=max(BATCHES), threads=threads))
 
     def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:
         start = time.perf_counter()
@@ -139,7 +139,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     model = make_model()
     systems = {
-        "engine": engine_run(model),
+        "engine": engine_run(model, args.threads),
         "generate": generate_run(model),
         "continuous": continuous_run(model),
     }

@@ -9,6 +9,8 @@ preemption, grammars and GPUs attach to the block pool's release, the scheduler'
 and the attention function.
 """
 
+import os
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -38,8 +40,7 @@ class LLMEngine:
 
         Raises UnsupportedModel or ConfigError.
         """
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))
         parameters = model.num_parameters()
         layer_shapes = prepare_model(model)
         self.info = _engine_info(model, tokenizer, config, layer_shapes=layer_shapes, parameters=parameters, name=name)

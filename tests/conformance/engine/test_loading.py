@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_saved_model_answers_as_it_did_in_memory(folder: Path) -> None:
     request = GenerationRequest("r", (20, 21, 22), SamplingParams(temperature=0.0, ignore_eos=True))
-    loaded = LLMEngine.from_pretrained(str(folder), EngineConfig(max_sequences=2))
+    loaded = LLMEngine.from_pretrained(str(folder), EngineConfig(threads=1, max_sequences=2))
     assert loaded.info.model == str(folder)
     assert loaded.info.eos_token_ids == (EOS_ID, 7)
     assert loaded.info.parameters == llama().num_parameters()
@@ -29,7 +29,7 @@ def test_a_saved_model_answers_as_it_did_in_memory(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes_run(folder: Path, dtype: str) -> None:
-    engine = LLMEngine.from_pretrained(str(folder), EngineConfig(max_sequences=2, dtype=dtype))
+    engine = LLMEngine.from_pretrained(str(folder), EngineConfig(threads=1, max_sequences=2, dtype=dtype))
     assert engine.info.dtype == dtype
     requests = [GenerationRequest(str(n), tuple(range(5, 15 + n)), SamplingParams(max_tokens=8)) for n in range(3)]
     assert {answer.finish_reason for answer in run(engine, *requests).values()} <= {"stop", "length"}

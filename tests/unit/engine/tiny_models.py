@@ -17,7 +17,7 @@ from transformers import (
 
 from engine import EngineConfig, GenerationRequest, LLMEngine, SequenceOutput, TokenLogprob
 
-torch.set_num_threads(1)  # the models are too small to share, and tests run beside each other
+torch.set_num_threads(1)  # for the references too: tests run beside each other
 
 VOCAB_SIZE = 300
 EOS_ID = 1
@@ -68,7 +68,13 @@ def llama() -> PreTrainedModel:
 def make_engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **config: int | str
 ) -> LLMEngine:
-    settings = {"max_sequences": 8, "max_batched_tokens": 24, "block_size": 4, "kv_bytes": 1 << 20} | config
+    settings = {
+        "threads": 1,
+        "max_sequences": 8,
+        "max_batched_tokens": 24,
+        "block_size": 4,
+        "kv_bytes": 1 << 20,
+    } | config
     return LLMEngine(copy.deepcopy(model), tokenizer or byte_level_tokenizer(), EngineConfig(**settings))
 
 
