@@ -19,11 +19,12 @@ from gateway.api.services import Services
 from gateway.app import build_app
 from gateway.auth.keyring import KeyRing
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.outbox import UsageOutbox
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
+from protocol import subjects
 from protocol.bus import Bus
+from protocol.outbox import Outbox
 
 FLUSH_LIMIT_S: Final = 10.0
 LISTEN_BACKLOG: Final = 2048
@@ -61,7 +62,7 @@ async def run(
         stack.push_async_callback(bus.close)
         keys = KeyRing(settings.database_url, settings.key_pepper, bus)
         stack.push_async_callback(keys.close)
-        outbox = UsageOutbox(bus, settings.limits.max_unpublished_usage)
+        outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, settings.limits.max_unpublished_usage)
         dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox)
         catalog = ModelCatalog(bus, settings.models, settings.data_dir)
         stack.callback(catalog.close)
@@ -74,7 +75,7 @@ async def run(
 
 
 async def _serve(
-    services: Services, outbox: UsageOutbox, on_ready: Callable[[int], None] | None, stop: asyncio.Event
+    services: Services, outbox: Outbox, on_ready: Callable[[int], None] | None, stop: asyncio.Event
 ) -> None:
     listener = _listen(services.settings.host, services.settings.port)
     port = listener.getsockname()[1]

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Coroutine
 from typing import Any, Final
@@ -12,20 +11,20 @@ from nats.aio.msg import Msg
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.job_queue import JobQueue
 from gateway.dispatch.mailbox import Failure
-from gateway.dispatch.outbox import UsageOutbox
 from gateway.dispatch.record import usage_record
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import GatewaySettings
 from protocol import subjects, topology
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
+from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Accepted, Cancel, Control, Frame, Resend, decode_step, encode
+from protocol.outbox import Outbox
 
 SWEEP_PERIOD_S: Final = 0.25
 SWEEP_LATE_S: Final = 0.5  # a sweep this late means that our own loop was held up
-RESTORE_RETRY_S: Final = 0.5
 DRAIN_POLL_S: Final = 0.05
 SETTLE_LIMIT_S: Final = 8.0  # longer than a stopped request waits for its worker's counts
 
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 class Dispatcher:
     """Owns every request from admission to its ledger record. ``start`` it and run ``run`` as a supervised task."""
 
-    def __init__(self, bus: Bus, settings: GatewaySettings, registry: WorkerRegistry, outbox: UsageOutbox) -> None:
+    def __init__(self, bus: Bus, settings: GatewaySettings, registry: WorkerRegistry, outbox: Outbox) -> None:
         self._bus = bus
         self._settings = settings
         self._registry = registry
@@ -107,7 +106,7 @@ class Dispatcher:
             return Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         if len(self._unsettled) >= self._settings.limits.max_in_flight:
             return Failure(ErrorCode.OVERLOADED, "this gateway holds as many requests as it may")
-        if self._outbox.is_full():
+        if self._outbox.full:
             return Failure(ErrorCode.OVERLOADED, "usage records cannot be stored at the moment")
         return None
 
@@ -131,7 +130,8 @@ class Dispatcher:
     def _settle(self, request: OpenRequest) -> None:
         if request.state is State.ENDED and request.closed and request.request_id in self._unsettled:
             del self._unsettled[request.request_id]
-            self._outbox.add(usage_record(request, self._settings.gateway_id))
+            record = usage_record(request, self._settings.gateway_id)
+            self._outbox.put(record.request_id, encode(record))
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -216,12 +216,14 @@ class Dispatcher:
         await topology.apply(self._bus, list(self._settings.models), bounds)
 
     async def _on_reconnected(self) -> None:
-        while self._bus.connected:
+        for wait_s in backoff_s():
+            if not self._bus.connected:
+                return  # the next reconnect starts anew
             try:
                 await self._apply_topology()
             except BusError as error:
                 log.warning("the streams are not back yet: %s", error)
-                await asyncio.sleep(RESTORE_RETRY_S * random.uniform(0.5, 1.0))  # noqa: S311  # jitter
+                await asyncio.sleep(wait_s)
             else:
                 self._restore_requests()
                 return

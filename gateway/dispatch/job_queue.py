@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 from typing import Final
 
@@ -10,13 +9,12 @@ from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.request import OpenRequest, State
 from protocol import subjects
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES, delete_object, put_object
+from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import ApiError, BusError, ErrorCode, PayloadTooLarge, StreamFull
 from protocol.messages import PROTOCOL_VERSION, Job, encode
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
-FIRST_RETRY_S: Final = 0.05
-LAST_RETRY_S: Final = 2.0
 NO_MESSAGE_FOUND: Final = 10037  # JetStream
 
 log = logging.getLogger(__name__)
@@ -33,8 +31,9 @@ class JobQueue:
     async def publish(self, request: OpenRequest) -> None:
         """Store the current attempt in the stream, again and again with the same id until it is there."""
         attempt = request.attempt
-        wait_s = FIRST_RETRY_S
-        while request.waits_for_worker(attempt):
+        for wait_s in backoff_s():
+            if not request.waits_for_worker(attempt):
+                return
             try:
                 async with self._in_flight:
                     await self._publish_once(request, attempt)
@@ -48,8 +47,7 @@ class JobQueue:
                 log.warning("job %s.%d is not in the queue yet: %s", request.request_id, attempt, error)
             else:
                 return
-            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311  # jitter
-            wait_s = min(wait_s * 2, LAST_RETRY_S)
+            await asyncio.sleep(wait_s)
 
     async def _publish_once(self, request: OpenRequest, attempt: int) -> None:
         admission = request.admission

@@ -76,15 +76,22 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation. Raises InvalidParameter with the template's own words where it refuses one."""
+        """Render a conversation; ``variables`` are the caller's own (``chat_template_kwargs``).
+
+        Raises InvalidParameter, with the template's own words where that refuses the conversation.
+        """
+        fixed = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        for name in variables or ():
+            if name in fixed:
+                raise InvalidParameter(f"'{name}' cannot be set here.", param=f"chat_template_kwargs.{name}")
         try:
-            return self._template.render(
-                **{**self._special_tokens, **(variables or {})},
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            return self._template.render(fixed, **(variables or {}))
         except jinja2.TemplateError as error:
             raise InvalidParameter(f"The model's chat template refuses this: {error}", param="messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, ArithmeticError) as error:

@@ -41,6 +41,7 @@ class Attempt:
         self.frames: list[Frame] = []
         self.cancelled = asyncio.Event()
         self.made_tokens = 0
+        self.fetched_prompt: list[int] = []  # one that travelled by reference
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -181,6 +182,9 @@ class ScriptedWorker:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, attempt: Attempt) -> None:
+        if attempt.job.prompt_object is not None:
+            packed = await artifacts.get_object(self.bus, subjects.PROMPTS_BUCKET, attempt.job.prompt_object)
+            attempt.fetched_prompt = unpack_token_ids(packed)
         await self.script(attempt)
 
     async def _on_control(self, message: Msg) -> None:

@@ -104,6 +104,11 @@ async def test_refusal_by_the_worker_is_a_400(start_gateway: Start, stream: bool
     assert (record.outcome, record.http_status, record.error_code) == ("failed", 400, "invalid_request")
 
 
+async def read_lines(response: httpx.Response, into: list[str]) -> None:
+    async for line in response.aiter_lines():
+        into.append(line)  # noqa: PERF401  # what came before the error counts
+
+
 async def test_error_after_the_first_byte_breaks_the_stream_off(start_gateway: Start) -> None:
     gateway = await start_gateway()
 
@@ -113,15 +118,14 @@ async def test_error_after_the_first_byte_breaks_the_stream_off(start_gateway: S
         await attempt.fail("engine_error", "out of luck", retryable=False)
 
     await gateway.add_worker(script=die)
-    lines = []
+    lines: list[str] = []
     async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
         body = {"model": MODEL, "messages": HELLO, "stream": True}
         headers = {"authorization": f"Bearer {gateway.key}"}
         async with client.stream("POST", CHAT, json=body, headers=headers) as response:
             assert response.status_code == 200
             with pytest.raises(httpx.RemoteProtocolError):
-                async for line in response.aiter_lines():
-                    lines.append(line)
+                await read_lines(response, lines)
     events = [line for line in lines if line]
     assert '"code":"engine_error"' in events[-1]
     assert not any("[DONE]" in event for event in events)
@@ -172,7 +176,7 @@ async def test_running_timeouts(start_gateway: Start, limits: dict[str, float], 
     worker = await gateway.add_worker(script=stall)
     response = await send(gateway, json={"model": MODEL, "messages": HELLO})
     assert error_of(response) == (504, code, None)
-    await until(lambda: worker.attempts[0].cancelled.is_set())
+    await until(worker.attempts[0].cancelled.is_set)
     [record] = await gateway.records()
     assert (record.outcome, record.error_code, record.completion_tokens) == ("failed", code, tokens)
 
@@ -197,4 +201,4 @@ async def test_in_flight_limit(start_gateway: Start) -> None:
     assert error_of(response) == (503, "overloaded", None)
     assert response.headers["retry-after"]
     await stream.close()
-    await until(lambda: worker.attempts[0].cancelled.is_set())
+    await until(worker.attempts[0].cancelled.is_set)

@@ -1,0 +1,96 @@
+"""Counting tokens over HTTP, long prompts included."""
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card, until_async
+from tests.small_tokenizer import byte_tokenizer, byte_tokenizer_json
+
+LONG_CONTEXT = 2_000_000
+
+
+def client_of(gateway: GatewayUnderTest) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=gateway.url, timeout=60, headers={"authorization": f"Bearer {gateway.key}"})
+
+
+async def with_long_context(start_gateway: Start) -> GatewayUnderTest:
+    from msgspec.structs import replace
+
+    from protocol.artifacts import publish_model_card
+
+    gateway = await start_gateway()
+    await publish_model_card(gateway.bus, replace(card(), context_length=LONG_CONTEXT), byte_tokenizer_json())
+
+    async def has_long_context() -> bool:
+        models = await gateway.client().models.list()
+        return bool(models.data[0].model_dump()["context_length"] == LONG_CONTEXT)
+
+    await until_async(has_long_context)
+    return gateway
+
+
+async def test_tokenize_counts_as_the_engine_will(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker()
+    messages = [{"role": "user", "content": "Hi"}]
+    async with client_of(gateway) as client:
+
+        async def tokenize(**body: Any) -> dict[str, Any]:
+            response = await client.post("/tokenize", json={"model": MODEL, **body})
+            assert response.status_code == 200
+            answer: dict[str, Any] = response.json()
+            return answer
+
+        prompt = await tokenize(prompt="abc")
+        assert prompt == {"count": 4, "max_model_len": 512, "tokens": byte_tokenizer().encode("abc").ids}
+        assert (await tokenize(prompt="abc", add_special_tokens=False))["count"] == 3
+        chat = await tokenize(messages=messages)
+        assert (await tokenize(messages=messages, add_generation_prompt=False))["count"] < chat["count"]
+    await gateway.client().chat.completions.create(model=MODEL, messages=messages)
+    assert worker.attempts[0].prompt_ids == chat["tokens"]
+
+
+async def test_a_long_prompt_does_not_hold_others_up(start_gateway: Start) -> None:
+    """Others are answered again and again while a megabyte is counted; all in one turn they would not be."""
+    gateway = await with_long_context(start_gateway)
+    async with client_of(gateway) as client:
+        body = {"model": MODEL, "prompt": "The quick brown fox jumps over the lazy dog. " * 23_000}
+        counting = asyncio.create_task(client.post("/tokenize", json=body))
+        answered = 0
+        while not counting.done():
+            assert (await client.get("/livez")).status_code == 200
+            answered += 1
+        response = await counting
+    assert response.json()["count"] > 1_000_000
+    assert answered >= 10
+
+
+async def test_a_large_prompt_travels_by_reference(start_gateway: Start) -> None:
+    gateway = await with_long_context(start_gateway)
+    worker = await gateway.add_worker()
+    prompt = "abcd" * (MAX_INLINE_PROMPT_BYTES // 4 // 4 + 1)
+    answer = await gateway.client().completions.create(model=MODEL, prompt=prompt, max_tokens=5)
+    assert answer.usage is not None
+    job = worker.attempts[0].job
+    assert (job.prompt_ids, job.prompt_tokens) == (b"", answer.usage.prompt_tokens)
+    assert job.prompt_object is not None
+    assert worker.attempts[0].fetched_prompt == byte_tokenizer().encode(prompt).ids
+
+    async def is_deleted() -> bool:
+        store = await gateway.bus.jetstream.object_store("prompts")
+        return await store.list(ignore_deletes=True) == [] if await has_objects(store) else True
+
+    await until_async(is_deleted)
+
+
+async def has_objects(store: Any) -> bool:
+    from nats.js.errors import NotFoundError
+
+    try:
+        await store.list(ignore_deletes=True)
+    except NotFoundError:
+        return False
+    return True

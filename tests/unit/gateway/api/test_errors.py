@@ -1,0 +1,37 @@
+import json
+
+import pytest
+
+from gateway.api.errors import FAILURES, ApiError, ModelNotReady, RequestFailed
+from gateway.dispatch.mailbox import Failure
+from protocol.errors import ErrorCode
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_every_code_has_its_status(code: ErrorCode) -> None:
+    error = RequestFailed(Failure(code, "why", "field"))
+    assert json.loads(error.envelope()) == {
+        "error": {"message": "why", "type": FAILURES[code].type, "param": "field", "code": code.value}
+    }
+    assert (error.type == "invalid_request_error") == (400 <= error.status < 500)
+    if error.retry_after_s is not None:
+        assert 0 < error.retry_after_s <= 60
+        assert error.should_retry
+
+
+def test_envelope_has_real_nulls_and_a_default_message() -> None:
+    body = json.loads(ApiError().envelope())
+    assert body == {
+        "error": {
+            "message": "The server had an internal error.",
+            "type": "server_error",
+            "param": None,
+            "code": "internal_error",
+        }
+    }
+
+
+def test_retry_headers() -> None:
+    headers = dict(ModelNotReady().headers())
+    assert headers == {b"x-should-retry": b"true", b"retry-after": b"5"}
+    assert ApiError().headers() == []

@@ -1,0 +1,216 @@
+import json
+from typing import Any
+
+import pytest
+
+from gateway.api.errors import BadRequest, InvalidParameter, MalformedJson
+from gateway.api.sampling import requested_max_tokens, sampling_of
+from gateway.api.schema import parse_chat, parse_completion, parse_tokenize
+from protocol.messages import Sampling
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [USER], **fields}).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": "p", **fields}).encode()
+
+
+def test_everything_supported_reaches_the_wire() -> None:
+    request = parse_chat(
+        chat(
+            n=3,
+            stop=["a", "b"],
+            seed=-5,
+            temperature=0,
+            top_p=0.5,
+            top_k=7,
+            min_p=0.1,
+            presence_penalty=-1,
+            frequency_penalty=1.5,
+            repetition_penalty=1.1,
+            logit_bias={"9": 3, "10": -100},
+            logprobs=True,
+            top_logprobs=4,
+            max_completion_tokens=11,
+            max_tokens=99,
+            min_tokens=2,
+            ignore_eos=True,
+            stop_token_ids=[1, 2],
+            skip_special_tokens=False,
+            user="u",
+            metadata={"a": "b"},
+        )
+    )
+    limit = requested_max_tokens(request)
+    assert limit == ("max_completion_tokens", 11)
+    assert sampling_of(request, 11) == Sampling(
+        max_tokens=11,
+        n=3,
+        stop=("a", "b"),
+        seed=-5,
+        temperature=0,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.1,
+        presence_penalty=-1,
+        frequency_penalty=1.5,
+        repetition_penalty=1.1,
+        logit_bias={9: 3, 10: -100},
+        logprobs=4,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=(1, 2),
+        skip_special_tokens=False,
+    )
+
+
+def test_null_is_the_same_as_nothing() -> None:
+    names = ("n", "stop", "seed", "temperature", "top_k", "logit_bias", "logprobs", "max_tokens", "stream", "tools")
+    request = parse_chat(chat(**dict.fromkeys(names)))
+    assert requested_max_tokens(request) is None
+    assert sampling_of(request, 5) == Sampling(max_tokens=5)
+
+
+def test_logprobs_without_top_ones_and_top_k_off() -> None:
+    assert sampling_of(parse_chat(chat(logprobs=True, top_k=-1)), 5) == Sampling(max_tokens=5, logprobs=0)
+    assert sampling_of(parse_chat(chat(logprobs=False)), 5).logprobs is None
+    assert sampling_of(parse_completion(completion(logprobs=5)), 5).logprobs == 5
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert parse_chat(chat(whatever=1, messages=[{**USER, "weight": 1}])).model == "m"
+
+
+def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": parts, "name": "n"}, {"role": "assistant", "content": None}]
+    turns = [message.for_template() for message in parse_chat(chat(messages=messages)).messages]
+    assert turns == [{"role": "system", "content": "a\nb", "name": "n"}, {"role": "assistant", "content": ""}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [{"role": 1}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"model": 5}, "model"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"seed": 2**70}, "seed"),
+        ({"best_of": 2}, "best_of"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"service_tier": "flex"}, "service_tier"),
+    ],
+)
+def test_chat_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        parse_chat(chat(**fields))
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+        {"modalities": ["text"]},
+        {"best_of": 1},
+        {"n": 2, "best_of": 2},
+        {"service_tier": "auto"},
+        {"store": False},
+    ],
+)
+def test_values_that_ask_for_nothing_unsupported(fields: dict[str, Any]) -> None:
+    assert parse_chat(chat(**fields)).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parsed"),
+    [("p", "p"), (["p"], "p"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ("", "")],
+)
+def test_prompts(prompt: object, parsed: object) -> None:
+    assert parse_completion(completion(prompt=prompt)).prompt == parsed
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"best_of": 3}, "best_of"),
+    ],
+)
+def test_completion_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        parse_completion(completion(**fields))
+    assert caught.value.param == param
+
+
+def test_missing_fields_are_called_missing() -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        parse_chat(b'{"messages": []}')
+    assert (caught.value.param, caught.value.code) == ("model", "missing_required_parameter")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"model": "m", "messages": [}'])
+def test_malformed_json(body: bytes) -> None:
+    with pytest.raises(MalformedJson) as caught:
+        parse_chat(body)
+    assert caught.value.param is None
+
+
+@pytest.mark.parametrize("body", [b"[]", b"5", b"null"])
+def test_json_that_is_no_object(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="JSON object"):
+        parse_chat(body)
+
+
+def test_tokenize_takes_one_of_two() -> None:
+    assert parse_tokenize(b'{"prompt": "x"}').prompt == "x"
+    for body in (b"{}", b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}'):
+        with pytest.raises(InvalidParameter):
+            parse_tokenize(body)

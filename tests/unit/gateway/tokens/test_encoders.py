@@ -1,0 +1,49 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.tokens.encoders import HuggingFaceEncoder, TiktokenEncoder, TokenizerError, read_tokenizer_file
+from tests.small_tokenizer import BOS, byte_tokenizer, byte_tokenizer_json
+
+
+def test_hugging_face() -> None:
+    encoder = HuggingFaceEncoder(byte_tokenizer_json())
+    plain = encoder.encode("héllo", add_special_tokens=False)
+    bos = byte_tokenizer().token_to_id(BOS)
+    assert encoder.encode("héllo", add_special_tokens=True) == [bos, *plain]
+    assert encoder.decode([bos, *plain]) == f"{BOS}héllo"
+
+
+def test_a_files_own_truncation_and_padding_are_ignored() -> None:
+    document = json.loads(byte_tokenizer_json())
+    document["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    encoder = HuggingFaceEncoder(json.dumps(document).encode())
+    assert len(encoder.encode("hello", add_special_tokens=False)) == 5
+
+
+def test_unusable_files(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        HuggingFaceEncoder(b"{}")
+    with pytest.raises(TokenizerError, match="No such file"):
+        read_tokenizer_file(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"x")
+    assert read_tokenizer_file(tmp_path) == read_tokenizer_file(tmp_path / "tokenizer.json") == b"x"
+
+
+def test_unknown_tiktoken_encoding() -> None:
+    with pytest.raises(TokenizerError, match="no-such-encoding"):
+        TiktokenEncoder("no-such-encoding")
+
+
+def test_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real tiktoken encoding, built here because the published ones are downloaded."""
+    import tiktoken
+
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"he": 256}
+    small = tiktoken.Encoding("small", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|end|>": 257})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda _name: small)
+    encoder = TiktokenEncoder("small")
+    ids = encoder.encode("he<|end|>", add_special_tokens=True)
+    assert ids == [256, 257]
+    assert encoder.decode(ids) == "he<|end|>"

@@ -1,0 +1,58 @@
+import asyncio
+import threading
+
+import pytest
+
+from gateway.api.errors import InvalidParameter, Overloaded
+from gateway.tokens import model_tokens
+from gateway.tokens.chat_template import ChatTemplate
+from gateway.tokens.encoders import HuggingFaceEncoder
+from gateway.tokens.model_tokens import EncoderPool, ModelTokens
+from tests.small_tokenizer import CHATML, byte_tokenizer, byte_tokenizer_json
+
+
+def tokens(template: str | None = CHATML) -> ModelTokens:
+    chat = ChatTemplate(template, {}) if template else None
+    return ModelTokens("m", HuggingFaceEncoder(byte_tokenizer_json()), chat, 100, EncoderPool())
+
+
+@pytest.mark.parametrize("size", [10, model_tokens.INLINE_CHARS + 1])
+async def test_short_and_long_prompts_are_encoded_alike(size: int) -> None:
+    text = "héllo " * size
+    assert await tokens().encode_text(text) == byte_tokenizer().encode(text).ids
+    rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert await tokens().encode_chat([{"role": "user", "content": text}]) == (
+        byte_tokenizer().encode(rendered, add_special_tokens=False).ids
+    )
+
+
+async def test_a_model_without_a_chat_format() -> None:
+    with pytest.raises(InvalidParameter, match="no chat format") as caught:
+        await tokens(None).encode_chat([{"role": "user", "content": "x"}])
+    assert caught.value.param == "model"
+
+
+async def test_too_many_long_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_tokens, "MAX_LONG_PROMPTS", 1)
+    pool = EncoderPool()
+    go_on = threading.Event()
+    first = asyncio.create_task(pool.run(go_on.wait))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await pool.run(go_on.wait)
+    go_on.set()
+    assert await first
+    assert await pool.run(lambda: 5) == 5
+
+
+async def test_the_event_loop_goes_on_while_a_long_prompt_is_encoded() -> None:
+    """Counts turns of the loop: an encoder that held the GIL would allow hardly any until it is done."""
+    subject = tokens()
+    text = "The quick brown fox jumps over the lazy dog. " * 12_000  # 540 kB: some 0.1 s of encoding
+    encoding = asyncio.create_task(subject.encode_text(text))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert len(await encoding) > len(text) // 2
+    assert turns >= 10
