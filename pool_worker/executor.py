@@ -5,6 +5,7 @@ credit back, leaves its usage record, and only then takes the job off the queue.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -255,10 +256,10 @@ class Executor:
         for attempt in [attempt for attempt in self.held if not attempt.holds_credit]:
             self._fail(attempt, ErrorCode.WORKER_DRAINING, "the worker is shutting down", retryable=True)
         self._publisher.wake()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._is_idle.wait()
-        except TimeoutError:
+        if self._held:
             log.warning("%d jobs did not end within %g s and are handed back", len(self._held), limit_s)
             self.fail_all(ErrorCode.WORKER_DRAINING, "the worker is shutting down")
 

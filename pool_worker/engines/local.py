@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from engine import EngineConfig, LLMEngine, RequestRejected
 from engine.types import GenerationRequest, SequenceOutput
@@ -166,6 +167,7 @@ class LocalEngine:
 
 def load(settings: LocalEngineSettings) -> tuple[LLMEngine, PreTrainedTokenizerBase]:
     """Load model and tokenizer. Raises whatever transformers and the engine raise for what they cannot load."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # the worker's output is a log
     tokenizer = AutoTokenizer.from_pretrained(settings.path)
     if not tokenizer.is_fast:
         raise ValueError("it has no tokenizer.json, which gateways count tokens with")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from pool_worker.settings import WorkerSettings
 from protocol import messages as m
@@ -105,6 +106,30 @@ async def test_a_thousand_jobs_over_two_workers_are_each_run_once(gateway: Playi
     assert {(record.request_id, 1): record.completion_tokens for record in gateway.records} == made
     assert (gateway.gaps, gateway.repeated) == (0, 0)
     assert {record.worker_id for record in gateway.records} == {"w1", "w2"}
+
+
+async def test_a_worker_that_drains_in_a_burst_swallows_nothing(gateway: PlayingGateway, nats_url: str) -> None:
+    """Jobs on their way to a draining worker come back at once: none has to be delivered a second time."""
+    jobs = [gateway.job(f"p{i}", max_tokens=6, ignore_eos=True) for i in range(300)]
+    places = {"max_sequences": 16, "inter_token_s": 0.003}
+    async with (
+        running_worker(settings_for(nats_url, worker_id="w1", drain_s=0.0, **places)) as w1_stopping,
+        running_worker(settings_for(nats_url, worker_id="w2", **places)),
+    ):
+        publishing = asyncio.gather(*map(gateway.publish, jobs))
+        await gateway.wait(lambda: len(gateway.frames) > 60)
+        w1_stopping.set()
+        await publishing
+        ends = [await gateway.end_of((job.request_id, 1)) for job in jobs]
+        failures = [end for end in ends if isinstance(end, m.Failed)]
+        handed_back = {end.request_id for end in failures}
+        again = [
+            await gateway.publish(structs.replace(job, attempt=2)) for job in jobs if job.request_id in handed_back
+        ]
+        await gateway.end_of_all(again)
+    assert {end.code for end in failures} == {ErrorCode.WORKER_DRAINING}
+    assert all(isinstance(gateway.last(attempt), m.Finished) for attempt in again)
+    assert await gateway.queued() == 0
 
 
 async def test_everything_ends_although_the_queue_server_is_restarted(
