@@ -19,6 +19,7 @@ from protocol.bus import Bus
 from protocol.errors import ApiError, BusTimeout
 from protocol.messages import PROTOCOL_VERSION, ModelCard, RequestRecord, UsageRecord, decode_usage
 from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
+from tests.nats_server import NatsServer
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer_json
 
 MODEL = "test/model-1"
@@ -32,6 +33,14 @@ async def until(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def restart(server: NatsServer, bus: Bus) -> None:
+    """Kill the server and start it again; returns when ``bus`` has noticed and is back."""
+    reconnects = bus.client.stats["reconnects"]
+    server.kill()
+    server.start()
+    await until(lambda: bus.client.stats["reconnects"] > reconnects and bus.connected)
 
 
 class GatewayUnderTest:

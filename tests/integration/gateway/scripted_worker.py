@@ -7,9 +7,8 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from protocol import artifacts, subjects
+from protocol import artifacts, subjects, topology
 from protocol.bus import Bus
-from protocol.errors import BusTimeout
 from protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -210,10 +209,5 @@ class ScriptedWorker:
 async def wait_for_consumer(bus: Bus, model: str) -> None:
     """Jobs can be pulled."""
     async with asyncio.timeout(15):
-        while True:
-            try:
-                name = subjects.job_consumer(model)
-                await bus.api(f"CONSUMER.INFO.{subjects.INTERACTIVE_STREAM}.{name}")
-            except BusTimeout:
-                continue
-            return
+        while not await topology.consumer_exists(bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model)):
+            await asyncio.sleep(0.01)

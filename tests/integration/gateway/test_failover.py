@@ -9,7 +9,7 @@ import pytest
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.messages import Accepted, Cancel, Resend, Tokens, unpack_token_ids
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart, until, until_async
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello
 from tests.nats_server import NatsServer
 
@@ -181,8 +181,7 @@ async def test_queued_request_survives_the_loss_of_the_queue(start_gateway: Star
     gateway = await start_gateway()
     asking = asyncio.create_task(stream_text(gateway))
     await until_queued(gateway)
-    nats_server.kill()  # the memory stream and all its jobs are gone
-    nats_server.start()
+    await restart(nats_server, gateway.bus)  # the memory stream and all its jobs are gone
     await gateway.add_worker()
     assert await asking == "Hello world"
     [record] = await gateway.records()
@@ -205,9 +204,7 @@ async def test_running_request_survives_a_restart_of_the_queue(start_gateway: St
     worker = await gateway.add_worker(script=talk_into_the_void)
     asking = asyncio.create_task(stream_text(gateway))
     await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
-    nats_server.kill()
-    nats_server.start()
-    await until(lambda: worker.bus.connected)
+    await restart(nats_server, gateway.bus)
     restarted.set()
     assert await asking == "abc"
     [record] = await gateway.records()
