@@ -9,6 +9,8 @@ machine's cores: on two cores a figure at load holds the client's disturbance.
 - *at load*: the same requests at 200 a second, sent at fixed times whatever the answers do, over 64 keep-alive
   connections. Latency counts from the time at which a request was due, so stalls are charged in full. *TTFT* is that of
   streamed requests under the same load, to the first event with text.
+- *saturated*: the same requests as fast as they are answered, over 64 connections: how many a second there can be, and
+  what each costs when caches are warm and no process has to be woken for it.
 - *inter-token*: 64 streams whose engine makes a token every 20 ms: the client's gap between two events with text, minus
   20 ms. Negative gaps follow late events; a median far below zero means that events arrive in bunches.
 - *CPU per request*: user + system time of each process during the loads above, over the requests answered.
@@ -75,13 +77,18 @@ class Sizes:
     warm_up: int
     idle: int
     at_load: int
+    saturated: int
     paced_tokens: int  # of each of the 64 streams
     instant_tokens: int
 
 
-SPILLWAY_SIZES: Final = Sizes(rounds=3, warm_up=400, idle=1000, at_load=1000, paced_tokens=200, instant_tokens=400)
-PEER_SIZES: Final = Sizes(rounds=3, warm_up=100, idle=200, at_load=250, paced_tokens=50, instant_tokens=50)
-QUICK: Final = Sizes(rounds=1, warm_up=50, idle=100, at_load=100, paced_tokens=20, instant_tokens=20)
+SPILLWAY_SIZES: Final = Sizes(
+    rounds=3, warm_up=400, idle=1000, at_load=1000, saturated=3000, paced_tokens=200, instant_tokens=400
+)
+PEER_SIZES: Final = Sizes(
+    rounds=3, warm_up=100, idle=200, at_load=250, saturated=200, paced_tokens=50, instant_tokens=50
+)
+QUICK: Final = Sizes(rounds=1, warm_up=50, idle=100, at_load=100, saturated=200, paced_tokens=20, instant_tokens=20)
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,7 @@ class Loads:
             self._idle,
             self._at_load,
             self._streamed_at_load,
+            self._saturated,
             self._paced_streams,
             self._instant_streams,
         ]
@@ -186,6 +194,13 @@ class Loads:
         ttft = [(stream.text_arrivals_s[0] - answer.due_s) * 1e3 for answer, stream in pairs]
         latency = [answer.latency_s * 1e3 for answer in answers]
         self._add("streamed_at_load", {"ttft": ttft, "latency": latency}, answers, window)
+
+    async def _saturated(self) -> None:
+        requests = self._requests(self._sizes.saturated)
+        with self._meter.window() as window:
+            answers = await load_client.closed_loop(HOST, self._target.port, requests, CONNECTIONS)
+        _check_tokens(answers)
+        self._add("saturated", {"latency": [answer.latency_s * 1e3 for answer in answers]}, answers, window)
 
     async def _paced_streams(self) -> None:
         await self._streams("paced_streams", "paced", self._sizes.paced_tokens, TOKEN_MS)

@@ -132,6 +132,23 @@ async def concurrent(host: str, port: int, requests: Sequence[bytes]) -> list[An
             connection.close()
 
 
+async def closed_loop(host: str, port: int, requests: Sequence[bytes], connections: int) -> list[Answer]:
+    """Each connection sends its next request as soon as it has an answer: as fast as the server can."""
+    opened = [await Connection.open(host, port) for _ in range(connections)]
+    left = iter(requests)
+
+    async def work(connection: Connection) -> list[Answer]:
+        return [await connection.send(request) for request in left]
+
+    try:
+        async with asyncio.timeout(ANSWER_LIMIT_S):
+            done = await asyncio.gather(*map(work, opened))
+            return [answer for answers in done for answer in answers]
+    finally:
+        for connection in opened:
+            connection.close()
+
+
 async def open_loop(
     host: str, port: int, requests: Sequence[bytes], rate_per_s: float, connections: int
 ) -> list[Answer]:

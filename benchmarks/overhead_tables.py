@@ -11,12 +11,14 @@ LATENCIES: Final = (  # (load, what was timed, how the row is called, aims for p
     ("at_load", "latency", "200/s: round trip", ""),
     ("streamed_at_load", "ttft", "200/s, streamed: first token", ""),
     ("streamed_at_load", "latency", "200/s, streamed: round trip", ""),
+    ("saturated", "latency", "64 at a time: round trip", ""),
     ("paced_streams", "inter_token", "64 streams, 20 ms: inter-token", ""),
 )
 COSTS: Final = (  # (load, how the row is called, divisor of µs, unit, aim)
     ("idle", "request, idle", 1000, "ms", ""),
     ("at_load", "request, 200/s", 1000, "ms", "1.5"),
     ("streamed_at_load", "streamed request, 200/s", 1000, "ms", ""),
+    ("saturated", "request, 64 at a time", 1000, "ms", "1.5"),
     ("paced_streams", "token, 64 streams, 20 ms", 1, "µs", "60"),
     ("instant_streams", "token, 64 streams, 0 ms", 1, "µs", "60"),
 )
