@@ -44,7 +44,8 @@ class JobQueue:
             except PayloadTooLarge as error:
                 request.refused(attempt, Failure(ErrorCode.INTERNAL_ERROR, str(error)), time.monotonic())
             except BusError as error:
-                log.warning("job %s.%d is not in the queue yet: %s", request.request_id, attempt, error)
+                # No warning: in an outage there would be one per request and try; the connection's loss is logged.
+                log.debug("job %s.%d is not in the queue yet: %s", request.request_id, attempt, error)
             else:
                 return
             await asyncio.sleep(wait_s)
@@ -93,7 +94,7 @@ class JobQueue:
         try:
             await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
         except BusError as error:  # its time to live ends it
-            log.warning("job message %d could not be withdrawn: %s", sequence, error)
+            log.debug("job message %d could not be withdrawn: %s", sequence, error)
 
     async def drop_prompt(self, request: OpenRequest) -> None:
         """Delete the prompt that travelled by reference, if it did."""

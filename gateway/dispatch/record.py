@@ -28,7 +28,7 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         completion_tokens=request.completion_tokens,
         attempts=request.attempt,
         queue_ms=_ms_between(admission.admitted_s, request.accepted_s),
-        ttft_ms=_ms_between(admission.admitted_s, request.first_token_s),
+        ttft_ms=_ms_between(admission.received_s, request.first_token_s),
         total_ms=_ms_between(admission.received_s, request.ended_s) or 0.0,
         pool=accepted.pool if accepted else None,
         provider=accepted.provider if accepted else None,

@@ -21,8 +21,9 @@ it will be sent again.
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
+from gateway.dispatch.actions import Actions
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.choices import Choices
 from gateway.dispatch.mailbox import MAX_UNREAD_EVENTS, Ended, Failure, Mailbox, StillWaiting
@@ -54,30 +55,6 @@ class State(Enum):
     RUNNING = "running"
     STOPPING = "stopping"
     ENDED = "ended"
-
-
-class Actions(Protocol):
-    """What a request asks of its dispatcher. Nothing here waits."""
-
-    def publish(self, request: "OpenRequest") -> None:
-        """Put the current attempt into the queue."""
-        ...
-
-    def withdraw(self, request: "OpenRequest") -> None:
-        """Take the current attempt out of the queue, if it is there."""
-        ...
-
-    def cancel(self, worker_id: str, cancel: Cancel) -> None:
-        """Tell a worker to stop an attempt."""
-        ...
-
-    def ask_again(self, request: "OpenRequest", worker_id: str, from_seq: int) -> None:
-        """Tell a worker to send the frames of the current attempt again."""
-        ...
-
-    def ended(self, request: "OpenRequest") -> None:
-        """The request is over; nothing about it changes any more."""
-        ...
 
 
 class OpenRequest:

@@ -92,10 +92,9 @@ class ModelCatalog:
         self._cache_dir.mkdir(parents=True, exist_ok=True)
         await self._bus.subscribe(subjects.kv_subject(subjects.MODELS_BUCKET, "*"), self._on_card)
         self._bus.on_reconnect(self._on_reconnected)
-        for name, settings in self._models.items():
+        for settings in self._models.values():
             if settings.tokenizer is not None:
                 await asyncio.to_thread(_configured_encoder, settings.tokenizer)  # a mistake ends the start
-            log.debug("model %s is configured", name)
         await self._load_stale()
 
     async def run(self) -> None:
@@ -209,13 +208,19 @@ def _configured_encoder(tokenizer: str) -> Encoder:
 
 
 def _configured_template(tokenizer: str) -> tuple[str | None, dict[str, str]]:
-    """Chat template and special tokens of a model folder; nothing for a mere tokenizer.json or a tiktoken encoding."""
+    """Chat template and special tokens of a model folder; nothing for a mere tokenizer.json or a tiktoken encoding.
+
+    Raises TokenizerError.
+    """
     folder = Path(tokenizer)
     if tokenizer.startswith(TIKTOKEN_PREFIX) or not (folder / "tokenizer_config.json").is_file():
         return None, {}
-    config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
     template_file = folder / "chat_template.jinja"
-    source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+    try:
+        config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
+        source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"cannot read the chat template of {folder}: {error}") from error
     special = {name: _token_text(config[name]) for name in TEMPLATE_TOKENS if config.get(name)}
     return source if isinstance(source, str) else None, special
 
