@@ -46,7 +46,7 @@ class TimeoutSettings(Settings):
     inter_token_s: PositiveSeconds = 60.0
     total_s: PositiveSeconds = 3600.0
     headers_grace_s: PositiveSeconds = 0.5  # streaming: how long a refusal by the worker may still become a 4xx
-    queued_comment_s: PositiveSeconds = 12.0  # period of ": queued" comments; load balancers cut silence at 60–100 s
+    queued_comment_s: PositiveSeconds = 12.0  # period of ": queued" comments; load balancers cut silence at 60-100 s
     shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after SIGTERM
 
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import random
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Self
 
@@ -68,18 +69,26 @@ class Bus:
         """
         client = Client()
         bus: Self | None = None
+        last_error = ""
 
         async def on_disconnected() -> None:
             if not client.is_closed:
                 log.warning("connection to NATS lost; reconnecting")
 
         async def on_reconnected() -> None:
+            nonlocal last_error
+            last_error = ""
             log.warning("connection to NATS restored")
             if bus is not None:
                 bus._start_reconnect_hooks()
 
         async def on_error(error: Exception) -> None:
-            log.warning("NATS: %s", error or type(error).__name__)
+            # An outage repeats one error with every try to reconnect; once is enough.
+            nonlocal last_error
+            text = str(error) or type(error).__name__
+            if text != last_error:
+                log.warning("NATS: %s", text)
+            last_error = text
 
         try:
             async with asyncio.timeout(first_limit_s):
@@ -99,7 +108,9 @@ class Bus:
                     **(options or {}),
                 )
         except (NatsError, OSError, TimeoutError) as error:
-            raise BusError(f"cannot connect to NATS at {servers} within {first_limit_s:g} s") from error
+            where = _without_secrets([servers] if isinstance(servers, str) else servers)
+            why = last_error or str(error) or "no answer"
+            raise BusError(f"cannot connect to NATS at {where} within {first_limit_s:g} s: {why}") from error
         bus = cls(client)
         await bus.subscribe(f"{bus._inbox_prefix}.*", bus._on_reply)
         return bus
@@ -223,6 +234,11 @@ class Bus:
 
 
 _NO_SUCH_MESSAGE: Final = {10037, 10057, 10043}  # no message found, message delete failed, sequence not found
+
+
+def _without_secrets(servers: list[str]) -> str:
+    """Server URLs for people and logs: without user, password or token."""
+    return ", ".join(re.sub(r"//[^@/]*@", "//", server) for server in servers)
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

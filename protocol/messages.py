@@ -254,7 +254,7 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     completion_tokens: int  # over all choices
     attempts: int
     queue_ms: float | None  # admission → accepted by the last attempt's worker
-    ttft_ms: float | None  # admission → first token at the gateway
+    ttft_ms: float | None  # received → first token at the gateway
     total_ms: float  # received → ended
     pool: str | None  # of the last attempt
     provider: str | None

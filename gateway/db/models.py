@@ -73,7 +73,7 @@ class RequestRow(Base):
     completion_tokens: Mapped[int]  # over all choices
     attempts: Mapped[int]  # how many tries it took; 0: it never reached the queue
     queue_ms: Mapped[float | None]  # admission → accepted by the last attempt's worker; NULL: never accepted
-    ttft_ms: Mapped[float | None]  # admission → first token at the gateway; NULL: no token
+    ttft_ms: Mapped[float | None]  # received → first token at the gateway; NULL: no token
     total_ms: Mapped[float]  # received → ended
     pool: Mapped[str | None]  # of the last attempt, as its worker says
     provider: Mapped[str | None]

@@ -4,7 +4,7 @@ Everything is computed by the database, one day at a time, and each answer is on
 holds is bounded by the number of groups (``MAX_ROWS``), not of requests. Percentiles are exact: the nearest rank, that
 is the smallest observed value which at least p % of the values do not exceed.
 
-Definitions are those of the field (vLLM's and NVIDIA's benchmarks): TTFT from admission to the first token; TPOT, of
+Definitions are those of the field (vLLM's and NVIDIA's benchmarks): TTFT from receipt to the first token; TPOT, of
 answered requests with at least two tokens, ``(total - TTFT) / (completion tokens - 1)``.
 """
 
