@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import logging.handlers
+import os
 import signal
 import sys
 import time
@@ -36,6 +37,14 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def child_environment() -> dict[str, str]:
+    """Ours, with OpenMP threads that sleep while they wait.
+
+    Everything shares this machine's cores; a torch thread that spins at a barrier takes one from the gateway.
+    """
+    return {"OMP_WAIT_POLICY": "passive", **os.environ}
 
 
 class Restartable(Protocol):
@@ -86,6 +95,7 @@ class Child:
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends its children in order
             preexec_fn=die_with_parent,
             limit=LOG_LINE_BYTES,
+            env=child_environment(),
         )
         assert self._process.stdout is not None  # noqa: S101  # asked for above
         self._copier = asyncio.create_task(self._copy_output(self._process.stdout), name=f"log-{self.name}")

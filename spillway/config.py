@@ -206,13 +206,17 @@ def load_config(path: Path, env: Mapping[str, str] | None = None, overrides: Map
     return _validated(from_file, str(path), env, overrides)
 
 
-def default_config(env: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Without a file: the demo model, served by one local worker."""
-    return _validated(demo_settings(str(DEMO_MODEL_PATH)), "defaults", env, overrides)
+def default_config(
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    model: str = str(DEMO_MODEL_PATH),
+) -> Config:
+    """Without a file: one model (a folder, a hub name, or "scripted"), by default the demo's, and one local worker."""
+    return _validated(_one_model(model), "defaults", env, overrides)
 
 
-def demo_settings(model: str) -> dict[str, Any]:
-    """The settings that serve one model, a folder or a hub name or "scripted", by one local pool."""
+def _one_model(model: str) -> dict[str, Any]:
     if model == "scripted":
         name, engine = "scripted", ScriptedEngineSettings(inter_token_s=0.02, faults_from_prompt=True).model_dump()
     else:

@@ -38,7 +38,7 @@ ReadyFileOption = Annotated[Path | None, typer.Option("--ready-file", hidden=Tru
 
 def fail(message: str) -> typer.Exit:
     """Print an error for people and return the exception to raise."""
-    err.print(f"error: {message}", style="red", markup=False)
+    err.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
     return typer.Exit(1)
 
 

@@ -19,7 +19,7 @@ from spillway.cli.context import (
     run_async,
     write_ready,
 )
-from spillway.config import DEMO_MODEL_NAME, DEMO_MODEL_PATH, Config, default_config, demo_settings
+from spillway.config import DEMO_MODEL_NAME, DEMO_MODEL_PATH, Config, default_config
 from spillway.up import Running
 from spillway.up import up as run_up
 
@@ -61,8 +61,7 @@ def up(
 
 def serve_instead(config: Config, model: str) -> Config:
     """Replace the configured models and pools by one pool that serves ``model``."""
-    fields = config.model_dump(exclude={"models", "pools"}, exclude_unset=True)
-    return default_config(overrides={**fields, **demo_settings(model)}) if model else config
+    return default_config(overrides=config.model_dump(exclude={"models", "pools"}, exclude_unset=True), model=model)
 
 
 def check_model_folders(config: Config) -> None:

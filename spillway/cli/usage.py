@@ -12,12 +12,13 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from gateway.ledger.report import GroupBy, ReportTooLarge, UsageRow, usage_report
 from spillway.cli.context import ConfigOption, DataOption, database, fail, out, run_async, running_or_config
 
-TABLE_WIDTH_CHARS: Final = 110
+TABLE_WIDTH_CHARS: Final = 140
 GROUPS: Final[dict[str, GroupBy]] = {"model": "model", "key": "key", "day": "day"}
 
 
@@ -44,7 +45,7 @@ def usage(
 ) -> None:
     """Show requests, tokens, TTFT, TPOT and queue wait.
 
-    TTFT: admission to first token. TPOT: time per output token after the first. Both as medians (p50) and, for TTFT and
+    TTFT: receipt to first token. TPOT: time per output token after the first. Both as medians (p50) and, for TTFT and
     queue wait, the 95th percentile, in milliseconds.
     """
     groups = _groups(by)
@@ -103,8 +104,8 @@ def _print(rows: Sequence[UsageRow], groups: Sequence[GroupBy], output: Format) 
     elif not rows:
         out.print("no requests in this time")
     else:
-        # A pipe has no width; a narrow terminal wraps better than it truncates.
-        out.print(_table(rows, groups), width=max(out.width, TABLE_WIDTH_CHARS), crop=False, soft_wrap=False)
+        # A pipe has no width, and a narrow terminal wraps better than rich cuts.
+        Console(width=max(out.width, TABLE_WIDTH_CHARS)).print(_table(rows, groups))
 
 
 def _table(rows: Sequence[UsageRow], groups: Sequence[GroupBy]) -> Table:

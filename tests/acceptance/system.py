@@ -47,6 +47,7 @@ class System:
             self._process = subprocess.Popen(
                 [*command, *self.arguments], stdout=log, stderr=subprocess.STDOUT, text=True, env=clean_environment()
             )
+        self.output = ""
         deadline = time.monotonic() + START_LIMIT_S
         while "Try it from another terminal" not in self.output or "curl" not in self.output:
             assert self._process.poll() is None, f"`spillway up` ended:\n{log_path.read_text()}"
