@@ -1,6 +1,8 @@
 """CPU time of named process trees over a window, and how much of the machine others used meanwhile."""
 
+import asyncio
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +11,9 @@ from typing import Final
 import psutil
 
 OWN: Final = "load client"  # this very process
+SETTLE_CHECK_S: Final = 0.4
+SETTLED_CORES: Final = 0.1  # all trees together; heartbeats alone need less
+SETTLE_LIMIT_S: Final = 30.0
 
 
 @dataclass(slots=True)
@@ -39,6 +44,18 @@ class CpuMeter:
         window.wall_s = total_s / (os.cpu_count() or 1)
         busy_s = total_s - sum(passed.values())
         window.others_cores = max(0.0, busy_s - sum(window.cpu_s.values())) / max(window.wall_s, 1e-9)
+
+    async def settle(self) -> None:
+        """Wait until the work that a load leaves behind (usage records above all) is done. Raises TimeoutError."""
+        deadline_s = time.monotonic() + SETTLE_LIMIT_S
+        before_s = sum(self._read().values())
+        while time.monotonic() < deadline_s:
+            await asyncio.sleep(SETTLE_CHECK_S)
+            now_s = sum(self._read().values())
+            if now_s - before_s < SETTLED_CORES * SETTLE_CHECK_S:
+                return
+            before_s = now_s
+        raise TimeoutError(f"still busy {SETTLE_LIMIT_S:g} s after the load ended")
 
     def _read(self) -> dict[str, float]:
         used = {name: _tree_s(root) for name, root in self._roots.items()}

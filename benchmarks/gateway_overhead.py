@@ -13,7 +13,8 @@ machine's cores: on two cores a figure at load holds the client's disturbance.
   what each costs when caches are warm and no process has to be woken for it.
 - *inter-token*: 64 streams whose engine makes a token every 20 ms: the client's gap between two events with text, minus
   20 ms. Negative gaps follow late events; a median far below zero means that events arrive in bunches.
-- *CPU per request*: user + system time of each process during the loads above, over the requests answered.
+- *CPU per request*: user + system time of each process during the loads above and until the work that they leave behind
+  is done (the usage records' way into SQL), over the requests answered.
 - *CPU per token*: the same for 64 concurrent streams, at 20 ms a token and as fast as they come. What the streams'
   beginnings and ends cost is in it.
 
@@ -175,6 +176,7 @@ class Loads:
         requests = self._requests(self._sizes.idle)
         with self._meter.window() as window:
             answers = await load_client.sequential(HOST, self._target.port, requests)
+            await self._meter.settle()
         _check_tokens(answers)
         self._add("idle", {"latency": [answer.latency_s * 1e3 for answer in answers]}, answers, window)
 
@@ -182,6 +184,7 @@ class Loads:
         requests = self._requests(self._sizes.at_load)
         with self._meter.window() as window:
             answers = await load_client.open_loop(HOST, self._target.port, requests, RATE_PER_S, CONNECTIONS)
+            await self._meter.settle()
         _check_tokens(answers)
         self._add("at_load", {"latency": [answer.latency_s * 1e3 for answer in answers]}, answers, window)
 
@@ -189,6 +192,7 @@ class Loads:
         requests = self._requests(self._sizes.at_load, stream=True)
         with self._meter.window() as window:
             answers = await load_client.open_loop(HOST, self._target.port, requests, RATE_PER_S, CONNECTIONS)
+            await self._meter.settle()
         streams = _read_streams(answers, ANSWER_TOKENS)
         pairs = zip(answers, streams, strict=True)
         ttft = [(stream.text_arrivals_s[0] - answer.due_s) * 1e3 for answer, stream in pairs]
@@ -199,6 +203,7 @@ class Loads:
         requests = self._requests(self._sizes.saturated)
         with self._meter.window() as window:
             answers = await load_client.closed_loop(HOST, self._target.port, requests, CONNECTIONS)
+            await self._meter.settle()
         _check_tokens(answers)
         self._add("saturated", {"latency": [answer.latency_s * 1e3 for answer in answers]}, answers, window)
 
@@ -212,6 +217,7 @@ class Loads:
         requests = self._requests(STREAMS, model=model, stream=True, tokens=tokens)
         with self._meter.window() as window:
             answers = await load_client.concurrent(HOST, self._target.port, requests)
+            await self._meter.settle()
         added = []
         for stream in _read_streams(answers, tokens):
             arrivals = stream.text_arrivals_s

@@ -18,6 +18,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+KEEP_ALIVE_S = 300  # longer than a run: a proxy must not meet a connection that is just being closed
 HEADERS = {
     False: [(b"content-type", b"application/json")],
     True: [(b"content-type", b"text/event-stream; charset=utf-8")],
@@ -100,6 +101,7 @@ def main() -> None:
         FakeBackend(args.token_ms / 1000),
         host="127.0.0.1",
         port=args.port,
+        timeout_keep_alive=KEEP_ALIVE_S,
         lifespan="off",
         access_log=False,
         log_level="warning",
