@@ -41,16 +41,20 @@ make_venv() {
   "$python" -m venv .venv
 }
 
-find_initdb() {
-  command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null
+# The tests run these for real: a private PostgreSQL, and the load balancer's configuration in its own parser.
+install_servers_for_tests() {
+  local missing=()
+  command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || missing+=(postgresql)
+  command -v haproxy >/dev/null || [ -x /usr/sbin/haproxy ] || missing+=(haproxy)
+  if [ "${#missing[@]}" -gt 0 ]; then
+    echo "Installing for the tests: ${missing[*]}"
+    apt_install "${missing[@]}"
+  fi
 }
 
 stamp=".venv/.spillway-$profile"
 want="$(cat "$lock" pyproject.toml scripts/install_torch.py scripts/setup.sh | sha256sum) ${SPILLWAY_TORCH:-}"
-if [ "$profile" = test ] && ! find_initdb; then
-  echo "Installing PostgreSQL for the tests"
-  apt_install postgresql
-fi
+if [ "$profile" = test ]; then install_servers_for_tests; fi
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
   exit 0
 fi
@@ -59,6 +63,6 @@ echo "Preparing .venv for '$profile' (a few minutes the first time)"
 [ -x .venv/bin/python ] || make_venv
 # The lock leaves torch out on purpose: requirements/README.md.
 .venv/bin/python scripts/install_torch.py
-.venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar on --require-hashes --no-deps -r "$lock"
+.venv/bin/python -m pip install --disable-pip-version-check --require-hashes --no-deps -r "$lock"
 .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 echo "$want" >"$stamp"

@@ -11,10 +11,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.db.engine import create_engine
 from gateway.db.errors import DatabaseUnavailable
 from gateway.db.schema import check_schema
-from gateway.ledger.backoff import backoff_s, wait_for
 from gateway.ledger.writer import LedgerWriter
 from gateway.settings import LedgerSettings
 from protocol import subjects
+from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError
 from protocol.topology import consumer_exists

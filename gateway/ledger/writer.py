@@ -19,9 +19,9 @@ from msgspec import Struct
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.errors import DatabaseUnavailable
-from gateway.ledger.backoff import backoff_s, wait_for
 from gateway.ledger.store import RecordRefused, store_records
 from protocol import pull, subjects
+from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import UsageRecord, decode_usage
