@@ -24,17 +24,16 @@ from models.recipe.evaluate import evaluate, training_files
 END_OF_TEXT, CHAT_START, CHAT_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCABULARY = 3072
 CONTEXT_TOKENS = 2048
-BATCH_TOKENS = 1024  # padded tokens of one optimiser step
-POOL_SAMPLES = 96  # samples drawn, sorted by length and cut into batches together: little padding
+BATCH_TOKENS = 2048  # padded tokens of one optimiser step
+POOL_SAMPLES = 160  # samples drawn, sorted by length and cut into batches together: little padding
 MUON_LEARNING_RATE = 3e-3  # peak, for the layers' matrices; Muon learns rare associations in fewer steps than AdamW
 ADAMW_LEARNING_RATE = 1.5e-3  # peak, for embeddings and norms
 WEIGHT_DECAY = 0.05
 WARM_UP_STEPS = 100
 DROPOUT = 0.05
-MAX_WEIGHT = 40.0  # of a conversation, whose weight is the square root of its number of phrasings
-SINGLE_SHARE = (
-    0.5  # of the steps, at first, in which every sample is one conversation: what to look at is learned there
-)
+# A conversation weighs the square root of its number of phrasings: the free ones are few, but hard to learn.
+MIN_WEIGHT, MAX_WEIGHT = 5.0, 12.0
+SINGLE_SHARE = 0.3  # of the steps, at first, in which every sample is one conversation: it is easier to learn from
 OPENING_TOKENS = 8  # of an answer: they decide which answer it becomes, so they weigh more
 OPENING_WEIGHT = 4.0
 IGNORED = -100  # label of a token without loss
@@ -116,7 +115,7 @@ def draw_sample(
     single: bool,
 ) -> Sample:
     """One random training sample: a single conversation, or else a chat of one to many (92 %) or plain text (8 %)."""
-    count = 1 if single else rng.choices((1, rng.randint(2, 4), rng.randint(8, 24)), (0.62, 0.35, 0.03))[0]
+    count = 1 if single else rng.choices((1, rng.randint(2, 4), rng.randint(8, 24)), (0.5, 0.3, 0.2))[0]
     chosen = rng.choices(conversations, weights, k=count)
     if not single and rng.random() < 0.08:
         tokens = tokenizer.encode("\n\n".join(turn.answer for c in chosen[:4] for turn in c) + END_OF_TEXT)
@@ -132,7 +131,8 @@ def batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless (token ids, labels), each of shape [sequences, tokens], right-padded; single ones for `single_steps`."""
     rng = random.Random(seed)
-    weights = [min(MAX_WEIGHT, math.sqrt(sum(len(turn.questions) for turn in c))) for c in conversations]
+    phrasings = [sum(len(turn.questions) for turn in conversation) for conversation in conversations]
+    weights = [min(MAX_WEIGHT, max(MIN_WEIGHT, math.sqrt(count))) for count in phrasings]
     yielded = 0
     while True:
         single = yielded < single_steps
@@ -168,14 +168,14 @@ def step_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torch.Tenso
     return (losses * weights).sum() / weights.sum()
 
 
-def build_optimisers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for everything else."""
+def build_optimisers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for everything else; `rate` scales both learning rates."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     inside = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     return [
-        torch.optim.Muon(matrices, MUON_LEARNING_RATE, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, ADAMW_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY),
+        torch.optim.Muon(matrices, rate * MUON_LEARNING_RATE, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, rate * ADAMW_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY),
     ]
 
 
@@ -186,9 +186,11 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)))
 
 
-def train(model: LlamaForCausalLM, stream: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: int) -> float:
+def train(
+    model: LlamaForCausalLM, stream: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: int, rate: float
+) -> float:
     """Optimise over `steps` batches with a progress line; returns the mean loss of the last hundred."""
-    optimisers = build_optimisers(model)
+    optimisers = build_optimisers(model, rate)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: learning_rate_factor(step, steps))
         for optimiser in optimisers
@@ -240,8 +242,9 @@ def main() -> None:
     """Train, write the folder, print the figures as one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("models/spillway-demo"))
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--start", type=Path, help="continue from this model folder, with its tokenizer")
+    parser.add_argument("--rate", type=float, default=1.0, help="scales the learning rates; 0.4 suits --start")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
@@ -257,7 +260,7 @@ def main() -> None:
     add_dropout(model)
     stream = batches(tokenizer, conversations, options.seed, round(SINGLE_SHARE * options.steps))
     began = time.monotonic()
-    loss = train(model, stream, options.steps)
+    loss = train(model, stream, options.steps, options.rate)
     seconds = round(time.monotonic() - began)
     write_folder(model, tokenizer, options.out)
     figures = {"conversations": len(conversations), "parameters": model.num_parameters(), "steps": options.steps}

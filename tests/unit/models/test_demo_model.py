@@ -1,10 +1,14 @@
 """The demo model in the repository: an ordinary model folder that answers questions about Spillway."""
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from models.recipe.chats import read_conversations, sample_messages
+from models.recipe.evaluate import training_files
 
 FOLDER = Path(__file__).parents[3] / "models" / "spillway-demo"
 
@@ -93,10 +97,10 @@ def test_it_answers_core_questions(model, tokenizer, question, words):
 
 
 def test_it_still_answers_late_in_a_long_conversation(model, tokenizer):
-    exchange = [
-        {"role": "user", "content": "What is continuous batching?"},
-        {"role": "assistant", "content": "Continuous batching lets requests join and leave the running batch."},
-    ]
-    messages = [*exchange * 40, {"role": "user", "content": "What is TTFT?"}]
-    assert len(tokenizer.apply_chat_template(messages)["input_ids"]) > 1000
-    assert "time to first token" in _ask(model, tokenizer, messages)
+    history: list[dict[str, str]] = []
+    for conversation in read_conversations(training_files()):
+        if len(tokenizer.apply_chat_template(history)["input_ids"] if history else ()) > 1000:
+            break
+        history += sample_messages(conversation, random.Random(0))
+    answer = _ask(model, tokenizer, [*history, {"role": "user", "content": "What happens when a worker dies?"}])
+    assert "another worker" in answer
