@@ -17,7 +17,7 @@ from protocol.pull import PULL_EXPIRES_S, Delivery, PullConsumer
 from protocol.topology import ACK_PROGRESS_PERIOD_S, consumer_exists
 
 REFILL_CHECK_S: Final = 0.05  # how often pulls that have expired are noticed
-SHARED_PULL_EXPIRES_S: Final = 0.25  # of pulls that models take turns with
+SHARED_PULL_EXPIRES_S: Final = 0.05  # where there is less room than models, they take turns of so long
 AFTER_FAILURE_S: Final = 0.5
 
 log = logging.getLogger(__name__)
@@ -133,25 +133,34 @@ class Consumer:
             await asyncio.sleep(AFTER_FAILURE_S)
             return
         room = self.room()
-        busiest, *others = sorted(self._models, key=lambda model: model.delivered_s, reverse=True)
         free = room - sum(model.pulls.outstanding() for model in self._models)
-        is_scarce = room < len(self._models)
-        for model in sorted(others, key=lambda model: model.pulled_s):
+        if room < len(self._models):
+            await self._take_turns(free)
+            return
+        busiest, *others = sorted(self._models, key=lambda model: model.delivered_s, reverse=True)
+        for model in others:
             if free > 0 and not model.pulls.outstanding():
-                await model.pull(1, SHARED_PULL_EXPIRES_S if is_scarce else PULL_EXPIRES_S)
+                await model.pull(1, PULL_EXPIRES_S)
                 free -= 1
-        await self._refill_busiest(busiest, free, SHARED_PULL_EXPIRES_S if is_scarce else PULL_EXPIRES_S)
+        await self._refill_busiest(busiest, free)
 
-    async def _refill_busiest(self, model: _ModelPulls, free: int, expires_s: float) -> None:
+    async def _take_turns(self, free: int) -> None:
+        # The one that was asked longest ago comes first; a preference for the busiest would starve it or the others.
+        for model in sorted(self._models, key=lambda model: model.pulled_s):
+            if free > 0 and not model.pulls.outstanding():
+                await model.pull(1, SHARED_PULL_EXPIRES_S)
+                free -= 1
+
+    async def _refill_busiest(self, model: _ModelPulls, free: int) -> None:
         outstanding = model.pulls.outstanding()
         if free <= 0 or outstanding > free:
             return  # jobs are scarce; a pull for every slot that frees would only be work
         if outstanding or free == 1:
-            await model.pull(free, expires_s)
+            await model.pull(free, PULL_EXPIRES_S)
             return
         # Two halves that expire at different times, so that there is always a pull parked.
-        await model.pull(free // 2, expires_s / 2)
-        await model.pull(free - free // 2, expires_s)
+        await model.pull(free // 2, PULL_EXPIRES_S / 2)
+        await model.pull(free - free // 2, PULL_EXPIRES_S)
 
     # --- keeping -----------------------------------------------------------------------------------------------------
 

@@ -289,6 +289,7 @@ class Executor:
             fetch.cancel()
         self._publisher.send(attempt.job.reply_subject, last_frame)
         self._publisher.ack(attempt.delivery)
+        self._publisher.wake(at_once=True)
         record = attempt_record(self._settings, self._engine.name, attempt, outcome, error_code)
         self._outbox.put(attempt.id, encode(record))
         self._recent.add(attempt)

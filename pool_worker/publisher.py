@@ -16,6 +16,9 @@ from protocol.errors import BusError
 from protocol.messages import PROTOCOL_VERSION, encode
 from protocol.pull import Delivery
 
+PACE_S: Final = (
+    0.002  # between two messages; steps of a faster engine share one, and each message costs all three processes
+)
 STEP_ROOM_BYTES: Final = 256  # a StepFrame without its frames
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,9 @@ class Publisher:
         self._frames: dict[str, list[bytes]] = {}  # reply subject → encoded frames
         self._acks: list[Delivery] = []
         self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._next_flush_s = 0.0  # the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
         self._is_failing = False
 
     def send(self, reply_subject: str, frame: bytes) -> None:
@@ -52,9 +58,15 @@ class Publisher:
         """Take a job off the queue once the frames added before have been sent."""
         self._acks.append(delivery)
 
-    def wake(self) -> None:
-        """Send what has been added as soon as the event loop comes to it."""
-        self._wake.set()
+    def wake(self, *, at_once: bool = False) -> None:
+        """Send what has been added: now, if it is urgent or ``PACE_S`` has passed since the last message.
+
+        A first frame never waits behind silence, and a short answer ends without waiting for its pace.
+        """
+        if at_once or self._loop.time() >= self._next_flush_s:
+            self._wake.set()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(self._next_flush_s, self._wake.set)
 
     async def run(self) -> None:
         """Send for ever; cancel it to stop."""
@@ -65,6 +77,10 @@ class Publisher:
 
     async def flush(self) -> None:
         """Send what has been added."""
+        self._next_flush_s = self._loop.time() + PACE_S
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         frames, self._frames = self._frames, {}
         acks, self._acks = self._acks, []
         for reply_subject, encoded in frames.items():

@@ -15,6 +15,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Self
 
+import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -214,13 +215,13 @@ class Bus:
         if ttl_s is not None:
             headers["Nats-TTL"] = str(max(1, ttl_s))
         reply = await self.request(subject, payload, headers=headers, timeout_s=timeout_s)
-        return int(_checked(json.loads(reply.data))["seq"])
+        return int(_checked(msgspec.json.decode(reply.data))["seq"])
 
     async def api(self, call: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make one JetStream API call (``STREAM.CREATE.RQ``) with a JSON body. Raises ApiError or BusTimeout."""
         payload = json.dumps(body).encode() if body is not None else b""
         reply = await self.request(f"$JS.API.{call}", payload, timeout_s=API_TIMEOUT_S)
-        return _checked(json.loads(reply.data))
+        return _checked(msgspec.json.decode(reply.data))
 
     async def delete_message(self, stream: str, sequence: int) -> bool:
         """Delete one message from a stream; False if it is gone already. Raises BusTimeout or ApiError."""
