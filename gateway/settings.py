@@ -81,5 +81,5 @@ class LedgerSettings(Settings):
 
     nats_urls: tuple[str, ...]
     database_url: str
-    batch_records: PositiveInt = 500
+    batch_records: PositiveInt = 500  # messages written in one transaction; under load one holds several records
     batch_wait_s: PositiveSeconds = 0.25

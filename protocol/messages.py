@@ -295,7 +295,7 @@ _step_decoder = msgspec.msgpack.Decoder(StepFrame)
 _control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)
 _card_decoder = msgspec.msgpack.Decoder(ModelCard)
-_usage_decoder: msgspec.msgpack.Decoder[UsageRecord] = msgspec.msgpack.Decoder(UsageRecord)
+_usage_decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(list[UsageRecord])
 
 _Message = TypeVar("_Message")
 
@@ -305,10 +305,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Mess
         message = decoder.decode(payload)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"undecodable message: {error}") from error
-    version = getattr(message, "v", PROTOCOL_VERSION)
+    _check_version(getattr(message, "v", PROTOCOL_VERSION))
+    return message
+
+
+def _check_version(version: int) -> None:
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"message speaks protocol {version}, this build speaks {PROTOCOL_VERSION}")
-    return message
 
 
 def decode_job(payload: bytes) -> Job:
@@ -336,6 +339,14 @@ def decode_model_card(payload: bytes) -> ModelCard:
     return _decode(_card_decoder, payload)
 
 
-def decode_usage(payload: bytes) -> UsageRecord:
-    """Decode a RequestRecord or an AttemptRecord. Raises ProtocolError."""
-    return _decode(_usage_decoder, payload)
+def encode_usage(encoded_records: Sequence[bytes]) -> bytes:
+    """Join records that are encoded already into one message of the USAGE stream: a msgpack array of them."""
+    return encode([msgspec.Raw(record) for record in encoded_records])
+
+
+def decode_usage(payload: bytes) -> list[UsageRecord]:
+    """Decode a message of the USAGE stream. Raises ProtocolError."""
+    records = _decode(_usage_decoder, payload)
+    for record in records:
+        _check_version(record.v)
+    return records

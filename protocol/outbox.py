@@ -1,10 +1,11 @@
-"""Records on their way into a stream: kept in memory until the queue server has stored them.
+"""Usage records on their way into the USAGE stream: kept in memory until the queue server has stored them.
 
-    put ──> waiting ──> in flight (at most WINDOW) ──> stored
-                 └───── not stored: again, after a wait ────┘
+    put ──> waiting ──LINGER_S or MESSAGE_RECORDS──> in flight (at most WINDOW messages) ──> stored
+                                                        └──not stored: again, after a wait──┘
 
-The server drops a second message with the same id, so a record whose answer got lost is simply published again. The
-caller stops taking new work while the outbox is ``full``; what is already under way may still be put.
+Each stored message costs the server an fsync, so records share one. The server drops a second message with the same
+id, so one whose answer got lost is simply published again. The caller stops taking new work while the outbox is
+``full``; what is already under way may still be put.
 """
 
 import asyncio
@@ -14,11 +15,15 @@ import time
 from collections import deque
 from typing import Final
 
-from protocol.backoff import backoff_s
+from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, PayloadTooLarge
+from protocol.messages import encode_usage
 
-WINDOW: Final = 16  # publishes in flight
+WINDOW: Final = 16  # messages in flight
+LINGER_S: Final = 0.02  # how long a record waits for others to share its message; a crash loses what has waited so long
+MESSAGE_RECORDS: Final = 64
+MESSAGE_BYTES: Final = 256 * 1024
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +37,10 @@ class Outbox:
         self._subject = subject
         self._capacity = capacity
         self._waiting: deque[tuple[str, bytes]] = deque()
-        self._in_flight = 0
+        self._in_flight = 0  # records
+        self._window = asyncio.Semaphore(WINDOW)
         self._has_waiting = asyncio.Event()
+        self._in_a_hurry = asyncio.Event()  # a full message waits, or somebody flushes
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._failing_since_s: float | None = None  # monotonic clock; None: the last publish was stored
@@ -47,20 +54,26 @@ class Outbox:
         """Whether the caller should take no new work for now."""
         return len(self) >= self._capacity
 
-    def put(self, message_id: str, payload: bytes) -> None:
-        """Add a record. Never refuses: a caller whose work has ended must be able to say so, even while full."""
-        self._waiting.append((message_id, payload))
+    def put(self, record_id: str, payload: bytes) -> None:
+        """Add an encoded record. Never refuses: a caller whose work has ended must be able to say so, even while full."""
+        self._waiting.append((record_id, payload))
         self._has_waiting.set()
+        if len(self._waiting) >= MESSAGE_RECORDS:
+            self._in_a_hurry.set()
         self._is_empty.clear()
 
     async def run(self) -> None:
         """Publish for ever; cancel it to stop."""
         async with asyncio.TaskGroup() as group:
-            for number in range(WINDOW):
-                group.create_task(self._publish_in_turn(), name=f"outbox-{self._subject}-{number}")
+            while True:
+                await self._has_waiting.wait()
+                await wait_for(self._in_a_hurry, LINGER_S)
+                await self._window.acquire()
+                group.create_task(self._publish(self._take()), name=f"outbox-{self._subject}")
 
     async def flush(self, timeout_s: float) -> int:
         """Wait until everything is stored, at most ``timeout_s``; return how many records are not."""
+        self._in_a_hurry.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._is_empty.wait()
@@ -68,25 +81,38 @@ class Outbox:
             log.error("%d records for %s were not stored within %g s", len(self), self._subject, timeout_s)
         return len(self)
 
-    async def _publish_in_turn(self) -> None:
-        while True:
-            while not self._waiting:
-                self._has_waiting.clear()
-                await self._has_waiting.wait()
-            message_id, payload = self._waiting.popleft()
-            self._in_flight += 1
-            await self._publish(message_id, payload)
-            self._in_flight -= 1
+    def _take(self) -> list[tuple[str, bytes]]:
+        """The records of the next message: at least one, however large."""
+        records = [self._waiting.popleft()]
+        room_bytes = MESSAGE_BYTES - len(records[0][1])
+        while self._waiting and len(records) < MESSAGE_RECORDS and len(self._waiting[0][1]) <= room_bytes:
+            records.append(self._waiting.popleft())
+            room_bytes -= len(records[-1][1])
+        self._in_flight += len(records)
+        if not self._waiting:
+            self._has_waiting.clear()
+        if len(self._waiting) < MESSAGE_RECORDS:
+            self._in_a_hurry.clear()
+        return records
+
+    async def _publish(self, records: list[tuple[str, bytes]]) -> None:
+        """Publish one message until it is stored."""
+        try:
+            # The same records with every try, so the first one's id and their number are the message's own.
+            message_id = f"{records[0][0]}+{len(records) - 1}"
+            await self._publish_until_stored(message_id, encode_usage([payload for _, payload in records]))
+        finally:
+            self._window.release()
+            self._in_flight -= len(records)
             if not len(self):
                 self._is_empty.set()
 
-    async def _publish(self, message_id: str, payload: bytes) -> None:
-        """Publish one record until it is stored."""
+    async def _publish_until_stored(self, message_id: str, payload: bytes) -> None:
         for wait_s in backoff_s():
             try:
                 await self._bus.publish_durable(self._subject, payload, message_id=message_id)
             except PayloadTooLarge as error:
-                log.error("record %s for %s is lost: %s", message_id, self._subject, error)  # noqa: TRY400
+                log.error("usage %s for %s is lost: %s", message_id, self._subject, error)  # noqa: TRY400
                 return
             except BusError as error:
                 self._note_failure(error)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 class _Entry(Struct):
     delivery: Delivery
-    record: UsageRecord
+    records: list[UsageRecord]
 
 
 class LedgerWriter:
@@ -128,39 +128,62 @@ class LedgerWriter:
             return None
 
     async def _store(self, entries: list[_Entry]) -> None:
-        """Commit, then acknowledge. SQL away: try for ever, or hand back once stopping."""
+        """Commit, then acknowledge; or hand back, once stopping."""
+        try:
+            is_stored = await self._commit([record for entry in entries for record in entry.records])
+        except RecordRefused:
+            await self._store_apart(entries)
+            return
+        if is_stored:
+            await self._answer(entries, pull.ack)
+        else:
+            self._unwritten += entries
+
+    async def _commit(self, records: list[UsageRecord]) -> bool:
+        """Insert in one transaction, trying for ever while SQL is away; False once stopping. Raises RecordRefused."""
         failures = 0
         for wait_s in backoff_s():
             try:
-                await store_records(self._engine, [entry.record for entry in entries])
+                await store_records(self._engine, records)
                 break
-            except RecordRefused as error:
-                await self._store_one_by_one(entries, error)
-                return
             except DatabaseUnavailable as error:
                 failures += 1
                 if failures == 1:
-                    log.error("cannot write usage, %d records wait: %s", len(entries), error)  # noqa: TRY400
+                    log.error("cannot write usage, %d records wait: %s", len(records), error)  # noqa: TRY400
                 if await wait_for(self._stopping, wait_s):
-                    self._unwritten += entries
-                    return
+                    return False
         if failures:
             log.warning("usage is written again, after %d tries", failures + 1)
-        await self._answer(entries, pull.ack)
+        return True
 
-    async def _store_one_by_one(self, entries: list[_Entry], error: RecordRefused) -> None:
-        if len(entries) == 1:
-            await self._give_up(entries[0].delivery, error)
+    async def _store_apart(self, entries: list[_Entry]) -> None:
+        """Find the record that SQL refuses, so that it takes no other with it."""
+        if len(entries) > 1:
+            for entry in entries:
+                await self._store([entry])
             return
-        for entry in entries:
-            await self._store([entry])
+        entry = entries[0]
+        refusal: RecordRefused | None = None
+        for record in entry.records:
+            try:
+                if not await self._commit([record]):
+                    self._unwritten.append(entry)
+                    return
+            except RecordRefused as error:
+                refusal = error
+        if refusal is not None:
+            await self._give_up(entry.delivery, refusal)
+        else:  # refused only together with another entry's
+            await self._answer([entry], pull.ack)
 
     async def _give_up(self, delivery: Delivery, error: Exception) -> None:
-        log.error("usage record %d of the stream is lost to the ledger: %s", delivery.stream_sequence, error)
+        log.error(
+            "a usage record of message %d of the stream is lost to the ledger: %s", delivery.stream_sequence, error
+        )
         try:
             await pull.term(self._bus, delivery)
         except BusError as unsent:
-            log.warning("record %d could not be terminated: %s", delivery.stream_sequence, unsent)
+            log.warning("message %d could not be terminated: %s", delivery.stream_sequence, unsent)
 
     async def _answer(self, entries: list[_Entry], answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
         # Nobody confirms an acknowledgement: one that is lost costs a redelivery, which inserts nothing.
@@ -168,4 +191,4 @@ class LedgerWriter:
             for entry in entries:
                 await answer(self._bus, entry.delivery)
         except BusError as error:
-            log.warning("some of %d records will be delivered again: %s", len(entries), error)
+            log.warning("some of %d messages will be delivered again: %s", len(entries), error)

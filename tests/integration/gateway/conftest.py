@@ -109,6 +109,7 @@ class GatewayUnderTest:
 
     async def _stored_records(self) -> list[UsageRecord]:
         records: list[UsageRecord] = []
+        messages: list[Msg] = []
         try:
             info = await self.bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}")
         except (ApiError, BusTimeout):
@@ -117,12 +118,13 @@ class GatewayUnderTest:
         wanted = int(info["state"]["messages"])
 
         async def on_message(message: Msg) -> None:
-            records.append(decode_usage(message.data))
+            records.extend(decode_usage(message.data))
+            messages.append(message)
 
         subscription = await self.bus.subscribe(inbox, on_message)
         body = {"stream_name": subjects.USAGE_STREAM, "config": {"deliver_subject": inbox, "ack_policy": "none"}}
         await self.bus.api(f"CONSUMER.CREATE.{subjects.USAGE_STREAM}", body)
-        await until(lambda: len(records) >= wanted)
+        await until(lambda: len(messages) >= wanted)
         await subscription.unsubscribe()
         return records
 

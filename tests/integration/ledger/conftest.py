@@ -16,7 +16,7 @@ from gateway.settings import LedgerSettings
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.errors import BusTimeout
-from protocol.messages import RequestRecord, UsageRecord, encode
+from protocol.messages import RequestRecord, UsageRecord, encode, encode_usage
 
 WRITER = """
 import asyncio, logging, sys
@@ -66,7 +66,7 @@ class Ledger:
             is_request = isinstance(record, RequestRecord)
             await self._publish_until_stored(
                 subjects.REQUEST_USAGE_SUBJECT if is_request else subjects.ATTEMPT_USAGE_SUBJECT,
-                record if isinstance(record, bytes) else encode(record),
+                record if isinstance(record, bytes) else encode_usage([encode(record)]),
                 message_id=f"m{self._published}",  # its own for each, so that duplicates get past the stream
             )
 

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.db.engine import create_engine
 from gateway.ledger.writer import LedgerWriter
+from protocol.messages import encode, encode_usage
 from tests.integration.ledger.conftest import Ledger, until
 from tests.postgres import PostgresServer
 from tests.usage_records import attempt_record, request_record
@@ -110,7 +111,30 @@ async def test_a_poison_record_is_given_up_alone_and_its_sequence_is_logged(
     await until(all_settled)
     await writer.stop()
     [message] = errors(caplog)
-    assert message.startswith("usage record 21 of the stream")
+    assert message.startswith("a usage record of message 21 of the stream")
+
+
+async def test_a_refused_record_takes_none_of_its_message_with_it(
+    ledger: Ledger, database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await ledger.apply_topology(ack_wait_s=600)
+    records = [
+        request_record("a"),
+        request_record("poison", prompt_tokens=2**63),
+        request_record("b"),
+        attempt_record("a"),
+    ]
+    await ledger.publish([request_record("before"), encode_usage([encode(record) for record in records])])
+    writer = RunningWriter(ledger, database_url)
+    await until(lambda: ledger.has(3, 1))
+
+    async def all_settled() -> bool:
+        return await ledger.unfinished() == 0
+
+    await until(all_settled)
+    await writer.stop()
+    [message] = errors(caplog)
+    assert message.startswith("a usage record of message 2 of the stream")
 
 
 async def test_no_more_than_two_batches_are_ever_taken(

@@ -1,6 +1,7 @@
 """The gateway's side of the wire, for tests of the worker: publishes jobs, collects frames, checks the fence."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from itertools import count
@@ -80,9 +81,9 @@ class PlayingGateway:
         await self.control(worker_id, m.Resend(*attempt, from_seq, self.reply_subject))
 
     async def _on_record(self, message: Msg) -> None:
-        record = m.decode_usage(message.data)
-        assert isinstance(record, m.AttemptRecord)
-        self.records.append(record)
+        for record in m.decode_usage(message.data):
+            assert isinstance(record, m.AttemptRecord)
+            self.records.append(record)
         self._changed.set()
 
     def job(self, prompt: str = "hello", *, attempt: int = 1, request_id: str | None = None, **fields: Any) -> m.Job:
@@ -155,10 +156,14 @@ class PlayingGateway:
                 await asyncio.sleep(0.02)
 
     async def stored_attempts(self) -> int:
-        info = await self.bus.api(
-            f"STREAM.INFO.{subjects.USAGE_STREAM}", {"subjects_filter": subjects.ATTEMPT_USAGE_SUBJECT}
-        )
-        return int(info["state"]["messages"])
+        """How many attempt records the USAGE stream holds."""
+        info = await self.bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}")
+        records = 0
+        for sequence in range(info["state"]["first_seq"], info["state"]["last_seq"] + 1):
+            answer = await self.bus.api(f"STREAM.MSG.GET.{subjects.USAGE_STREAM}", {"seq": sequence})
+            assert answer["message"]["subject"] == subjects.ATTEMPT_USAGE_SUBJECT
+            records += len(m.decode_usage(base64.b64decode(answer["message"]["data"])))
+        return records
 
 
 @asynccontextmanager
