@@ -33,7 +33,7 @@ from gateway.db.models import AttemptRow, RequestRow
 from gateway.settings import LedgerSettings
 from protocol import subjects, topology
 from protocol.bus import Bus
-from protocol.messages import encode, encode_usage
+from protocol.messages import UsageRecord, encode, encode_usage
 from tests.nats_server import NatsServer
 from tests.postgres import PostgresServer
 from tests.usage_records import attempt_record, request_record
@@ -71,19 +71,13 @@ async def fill_stream(bus: Bus, records: int) -> None:
         count = min(PUBLISHED_AT_ONCE, records // 2 - start)
         ids = [f"req-{SOURCE.randbytes(16).hex()}" for _ in range(count)]
         await asyncio.gather(
-            *(
-                publish(bus, subjects.REQUEST_USAGE_SUBJECT, encode_usage([encode(request_record(i))]), f"{i}.r")
-                for i in ids
-            ),
-            *(
-                publish(bus, subjects.ATTEMPT_USAGE_SUBJECT, encode_usage([encode(attempt_record(i))]), f"{i}.1")
-                for i in ids
-            ),
+            *(publish(bus, subjects.REQUEST_USAGE_SUBJECT, request_record(i), f"{i}.r") for i in ids),
+            *(publish(bus, subjects.ATTEMPT_USAGE_SUBJECT, attempt_record(i), f"{i}.1") for i in ids),
         )
 
 
-async def publish(bus: Bus, subject: str, payload: bytes, message_id: str) -> None:
-    await bus.publish_durable(subject, payload, message_id=message_id, timeout_s=30)
+async def publish(bus: Bus, subject: str, record: UsageRecord, message_id: str) -> None:
+    await bus.publish_durable(subject, encode_usage([encode(record)]), message_id=message_id, timeout_s=30)
 
 
 async def wait_until_empty(bus: Bus) -> None:

@@ -55,7 +55,7 @@ class Outbox:
         return len(self) >= self._capacity
 
     def put(self, record_id: str, payload: bytes) -> None:
-        """Add an encoded record. Never refuses: a caller whose work has ended must be able to say so, even while full."""
+        """Add an encoded record. Never refuses: whoever's work has ended must be able to say so, even while full."""
         self._waiting.append((record_id, payload))
         self._has_waiting.set()
         if len(self._waiting) >= MESSAGE_RECORDS:

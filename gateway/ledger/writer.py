@@ -177,9 +177,7 @@ class LedgerWriter:
             await self._answer([entry], pull.ack)
 
     async def _give_up(self, delivery: Delivery, error: Exception) -> None:
-        log.error(
-            "a usage record of message %d of the stream is lost to the ledger: %s", delivery.stream_sequence, error
-        )
+        log.error("a usage record of message %d of the stream is lost: %s", delivery.stream_sequence, error)
         try:
             await pull.term(self._bus, delivery)
         except BusError as unsent:

@@ -118,12 +118,8 @@ async def test_a_refused_record_takes_none_of_its_message_with_it(
     ledger: Ledger, database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await ledger.apply_topology(ack_wait_s=600)
-    records = [
-        request_record("a"),
-        request_record("poison", prompt_tokens=2**63),
-        request_record("b"),
-        attempt_record("a"),
-    ]
+    poison = request_record("poison", prompt_tokens=2**63)
+    records = [request_record("a"), poison, request_record("b"), attempt_record("a")]
     await ledger.publish([request_record("before"), encode_usage([encode(record) for record in records])])
     writer = RunningWriter(ledger, database_url)
     await until(lambda: ledger.has(3, 1))
