@@ -147,3 +147,20 @@ def test_greedy_output_is_that_of_generate(family: str) -> None:
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_thirty_two_at_once_say_what_each_says_alone(family: str) -> None:
+    model = make_model(FAMILIES[family])
+    prompts = prompts_of(random.Random(family), 8)
+    references = [generate(model, prompt) for prompt in prompts]
+    engine = make_engine(model, max_sequences=32, max_batched_tokens=2048, kv_bytes=8 << 20)
+    for number in range(32):
+        engine.add_request(GenerationRequest(str(number), prompts[number % 8], greedy(NEW_TOKENS)))
+    answers: Answers = defaultdict(Answer)
+    outputs = engine.step()  # every prompt fits into one step, so all are decoded together from here on
+    assert len(outputs) == 32
+    collect(answers, outputs)
+    while engine.has_unfinished():
+        collect(answers, engine.step())
+    assert [answers[str(number), 0].token_ids for number in range(32)] == [references[n % 8] for n in range(32)]
