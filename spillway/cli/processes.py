@@ -1,7 +1,10 @@
 """``spillway up``, ``gateway``, ``worker``, ``ledger``: commands that run until they are told to stop."""
 
 import json
+import shutil
+import sys
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -75,14 +78,22 @@ def check_model_folders(config: Config) -> None:
 
 def banner(base_url: str, api_key: str, model: str) -> str:
     """What a newcomer needs to know, as rich markup."""
-    shown = api_key or "(made earlier; `spillway keys create NAME` makes another)"
+    shown = api_key or f"(made earlier; `{command_name()} keys create NAME` makes another)"
     return (
         f"[bold]Endpoint[/bold]  {base_url}/v1\n"
         f"[bold]API key[/bold]   {shown}\n"
         f"[bold]Model[/bold]     {model}\n"
-        f"[bold]Usage[/bold]     spillway usage      [bold]Stop[/bold]  Ctrl-C\n\n"
+        f"[bold]Usage[/bold]     {command_name()} usage      [bold]Stop[/bold]  Ctrl-C\n\n"
         "Try it from another terminal:"
     )
+
+
+def command_name() -> str:
+    """How the user can call this program: by its name, or by its path where that is not on PATH."""
+    beside = Path(sys.executable).with_name("spillway")
+    if shutil.which("spillway") or not beside.exists():
+        return "spillway"
+    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 def curl_command(base_url: str, api_key: str, model: str) -> str:
