@@ -41,6 +41,7 @@ class LimitSettings(Settings):
 class TimeoutSettings(Settings):
     """How long a request may take in each state; each has its own error."""
 
+    body_s: PositiveSeconds = 60.0  # headers → the whole request body
     queue_wait_s: PositiveSeconds = 600.0
     first_token_s: PositiveSeconds = 300.0  # accepted → first token
     inter_token_s: PositiveSeconds = 60.0

@@ -67,6 +67,7 @@ class Executor:
         self._fetches: dict[str, asyncio.Task[None]] = {}  # id → fetch of its prompt
         self._recent = RecentAttempts()
         self._is_draining = False
+        self._is_starting = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -136,6 +137,16 @@ class Executor:
         self._start_what_fits()
 
     def _start_what_fits(self) -> None:
+        # Ending an attempt frees credit and so comes back here; a queue of expired ones must not become a deep stack.
+        if self._is_starting:
+            return
+        self._is_starting = True
+        try:
+            self._start_waiting()
+        finally:
+            self._is_starting = False
+
+    def _start_waiting(self) -> None:
         while self._waiting and not self._is_draining and self._credit.fits(self._waiting[0].cost):
             attempt = self._waiting.popleft()
             if 0 < attempt.job.deadline_unix_ms < time.time() * 1000:
@@ -183,11 +194,13 @@ class Executor:
         """Turn what one engine step made into frames."""
         for output in outputs:
             attempt = self._held.get(output.request_id)
-            if attempt is None or output.index not in attempt.live:
-                continue  # ended meanwhile, or complete before it came here
+            if attempt is None:
+                continue  # ended meanwhile
             reason = output.finish_reason
-            if reason == "error":
+            if reason == "error":  # of the whole attempt, also where the choice it names was complete before
                 self._fail_by_engine(attempt, output)
+                continue
+            if output.index not in attempt.live:
                 continue
             if reason == "cancelled":
                 attempt.was_cancelled = True

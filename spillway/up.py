@@ -83,8 +83,13 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
 
 @contextlib.contextmanager
 def _data_dir_lock(data_dir: Path) -> Iterator[None]:
-    run_dir_of(data_dir).mkdir(parents=True, exist_ok=True)
-    (data_dir / "logs").mkdir(exist_ok=True)
+    try:
+        run_dir_of(data_dir).mkdir(parents=True, exist_ok=True)
+        (data_dir / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise UpError(
+            f"the data folder {data_dir} cannot be written: {error.strerror}; choose another --data"
+        ) from error
     with (run_dir_of(data_dir) / "lock").open("w") as lock_file:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,7 +198,7 @@ async def _run_processes(
         everything: list[Restartable] = [*children, *([nats] if nats else [])]
         await _unless_stopped(asyncio.gather(*(keep_running(process, say) for process in everything)), stop)
     finally:
-        say("stopping")
+        say("stopping: requests that are running may still end; this can take as long as their time limits allow")
         # The gateway first, so that nothing new comes in and what runs can end; the ledger last, to write it all down.
         for child in [children[0], *children[2:], children[1]]:
             await child.stop()

@@ -15,6 +15,7 @@ class Call(Protocol):
 
     name: str  # as in RequestRecord.endpoint
     prompt_param: str  # the field that holds the prompt
+    usual_max_tokens: int | None  # OpenAI's default for this endpoint; None: what the context leaves
 
     @property
     def request(self) -> GenerationRequest:
@@ -44,6 +45,7 @@ class ChatCall:
 
     name = "chat.completions"
     prompt_param = "messages"
+    usual_max_tokens: int | None = None
 
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
@@ -81,6 +83,7 @@ class CompletionCall:
 
     name = "completions"
     prompt_param = "prompt"
+    usual_max_tokens: int | None = 16
     message_count = 0
 
     def __init__(self, body: bytes) -> None:

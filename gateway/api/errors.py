@@ -9,6 +9,7 @@ ApiError                     500  server_error
 ├── ModelNotFound            404  model_not_found
 ├── UnknownUrl               404  unknown_url
 ├── MethodNotAllowed         405  method_not_allowed
+├── BodyTooSlow              408  request_timeout
 ├── BodyTooLarge             413  request_too_large
 ├── ModelNotReady            503  model_not_ready
 ├── Overloaded               503  overloaded
@@ -120,6 +121,15 @@ class MethodNotAllowed(ApiError):
     type = "invalid_request_error"
     code = "method_not_allowed"
     should_retry = False
+
+
+class BodyTooSlow(ApiError):
+    """The request body did not arrive in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+    should_retry = True
 
 
 class BodyTooLarge(ApiError):

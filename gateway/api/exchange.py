@@ -31,8 +31,7 @@ class Exchange:
     """A request from the socket and what is sent back."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.received_s = time.monotonic()
-        self.received_unix_ms = time.time_ns() // 1_000_000
+        self.start_clock()
         self.id = uuid.uuid4().hex
         self.receive = receive
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -40,6 +39,11 @@ class Exchange:
         self.sent_status: int | None = None
         self._send = send
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
+
+    def start_clock(self) -> None:
+        """The request is here now: all durations count from this moment."""
+        self.received_s = time.monotonic()
+        self.received_unix_ms = time.time_ns() // 1_000_000
 
     @property
     def request_id(self) -> str:

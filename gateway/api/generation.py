@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from gateway.api.calls import Call
-from gateway.api.errors import ApiError, ClientDisconnected, MethodNotAllowed, RequestFailed
+from gateway.api.errors import ApiError, BodyTooSlow, ClientDisconnected, MethodNotAllowed, RequestFailed
 from gateway.api.exchange import Exchange, Receive, Scope, Send
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.services import Services
@@ -54,8 +54,7 @@ class GenerationEndpoint:
             raise MethodNotAllowed(f"Use POST, not {exchange.method}.")
         principal = exchange.authenticate(services.keys)
         self._refuse_if_full()
-        length = exchange.headers.get(b"content-length")
-        call = self._call_of(await read_body(exchange.receive, length, services.settings.limits.max_body_bytes))
+        call = self._call_of(await self._read_body(exchange))
         check_shape(services.settings.limits, messages=call.message_count, choices=call.request.n or 1)
         model = services.catalog.canonical_name(call.request.model)
         tokens = services.catalog.tokens_of(model)
@@ -80,6 +79,17 @@ class GenerationEndpoint:
             traceparent=exchange.header_text(b"traceparent"),
         )
 
+    async def _read_body(self, exchange: Exchange) -> bytes:
+        settings = self._services.settings
+        length = exchange.headers.get(b"content-length")
+        try:
+            async with asyncio.timeout(settings.timeouts.body_s):
+                body = await read_body(exchange.receive, length, settings.limits.max_body_bytes)
+        except TimeoutError as error:
+            raise BodyTooSlow(f"The request body did not arrive within {settings.timeouts.body_s:g} s.") from error
+        exchange.start_clock()  # a slow upload is not ours
+        return body
+
     def _output_limit(self, call: Call, model: str, context_length: int, prompt_tokens: int) -> int:
         settings = self._services.settings
         return output_limit(
@@ -91,6 +101,7 @@ class GenerationEndpoint:
             requested=requested_max_tokens(call.request),
             min_tokens=call.request.min_tokens or 0,
             choices=call.request.n or 1,
+            usual_max_tokens=call.usual_max_tokens,
         )
 
     def _refuse_if_full(self) -> None:

@@ -7,7 +7,7 @@ Fields nobody knows are ignored. Fields that the API knows and this version cann
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from gateway.api.errors import InvalidParameter, MalformedJson
 
@@ -84,6 +84,8 @@ def _text_of(content: object) -> object:
     """A message's content as one string: a string, or a list of text parts."""
     if not isinstance(content, list):
         return content
+    if not content:
+        raise ValueError("must hold at least one part")
     texts = []
     for number, part in enumerate(content):
         if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
@@ -135,8 +137,15 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Role
-    content: Annotated[str | None, BeforeValidator(_text_of)] = None
+    content: Annotated[str | None, BeforeValidator(_text_of)] = Field(default=None, validate_default=True)
     name: str | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _only_assistants_may_be_silent(cls, content: str | None, info: ValidationInfo) -> str | None:
+        if content is None and info.data.get("role") != "assistant":
+            raise ValueError("must be a string or a list of text parts")
+        return content
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it; they know "developer" by its older name."""

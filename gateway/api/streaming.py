@@ -56,6 +56,8 @@ class StreamWriter:
                 await self._write_all(events)
         except TimeoutError:
             self._exchange.abort()
+        finally:
+            self._request.on_end = None  # the limit above is over, whatever ended it
 
     async def _first_events(self) -> list[Event]:
         try:

@@ -61,10 +61,10 @@ class Dispatcher:
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
             now_s = time.monotonic()
-            if now_s - last_s > SWEEP_PERIOD_S + SWEEP_LATE_S:
+            connected = self._bus.connected
+            if not connected or now_s - last_s > SWEEP_PERIOD_S + SWEEP_LATE_S:
                 self._registry.forgive(now_s)
             last_s = now_s
-            connected = self._bus.connected
             for request in list(self._open.values()):
                 request.on_tick(now_s, self._registry.alive, connected=connected)
             self._registry.forget_dead(now_s)
@@ -216,6 +216,11 @@ class Dispatcher:
         await topology.apply(self._bus, list(self._settings.models), bounds)
 
     async def _on_reconnected(self) -> None:
+        # Before anything is awaited: no sweep may take our own silence for the workers'; and the server may have lost
+        # its memory stream, whose sequence numbers then begin anew, so that the old ones name other callers' jobs.
+        self._registry.forgive(time.monotonic())
+        for request in self._open.values():
+            request.stream_sequence = None
         for wait_s in backoff_s():
             if not self._bus.connected:
                 return  # the next reconnect starts anew

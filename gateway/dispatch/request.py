@@ -47,6 +47,8 @@ CANCEL_LIMIT_S: Final = 5.0  # how long the exact counts of a stopped attempt ar
 CANCEL_REPEAT_S: Final = 1.0
 WITHDRAW_LINGER_S: Final = 2.0  # how long a worker that pulled the job at the last moment may still say so
 
+PROMPT_PARAMS: Final = {"chat.completions": "messages", "completions": "prompt"}
+
 
 class State(Enum):
     """Where a request stands; drawn above."""
@@ -206,7 +208,9 @@ class OpenRequest:
             self._attempt_failed(frame.code, frame.message, now_s)
             return
         self._attempt_tokens = frame.completion_tokens
-        self._end("failed", Failure(_known_code(frame.code), frame.message, frame.param), now_s)
+        # The engine knows token ids only; the caller knows the field that they were made from.
+        param = PROMPT_PARAMS[self.admission.endpoint] if frame.param == "prompt_ids" else frame.param
+        self._end("failed", Failure(_known_code(frame.code), frame.message, param), now_s)
 
     def _on_gap(self, worker_id: str, now_s: float) -> None:
         if self._gap_since_s is None:
@@ -295,10 +299,10 @@ class OpenRequest:
         was_running = self.state is State.RUNNING
         self.state = State.STOPPING
         self.outcome, self.failure = outcome, failure
-        self._tell_caller(Ended(failure))
         self._actions.withdraw(self)
         self._stop_deadline_s = now_s + (CANCEL_LIMIT_S if was_running else WITHDRAW_LINGER_S)
         self._send_cancel(now_s)
+        self._tell_caller(Ended(failure))
 
     def _send_cancel(self, now_s: float) -> None:
         if self.worker_id is not None:

@@ -28,6 +28,7 @@ from protocol.messages import UsageRecord, decode_usage
 from protocol.pull import Delivery, PullConsumer
 
 IDLE_WAIT_S: Final = 0.5  # how soon an expired pull is noticed and asked again
+PURGE_PERIOD_S: Final = 60.0
 MAX_BATCHES_OUTSTANDING: Final = 2  # one being written while the next arrives
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class LedgerWriter:
         self._batch_wait_s = batch_wait_s
         self._held: deque[Delivery] = deque()  # bounded by what _pull_into_room asks for
         self._unwritten: list[_Entry] = []  # what is handed back in the end: at most what was held when told to stop
+        self._purged_s = 0.0  # monotonic clock
         self._arrived = asyncio.Event()  # set at the first record held, at a full batch, and when stopping
         self._consumer = PullConsumer(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery)
 
@@ -66,6 +68,7 @@ class LedgerWriter:
                 await self._pull_into_room()
                 await self._wait_for_batch()
                 await self._write_batch()
+                await self._purge_what_is_written()
         finally:
             wake.cancel()
             await self._consumer.stop()
@@ -119,6 +122,19 @@ class LedgerWriter:
         entries = [entry for delivery in deliveries if (entry := await self._decoded(delivery))]
         if entries:
             await self._store(entries)
+
+    async def _purge_what_is_written(self) -> None:
+        """Now and then, drop from the stream what is in SQL, so that its bound is left to what is not."""
+        if time.monotonic() - self._purged_s < PURGE_PERIOD_S:
+            return
+        self._purged_s = time.monotonic()
+        try:
+            info = await self._bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
+            done_sequence = int(info["ack_floor"]["stream_seq"])
+            if done_sequence > 0:
+                await self._bus.api(f"STREAM.PURGE.{subjects.USAGE_STREAM}", {"seq": done_sequence + 1})
+        except BusError as error:
+            log.warning("written usage could not be dropped from the stream, will try again: %s", error)
 
     async def _decoded(self, delivery: Delivery) -> _Entry | None:
         try:

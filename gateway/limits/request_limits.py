@@ -22,11 +22,12 @@ def output_limit(
     requested: tuple[str, int] | None,
     min_tokens: int,
     choices: int,
+    usual_max_tokens: int | None = None,
 ) -> int:
     """The ``max_tokens`` of a request: what the caller asked for, or else what the limits leave.
 
-    ``prompt_param`` and the first part of ``requested`` are the fields' names. Raises ContextLengthExceeded or
-    InvalidParameter.
+    ``usual_max_tokens`` is the API's own default, if any; ``prompt_param`` and the first part of ``requested``
+    are the fields' names. Raises ContextLengthExceeded or InvalidParameter.
     """
     if prompt_tokens == 0:
         raise InvalidParameter(f"'{prompt_param}' makes no tokens at all.", param=prompt_param)
@@ -42,7 +43,9 @@ def output_limit(
             f" at most {limits.max_total_tokens} are allowed."
         )
         raise InvalidParameter(message, param=requested[0] if requested else prompt_param, code="too_many_tokens")
-    max_tokens = requested[1] if requested is not None else min(left, model.default_max_tokens or left)
+    max_tokens = (
+        requested[1] if requested is not None else min(left, model.default_max_tokens or usual_max_tokens or left)
+    )
     if min_tokens > max_tokens:
         message = f"'min_tokens' ({min_tokens}) is more than the {max_tokens} tokens that the answer may have."
         raise InvalidParameter(message, param="min_tokens")

@@ -188,7 +188,7 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
     )
 
 
-def _obey(engine: LLMEngine, message: GenerationRequest | str) -> Refusal | None:
+def _obey(engine: LLMEngine, message: GenerationRequest | str) -> SequenceOutput | None:
     if isinstance(message, str):
         engine.abort(message)
         return None
@@ -196,6 +196,8 @@ def _obey(engine: LLMEngine, message: GenerationRequest | str) -> Refusal | None
         engine.add_request(message)
     except RequestRejected as error:
         return Refusal(message.request_id, 0, [], "", finish_reason="error", error=error.message, param=error.field)
+    except Exception as error:  # noqa: BLE001  # one request's prompt or resumed text must not end its batch-mates
+        return SequenceOutput(message.request_id, 0, [], "", finish_reason="error", error=repr(error))
     return None
 
 

@@ -68,8 +68,11 @@ def serve_instead(config: Config, model: str) -> Config:
 
 
 def check_model_folders(config: Config) -> None:
-    """Find a missing demo model before anything is started."""
+    """Find a missing model folder before anything is started."""
     for pool in config.pools.values():
+        path = getattr(pool.engine, "path", "")
+        if path.startswith((".", "/", "~")) and path != str(DEMO_MODEL_PATH) and not Path(path).is_dir():
+            raise fail(f"{path}: no such model folder")
         if getattr(pool.engine, "path", None) == str(DEMO_MODEL_PATH) and not DEMO_MODEL_PATH.is_dir():
             raise fail(
                 f"the demo model {DEMO_MODEL_NAME} comes with the repository, not the package: name one with --model"

@@ -166,6 +166,7 @@ def test_unknown_model_is_404(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "messages"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
     ],
@@ -178,6 +179,13 @@ def test_what_cannot_be_served_is_400_and_names_the_field(demo: System, extra: d
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert str(error["param"]).startswith(param), error
+
+
+def test_a_token_the_model_does_not_have_is_400_and_names_the_prompt(demo: System) -> None:
+    with demo.http() as http:
+        answer = http.post("/v1/completions", json={"model": demo.model, "prompt": [10**8]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
 
 
 def test_malformed_json_is_400(demo: System) -> None:

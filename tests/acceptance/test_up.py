@@ -90,6 +90,26 @@ def test_two_cannot_share_a_data_folder(tmp_path: Path) -> None:
         assert "in use by another" in second.stderr
 
 
+def test_a_missing_model_folder_and_an_unwritable_data_folder_are_told_at_once(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.touch()
+    for arguments, message in (
+        (["--data", str(tmp_path / "data"), "--model", "/no/such/folder"], "/no/such/folder: no such model folder"),
+        (["--data", str(occupied / "data"), "--model", "scripted"], f"{occupied}/data cannot be written"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "spillway", "up", "--port", "0", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env=clean_environment(),
+        )
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_a_taken_port_is_told(tmp_path: Path) -> None:
     for system in run_system(tmp_path / "data", ["--model", "scripted"]):
         command = [sys.executable, "-m", "spillway", "up", "--data", str(tmp_path / "other"), "--model", "scripted"]

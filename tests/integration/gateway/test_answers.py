@@ -76,10 +76,11 @@ async def test_sync_client_and_completions(start_gateway: Start) -> None:
             return [whole.choices[0].text, text, chat.choices[0].message.content or ""]
 
     assert await asyncio.to_thread(ask) == ["abcHello world", "Hello world", "Hello world"]
-    first, second, _ = worker.attempts
+    first, second, third = worker.attempts
     assert first.prompt_ids == byte_tokenizer().encode("abc").ids  # with the beginning token
     assert second.prompt_ids == [70, 71]
-    assert first.job.sampling.max_tokens == 512 - len(first.prompt_ids)
+    assert first.job.sampling.max_tokens == 16  # OpenAI's default for completions
+    assert third.job.sampling.max_tokens == 512 - len(third.prompt_ids)
     assert second.job.sampling.max_tokens == 3
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.db.engine import create_engine
 from gateway.ledger.writer import LedgerWriter
+from protocol import subjects
 from protocol.messages import encode, encode_usage
 from tests.integration.ledger.conftest import Ledger, until
 from tests.postgres import PostgresServer
@@ -161,3 +162,22 @@ async def test_a_consumer_made_anew_is_used_at_once(ledger: Ledger, database_url
     await ledger.apply_topology()  # delivers the whole stream again
     await until(lambda: ledger.has(2, 0))
     await writer.stop()
+
+
+async def test_what_is_written_leaves_the_stream_and_nothing_else_does(
+    ledger: Ledger, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.ledger.writer.PURGE_PERIOD_S", 0.0)
+    await ledger.apply_topology()
+    writer = RunningWriter(ledger, database_url)
+    await ledger.publish([request_record(f"r{number}") for number in range(100)])
+
+    async def is_empty() -> bool:
+        info = await ledger.bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}")
+        return bool(info["state"]["messages"] == 0)
+
+    await until(is_empty)
+    assert await ledger.counts() == (100, 0)
+    await writer.stop()
+    await ledger.publish([request_record("later")])
+    assert not await is_empty()

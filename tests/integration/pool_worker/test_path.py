@@ -224,3 +224,14 @@ async def test_a_consumer_that_was_deleted_is_found_again(gateway: PlayingGatewa
         await gateway.bus.api(f"CONSUMER.DELETE.{subjects.INTERACTIVE_STREAM}.{name}")
         await gateway.apply_topology()
         assert isinstance(await gateway.end_of(await gateway.ask("another")), m.Finished)
+
+
+async def test_a_refusal_ends_an_attempt_whose_first_choice_was_complete(
+    gateway: PlayingGateway, nats_url: str
+) -> None:
+    """A resumed attempt may be refused here for what another worker could hold; nothing may be left behind."""
+    complete = m.ResumePoint(0, m.pack_token_ids([300]), 1, "stop")
+    async with running_worker(settings_for(nats_url, max_sequences=2)):
+        failed = await gateway.end_of(await gateway.ask(n=2, top_p=3.0, resume=(complete,)))
+        assert isinstance(failed, m.Failed)
+        assert isinstance(await gateway.end_of(await gateway.ask(n=2)), m.Finished)  # the credit is back

@@ -5,10 +5,12 @@ import json
 from collections.abc import MutableMapping
 from typing import Any
 
+import pytest
+
 from gateway.api.calls import ChatCall
 from gateway.api.exchange import ABORT_KEY, Exchange
 from gateway.api.streaming import StreamWriter
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Frame
@@ -129,3 +131,16 @@ async def test_a_client_that_reads_nothing_is_broken_off() -> None:
     assert socket.aborted.is_set()
     assert request.failure is not None
     assert request.failure.code is ErrorCode.SLOW_CLIENT
+
+
+async def test_a_writer_that_breaks_leaves_a_request_that_can_still_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's time limit is over with the writer; moving it from `cancel` raised, and the record was lost."""
+    request, _ = open_request()
+    _, task = writing(request)
+    await step(request, accepted())
+    monkeypatch.setattr("gateway.api.sse.ChatChunks.of", None)
+    await step(request, tokens(1))
+    with pytest.raises(TypeError):
+        await task
+    request.cancel(2.0)
+    assert request.state is State.STOPPING
