@@ -110,9 +110,7 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
     path = resolved_config_path(config.data_dir)
     # The pepper is left out: children find it in the environment or in the data folder, as this process did.
     dumped = resolved.model_dump(mode="json", exclude={"auth"}, exclude_none=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(dumped, file)
+    _write_private(path, json.dumps(dumped))
     return resolved
 
 
@@ -153,11 +151,15 @@ async def _first_key(config: Config) -> str:
         _, plaintext = await create_key(engine, FIRST_KEY_NAME, pepper)
     finally:
         await engine.dispose()
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(plaintext + "\n")
+    _write_private(path, plaintext + "\n")
     return plaintext
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a new file that only this user may read, in place of one that may be there."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def _children(config: Config) -> list[Child]:

@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ProtocolError
-from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.messages import decode_heartbeat
 from protocol.topology import HEARTBEAT_LIMIT_S
 
 FORGIVENESS_S: Final = 2.0  # how long a worker may take to come back after the queue server was away
@@ -24,7 +24,6 @@ class WorkerRegistry:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._heard_s: dict[str, float] = {}
-        self._heartbeats: dict[str, Heartbeat] = {}
         self._forgiven_until_s = 0.0
 
     async def start(self) -> None:
@@ -45,26 +44,18 @@ class WorkerRegistry:
             return True
         return now_s - self._heard_s.get(worker_id, float("-inf")) <= HEARTBEAT_LIMIT_S
 
-    def live_workers(self, now_s: float) -> list[Heartbeat]:
-        """The last heartbeats of the workers that are alive."""
-        return [beat for worker_id, beat in self._heartbeats.items() if self.alive(worker_id, now_s)]
-
     def forget_dead(self, now_s: float) -> None:
         """Drop what is known of workers long gone, so that the registry does not grow for ever."""
         for worker_id in [w for w, heard_s in self._heard_s.items() if now_s - heard_s > FORGET_AFTER_S]:
             del self._heard_s[worker_id]
-            self._heartbeats.pop(worker_id, None)
 
     async def _on_heartbeat(self, message: Msg) -> None:
         if not message.data:  # a deletion marker: the worker has signed off
-            worker_id = message.subject.rpartition(".")[2]
-            self._heard_s.pop(worker_id, None)
-            self._heartbeats.pop(worker_id, None)
+            self._heard_s.pop(message.subject.rpartition(".")[2], None)
             return
         try:
             beat = decode_heartbeat(message.data)
         except ProtocolError as error:
             log.warning("heartbeat on %s: %s", message.subject, error)
             return
-        self._heartbeats[beat.worker_id] = beat
         self.heard(beat.worker_id, time.monotonic())

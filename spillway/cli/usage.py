@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from datetime import datetime, tzinfo
 from enum import StrEnum
 from typing import Annotated, Final
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from gateway.ledger.days import UnknownTimeZone, parse_zone
 from gateway.ledger.report import GroupBy, ReportTooLarge, UsageRow, usage_report
 from spillway.cli.context import ConfigOption, DataOption, database, fail, out, run_async, running_or_config
 
@@ -81,9 +81,9 @@ def _groups(by: str) -> list[GroupBy]:
 
 def _zone(name: str | None) -> tzinfo | None:
     try:
-        return ZoneInfo(name) if name else None
-    except (ZoneInfoNotFoundError, ValueError) as error:
-        raise typer.BadParameter(f"no time zone is called {name!r}", param_hint="--timezone") from error
+        return parse_zone(name)
+    except UnknownTimeZone as error:
+        raise typer.BadParameter(str(error), param_hint="--timezone") from error
 
 
 def _unix_ms(moment: datetime | None, zone: tzinfo | None) -> int | None:

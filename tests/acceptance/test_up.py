@@ -65,61 +65,37 @@ def wait_for_status(http: httpx.Client, status: int) -> bool:
     return any(http.get("/v1/models").status_code == status for _ in range(500))
 
 
+def refused_up(*arguments: str) -> str:
+    """What an ``up`` that must not run says; it ends at once, with exit code 1 and no traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "spillway", "up", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=clean_environment(),
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 def test_two_cannot_share_a_data_folder(tmp_path: Path) -> None:
     for system in run_system(tmp_path / "data", ["--model", "scripted"]):
-        second = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "spillway",
-                "up",
-                "--data",
-                str(system.data_dir),
-                "--port",
-                "0",
-                "--model",
-                "scripted",
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-            env=clean_environment(),
-        )
-        assert second.returncode == 1
-        assert "in use by another" in second.stderr
+        said = refused_up("--data", str(system.data_dir), "--port", "0", "--model", "scripted")
+        assert "in use by another" in said
 
 
 def test_a_missing_model_folder_and_an_unwritable_data_folder_are_told_at_once(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.touch()
-    for arguments, message in (
-        (["--data", str(tmp_path / "data"), "--model", "/no/such/folder"], "/no/such/folder: no such model folder"),
-        (["--data", str(occupied / "data"), "--model", "scripted"], f"{occupied}/data cannot be written"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "spillway", "up", "--port", "0", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-            env=clean_environment(),
-        )
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+    said = refused_up("--port", "0", "--data", str(tmp_path / "data"), "--model", "/no/such/folder")
+    assert "/no/such/folder: no such model folder" in said
+    said = refused_up("--port", "0", "--data", str(occupied / "data"), "--model", "scripted")
+    assert f"{occupied}/data cannot be written" in said
 
 
 def test_a_taken_port_is_told(tmp_path: Path) -> None:
     for system in run_system(tmp_path / "data", ["--model", "scripted"]):
-        command = [sys.executable, "-m", "spillway", "up", "--data", str(tmp_path / "other"), "--model", "scripted"]
-        second = subprocess.run(
-            [*command, "--port", str(system.port)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-            env=clean_environment(),
-        )
-        assert second.returncode == 1
-        assert f"port {system.port}" in second.stderr
+        said = refused_up("--data", str(tmp_path / "other"), "--port", str(system.port), "--model", "scripted")
+        assert f"port {system.port}" in said
