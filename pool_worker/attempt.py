@@ -23,7 +23,6 @@ class Attempt:
     __slots__ = (
         "completion_tokens",
         "cost",
-        "delivery",
         "frames",
         "holds_credit",
         "id",
@@ -42,7 +41,6 @@ class Attempt:
     def __init__(self, job: Job, delivery: Delivery, cost: Cost) -> None:
         self.id = attempt_id(job.request_id, job.attempt)
         self.job = job
-        self.delivery = delivery  # what is to be acknowledged in the end
         self.cost = cost
         self.prompt_tokens = prompt_tokens_of(job)
         self.holds_credit = False  # `cost` is taken from the worker's credit

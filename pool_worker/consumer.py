@@ -14,7 +14,7 @@ from protocol.errors import BusError, ProtocolError
 from protocol.messages import decode_job
 from protocol.outbox import Outbox
 from protocol.pull import PULL_EXPIRES_S, Delivery, PullConsumer
-from protocol.topology import ACK_PROGRESS_PERIOD_S, consumer_exists
+from protocol.topology import consumer_exists
 
 REFILL_CHECK_S: Final = 0.05  # how often pulls that have expired are noticed
 SHARED_PULL_EXPIRES_S: Final = 0.05  # where there is less room than models, they take turns of so long
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 class _ModelPulls:
     """The pulls for one model, and when they last brought something."""
 
-    def __init__(self, bus: Bus, model: str, executor: Executor) -> None:
+    def __init__(self, bus: Bus, model: str, lane: str, tier: str, executor: Executor) -> None:
         self._bus = bus
         self._executor = executor
-        self.consumer_name = subjects.job_consumer(model)
-        self.pulls = PullConsumer(bus, subjects.INTERACTIVE_STREAM, self.consumer_name, self._on_delivery)
+        self.consumer_name = subjects.job_consumer(model, lane)
+        self.pulls = PullConsumer(bus, subjects.INTERACTIVE_STREAM, self.consumer_name, self._on_delivery, tier=tier)
         self.delivered_s = 0.0  # monotonic clock
         self.pulled_s = 0.0
         self._expires_s = 0.0  # of the last pull
@@ -64,6 +64,7 @@ class Consumer:
         self,
         bus: Bus,
         models: tuple[str, ...],
+        tier: str,
         executor: Executor,
         credit: Credit,
         outbox: Outbox,
@@ -75,7 +76,7 @@ class Consumer:
         self._executor = executor
         self._credit = credit
         self._outbox = outbox
-        self._models = [_ModelPulls(bus, model, executor) for model in models]
+        self._models = [_ModelPulls(bus, model, lane, tier, executor) for model in models for lane in subjects.LANES]
         self._has_room = has_room
         self._must_look = asyncio.Event()  # whether the consumers are (still) there
 
@@ -161,18 +162,6 @@ class Consumer:
         # Two halves that expire at different times, so that there is always a pull parked.
         await model.pull(free // 2, PULL_EXPIRES_S / 2)
         await model.pull(free - free // 2, PULL_EXPIRES_S)
-
-    # --- keeping -----------------------------------------------------------------------------------------------------
-
-    async def run_progress(self) -> None:
-        """Tell the queue, for ever, that the jobs held here are being worked on; cancel it to stop."""
-        while True:
-            await asyncio.sleep(ACK_PROGRESS_PERIOD_S)
-            try:
-                for attempt in self._executor.held:
-                    await pull.in_progress(self._bus, attempt.delivery)
-            except BusError as error:
-                log.warning("cannot report progress, will again: %s", error)
 
 
 async def wait_for_consumer(bus: Bus, name: str) -> None:

@@ -8,7 +8,7 @@ from pool_worker.executor import Executor
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ProtocolError
-from protocol.messages import Cancel, decode_control
+from protocol.messages import Cancel, Resend, decode_control
 
 log = logging.getLogger(__name__)
 
@@ -33,5 +33,5 @@ class ControlListener:
             return
         if isinstance(control, Cancel):
             self._executor.cancel(control.request_id, control.attempt)
-        else:
+        elif isinstance(control, Resend):
             self._executor.resend(control)

@@ -1,7 +1,8 @@
 """Runs jobs: from a delivery of the queue to a request of the engine, and from its outputs to frames.
 
-Every attempt that was accepted ends exactly once, in `_end`, whatever happens: it sends its last frame, gives its
-credit back, leaves its usage record, and only then takes the job off the queue.
+A job is taken off the queue when it is accepted: its gateway hears of that and watches over it from then on. Every
+attempt that was accepted ends exactly once, in `_end`, whatever happens: it sends its last frame, gives its credit back
+and leaves its usage record.
 """
 
 import asyncio
@@ -93,9 +94,7 @@ class Executor:
         id_ = attempt_id(job.request_id, job.attempt)
         if self._adopt(id_, job, delivery):
             return
-        if delivery.deliveries > 1:
-            self._decline(job, delivery, ErrorCode.REDELIVERED, "another worker had the job and fell silent")
-        elif 0 < job.deadline_unix_ms < time.time() * 1000:
+        if 0 < job.deadline_unix_ms < time.time() * 1000:
             self._decline(job, delivery, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the queue")
         elif self._is_draining:
             self._decline(job, delivery, ErrorCode.WORKER_DRAINING, "the worker is shutting down")
@@ -111,10 +110,7 @@ class Executor:
         attempt = self._held.get(id_) or self._recent.get(id_)
         if attempt is None:
             return False
-        if id_ in self._held and delivery.stream_sequence == attempt.delivery.stream_sequence:
-            attempt.delivery = delivery
-        else:
-            self._publisher.ack(delivery)
+        self._publisher.ack(delivery)
         self._replay(attempt, 0, job.reply_subject)
         self._publisher.wake()
         return True
@@ -133,6 +129,7 @@ class Executor:
         settings = self._settings
         frame = attempt.accepted(settings.worker_id, settings.pool, settings.provider, settings.region)
         self._publisher.send(job.reply_subject, frame)
+        self._publisher.ack(delivery)  # from here on the gateway watches over it
         self._waiting.append(attempt)
         self._start_what_fits()
 
@@ -301,7 +298,6 @@ class Executor:
         if (fetch := self._fetches.pop(attempt.id, None)) is not None:
             fetch.cancel()
         self._publisher.send(attempt.job.reply_subject, last_frame)
-        self._publisher.ack(attempt.delivery)
         self._publisher.wake(at_once=True)
         record = attempt_record(self._settings, self._engine.name, attempt, outcome, error_code)
         self._outbox.put(attempt.id, encode(record))

@@ -9,6 +9,7 @@ from pool_worker import engines
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
 from pool_worker.settings import WorkerSettings
 from pool_worker.worker import Worker
+from protocol import subjects
 from protocol.bus import Bus
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -31,7 +32,7 @@ async def run(settings: WorkerSettings, on_ready: Callable[[], None] | None = No
         capacity = await _unless_stopped(stopping, engine.start())
         if capacity is None:
             return
-        name = f"spillway-worker {settings.worker_id}"
+        name = subjects.connection_name(settings.worker_id)
         bus = await _unless_stopped(stopping, Bus.connect(list(settings.nats_urls), name=name))
         if bus is None:
             return

@@ -1,7 +1,7 @@
 """One worker's parts and the order in which they start and stop.
 
 the way out   publisher, outbox                                 first up, last down
-the work      engine steps, pulls, progress, heartbeat, cards   ends by a drain, or when one of them fails
+the work      engine steps, pulls, heartbeat, cards   ends by a drain, or when one of them fails
 """
 
 import asyncio
@@ -52,7 +52,9 @@ class Worker:
             spawn=tasks.create_task,
             on_room=has_room.set,
         )
-        self._consumer = Consumer(bus, settings.models, self._executor, credit, self._outbox, has_room=has_room)
+        self._consumer = Consumer(
+            bus, settings.models, settings.tier, self._executor, credit, self._outbox, has_room=has_room
+        )
         self._control = ControlListener(bus, settings.worker_id, self._executor)
         self._heart = Heart(settings, bus, engine.name, self._executor, credit)
         self._cards = ModelCards(bus, engine, settings.models)
@@ -75,7 +77,6 @@ class Worker:
         async with asyncio.TaskGroup() as work:
             pulling = work.create_task(self._pull_jobs(on_ready), name="pulls")
             keeping = [
-                work.create_task(self._consumer.run_progress(), name="progress"),
                 work.create_task(self._cards.run(), name="cards"),
                 work.create_task(self._heart.run(), name="heartbeat"),
             ]

@@ -28,7 +28,6 @@ class ErrorCode(StrEnum):
     ENGINE_DIED = "engine_died"
     WORKER_DRAINING = "worker_draining"
     WORKER_LOST = "worker_lost"
-    REDELIVERED = "redelivered"
     UNKNOWN_ATTEMPT = "unknown_attempt"
     # The gateway gave the request up.
     QUEUE_WAIT_TIMEOUT = "queue_wait_timeout"

@@ -5,7 +5,7 @@ values are left out. A reader ignores fields it does not know, so fields may be 
 change of meaning raises ``PROTOCOL_VERSION``.
 
     gateway ──Job──────────────────────────────> worker      JetStream, ``subjects.job_subject``
-    gateway ──Cancel | Resend──────────────────> worker      core NATS, ``subjects.control_subject``
+    gateway ──Cancel | Resend | Ping───────────> worker      core NATS, ``subjects.control_subject``
     gateway <─StepFrame[Accepted|Tokens|…]────── worker      core NATS, ``Job.reply_subject``
     gateway <─Heartbeat, ModelCard────────────── worker      KV buckets
     gateway ──RequestRecord──┐
@@ -90,6 +90,8 @@ class Job(Struct, frozen=True, omit_defaults=True):
     accepted_unix_ms: int = 0  # when the gateway admitted the request
     deadline_unix_ms: int = 0  # a worker that pulls it later than this fails it unrun
     traceparent: str | None = None  # W3C trace context
+    weight: float = 1.0  # the tenant's share of the workers, against other tenants'
+    avoid: tuple[str, ...] = ()  # workers on which earlier attempts failed: these take it only if nobody else can
 
 
 # --- frames: worker → gateway -----------------------------------------------------------------------------------------
@@ -190,7 +192,11 @@ class Resend(Struct, frozen=True, array_like=True, tag="r"):
     reply_subject: str
 
 
-Control = Cancel | Resend
+class Ping(Struct, frozen=True, array_like=True, tag="p"):
+    """Is anybody there? A worker does not answer; where its connection is gone, the server says so at once."""
+
+
+Control = Cancel | Resend | Ping
 
 
 # --- registry: worker → KV --------------------------------------------------------------------------------------------
@@ -216,6 +222,8 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     started_unix_ms: int
     sent_unix_ms: int
     draining: bool = False
+    jobs_taken: int = 0  # since the worker started: their increase is the rate at which the queue is served
+    tokens_made: int = 0  # output tokens, likewise
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):
@@ -288,6 +296,36 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
 
 UsageRecord = RequestRecord | AttemptRecord
 
+
+# --- the end of the road: gateway → DLQ stream ------------------------------------------------------------------------
+
+
+class AttemptFailure(Struct, frozen=True, omit_defaults=True):
+    """Why one attempt did not end in an answer, as its gateway saw it."""
+
+    attempt: int
+    worker_id: str | None  # None: no worker had accepted it
+    code: str  # protocol.errors.ErrorCode
+    reason: str
+    completion_tokens: int  # of this attempt, as far as the gateway has seen them
+
+
+class DeadLetter(Struct, frozen=True, omit_defaults=True):
+    """A request that was given up after its last attempt. Neither prompt nor answer: those are kept by consent only."""
+
+    v: int
+    request_id: str
+    gateway_id: str
+    model: str
+    tenant: str
+    key_id: str
+    prompt_tokens: int
+    sampling: Sampling
+    accepted_unix_ms: int
+    given_up_unix_ms: int
+    failures: tuple[AttemptFailure, ...]
+
+
 # One encoder and one decoder per kind: building them is the slow part.
 encode = msgspec.msgpack.Encoder().encode
 _job_decoder = msgspec.msgpack.Decoder(Job)
@@ -295,6 +333,7 @@ _step_decoder = msgspec.msgpack.Decoder(StepFrame)
 _control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)
 _card_decoder = msgspec.msgpack.Decoder(ModelCard)
+_dead_letter_decoder = msgspec.msgpack.Decoder(DeadLetter)
 _usage_decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(list[UsageRecord])
 
 _Message = TypeVar("_Message")
@@ -325,7 +364,7 @@ def decode_step(payload: bytes) -> StepFrame:
 
 
 def decode_control(payload: bytes) -> Control:
-    """Decode a Cancel or a Resend. Raises ProtocolError."""
+    """Decode a Cancel, a Resend or a Ping. Raises ProtocolError."""
     return _decode(_control_decoder, payload)
 
 
@@ -337,6 +376,11 @@ def decode_heartbeat(payload: bytes) -> Heartbeat:
 def decode_model_card(payload: bytes) -> ModelCard:
     """Decode a ModelCard. Raises ProtocolError."""
     return _decode(_card_decoder, payload)
+
+
+def decode_dead_letter(payload: bytes) -> DeadLetter:
+    """Decode a DeadLetter. Raises ProtocolError."""
+    return _decode(_dead_letter_decoder, payload)
 
 
 def encode_usage(encoded_records: Sequence[bytes]) -> bytes:

@@ -18,6 +18,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from protocol.bus import Bus
+from protocol.topology import PULL_PRIORITIES, TIER_GROUP
 
 PULL_EXPIRES_S: Final = 2.0
 PULL_GRACE_S: Final = 1.0  # past its expiry, a pull whose end the server never told us is written off
@@ -34,6 +35,7 @@ class Delivery(Struct, frozen=True):
     stream_sequence: int
     deliveries: int  # 1 the first time
     stored_unix_ms: int  # when the stream took it
+    pending: int  # how many more wait in its lane
 
     @classmethod
     def of(cls, message: Msg) -> Self:
@@ -47,6 +49,7 @@ class Delivery(Struct, frozen=True):
             deliveries=int(tokens[at + 2]),
             stream_sequence=int(tokens[at + 3]),
             stored_unix_ms=int(tokens[at + 5]) // 1_000_000,
+            pending=int(tokens[at + 6]),
         )
 
 
@@ -55,19 +58,14 @@ async def ack(bus: Bus, delivery: Delivery) -> None:
     await bus.publish(delivery.ack_subject, b"+ACK")
 
 
-async def nak(bus: Bus, delivery: Delivery) -> None:
-    """Hand the message back for somebody else, now."""
-    await bus.publish(delivery.ack_subject, b"-NAK")
+async def nak(bus: Bus, delivery: Delivery, delay_s: float = 0.0) -> None:
+    """Hand the message back for somebody else, now or after a while."""
+    await bus.publish(delivery.ack_subject, b'-NAK {"delay": %d}' % int(delay_s * 1e9) if delay_s else b"-NAK")
 
 
 async def term(bus: Bus, delivery: Delivery) -> None:
     """Give the message up for good: nobody could ever use it."""
     await bus.publish(delivery.ack_subject, b"+TERM")
-
-
-async def in_progress(bus: Bus, delivery: Delivery) -> None:
-    """Restart the message's ``ack_wait``: work on it goes on."""
-    await bus.publish(delivery.ack_subject, b"+WPI")
 
 
 class _Pull(Struct):
@@ -76,12 +74,27 @@ class _Pull(Struct):
 
 
 class PullConsumer:
-    """Pulls from one durable consumer; ``handler`` gets each delivery, in order."""
+    """Pulls from one durable consumer; ``handler`` gets each delivery, in order.
 
-    def __init__(self, bus: Bus, stream: str, consumer: str, handler: Callable[[Delivery], Awaitable[None]]) -> None:
+    ``tier`` is for consumers of jobs, which serve the pulls of cheaper tiers first; ``on_end`` is called when a pull
+    has ended at the server without having brought all that it asked for.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        stream: str,
+        consumer: str,
+        handler: Callable[[Delivery], Awaitable[None]],
+        *,
+        tier: str | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
         self._bus = bus
         self._api_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._handler = handler
+        self._priority = {} if tier is None else {"group": TIER_GROUP, "priority": PULL_PRIORITIES[tier]}
+        self._on_end = on_end
         self._inbox = bus.client.new_inbox()
         self._pulls: dict[str, _Pull] = {}
         self._numbers = itertools.count(1)
@@ -111,10 +124,11 @@ class PullConsumer:
         return sum(pull.remaining for pull in self._pulls.values())
 
     async def pull(self, batch: int, *, expires_s: float = PULL_EXPIRES_S) -> None:
-        """Ask for up to ``batch`` messages, waiting at the server for at most ``expires_s``."""
+        """Ask for up to ``batch`` messages, waiting at the server for at most ``expires_s``; 0: take what is there."""
         number = str(next(self._numbers))
         self._pulls[number] = _Pull(remaining=batch, expires_at_s=time.monotonic() + expires_s)
-        body = json.dumps({"batch": batch, "expires": int(expires_s * 1e9)}).encode()
+        patience = {"expires": int(expires_s * 1e9)} if expires_s else {"no_wait": True}
+        body = json.dumps({"batch": batch, **patience, **self._priority}).encode()
         await self._bus.publish(self._api_subject, body, reply=f"{self._inbox}.{number}")
 
     def forget_pulls(self) -> None:
@@ -127,6 +141,8 @@ class PullConsumer:
         if not message.reply:
             self._pulls.pop(message.subject.rpartition(".")[2], None)
             self._log_status(message)
+            if self._on_end is not None:
+                self._on_end()
             return
         self._count_delivery()
         await self._handler(Delivery.of(message))

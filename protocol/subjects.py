@@ -15,7 +15,18 @@ ARTIFACTS_BUCKET: Final = "artifacts"
 PROMPTS_BUCKET: Final = "prompts"
 
 LEDGER_CONSUMER: Final = "ledger"
-DEFAULT_LANE: Final = "main"
+DEAD_LETTER_STREAM: Final = "DLQ"
+
+# The lanes of each model: one queue subject and one durable consumer each. Workers serve ``resume`` first (those
+# requests were admitted long ago and somebody watches their stream stand still), share themselves fairly among the high
+# lanes, over which the gateways spread the tenants, and take from ``low``, the batch lane, what is left.
+RESUME_LANE: Final = "resume"
+HIGH_LANES: Final = ("h0", "h1", "h2", "h3", "h4", "h5", "h6", "h7")
+LOW_LANE: Final = "low"
+LANES: Final = (RESUME_LANE, *HIGH_LANES, LOW_LANE)
+
+# Sent by the server, into our own account where its configuration imports it, a moment after a connection has ended.
+DISCONNECTS: Final = "$SYS.ACCOUNT.*.DISCONNECT"
 
 REQUEST_USAGE_SUBJECT: Final = "usage.request"
 ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"
@@ -31,12 +42,12 @@ def escape(name: str) -> str:
     return _UNSAFE.sub(lambda found: "".join(f"={byte:02X}" for byte in found.group().encode()), name)
 
 
-def job_subject(model: str, lane: str = DEFAULT_LANE) -> str:
+def job_subject(model: str, lane: str) -> str:
     """The queue subject of interactive jobs for a model, in a lane."""
     return f"rq.{escape(model)}.{lane}"
 
 
-def job_consumer(model: str, lane: str = DEFAULT_LANE) -> str:
+def job_consumer(model: str, lane: str) -> str:
     """The durable consumer that all workers of a model share for a lane."""
     return f"{escape(model)}_{lane}"
 
@@ -46,8 +57,24 @@ def frames_subject(gateway_id: str) -> str:
     return f"fr.{gateway_id}"
 
 
+def connection_name(worker_id: str) -> str:
+    """The name of a worker's connection, by which the server's disconnect events tell who has gone."""
+    return f"spillway-worker {worker_id}"
+
+
+def worker_of_connection(name: str) -> str | None:
+    """The worker whose connection has this name; None if it is no worker's."""
+    prefix, _, worker_id = name.partition(" ")
+    return worker_id if prefix == "spillway-worker" and worker_id else None
+
+
+def dead_letter_subject(model: str) -> str:
+    """Where the story of a request ends that was given up after its last attempt."""
+    return f"dlq.{escape(model)}"
+
+
 def control_subject(worker_id: str) -> str:
-    """Where gateways send Cancel and Resend to one worker."""
+    """Where gateways send Cancel, Resend and Ping to one worker."""
     return f"ctl.{worker_id}"
 
 

@@ -17,8 +17,13 @@ from protocol.errors import ApiError
 HEARTBEAT_PERIOD_S: Final = 0.5
 HEARTBEAT_LIMIT_S: Final = 1.5  # a worker unheard of for longer counts as dead
 REGISTRY_TTL_S: Final = 10
-ACK_WAIT_S: Final = 10.0  # after it, a job whose worker has gone silent is handed back to its gateway
-ACK_PROGRESS_PERIOD_S: Final = 3.0  # how often a worker says that it is still at it
+# A worker acknowledges a job when it accepts it: from then on its gateway watches over it. So this is only the time
+# from a delivery to its acceptance, after which the job goes to somebody else.
+ACK_WAIT_S: Final = 1.5
+TIER_GROUP: Final = "tier"
+# The server gives a job to the parked pull of the lowest number: cheapest first, and instantly the next where one dies.
+PULL_PRIORITIES: Final = {"spot": 0, "reserved": 3, "on-demand": 6, "hosted": 9}
+DEAD_LETTER_MAX_AGE_S: Final = 30 * 24 * 3600
 DUPLICATE_WINDOW_S: Final = 120
 USAGE_MAX_AGE_S: Final = 14 * 24 * 3600
 PROMPT_MAX_AGE_S: Final = 3600
@@ -37,6 +42,7 @@ class QueueBounds(Struct, frozen=True):
     max_jobs: int = 50_000
     max_bytes: int = 512 * 1024 * 1024
     max_usage_bytes: int = 2 * 1024 * 1024 * 1024
+    max_dead_letter_bytes: int = 64 * 1024 * 1024
     replicas: int = 1  # 3 in a cluster
 
 
@@ -69,6 +75,18 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             max_age=USAGE_MAX_AGE_S * NS,
             duplicate_window=DUPLICATE_WINDOW_S * NS,
         ),
+        {
+            **_stream(
+                subjects.DEAD_LETTER_STREAM,
+                "dlq.>",
+                bounds,
+                retention="limits",
+                storage="file",
+                max_bytes=bounds.max_dead_letter_bytes,
+                max_age=DEAD_LETTER_MAX_AGE_S * NS,
+            ),
+            "discard": "old",
+        },
         _bucket(subjects.WORKERS_BUCKET, bounds, storage="memory", max_age_s=REGISTRY_TTL_S),
         _bucket(subjects.MODELS_BUCKET, bounds, storage="file", max_age_s=0),
         _object_bucket(subjects.ARTIFACTS_BUCKET, bounds, storage="file", max_age_s=0),
@@ -98,7 +116,7 @@ def _object_bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: i
     return {**config, "allow_rollup_hdrs": True, "allow_direct": True}
 
 
-def job_consumer_config(model: str, lane: str = subjects.DEFAULT_LANE) -> dict[str, Any]:
+def job_consumer_config(model: str, lane: str) -> dict[str, Any]:
     """The durable that all workers of a model share for one lane."""
     return {
         "durable_name": subjects.job_consumer(model, lane),
@@ -108,6 +126,8 @@ def job_consumer_config(model: str, lane: str = subjects.DEFAULT_LANE) -> dict[s
         "max_ack_pending": -1,  # what is in flight is bounded by the workers' own credit
         "max_waiting": 2048,
         "mem_storage": True,
+        "priority_groups": [TIER_GROUP],
+        "priority_policy": "prioritized",
     }
 
 
@@ -127,7 +147,8 @@ async def apply(bus: Bus, models: list[str], bounds: QueueBounds) -> None:
     for config in streams(bounds):
         await _apply_stream(bus, config)
     for model in models:
-        await _apply_consumer(bus, subjects.INTERACTIVE_STREAM, job_consumer_config(model))
+        for lane in subjects.LANES:
+            await _apply_consumer(bus, subjects.INTERACTIVE_STREAM, job_consumer_config(model, lane))
     await _apply_consumer(bus, subjects.USAGE_STREAM, ledger_consumer_config())
 
 

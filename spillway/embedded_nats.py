@@ -17,6 +17,23 @@ MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 WRITE_DEADLINE_S: Final = 10
 LAST_WORDS: Final = 3
 
+# One account for all of ours, and into it the server's news of connections that have ended: the quickest sign of a dead
+# worker. The password is no secret: the server listens on loopback only and lets everybody in without one.
+ACCOUNTS: Final = """
+accounts {
+  SYS {
+    exports: [{ stream: "$SYS.ACCOUNT.*.DISCONNECT" }]
+  }
+  SPILLWAY {
+    jetstream: enabled
+    users: [{ user: spillway, password: spillway }]
+    imports: [{ stream: { account: SYS, subject: "$SYS.ACCOUNT.SPILLWAY.DISCONNECT" } }]
+  }
+}
+system_account: SYS
+no_auth_user: spillway
+"""
+
 
 class EmbeddedNatsError(Exception):
     """The embedded queue server cannot be found or did not start; the message says why."""
@@ -84,7 +101,7 @@ class EmbeddedNats:
             f"host: 127.0.0.1\nport: {self.port}\nserver_name: spillway-embedded\n"
             f"max_payload: {MAX_PAYLOAD_BYTES}\nwrite_deadline: {WRITE_DEADLINE_S}s\n"
             f'log_file: "{self.log_path}"\nlogfile_size_limit: {LOG_BYTES}\n'
-            f'jetstream {{ store_dir: "{self._store_dir}", sync_interval: always }}\n'
+            f'jetstream {{ store_dir: "{self._store_dir}", sync_interval: always }}\n{ACCOUNTS}'
         )
 
     async def _wait_until_listening(self, process: asyncio.subprocess.Process) -> None:

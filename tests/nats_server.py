@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from spillway.embedded_nats import ACCOUNTS
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -30,7 +32,8 @@ class NatsServer:
         binary = Path(sys.executable).with_name("nats-server")
         config = self.folder / "nats.conf"
         config.write_text(
-            f'host: 127.0.0.1\nport: {self.port}\nmax_payload: 8MB\njetstream {{ store_dir: "{self.folder}" }}\n'
+            f"host: 127.0.0.1\nport: {self.port}\nmax_payload: 8MB\n"
+            f'jetstream {{ store_dir: "{self.folder}" }}\n{ACCOUNTS}'
         )
         self._process = subprocess.Popen([str(binary), "-c", str(config), "-l", str(self.folder / "nats.log")])
         self._wait_until_listening()

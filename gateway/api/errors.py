@@ -193,7 +193,6 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.ENGINE_DIED: _INTERNAL,
     ErrorCode.WORKER_DRAINING: _NO_CAPACITY,
     ErrorCode.WORKER_LOST: _INTERNAL,
-    ErrorCode.REDELIVERED: _INTERNAL,
     ErrorCode.UNKNOWN_ATTEMPT: _INTERNAL,
     # It has failed on several workers already: a client that retries makes it only worse.
     ErrorCode.ATTEMPTS_EXHAUSTED: FailureKind(502, should_retry=False),

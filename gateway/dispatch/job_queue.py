@@ -20,6 +20,10 @@ NO_MESSAGE_FOUND: Final = 10037  # JetStream
 log = logging.getLogger(__name__)
 
 
+def _lane_of(attempt: int) -> str:
+    return subjects.HIGH_LANES[0] if attempt == 1 else subjects.RESUME_LANE
+
+
 class JobQueue:
     """The gateway's side of the interactive stream. Every method ends only when its work is done or pointless."""
 
@@ -59,7 +63,7 @@ class JobQueue:
         if request.published_s is None:
             request.published_s = time.monotonic()
         sequence = await self._bus.publish_durable(
-            subjects.job_subject(admission.model),
+            subjects.job_subject(admission.model, _lane_of(attempt)),
             payload,
             message_id=f"{admission.request_id}.{attempt}",
             ttl_s=int(remaining_s) + 1,

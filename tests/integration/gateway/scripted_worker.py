@@ -13,12 +13,14 @@ from protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
+    Control,
     Failed,
     Finished,
     Frame,
     Heartbeat,
     Job,
     ModelCard,
+    Ping,
     Resend,
     StepFrame,
     Tokens,
@@ -122,21 +124,28 @@ class ScriptedWorker:
         self.worker_id = worker_id
         self.script = script
         self.attempts: list[Attempt] = []
-        self.controls: list[Cancel | Resend] = []
+        self.controls: list[Control] = []
         self.deaf = False  # answers no control message
-        self._consumer = PullConsumer(bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model), self._on_delivery)
+        self._consumers = [
+            PullConsumer(
+                bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model, lane), self._on_delivery, tier="spot"
+            )
+            for lane in subjects.LANES
+        ]
         self._tasks: set[asyncio.Task[None]] = set()
         self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._control = await self.bus.subscribe(subjects.control_subject(self.worker_id), self._on_control)
-        await self._consumer.start()
+        for consumer in self._consumers:
+            await consumer.start()
         self._beating = asyncio.create_task(self._beat())
         self._tasks.add(asyncio.create_task(self._pull()))
         self.bus.on_reconnect(self._forget_pulls)
 
     async def _forget_pulls(self) -> None:
-        self._consumer.forget_pulls()
+        for consumer in self._consumers:
+            consumer.forget_pulls()
 
     async def publish_card(self, card: ModelCard, tokenizer_json: bytes) -> None:
         await artifacts.publish_model_card(self.bus, card, tokenizer_json)
@@ -145,7 +154,8 @@ class ScriptedWorker:
         """Gone: no more heartbeats, pulls or frames."""
         if not self.bus.client.is_closed:
             await self._control.unsubscribe()
-        await self._consumer.stop()
+        for consumer in self._consumers:
+            await consumer.stop()
         self.stop_beating()
         for task in self._tasks:
             task.cancel()
@@ -169,8 +179,9 @@ class ScriptedWorker:
 
     async def _pull(self) -> None:
         while True:
-            if self.bus.connected and self._consumer.outstanding() < 8:
-                await self._consumer.pull(8, expires_s=1.0)
+            for consumer in self._consumers:
+                if self.bus.connected and consumer.outstanding() < 8:
+                    await consumer.pull(8, expires_s=1.0)
             await asyncio.sleep(0.02)
 
     async def _on_delivery(self, delivery: Delivery) -> None:
@@ -192,6 +203,8 @@ class ScriptedWorker:
         if self.deaf:
             return
         for attempt in self.attempts:
+            if isinstance(control, Ping):
+                return
             if (attempt.job.request_id, attempt.job.attempt) != (control.request_id, control.attempt):
                 continue
             if isinstance(control, Cancel):
@@ -209,5 +222,7 @@ class ScriptedWorker:
 async def wait_for_consumer(bus: Bus, model: str) -> None:
     """Jobs can be pulled."""
     async with asyncio.timeout(15):
-        while not await topology.consumer_exists(bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model)):
+        while not await topology.consumer_exists(
+            bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model, subjects.LANES[-1])
+        ):
             await asyncio.sleep(0.01)

@@ -54,7 +54,9 @@ async def test_a_leaving_caller_takes_nobody_elses_job_along(
     """Request "old" was message 1 before the restart; message 1 is now the job of "new"."""
     gateway, bus = dispatcher
     taken: asyncio.Queue[Delivery] = asyncio.Queue()
-    pulls = PullConsumer(bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer("m"), taken.put)
+    pulls = PullConsumer(
+        bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer("m", subjects.HIGH_LANES[0]), taken.put
+    )
     await pulls.start()
     async with asyncio.timeout(LIMIT_S):
         old = gateway.open(admission("old"))

@@ -101,7 +101,9 @@ class PlayingGateway:
 
     async def publish(self, job: m.Job, *, message_id: str | None = None) -> Attempt:
         message_id = message_id or f"{job.request_id}.{job.attempt}"
-        await self.bus.publish_durable(subjects.job_subject(job.model), m.encode(job), message_id=message_id)
+        await self.bus.publish_durable(
+            subjects.job_subject(job.model, subjects.HIGH_LANES[0]), m.encode(job), message_id=message_id
+        )
         return job.request_id, job.attempt
 
     async def ask(self, prompt: str = "hello", **fields: Any) -> Attempt:

@@ -138,7 +138,9 @@ async def test_an_engine_error_fails_one_job_only(gateway: PlayingGateway, nats_
 
 async def test_a_job_that_was_delivered_before_is_not_run(gateway: PlayingGateway, nats_url: str) -> None:
     taken: asyncio.Queue[Delivery] = asyncio.Queue()
-    frozen = PullConsumer(gateway.bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(MODEL), taken.put)
+    frozen = PullConsumer(
+        gateway.bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(MODEL, subjects.HIGH_LANES[0]), taken.put
+    )
     await frozen.start()
     attempt = await gateway.ask()
     await frozen.pull(1)
@@ -165,7 +167,9 @@ async def test_garbage_is_given_up_and_the_worker_goes_on(
     gateway: PlayingGateway, nats_url: str, payload: bytes
 ) -> None:
     async with running_worker(settings_for(nats_url)):
-        await gateway.bus.publish_durable(subjects.job_subject(MODEL), payload, message_id="garbage")
+        await gateway.bus.publish_durable(
+            subjects.job_subject(MODEL, subjects.HIGH_LANES[0]), payload, message_id="garbage"
+        )
         await gateway.bus.publish(subjects.control_subject("w1"), payload)
         assert isinstance(await gateway.end_of(await gateway.ask()), m.Finished)
         await gateway.wait_until_queue_is_empty()
@@ -220,7 +224,7 @@ async def test_the_registry_shows_the_worker_as_long_as_it_lives(gateway: Playin
 async def test_a_consumer_that_was_deleted_is_found_again(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url)):
         await gateway.end_of(await gateway.ask())
-        name = subjects.job_consumer(MODEL)
+        name = subjects.job_consumer(MODEL, subjects.HIGH_LANES[0])
         await gateway.bus.api(f"CONSUMER.DELETE.{subjects.INTERACTIVE_STREAM}.{name}")
         await gateway.apply_topology()
         assert isinstance(await gateway.end_of(await gateway.ask("another")), m.Finished)

@@ -42,13 +42,17 @@ class Taker:
 
 
 async def consumer_of(bus: Bus, taker: Taker) -> PullConsumer:
-    consumer = PullConsumer(bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(MODEL), taker.take)
+    consumer = PullConsumer(
+        bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(MODEL, subjects.HIGH_LANES[0]), taker.take
+    )
     await consumer.start()
     return consumer
 
 
 async def publish(bus: Bus, number: int) -> int:
-    return await bus.publish_durable(subjects.job_subject(MODEL), b"%d" % number, message_id=f"r{number}.1", ttl_s=60)
+    return await bus.publish_durable(
+        subjects.job_subject(MODEL, subjects.HIGH_LANES[0]), b"%d" % number, message_id=f"r{number}.1", ttl_s=60
+    )
 
 
 async def test_applying_the_topology_again_changes_nothing_and_loses_nothing(bus: Bus) -> None:
@@ -56,8 +60,12 @@ async def test_applying_the_topology_again_changes_nothing_and_loses_nothing(bus
     await topology.apply(bus, [MODEL, "second"], topology.QueueBounds(max_jobs=5))
     info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
     assert info["state"]["messages"] == 1
-    assert await topology.consumer_exists(bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer("second"))
-    assert not await topology.consumer_exists(bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer("third"))
+    assert await topology.consumer_exists(
+        bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer("second", subjects.HIGH_LANES[0])
+    )
+    assert not await topology.consumer_exists(
+        bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer("third", subjects.HIGH_LANES[0])
+    )
 
 
 async def test_changed_bounds_are_applied_to_the_stream_that_is_there(bus: Bus) -> None:
