@@ -28,6 +28,7 @@ class Attempt:
         "id",
         "in_engine",
         "job",
+        "lane",
         "live",
         "prompt_tokens",
         "pulled_s",
@@ -41,6 +42,7 @@ class Attempt:
     def __init__(self, job: Job, delivery: Delivery, cost: Cost) -> None:
         self.id = attempt_id(job.request_id, job.attempt)
         self.job = job
+        self.lane = delivery.subject.rpartition(".")[2]  # of subjects.LANES: where it was pulled from
         self.cost = cost
         self.prompt_tokens = prompt_tokens_of(job)
         self.holds_credit = False  # `cost` is taken from the worker's credit

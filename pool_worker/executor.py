@@ -49,11 +49,12 @@ class Executor:
         publisher: Publisher,
         outbox: Outbox,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        on_room: Callable[[], None],
+        on_end: Callable[[Attempt], None],
     ) -> None:
         """Make an executor that holds nothing.
 
-        ``spawn`` runs a coroutine in a supervised task; ``on_room`` is called when more may be pulled than before.
+        ``spawn`` runs a coroutine in a supervised task; ``on_end`` gets each attempt that was accepted when it has
+        ended and its credit is free again.
         """
         self._settings = settings
         self._bus = bus
@@ -62,7 +63,9 @@ class Executor:
         self._publisher = publisher
         self._outbox = outbox
         self._spawn = spawn
-        self._on_room = on_room
+        self._on_end = on_end
+        self.jobs_taken = 0  # accepted, since the start
+        self.tokens_made = 0
         self._held: dict[str, Attempt] = {}  # pulled and not ended
         self._waiting: deque[Attempt] = deque()  # of these, the ones without credit
         self._fetches: dict[str, asyncio.Task[None]] = {}  # id → fetch of its prompt
@@ -125,6 +128,7 @@ class Executor:
         attempt = Attempt(job, delivery, self._credit.cost_of(job))
         self._credit.note(attempt.cost)
         self._held[attempt.id] = attempt
+        self.jobs_taken += 1
         self._is_idle.clear()
         settings = self._settings
         frame = attempt.accepted(settings.worker_id, settings.pool, settings.provider, settings.region)
@@ -212,6 +216,7 @@ class Executor:
     def _send_tokens(self, attempt: Attempt, output: SequenceOutput) -> None:
         if not (output.token_ids or output.text or output.finish_reason):
             return
+        self.tokens_made += len(output.token_ids)
         logprobs = None if output.logprobs is None else tuple(map(_wire_logprob, output.logprobs))
         frame = attempt.tokens(output.index, tuple(output.token_ids), output.text, output.finish_reason, logprobs)
         self._publisher.send(attempt.job.reply_subject, frame)
@@ -309,7 +314,7 @@ class Executor:
         self._start_what_fits()
         if not self._held:
             self._is_idle.set()
-        self._on_room()
+        self._on_end(attempt)
 
 
 def _wire_logprob(logprob: EngineLogprob) -> TokenLogprob:

@@ -77,6 +77,8 @@ class Heart:
             started_unix_ms=self._started_unix_ms,
             sent_unix_ms=_now_unix_ms(),
             draining=self._executor.is_draining,
+            jobs_taken=self._executor.jobs_taken,
+            tokens_made=self._executor.tokens_made,
         )
 
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from pool_worker.attempt import Attempt
 from pool_worker.cards import ModelCards
 from pool_worker.consumer import Consumer
 from pool_worker.control import ControlListener
@@ -39,7 +40,7 @@ class Worker:
         self._tasks = tasks
         self._engine = engine
         credit = Credit(capacity)
-        has_room = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._publisher = Publisher(bus, settings.worker_id)
         self._outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, OUTBOX_RECORDS)
         self._executor = Executor(
@@ -50,10 +51,10 @@ class Worker:
             publisher=self._publisher,
             outbox=self._outbox,
             spawn=tasks.create_task,
-            on_room=has_room.set,
+            on_end=self._on_attempt_ended,
         )
         self._consumer = Consumer(
-            bus, settings.models, settings.tier, self._executor, credit, self._outbox, has_room=has_room
+            bus, settings.models, settings.tier, self._executor, credit, self._outbox, has_room=self._has_room
         )
         self._control = ControlListener(bus, settings.worker_id, self._executor)
         self._heart = Heart(settings, bus, engine.name, self._executor, credit)
@@ -118,6 +119,9 @@ class Worker:
         await self._heart.beat()
         await self._consumer.stop()
         await self._executor.drain(self._drain_s)
+
+    def _on_attempt_ended(self, _attempt: Attempt) -> None:
+        self._has_room.set()
 
     async def _on_reconnected(self) -> None:
         self._consumer.forget_pulls()

@@ -9,7 +9,7 @@ from pool_worker.replay import KEEP_S, RecentAttempts
 from protocol.messages import PROTOCOL_VERSION, Job, Sampling
 from protocol.pull import Delivery
 
-DELIVERY = Delivery(b"", "rq.m.main", "$JS.ACK", 1, 1, 0)
+DELIVERY = Delivery(b"", "rq.m.h0", "$JS.ACK", 1, 1, 0, 0)
 
 
 class Clock:
