@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import migrations
-from tests.nats_server import NatsServer
+from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
 
 
@@ -26,6 +26,15 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
 def nats_url(nats_server: NatsServer) -> str:
     """The URL of the test's own nats-server."""
     return nats_server.url
+
+
+@pytest.fixture
+def nats_cluster(tmp_path: Path) -> Iterator[NatsCluster]:
+    """Three fresh nats-servers of the test's own, as one cluster. Tests may kill and restart each."""
+    cluster = NatsCluster(tmp_path / "nats-cluster")
+    cluster.start_all()
+    yield cluster
+    cluster.stop_all()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
-"""A real nats-server for tests: own port, own folder, ended by id, restartable on the same port."""
+"""Real nats-servers for tests, one or a cluster: own ports, own folders, ended by id, restartable on the same port."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -8,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from protocol.bus import Bus
+from protocol.errors import ApiError, BusTimeout
 from spillway.embedded_nats import ACCOUNTS
 
 
@@ -22,18 +25,24 @@ class NatsServer:
 
     START_LIMIT_S = 15.0
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, further_config: str = "") -> None:
         self.folder = folder
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
+        self.further_config = further_config
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def start(self) -> None:
         binary = Path(sys.executable).with_name("nats-server")
         config = self.folder / "nats.conf"
         config.write_text(
             f"host: 127.0.0.1\nport: {self.port}\nmax_payload: 8MB\n"
-            f'jetstream {{ store_dir: "{self.folder}" }}\n{ACCOUNTS}'
+            f'jetstream {{ store_dir: "{self.folder}" }}\n{ACCOUNTS}{self.further_config}'
         )
         self._process = subprocess.Popen([str(binary), "-c", str(config), "-l", str(self.folder / "nats.log")])
         self._wait_until_listening()
@@ -63,3 +72,70 @@ class NatsServer:
         os.kill(self._process.pid, how)
         self._process.wait(timeout=15)
         self._process = None
+
+
+class NatsCluster:
+    """Three servers on loopback that elect a leader for every stream; each may be killed and started again."""
+
+    SIZE = 3
+    READY_LIMIT_S = 30.0
+
+    def __init__(self, folder: Path) -> None:
+        self.servers = []
+        routes = [free_port() for _ in range(self.SIZE)]
+        for number, port in enumerate(routes):
+            own = folder / f"n{number}"
+            own.mkdir(parents=True)
+            others = ", ".join(f'"nats://127.0.0.1:{other}"' for other in routes if other != port)
+            server = NatsServer(
+                own,
+                f"server_name: n{number}\n"
+                f"cluster {{ name: test, listen: 127.0.0.1:{port}, routes: [{others}], no_advertise: true }}\n",
+            )
+            self.servers.append(server)
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+    def start_all(self) -> None:
+        for server in self.servers:
+            server.start()
+
+    def start(self, number: int) -> None:
+        self.servers[number].start()
+
+    def kill(self, number: int) -> None:
+        """SIGKILL: no goodbye, no leadership handed over."""
+        self.servers[number].kill()
+
+    def stop(self, number: int) -> None:
+        """SIGTERM: the server hands its leaderships over first."""
+        self.servers[number].stop()
+
+    def stop_all(self) -> None:
+        for server in self.servers:
+            server.kill()
+
+    async def wait_until_ready(self, bus: Bus) -> None:
+        """Return when the servers have found each other and can store streams."""
+        deadline = time.monotonic() + self.READY_LIMIT_S
+        while time.monotonic() < deadline:
+            try:
+                reply = await bus.request("$JS.API.STREAM.NAMES", b"", timeout_s=0.3)
+            except BusTimeout:
+                await asyncio.sleep(0.02)
+                continue
+            if b'"error"' not in reply.data:
+                return
+        raise AssertionError("the cluster has found no leader")
+
+    @staticmethod
+    async def leader_of(bus: Bus, stream: str) -> int | None:
+        """The number of the server that leads the stream; None while there is none."""
+        try:
+            info = await bus.api(f"STREAM.INFO.{stream}")
+        except (BusTimeout, ApiError):
+            return None
+        leader = info["cluster"].get("leader")
+        return int(leader.removeprefix("n")) if leader else None

@@ -42,9 +42,8 @@ class Taker:
 
 
 async def consumer_of(bus: Bus, taker: Taker) -> PullConsumer:
-    consumer = PullConsumer(
-        bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(MODEL, subjects.HIGH_LANES[0]), taker.take
-    )
+    name = subjects.job_consumer(MODEL, subjects.HIGH_LANES[0])
+    consumer = PullConsumer(bus, subjects.INTERACTIVE_STREAM, name, taker.take, tier="spot")
     await consumer.start()
     return consumer
 
