@@ -9,22 +9,28 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from pool_worker import notices
 from pool_worker.attempt import Attempt
 from pool_worker.cards import ModelCards
 from pool_worker.consumer import Consumer
 from pool_worker.control import ControlListener
 from pool_worker.credit import Credit
+from pool_worker.drain import Drain
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
 from pool_worker.executor import Executor
 from pool_worker.heartbeat import Heart
+from pool_worker.orphans import GatewayWatch
+from pool_worker.peers import Peers
 from pool_worker.publisher import Publisher
 from pool_worker.settings import WorkerSettings
+from pool_worker.stopping import Stop
 from pool_worker.usage import OUTBOX_RECORDS
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
 from protocol.outbox import Outbox
 
+STOP_PULLING_LIMIT_S: Final = 1.0
 OUTBOX_FLUSH_LIMIT_S: Final = 10.0  # at shutdown
 
 log = logging.getLogger(__name__)
@@ -36,12 +42,13 @@ class Worker:
     def __init__(
         self, settings: WorkerSettings, bus: Bus, engine: Engine, capacity: Capacity, tasks: asyncio.TaskGroup
     ) -> None:
-        self._drain_s = settings.drain_s
+        self._settings = settings
         self._tasks = tasks
         self._engine = engine
         credit = Credit(capacity)
         self._has_room = asyncio.Event()
         self._publisher = Publisher(bus, settings.worker_id)
+        self._peers = Peers(bus, settings.worker_id)
         self._outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, OUTBOX_RECORDS)
         self._executor = Executor(
             settings,
@@ -50,6 +57,7 @@ class Worker:
             credit=credit,
             publisher=self._publisher,
             outbox=self._outbox,
+            peers=self._peers,
             spawn=tasks.create_task,
             on_end=self._on_attempt_ended,
         )
@@ -58,14 +66,16 @@ class Worker:
         )
         self._control = ControlListener(bus, settings.worker_id, self._executor)
         self._heart = Heart(settings, bus, engine.name, self._executor, credit)
+        self._drain = Drain(self._executor, self._peers.others_serving)
+        self._gateways = GatewayWatch(bus, settings.worker_id, self._executor)
         self._cards = ModelCards(bus, engine, settings.models)
         bus.on_reconnect(self._on_reconnected)
 
-    async def serve(self, stopping: asyncio.Event, on_ready: Callable[[], None] | None) -> None:
-        """Work until ``stopping`` is set, then drain. Raises EngineDiedError once its jobs have been handed back."""
+    async def serve(self, stop: Stop, on_ready: Callable[[], None] | None) -> None:
+        """Work until ``stop`` is requested or the provider gives a notice, then drain. Raises EngineDiedError once its jobs have been handed back."""
         sending = [self._tasks.create_task(self._publisher.run()), self._tasks.create_task(self._outbox.run())]
         try:
-            await self._work(stopping, on_ready)
+            await self._work(stop, on_ready)
         finally:
             self._executor.fail_all(ErrorCode.INTERNAL_ERROR, "the worker failed")  # nothing is left in good times
             await self._publisher.flush()
@@ -74,24 +84,27 @@ class Worker:
             for task in sending:
                 task.cancel()
 
-    async def _work(self, stopping: asyncio.Event, on_ready: Callable[[], None] | None) -> None:
+    async def _work(self, stop: Stop, on_ready: Callable[[], None] | None) -> None:
         async with asyncio.TaskGroup() as work:
             pulling = work.create_task(self._pull_jobs(on_ready), name="pulls")
             keeping = [
                 work.create_task(self._cards.run(), name="cards"),
                 work.create_task(self._heart.run(), name="heartbeat"),
+                work.create_task(self._gateways.run(), name="gateways"),
+                work.create_task(self._watch_for_notice(stop), name="notices"),
             ]
             stepping = work.create_task(self._run_engine(), name="engine")
-            told_to_stop = work.create_task(stopping.wait(), name="stopping")
+            told_to_stop = work.create_task(stop.requested.wait(), name="stopping")
             await asyncio.wait({stepping, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
             pulling.cancel()
-            await self._drain()
+            await self._end_work(stop)
             for task in (told_to_stop, stepping, *keeping):
                 task.cancel()
         if not stepping.cancelled():
             raise stepping.result()
 
     async def _pull_jobs(self, on_ready: Callable[[], None] | None) -> None:
+        await self._peers.start()
         await self._consumer.wait_for_consumers()
         await self._cards.publish()
         await self._control.start()
@@ -114,11 +127,20 @@ class Worker:
         self._executor.fail_all(ErrorCode.ENGINE_DIED, str(death))
         return death
 
-    async def _drain(self) -> None:
+    async def _watch_for_notice(self, stop: Stop) -> None:
+        settings = self._settings
+        await notices.watch(settings.notice, settings.notice_url, lambda: len(self._executor.held), stop.request)
+
+    async def _end_work(self, stop: Stop) -> None:
         self._executor.stop_accepting()
-        await self._heart.beat()
-        await self._consumer.stop()
-        await self._executor.drain(self._drain_s)
+        await asyncio.gather(self._heart.beat(), self._stop_pulling(), self._drain.run(stop))
+
+    async def _stop_pulling(self) -> None:
+        try:
+            async with asyncio.timeout(STOP_PULLING_LIMIT_S):
+                await self._consumer.stop()
+        except TimeoutError:
+            log.warning("pulls were not ended within %g s", STOP_PULLING_LIMIT_S)
 
     def _on_attempt_ended(self, _attempt: Attempt) -> None:
         self._has_room.set()

@@ -1,0 +1,119 @@
+"""The other workers, as one worker sees them: by their heartbeats, and by the server's news of lost connections."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+from nats.aio.msg import Msg
+
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import ProtocolError
+from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S, PULL_PRIORITIES
+
+INFORMED_AFTER_S: Final = 1.5 * HEARTBEAT_PERIOD_S  # of listening: by then every live worker has been heard
+
+log = logging.getLogger(__name__)
+
+
+class _Client(msgspec.Struct):
+    name: str = ""
+
+
+class _Disconnect(msgspec.Struct):
+    client: _Client
+
+
+_disconnect_decoder = msgspec.json.Decoder(_Disconnect)
+
+
+class Peers:
+    """Who else serves what. A worker that drains, has left or is silent for ``HEARTBEAT_LIMIT_S`` serves nothing."""
+
+    def __init__(self, bus: Bus, worker_id: str) -> None:
+        """Make a view that knows nobody; ``worker_id`` is the one worker that is not a peer."""
+        self._bus = bus
+        self._worker_id = worker_id
+        self._peers: dict[str, Heartbeat] = {}  # none of them draining
+        self._heard_s: dict[str, float] = {}  # monotonic clock
+        self._listening_since_s = 0.0
+        self._on_change: list[Callable[[], None]] = []
+        bus.on_reconnect(self._on_reconnected)
+
+    async def start(self) -> None:
+        """Listen. Raises BusError."""
+        self._listening_since_s = time.monotonic()
+        await self._bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
+        await self._bus.subscribe(subjects.DISCONNECTS, self._on_disconnect)
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever a worker comes, goes or begins to drain; not when one merely falls silent."""
+        self._on_change.append(callback)
+
+    @property
+    def is_informed(self) -> bool:
+        """Whether it has been listening for long enough to have heard everybody."""
+        return time.monotonic() - self._listening_since_s >= INFORMED_AFTER_S
+
+    def others_serving(self, model: str) -> bool:
+        """Whether another worker, of any tier, can take jobs of this model."""
+        return any(model in peer.models for peer in self._live())
+
+    def cheaper_serving(self, model: str, tier: str) -> bool:
+        """Whether a worker of a cheaper tier than ``tier`` can take jobs of this model."""
+        priority = PULL_PRIORITIES[tier]
+        return any(model in peer.models and PULL_PRIORITIES[peer.tier] < priority for peer in self._live())
+
+    def _live(self) -> list[Heartbeat]:
+        oldest_s = time.monotonic() - HEARTBEAT_LIMIT_S
+        for worker_id in [id_ for id_, heard_s in self._heard_s.items() if heard_s < oldest_s]:
+            self._forget(worker_id)
+        return list(self._peers.values())
+
+    def _forget(self, worker_id: str) -> bool:
+        self._heard_s.pop(worker_id, None)
+        return self._peers.pop(worker_id, None) is not None
+
+    async def _on_heartbeat(self, message: Msg) -> None:
+        worker_id = message.subject.rpartition(".")[2]
+        if worker_id == self._worker_id:
+            return
+        heartbeat = _read(message)
+        if heartbeat is None or heartbeat.draining or heartbeat.tier not in PULL_PRIORITIES:
+            has_changed = self._forget(worker_id)
+        else:
+            has_changed = worker_id not in self._peers
+            self._peers[worker_id] = heartbeat
+            self._heard_s[worker_id] = time.monotonic()
+        if has_changed:
+            self._tell()
+
+    async def _on_disconnect(self, message: Msg) -> None:
+        try:
+            event = _disconnect_decoder.decode(message.data)
+        except msgspec.MsgspecError as error:
+            log.warning("an undecodable disconnect event: %s", error)
+            return
+        worker_id = subjects.worker_of_connection(event.client.name)
+        if worker_id is not None and self._forget(worker_id):
+            self._tell()
+
+    async def _on_reconnected(self) -> None:
+        # Silence proved nothing while our own connection was gone.
+        self._listening_since_s = time.monotonic()
+
+    def _tell(self) -> None:
+        for callback in self._on_change:
+            callback()
+
+
+def _read(message: Msg) -> Heartbeat | None:
+    """Decode; None where the entry was removed or speaks another protocol: such a worker is no peer of ours."""
+    try:
+        return decode_heartbeat(message.data) if message.data else None
+    except ProtocolError as error:
+        log.warning("an undecodable heartbeat on %s: %s", message.subject, error)
+        return None

@@ -1,0 +1,101 @@
+"""What a worker learns of the others, from a real server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from pool_worker.peers import INFORMED_AFTER_S, Peers
+from protocol import messages as m
+from protocol import subjects, topology
+from protocol.bus import Bus
+from tests.integration.pool_worker.playing_gateway import MODEL
+
+
+def heartbeat(worker_id: str, tier: str = "spot", **fields: Any) -> bytes:
+    facts = dict.fromkeys(("max_sequences", "max_kv_tokens", "free_sequences", "free_kv_tokens", "running"), 1)
+    known = {"pool": "p", "provider": "x", "region": "x", "engine": "x", "models": (MODEL,), "usd_per_hour": 0.0}
+    times = {"started_unix_ms": 0, "sent_unix_ms": 0}
+    return m.encode(m.Heartbeat(m.PROTOCOL_VERSION, worker_id, tier=tier, **{**known, **facts, **times, **fields}))
+
+
+class Watched:
+    """Peers of worker "me", and a way to wait for what they learn."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.peers = Peers(bus, "me")
+        self.changed = asyncio.Event()
+        self.changes = 0
+        self.peers.on_change(self._on_change)
+
+    def _on_change(self) -> None:
+        self.changes += 1
+        self.changed.set()
+
+    async def hear(self, worker_id: str, payload: bytes, headers: dict[str, str] | None = None) -> None:
+        await self.bus.publish(subjects.heartbeat_subject(worker_id), payload, headers=headers)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+async def watched(nats_url: str) -> AsyncIterator[Watched]:
+    bus = await Bus.connect(nats_url, name="watcher")
+    await topology.apply(bus, [MODEL], topology.QueueBounds())
+    watched = Watched(bus)
+    await watched.peers.start()
+    yield watched
+    await bus.close()
+
+
+async def test_a_worker_is_known_from_its_heartbeat_until_it_drains_or_leaves(watched: Watched) -> None:
+    peers = watched.peers
+    await watched.hear("me", heartbeat("me"))
+    await watched.hear("w1", heartbeat("w1", models=("another",)))
+    await watched.until(lambda: peers.others_serving("another"))
+    assert not peers.others_serving(MODEL)
+    await watched.hear("w2", heartbeat("w2"))
+    await watched.until(lambda: peers.others_serving(MODEL))
+    await watched.hear("w2", heartbeat("w2", draining=True))
+    await watched.until(lambda: not peers.others_serving(MODEL))
+    await watched.hear("w1", b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub"})
+    await watched.until(lambda: not peers.others_serving("another"))
+    assert watched.changes == 4
+
+
+async def test_cheaper_is_what_has_the_lower_pull_priority(watched: Watched) -> None:
+    peers = watched.peers
+    await watched.hear("w1", heartbeat("w1", "reserved"))
+    await watched.until(lambda: peers.others_serving(MODEL))
+    assert [peers.cheaper_serving(MODEL, tier) for tier in topology.PULL_PRIORITIES] == [False, False, True, True]
+    assert not peers.cheaper_serving("another", "hosted")
+
+
+async def test_a_lost_connection_counts_at_once(watched: Watched, nats_url: str) -> None:
+    other = await Bus.connect(nats_url, name=subjects.connection_name("w1"))
+    await watched.hear("w1", heartbeat("w1"))
+    await watched.until(lambda: watched.peers.others_serving(MODEL))
+    await other.close()
+    await watched.until(lambda: not watched.peers.others_serving(MODEL))
+
+
+async def test_a_silent_worker_counts_no_more(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pool_worker.peers.HEARTBEAT_LIMIT_S", 0.05)
+    await watched.hear("w1", heartbeat("w1"))
+    await watched.until(lambda: watched.peers.others_serving(MODEL))
+    async with asyncio.timeout(10):
+        while watched.peers.others_serving(MODEL):
+            await asyncio.sleep(0.01)
+
+
+async def test_it_takes_a_while_to_have_heard_everybody(watched: Watched) -> None:
+    assert not watched.peers.is_informed
+    async with asyncio.timeout(INFORMED_AFTER_S + 10):
+        while not watched.peers.is_informed:
+            await asyncio.sleep(0.02)
