@@ -4,6 +4,7 @@ pulled ──> waiting ──credit──> fetching prompt ──> running ─�
               └──────────────────────┴────────────────┴──cancel, failure, drain──^
 """
 
+import math
 import time
 
 from pool_worker.credit import Cost
@@ -30,6 +31,7 @@ class Attempt:
         "job",
         "lane",
         "live",
+        "made",
         "prompt_tokens",
         "pulled_s",
         "queue_ms",
@@ -54,6 +56,7 @@ class Attempt:
         self.queue_ms = float(max(0, self.started_unix_ms - delivery.stored_unix_ms))
         self.ttft_ms: float | None = None
         self.completion_tokens = 0  # made here, over all choices
+        self.made = [0] * job.sampling.n  # of these, by choice
         self.was_cancelled = False
         self.frames: list[bytes] = []  # by seq
         self.replay_bytes = 0
@@ -68,6 +71,21 @@ class Attempt:
     def elapsed_ms(self) -> float:
         """Milliseconds since the pull."""
         return (time.monotonic() - self.pulled_s) * 1000
+
+    def remaining_s(self, now_s: float) -> float:
+        """Return how long it may still run, at most and at its pace so far; infinite while a choice has no pace yet."""
+        if self.ttft_ms is None:
+            return math.inf
+        running_s = now_s - self.pulled_s - self.ttft_ms / 1000
+        resumed = {point.index: len(point.token_ids) // 4 for point in self.job.resume}
+        longest_s = 0.0
+        for index in self.live:
+            made = self.made[index]
+            if made < 2:
+                return math.inf
+            left = self.job.sampling.max_tokens - resumed.get(index, 0) - made
+            longest_s = max(longest_s, left * running_s / (made - 1))
+        return longest_s
 
     # --- frames: each takes the next sequence number -----------------------------------------------------------------
 
@@ -88,6 +106,7 @@ class Attempt:
         """Make a frame of what one step yielded for one choice, and count its tokens."""
         if token_ids:
             self.completion_tokens += len(token_ids)
+            self.made[index] += len(token_ids)
             if self.ttft_ms is None:
                 self.ttft_ms = self.elapsed_ms()
         job = self.job

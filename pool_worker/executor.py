@@ -1,12 +1,12 @@
 """Runs jobs: from a delivery of the queue to a request of the engine, and from its outputs to frames.
 
-A job is taken off the queue when it is accepted: its gateway hears of that and watches over it from then on. Every
-attempt that was accepted ends exactly once, in `_end`, whatever happens: it sends its last frame, gives its credit back
-and leaves its usage record.
+A job is taken off the queue when it is accepted: its gateway hears of that and watches over it from then on. If that
+acknowledgement is lost, the queue delivers the job again: this worker then knows it and runs it no second time, and
+another is told by the gateway, which has heard of us first, to stop. Every attempt that was accepted ends exactly once,
+in `_end`, whatever happens: it sends its last frame, gives its credit back and leaves its usage record.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -19,6 +19,7 @@ from pool_worker.attempt import Attempt, attempt_id
 from pool_worker.credit import Credit
 from pool_worker.engines.base import Engine, Refusal
 from pool_worker.generation import generation_request
+from pool_worker.peers import Peers
 from pool_worker.publisher import Publisher
 from pool_worker.replay import RecentAttempts
 from pool_worker.settings import WorkerSettings
@@ -32,6 +33,9 @@ from protocol.outbox import Outbox
 from protocol.pull import Delivery
 
 PROMPT_FETCH_LIMIT_S: Final = 10.0
+AVOID_DELAY_S: Final = 0.1  # for a better worker to be asked
+AVOID_DELIVERIES: Final = 3  # a job that has come so often is run, avoided or not
+DRAINING_MESSAGE: Final = "the worker is shutting down"
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ class Executor:
         credit: Credit,
         publisher: Publisher,
         outbox: Outbox,
+        peers: Peers,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         on_end: Callable[[Attempt], None],
     ) -> None:
@@ -62,6 +67,7 @@ class Executor:
         self._credit = credit
         self._publisher = publisher
         self._outbox = outbox
+        self._peers = peers
         self._spawn = spawn
         self._on_end = on_end
         self.jobs_taken = 0  # accepted, since the start
@@ -72,8 +78,8 @@ class Executor:
         self._recent = RecentAttempts()
         self._is_draining = False
         self._is_starting = False
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self.is_idle = asyncio.Event()  # nothing is held
+        self.is_idle.set()
 
     @property
     def held(self) -> Sequence[Attempt]:
@@ -93,14 +99,19 @@ class Executor:
     # --- a job comes in ----------------------------------------------------------------------------------------------
 
     def offer(self, job: Job, delivery: Delivery) -> None:
-        """Take a pulled job: run it, let it wait for credit, or tell its gateway why not."""
+        """Take a pulled job: run it, let it wait for credit, leave it to others, or tell its gateway why not."""
         id_ = attempt_id(job.request_id, job.attempt)
         if self._adopt(id_, job, delivery):
             return
         if 0 < job.deadline_unix_ms < time.time() * 1000:
-            self._decline(job, delivery, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the queue")
+            self._decline_expired(job, delivery)
         elif self._is_draining:
-            self._decline(job, delivery, ErrorCode.WORKER_DRAINING, "the worker is shutting down")
+            self._publisher.nak(delivery)
+        elif self._should_avoid(job, delivery):
+            self._publisher.nak(delivery, AVOID_DELAY_S)
+        elif not self.jobs_to_pull(is_batch=is_batch(delivery)):
+            self._publisher.nak(delivery)  # more lanes were asked than there were places
+            has_taken = False
         else:
             self._accept(job, delivery)
         self._publisher.wake()
@@ -108,7 +119,7 @@ class Executor:
     def _adopt(self, id_: str, job: Job, delivery: Delivery) -> bool:
         """Whether this worker runs or ran this very attempt: the message came again, the work must not.
 
-        Either the queue lost sight of us, or it lost the message and the gateway, our frames; so all are sent again.
+        Either the queue lost our acknowledgement, or its message, and the gateway our frames; so all are sent again.
         """
         attempt = self._held.get(id_) or self._recent.get(id_)
         if attempt is None:
@@ -118,9 +129,13 @@ class Executor:
         self._publisher.wake()
         return True
 
-    def _decline(self, job: Job, delivery: Delivery, code: ErrorCode, message: str) -> None:
-        retryable = code is not ErrorCode.DEADLINE_EXCEEDED
-        frame = Failed(job.request_id, job.attempt, 0, code, message, retryable=retryable)
+    def _should_avoid(self, job: Job, delivery: Delivery) -> bool:
+        is_unwanted = self._settings.worker_id in job.avoid and delivery.deliveries <= AVOID_DELIVERIES
+        return is_unwanted and self._peers.others_serving(job.model)
+
+    def _decline_expired(self, job: Job, delivery: Delivery) -> None:
+        code, message = ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the queue"
+        frame = Failed(job.request_id, job.attempt, 0, code, message, retryable=False)
         self._publisher.send(job.reply_subject, encode(frame))
         self._publisher.ack(delivery)
 
@@ -129,7 +144,7 @@ class Executor:
         self._credit.note(attempt.cost)
         self._held[attempt.id] = attempt
         self.jobs_taken += 1
-        self._is_idle.clear()
+        self.is_idle.clear()
         settings = self._settings
         frame = attempt.accepted(settings.worker_id, settings.pool, settings.provider, settings.region)
         self._publisher.send(job.reply_subject, frame)
@@ -224,7 +239,9 @@ class Executor:
     def _fail_by_engine(self, attempt: Attempt, output: SequenceOutput) -> None:
         message = output.error or "the engine gave no reason"
         if isinstance(output, Refusal):
-            self._fail(attempt, ErrorCode.INVALID_REQUEST, message, retryable=False, param=output.param)
+            # What was taken by a worker before, one of wider limits may take again.
+            was_taken_before = attempt.job.attempt > 1
+            self._fail(attempt, ErrorCode.INVALID_REQUEST, message, retryable=was_taken_before, param=output.param)
         else:
             self._fail(attempt, ErrorCode.ENGINE_ERROR, message, retryable=True)
 
@@ -262,28 +279,26 @@ class Executor:
     # --- the worker stops --------------------------------------------------------------------------------------------
 
     def stop_accepting(self) -> None:
-        """Hand back what comes in from now on."""
+        """Leave to others what comes in from now on."""
         self._is_draining = True
 
-    async def drain(self, limit_s: float) -> None:
-        """Hand back what has not begun; wait for the rest, at most ``limit_s``, then hand it back too."""
-        self.stop_accepting()
-        for attempt in [attempt for attempt in self.held if not attempt.holds_credit]:
-            self._fail(attempt, ErrorCode.WORKER_DRAINING, "the worker is shutting down", retryable=True)
-        self._publisher.wake()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._is_idle.wait()
-        if self._held:
-            log.warning("%d jobs did not end within %g s and are handed back", len(self._held), limit_s)
-            self.fail_all(ErrorCode.WORKER_DRAINING, "the worker is shutting down")
+    def hand_back(self, attempts: Sequence[Attempt]) -> None:
+        """End attempts so that their gateways, who hold all their tokens, have others go on with them."""
+        for attempt in attempts:
+            self._fail(attempt, ErrorCode.WORKER_DRAINING, DRAINING_MESSAGE, retryable=True)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """End every attempt so that its gateway tries again elsewhere."""
         self.stop_accepting()
         for attempt in self.held:
             self._fail(attempt, code, message, retryable=True)
-        self._publisher.wake()
+
+    def abandon(self, reply_subject: str) -> None:
+        """End the attempts that a gateway waited for which is gone."""
+        orphans = [attempt for attempt in self.held if attempt.job.reply_subject == reply_subject]
+        log.warning("nobody listens on %s any more: %d jobs are stopped", reply_subject, len(orphans))
+        for attempt in orphans:
+            self._fail(attempt, ErrorCode.GATEWAY_LOST, "the gateway is gone", retryable=True)
 
     # --- the end of an attempt ---------------------------------------------------------------------------------------
 
@@ -305,7 +320,8 @@ class Executor:
         self._publisher.send(attempt.job.reply_subject, last_frame)
         self._publisher.wake(at_once=True)
         record = attempt_record(self._settings, self._engine.name, attempt, outcome, error_code)
-        self._outbox.put(attempt.id, encode(record))
+        # Another worker may run the same attempt, until it is stopped, and leaves a record too.
+        self._outbox.put(f"{attempt.id}.{self._settings.worker_id}", encode(record))
         self._recent.add(attempt)
         if attempt.holds_credit:
             self._credit.give_back(attempt.cost)
@@ -313,7 +329,7 @@ class Executor:
             self._waiting.remove(attempt)
         self._start_what_fits()
         if not self._held:
-            self._is_idle.set()
+            self.is_idle.set()
         self._on_end(attempt)
 
 

@@ -1,13 +1,14 @@
-"""The worker process: start the engine, connect, serve until SIGTERM."""
+"""The worker process: start the engine, connect, serve until it is told to stop."""
 
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-from pool_worker import engines
+from pool_worker import engines, notices
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
 from pool_worker.settings import WorkerSettings
+from pool_worker.stopping import Stop
 from pool_worker.worker import Worker
 from protocol import subjects
 from protocol.bus import Bus
@@ -18,26 +19,26 @@ _Result = TypeVar("_Result")
 
 
 async def run(settings: WorkerSettings, on_ready: Callable[[], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return.
+    """Serve until SIGTERM, SIGINT or a notice, then drain and return; a second signal cuts the drain short.
 
     ``on_ready`` is called once, when jobs are about to be pulled. Raises EngineDiedError if the engine does not start
     or is lost (its jobs have been handed back by then), and BusError if no queue server answers at first.
     """
-    stopping = asyncio.Event()
+    stop = Stop(settings.drain_s, notices.signal_limit_s(settings.notice))
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop.on_signal)
     engine = engines.create(settings.engine)
     try:
-        capacity = await _unless_stopped(stopping, engine.start())
+        capacity = await _unless_stopped(stop, engine.start())
         if capacity is None:
             return
         name = subjects.connection_name(settings.worker_id)
-        bus = await _unless_stopped(stopping, Bus.connect(list(settings.nats_urls), name=name))
+        bus = await _unless_stopped(stop, Bus.connect(list(settings.nats_urls), name=name))
         if bus is None:
             return
         try:
-            await _serve(settings, bus, engine, capacity, stopping=stopping, on_ready=on_ready)
+            await _serve(settings, bus, engine, capacity, stop=stop, on_ready=on_ready)
         finally:
             await bus.close()
     finally:
@@ -46,10 +47,10 @@ async def run(settings: WorkerSettings, on_ready: Callable[[], None] | None = No
         await engine.stop()
 
 
-async def _unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, _Result]) -> _Result | None:
     """Do the work; None if the process is told to stop before it is done."""
     working = asyncio.create_task(work)
-    told_to_stop = asyncio.create_task(stopping.wait())
+    told_to_stop = asyncio.create_task(stop.requested.wait())
     await asyncio.wait({working, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
     told_to_stop.cancel()
     if working.done():
@@ -64,12 +65,12 @@ async def _serve(
     engine: Engine,
     capacity: Capacity,
     *,
-    stopping: asyncio.Event,
+    stop: Stop,
     on_ready: Callable[[], None] | None,
 ) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
-            await Worker(settings, bus, engine, capacity, tasks).serve(stopping, on_ready)
+            await Worker(settings, bus, engine, capacity, tasks).serve(stop, on_ready)
     except BaseExceptionGroup as group:
         died = group.subgroup(EngineDiedError)
         if died is None or len(group.exceptions) > 1:

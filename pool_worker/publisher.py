@@ -40,6 +40,8 @@ class Publisher:
         self._worker_id = worker_id
         self._frames: dict[str, list[bytes]] = {}  # reply subject → encoded frames
         self._acks: list[Delivery] = []
+        self._naks: list[tuple[Delivery, float]] = []
+        self._sending = asyncio.Lock()  # so that a flush ends only when nothing is on its way any more
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._next_flush_s = 0.0  # the loop's clock
@@ -57,6 +59,10 @@ class Publisher:
     def ack(self, delivery: Delivery) -> None:
         """Take a job off the queue once the frames added before have been sent."""
         self._acks.append(delivery)
+
+    def nak(self, delivery: Delivery, delay_s: float = 0.0) -> None:
+        """Leave a job to others, from ``delay_s`` on."""
+        self._naks.append((delivery, delay_s))
 
     def wake(self, *, at_once: bool = False) -> None:
         """Send what has been added: now, if it is urgent or ``PACE_S`` has passed since the last message.
@@ -77,18 +83,25 @@ class Publisher:
 
     async def flush(self) -> None:
         """Send what has been added."""
+        async with self._sending:
+            await self._flush()
+
+    async def _flush(self) -> None:
         self._next_flush_s = self._loop.time() + PACE_S
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         frames, self._frames = self._frames, {}
         acks, self._acks = self._acks, []
+        naks, self._naks = self._naks, []
         for reply_subject, encoded in frames.items():
             await self._send_steps(reply_subject, encoded)
         try:
             for delivery in acks:
                 await pull.ack(self._bus, delivery)
-        except BusError as error:  # the job comes again, and is then known to have ended
+            for delivery, delay_s in naks:
+                await pull.nak(self._bus, delivery, delay_s)
+        except BusError as error:  # the job comes again: to us, who know it, or to another, whom its gateway stops
             self._note_failure(error)
 
     async def _send_steps(self, reply_subject: str, encoded: list[bytes]) -> None:

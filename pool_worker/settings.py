@@ -12,7 +12,10 @@ class Settings(BaseModel):
 
 
 PositiveInt = Annotated[int, Field(gt=0)]
+HttpAddress = Annotated[str, Field(pattern="^https?://")]
 Seconds = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+NoticeKind = Literal["none", "aws", "gcp", "azure", "runpod", "salad"]
 Tier = Literal["spot", "reserved", "on-demand", "hosted"]
 
 
@@ -46,6 +49,13 @@ class ScriptedEngineSettings(Settings):
 EngineSettings = Annotated[LocalEngineSettings | ScriptedEngineSettings, Field(discriminator="kind")]
 
 
+class GateSettings(Settings):
+    """When a pool takes jobs of a model although a cheaper tier serves it. Batch jobs never open the gate."""
+
+    backlog_jobs: Annotated[int, Field(ge=0)] | None = None  # when more than so many wait
+    oldest_s: Seconds | None = None  # when one has waited for longer
+
+
 class WorkerSettings(Settings):
     """Everything one worker process needs."""
 
@@ -58,4 +68,8 @@ class WorkerSettings(Settings):
     nats_urls: tuple[str, ...]
     models: tuple[str, ...]  # the names under which callers know what this engine serves
     engine: EngineSettings
-    drain_s: Seconds = 25.0  # how long running jobs may go on after SIGTERM
+    batch_reserve: Share = 0.1  # of the engine, which batch jobs leave free for interactive ones
+    gate: GateSettings | None = None  # None: it takes jobs whenever it has room
+    drain_s: Seconds = 25.0  # how long running jobs may go on after SIGTERM or a notice
+    notice: NoticeKind = "none"  # who says that the machine will be taken away, and how
+    notice_url: HttpAddress | None = None  # instead of the provider's own metadata server

@@ -72,7 +72,10 @@ class Worker:
         bus.on_reconnect(self._on_reconnected)
 
     async def serve(self, stop: Stop, on_ready: Callable[[], None] | None) -> None:
-        """Work until ``stop`` is requested or the provider gives a notice, then drain. Raises EngineDiedError once its jobs have been handed back."""
+        """Work until ``stop`` is requested or the provider gives a notice, then drain.
+
+        Raises EngineDiedError once its jobs have been handed back.
+        """
         sending = [self._tasks.create_task(self._publisher.run()), self._tasks.create_task(self._outbox.run())]
         try:
             await self._work(stop, on_ready)

@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 from pool_worker import engines
 from pool_worker.engines.scripted_words import build_tokenizer
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
+from pool_worker.stopping import Stop
 from pool_worker.worker import Worker
 from protocol import messages as m
 from protocol import subjects, topology
@@ -169,24 +170,24 @@ class PlayingGateway:
 
 
 @asynccontextmanager
-async def running_worker(settings: WorkerSettings) -> AsyncIterator[asyncio.Event]:
-    """Run a worker on this event loop; setting the event that is yielded makes it drain. At the end it must end."""
-    bus = await Bus.connect(list(settings.nats_urls), name=settings.worker_id)
+async def running_worker(settings: WorkerSettings) -> AsyncIterator[Stop]:
+    """Run a worker on this event loop; requesting the stop that is yielded makes it drain. At the end it must end."""
+    bus = await Bus.connect(list(settings.nats_urls), name=subjects.connection_name(settings.worker_id))
     engine = engines.create(settings.engine)
     capacity = await engine.start()
-    stopping, ready = asyncio.Event(), asyncio.Event()
+    stop, ready = Stop(settings.drain_s), asyncio.Event()
 
     async def serve() -> None:
         async with asyncio.TaskGroup() as tasks:
-            await Worker(settings, bus, engine, capacity, tasks).serve(stopping, ready.set)
+            await Worker(settings, bus, engine, capacity, tasks).serve(stop, ready.set)
 
     serving = asyncio.create_task(serve())
     async with asyncio.timeout(WAIT_S):
         await asyncio.wait({serving, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
         try:
-            yield stopping
+            yield stop
         finally:
-            stopping.set()
+            stop.request()
             await serving
             await engine.stop()
             await bus.close()

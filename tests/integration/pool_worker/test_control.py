@@ -101,10 +101,10 @@ async def test_the_same_attempt_published_again_is_not_run_again(gateway: Playin
 
 
 async def test_a_draining_worker_finishes_what_it_can_and_pulls_no_more(gateway: PlayingGateway, nats_url: str) -> None:
-    async with running_worker(settings_for(nats_url, max_sequences=2, **SLOW)) as stopping:
+    async with running_worker(settings_for(nats_url, max_sequences=2, **SLOW)) as stop:
         running = await gateway.ask(max_tokens=30, ignore_eos=True)
         await gateway.tokens_of(running, 1)
-        stopping.set()
+        stop.request()
         assert isinstance(await gateway.end_of(running), m.Finished)
     late = await gateway.ask("too late")
     assert await gateway.queued() == 1  # the job waits for another worker
@@ -113,12 +113,12 @@ async def test_a_draining_worker_finishes_what_it_can_and_pulls_no_more(gateway:
 
 
 async def test_what_does_not_end_in_time_is_handed_back(gateway: PlayingGateway, nats_url: str) -> None:
-    async with running_worker(settings_for(nats_url, max_sequences=4, drain_s=0.1, **SLOW)) as stopping:
+    async with running_worker(settings_for(nats_url, max_sequences=4, drain_s=0.1, **SLOW)) as stop:
         running = await gateway.ask(n=3, **LONG)
         await gateway.tokens_of(running, 1)
         waiting = await gateway.ask("another", n=3, **LONG)
         await gateway.wait(lambda: waiting in gateway.frames)
-        stopping.set()
+        stop.request()
         failures = [await gateway.end_of(attempt) for attempt in (running, waiting)]
     for failed in failures:
         assert isinstance(failed, m.Failed)

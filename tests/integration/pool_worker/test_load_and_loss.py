@@ -113,12 +113,12 @@ async def test_a_worker_that_drains_in_a_burst_swallows_nothing(gateway: Playing
     jobs = [gateway.job(f"p{i}", max_tokens=6, ignore_eos=True) for i in range(300)]
     places = {"max_sequences": 16, "inter_token_s": 0.003}
     async with (
-        running_worker(settings_for(nats_url, worker_id="w1", drain_s=0.0, **places)) as w1_stopping,
+        running_worker(settings_for(nats_url, worker_id="w1", drain_s=0.0, **places)) as w1_stop,
         running_worker(settings_for(nats_url, worker_id="w2", **places)),
     ):
         publishing = asyncio.gather(*map(gateway.publish, jobs))
         await gateway.wait(lambda: len(gateway.frames) > 60)
-        w1_stopping.set()
+        w1_stop.request()
         await publishing
         ends = [await gateway.end_of((job.request_id, 1)) for job in jobs]
         failures = [end for end in ends if isinstance(end, m.Failed)]

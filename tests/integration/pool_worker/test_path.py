@@ -10,7 +10,7 @@ from nats.js.errors import KeyNotFoundError
 from protocol import artifacts, subjects
 from protocol import messages as m
 from protocol.errors import ErrorCode
-from protocol.pull import Delivery, PullConsumer, nak
+from protocol.pull import Delivery, PullConsumer
 from tests.integration.pool_worker.playing_gateway import (
     MODEL,
     TOKENIZER,
@@ -121,9 +121,12 @@ async def test_a_prompt_by_reference_is_fetched(gateway: PlayingGateway, nats_ur
 async def test_a_refused_request_fails_for_good_and_names_its_field(gateway: PlayingGateway, nats_url: str) -> None:
     async with running_worker(settings_for(nats_url)):
         failed = await gateway.end_of(await gateway.ask(top_p=3.0))
+        resumed = await gateway.end_of(await gateway.ask(top_p=3.0, request_id=failed.request_id, attempt=2))
     assert isinstance(failed, m.Failed)
     assert (failed.code, failed.param, failed.retryable) == (ErrorCode.INVALID_REQUEST, "top_p", False)
-    assert [(r.outcome, r.error_code) for r in gateway.records] == [("failed", ErrorCode.INVALID_REQUEST)]
+    assert isinstance(resumed, m.Failed)
+    assert (resumed.code, resumed.retryable) == (ErrorCode.INVALID_REQUEST, True)  # another worker took it before
+    assert [(r.outcome, r.error_code) for r in gateway.records] == [("failed", ErrorCode.INVALID_REQUEST)] * 2
 
 
 async def test_an_engine_error_fails_one_job_only(gateway: PlayingGateway, nats_url: str) -> None:
@@ -136,21 +139,44 @@ async def test_an_engine_error_fails_one_job_only(gateway: PlayingGateway, nats_
     assert failed.completion_tokens >= 3
 
 
-async def test_a_job_that_was_delivered_before_is_not_run(gateway: PlayingGateway, nats_url: str) -> None:
+async def test_a_job_whose_first_worker_never_took_it_is_run(gateway: PlayingGateway, nats_url: str) -> None:
     taken: asyncio.Queue[Delivery] = asyncio.Queue()
-    frozen = PullConsumer(
-        gateway.bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(MODEL, subjects.HIGH_LANES[0]), taken.put
-    )
+    consumer = subjects.job_consumer(MODEL, subjects.HIGH_LANES[0])
+    frozen = PullConsumer(gateway.bus, subjects.INTERACTIVE_STREAM, consumer, taken.put, tier="spot")
     await frozen.start()
-    attempt = await gateway.ask()
     await frozen.pull(1)
-    await nak(gateway.bus, await taken.get())
+    attempt = await gateway.ask()
+    assert (await taken.get()).deliveries == 1
     async with running_worker(settings_for(nats_url)):
-        failed = await gateway.end_of(attempt)
+        assert isinstance(await gateway.end_of(attempt), m.Finished)
         await gateway.wait_until_queue_is_empty()
-    assert isinstance(failed, m.Failed)
-    assert (failed.code, failed.seq, failed.retryable) == (ErrorCode.REDELIVERED, 0, True)
-    assert gateway.records == []
+
+
+async def test_a_job_is_off_the_queue_before_it_has_ended(gateway: PlayingGateway, nats_url: str) -> None:
+    async with running_worker(settings_for(nats_url, **SLOW)):
+        attempt = await gateway.ask(max_tokens=2000, ignore_eos=True)
+        await gateway.wait(lambda: attempt in gateway.frames)
+        await gateway.wait_until_queue_is_empty()
+        assert not gateway.is_over(attempt)
+        await gateway.control("w1", m.Cancel(*attempt))
+
+
+async def test_two_workers_with_the_same_attempt_both_leave_a_record(gateway: PlayingGateway, nats_url: str) -> None:
+    """An acknowledgement may be lost: whoever accepted it second is stopped by the gateway, and says what it made."""
+    w1, w2 = settings_for(nats_url, **SLOW), settings_for(nats_url, worker_id="w2", **SLOW)
+    job = gateway.job(max_tokens=2000, ignore_eos=True)
+    async with running_worker(w1) as w1_stop:
+        attempt = await gateway.publish(job)
+        await gateway.tokens_of(attempt, 1)
+        async with running_worker(w2):
+            w1_stop.request()  # takes no more
+            await gateway.publish(job, message_id="again")
+            await gateway.wait(lambda: any(step.worker_id == "w2" for step in gateway.steps))
+            for worker_id in ("w1", "w2"):
+                await gateway.control(worker_id, m.Cancel(*attempt))
+            await gateway.wait(lambda: len(gateway.records) == 2)
+    assert {record.worker_id for record in gateway.records} == {"w1", "w2"}
+    assert await gateway.stored_attempts() == 2
 
 
 async def test_a_job_past_its_deadline_is_not_run(gateway: PlayingGateway, nats_url: str) -> None:
@@ -199,7 +225,7 @@ async def test_every_model_the_engine_serves_is_pulled(gateway: PlayingGateway, 
 
 async def test_the_registry_shows_the_worker_as_long_as_it_lives(gateway: PlayingGateway, nats_url: str) -> None:
     bucket = await gateway.bus.jetstream.key_value(subjects.WORKERS_BUCKET)
-    async with running_worker(settings_for(nats_url, max_sequences=7, inter_token_s=0.05)) as stopping:
+    async with running_worker(settings_for(nats_url, max_sequences=7, inter_token_s=0.05)) as stop:
         attempt = await gateway.ask(n=3, max_tokens=40, ignore_eos=True)
         await gateway.tokens_of(attempt, 1)
 
@@ -214,7 +240,7 @@ async def test_the_registry_shows_the_worker_as_long_as_it_lives(gateway: Playin
 
         beat = await entry_with(1, draining=False)
         assert (beat.max_sequences, beat.free_sequences, beat.models) == (7, 4, (MODEL,))
-        stopping.set()
+        stop.request()
         await entry_with(1, draining=True)
         await gateway.end_of(attempt)
     with pytest.raises(KeyNotFoundError):

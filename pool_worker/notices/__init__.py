@@ -1,0 +1,75 @@
+"""Which provider takes machines away in which way, and the watch for it."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from typing import Final
+
+import httpx
+
+from pool_worker.notices.aws import AwsNotices
+from pool_worker.notices.azure import AzureNotices
+from pool_worker.notices.base import Notice, NoticeError, NoticeSource
+from pool_worker.notices.gcp import GcpNotices
+from pool_worker.notices.salad import SaladNotices
+from pool_worker.settings import NoticeKind
+from protocol.backoff import backoff_s
+
+SOURCES: Final[dict[NoticeKind, type[NoticeSource]]] = {
+    "aws": AwsNotices,
+    "gcp": GcpNotices,
+    "azure": AzureNotices,
+    "salad": SaladNotices,
+}
+# Where SIGTERM itself is the notice: how long before the end it comes.
+SIGNAL_NOTICE_S: Final[dict[NoticeKind, float]] = {"runpod": 5.0}
+
+NOTICE_MARGIN_S: Final = 1.0  # of the time a notice leaves: it may be that much old when it is seen
+ANSWER_LIMIT_S: Final = 2.0
+
+log = logging.getLogger(__name__)
+
+
+def signal_limit_s(kind: NoticeKind) -> float:
+    """Return how long a drain may last that a signal began; infinite where the provider sets no limit."""
+    return SIGNAL_NOTICE_S.get(kind, math.inf) - NOTICE_MARGIN_S
+
+
+async def watch(
+    kind: NoticeKind, url: str | None, running_jobs: Callable[[], int], on_notice: Callable[[float], None]
+) -> None:
+    """Ask the provider until it gives a notice, then call ``on_notice`` with the seconds that may be used, and return.
+
+    ``url`` replaces the address of the provider's metadata server. Returns at once where a provider has none.
+    """
+    source_class = SOURCES.get(kind)
+    if source_class is None:
+        return
+    # Metadata servers are asked directly, never through a proxy.
+    async with httpx.AsyncClient(
+        base_url=url or source_class.default_url, timeout=ANSWER_LIMIT_S, trust_env=False
+    ) as client:
+        notice = await _wait_for_notice(source_class(client, running_jobs))
+    log.warning("%s in %.0f s", notice.reason, notice.seconds_left)
+    on_notice(notice.seconds_left - NOTICE_MARGIN_S)
+
+
+async def _wait_for_notice(source: NoticeSource) -> Notice:
+    """Poll until there is a notice, through all failures; each series of them is logged once."""
+    waits = None
+    while True:
+        try:
+            notice = await source.poll()
+        except (NoticeError, httpx.HTTPError) as error:
+            if waits is None:
+                log.warning("no notices can be had, trying again: %s", error or type(error).__name__)
+                waits = backoff_s()
+            await asyncio.sleep(next(waits))
+            continue
+        if notice is not None:
+            return notice
+        if waits is not None:
+            log.warning("notices can be had again")
+            waits = None
+        await asyncio.sleep(source.period_s)

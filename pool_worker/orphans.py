@@ -1,0 +1,78 @@
+"""Notices gateways that are gone: nobody wants the tokens of their requests, so the engine's room goes to others.
+
+A gateway listens for frames as long as it lives, and the server tells the sender of a message that nobody listens to.
+So each gateway gets an empty step now and then, which it does not answer; only the server's "no responders" comes back.
+"""
+
+import itertools
+import logging
+import time
+from asyncio import sleep
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from pool_worker.executor import Executor
+from protocol.bus import Bus
+from protocol.errors import BusError
+from protocol.messages import PROTOCOL_VERSION, StepFrame, encode
+
+PROBE_PERIOD_S: Final = 2.0
+GONE_AFTER_S: Final = 5.0  # without a listener at every probe; a gateway that only reconnects is back sooner
+
+log = logging.getLogger(__name__)
+
+
+class GatewayWatch:
+    """Ends the attempts of gateways that have gone for good."""
+
+    def __init__(self, bus: Bus, worker_id: str, executor: Executor) -> None:
+        self._bus = bus
+        self._executor = executor
+        self._probe = encode(StepFrame(PROTOCOL_VERSION, worker_id, ()))
+        self._inbox = bus.client.new_inbox()
+        self._numbers = itertools.count(1)
+        self._probed: dict[str, str] = {}  # number of a probe of this round → whom it went to
+        self._missed: set[str] = set()  # of this round: those who did not listen
+        self._missing_since_s: dict[str, float] = {}  # monotonic clock; those missed in every round since
+
+    async def run(self) -> None:
+        """Watch for ever; cancel it to stop."""
+        await self._bus.subscribe(f"{self._inbox}.*", self._on_reply)
+        self._bus.on_reconnect(self._forget)
+        while True:
+            await sleep(PROBE_PERIOD_S)
+            try:
+                await self._probe_all()
+            except BusError as error:
+                log.warning("gateways cannot be looked for: %s", error)
+                await self._forget()
+
+    async def _probe_all(self) -> None:
+        gateways = {attempt.job.reply_subject for attempt in self._executor.held}
+        still_missing = self._missed & gateways
+        self._missing_since_s = {gateway: self._missing_since_s[gateway] for gateway in still_missing}
+        self._missed.clear()
+        self._probed.clear()
+        if not self._bus.connected:  # then it is we who are gone
+            await self._forget()
+            return
+        for gateway in gateways:
+            number = str(next(self._numbers))
+            self._probed[number] = gateway
+            await self._bus.publish(gateway, self._probe, reply=f"{self._inbox}.{number}")
+
+    async def _on_reply(self, message: Msg) -> None:
+        gateway = self._probed.pop(message.subject.rpartition(".")[2], None)
+        if gateway is None or (message.headers or {}).get("Status") != "503":
+            return
+        self._missed.add(gateway)
+        now_s = time.monotonic()
+        if now_s - self._missing_since_s.setdefault(gateway, now_s) >= GONE_AFTER_S:
+            self._executor.abandon(gateway)
+
+    async def _forget(self) -> None:
+        """Begin anew: nothing that was seen before a reconnect proves anything."""
+        self._probed.clear()
+        self._missed.clear()
+        self._missing_since_s.clear()
