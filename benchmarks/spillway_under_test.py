@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,55 +26,63 @@ class RunningSpillway:
 
     port: int
     api_key: str
-    pids: dict[str, int]  # "gateway" | "nats" | "ledger" | "worker instant" | "worker paced" → process id
+    pids: dict[str, int]  # "nats" and the names of the children → process id
+    children: dict[str, Child]
+    config: Config
 
 
-def settings(folder: Path, gateway_port: int, nats_port: int, token_ms: float) -> dict[str, Any]:
-    """The configuration: model ``instant`` makes tokens in no time, ``paced`` spends ``token_ms`` on each."""
+def settings(token_ms: float) -> dict[str, Any]:
+    """Models and pools: ``instant`` makes tokens in no time, ``paced`` spends ``token_ms`` on each."""
 
     def pool(model: str, inter_token_s: float) -> dict[str, Any]:
         return {"models": [model], "engine": {"kind": "scripted", "inter_token_s": inter_token_s}}
 
     return {
-        "data_dir": str(folder),
-        "gateway": {"port": gateway_port},
-        "nats": {"urls": [f"nats://127.0.0.1:{nats_port}"]},
         "models": {"instant": {}, "paced": {}},
         "pools": {"instant": pool("instant", 0.0), "paced": pool("paced", token_ms / 1000)},
     }
 
 
+def running_spillway(folder: Path, token_ms: float) -> AbstractAsyncContextManager[RunningSpillway]:
+    """Run it with the two models of ``settings``, a worker each; see ``running``."""
+    workers = {f"worker {model}": model for model in ("instant", "paced")}
+    return running(folder, settings(token_ms), workers)
+
+
 @asynccontextmanager
-async def running_spillway(folder: Path, token_ms: float) -> AsyncIterator[RunningSpillway]:
-    """Run NATS, gateway, ledger and two workers for as long as the context lasts.
+async def running(
+    folder: Path, models_and_pools: dict[str, Any], workers: dict[str, str]
+) -> AsyncIterator[RunningSpillway]:
+    """Run NATS, gateway, ledger and workers (name → pool) for as long as the context lasts.
 
     Raises ChildError or EmbeddedNatsError with the last words of what did not start.
     """
     gateway_port, nats_port = free_port(), free_port()
+    where = {
+        "data_dir": str(folder),
+        "gateway": {"port": gateway_port},
+        "nats": {"urls": [f"nats://127.0.0.1:{nats_port}"]},
+    }
     config_path = folder / "config.json"
-    config_path.write_text(json.dumps(settings(folder, gateway_port, nats_port, token_ms)))
+    config_path.write_text(json.dumps({**where, **models_and_pools}))
     config = load_config(config_path, env={})
     await asyncio.to_thread(upgrade, config.database_url)
     api_key = await _new_key(config)
+    commands = {"gateway": ["gateway"], "ledger": ["ledger"]}
+    commands |= {name: ["worker", "--pool", pool] for name, pool in workers.items()}
     async with AsyncExitStack() as stack:
         nats = EmbeddedNats(folder, nats_port)
         stack.push_async_callback(nats.stop)
         await nats.start()
-        pids = {"nats": nats.pid}
-        commands = {
-            "gateway": ["gateway"],
-            "ledger": ["ledger"],
-            "worker instant": ["worker", "--pool", "instant"],
-            "worker paced": ["worker", "--pool", "paced"],
-        }
+        children = {}
         for name, command in commands.items():
             arguments = [*command, "--config", str(config_path)]
-            child = Child(name.replace(" ", "-"), arguments, folder, folder, STOP_LIMIT_S)
+            child = children[name] = Child(name.replace(" ", "-"), arguments, folder, folder, STOP_LIMIT_S)
             await child.start()
             stack.push_async_callback(child.stop)
             await child.wait_ready()
-            pids[name] = child.pid
-        yield RunningSpillway(gateway_port, api_key, pids)
+        pids = {"nats": nats.pid, **{name: child.pid for name, child in children.items()}}
+        yield RunningSpillway(gateway_port, api_key, pids, children, config)
 
 
 async def _new_key(config: Config) -> str:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,21 @@ model_list:
     litellm_params: {{model: openai/paced, api_base: "http://127.0.0.1:{backend_port}/v1", api_key: none}}
 litellm_settings: {{set_verbose: false, request_timeout: 600, num_retries: 0, telemetry: false}}
 general_settings: {{master_key: {master_key}, disable_spend_logs: true, disable_error_logs: true}}
+"""
+
+# Two servers of one model, as its pages on reliability recommend: retries go to the other server, a failing one is left
+# alone for a while, and a group to fall back to makes it go on with cut streams (it asks a model to continue).
+FAILOVER_CONFIG: Final = """\
+model_list:
+{deployments}
+router_settings:
+  {{num_retries: 3, allowed_fails: 1, cooldown_time: 5, timeout: 600, fallbacks: [{{scripted: [again]}}]}}
+litellm_settings: {{set_verbose: false, request_timeout: 600, telemetry: false}}
+general_settings: {{master_key: {master_key}, disable_spend_logs: true, disable_error_logs: true}}
+"""
+DEPLOYMENT: Final = """\
+  - model_name: {group}
+    litellm_params: {{model: openai/scripted, api_base: "http://127.0.0.1:{port}/v1", api_key: none}}
 """
 
 
@@ -67,13 +82,29 @@ async def running_litellm(folder: Path, token_ms: float) -> AsyncIterator[Runnin
     config = folder / "litellm.yaml"
     config.write_text(CONFIG.format(backend_port=backend_port, master_key=MASTER_KEY))
     backend_command = [sys.executable, str(BACKEND_PROGRAM), "--port", str(backend_port), "--token-ms", str(token_ms)]
-    proxy_command = [str(ENVIRONMENT / "bin" / "litellm"), "--config", str(config), "--host", "127.0.0.1"]
-    proxy_command += ["--port", str(proxy_port), "--num_workers", "1"]
     async with (
         _running(backend_command, backend_port, folder / "backend.log") as backend,
-        _running(proxy_command, proxy_port, folder / "litellm.log") as proxy,
+        _running(_proxy_command(config, proxy_port), proxy_port, folder / "litellm.log") as proxy,
     ):
         yield RunningPeer(proxy_port, backend_port, {"litellm": proxy.pid, "backend": backend.pid}, MASTER_KEY)
+
+
+@asynccontextmanager
+async def running_failover_litellm(folder: Path, server_ports: Sequence[int]) -> AsyncIterator[int]:
+    """Run the proxy in front of engine servers that are there; yields its port. Raises as ``running_litellm``."""
+    proxy_port = free_port()
+    deployments = "".join(
+        DEPLOYMENT.format(group=group, port=port) for group in ("scripted", "again") for port in server_ports
+    )
+    config = folder / "litellm.yaml"
+    config.write_text(FAILOVER_CONFIG.format(deployments=deployments.rstrip(), master_key=MASTER_KEY))
+    async with _running(_proxy_command(config, proxy_port), proxy_port, folder / "litellm.log"):
+        yield proxy_port
+
+
+def _proxy_command(config: Path, port: int) -> list[str]:
+    program = str(ENVIRONMENT / "bin" / "litellm")
+    return [program, "--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
 
 
 @asynccontextmanager

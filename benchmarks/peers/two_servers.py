@@ -1,0 +1,168 @@
+"""The systems of ``failure_comparison``: two scripted engines of equal speed, and what stands in front of them.
+
+Whichever engine process is killed is started again a second later, as any supervisor would.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from benchmarks.peers import litellm
+from benchmarks.ports import free_port, wait_until_listening
+from benchmarks.spillway_under_test import running
+from spillway.children import die_with_parent, stop_process
+
+RESTART_WAIT_S: Final = 1.0
+START_LIMIT_S: Final = 60.0
+STOP_LIMIT_S: Final = 10.0
+TGI_MAX_CONCURRENT: Final = 128  # its default; running requests count
+UNBOUNDED: Final = 0
+NO_KEY: Final = "none"
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What each of the two engines can do at once, and how fast."""
+
+    slots: int
+    token_ms: float
+
+
+class EngineProcess(Protocol):
+    """A process that runs an engine."""
+
+    @property
+    def pid(self) -> int:
+        """Its id now."""
+        ...
+
+    async def start(self) -> None:
+        """Start it."""
+        ...
+
+    async def wait_ready(self) -> object:
+        """Wait until it takes requests."""
+        ...
+
+
+@dataclass(frozen=True)
+class ComparedSystem:
+    """Something with a chat endpoint in front of two engines."""
+
+    ports: tuple[int, ...]  # callers take turns among them
+    api_key: str
+    engines: tuple[EngineProcess, ...]
+
+    async def kill_engine(self, number: int) -> None:
+        """SIGKILL one engine's process; return when its successor takes requests."""
+        engine = self.engines[number]
+        os.kill(engine.pid, signal.SIGKILL)
+        await asyncio.sleep(RESTART_WAIT_S)
+        await engine.start()
+        await engine.wait_ready()
+
+
+class EngineServerProcess:
+    """``peers/engine_server.py`` on a port of its own."""
+
+    def __init__(self, folder: Path, shape: EngineShape, max_concurrent: int) -> None:
+        self.port = free_port()
+        self._log = folder / f"engine-{self.port}.log"
+        self._command = [sys.executable, "-m", "benchmarks.peers.engine_server", "--port", str(self.port)]
+        self._command += ["--slots", str(shape.slots), "--token-ms", str(shape.token_ms)]
+        self._command += ["--max-concurrent", str(max_concurrent)]
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its id now."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start it."""
+        with self._log.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdout=output, stderr=output, start_new_session=True, preexec_fn=die_with_parent
+            )
+
+    async def wait_ready(self) -> None:
+        """Wait until it listens. Raises TimeoutError or ChildProcessError, naming its log."""
+        assert self._process is not None
+        await wait_until_listening(self._process, self.port, START_LIMIT_S, self._log)
+
+    async def stop(self) -> None:
+        """End it."""
+        if self._process is not None:
+            await stop_process(self._process, "engine server", STOP_LIMIT_S)
+
+
+@asynccontextmanager
+async def _two_engine_servers(
+    folder: Path, shape: EngineShape, max_concurrent: int
+) -> AsyncIterator[tuple[EngineServerProcess, ...]]:
+    servers = tuple(EngineServerProcess(folder, shape, max_concurrent) for _ in range(2))
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            stack.push_async_callback(server.stop)
+            await server.start()
+        for server in servers:
+            await server.wait_ready()
+        yield servers
+
+
+@asynccontextmanager
+async def bounded_engine_servers(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
+    """The engines' own servers with TGI's waiting room; callers take turns."""
+    async with _two_engine_servers(folder, shape, TGI_MAX_CONCURRENT) as servers:
+        yield ComparedSystem(tuple(server.port for server in servers), NO_KEY, servers)
+
+
+@asynccontextmanager
+async def unbounded_engine_servers(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
+    """The engines' own servers with vLLM's waiting room; callers take turns."""
+    async with _two_engine_servers(folder, shape, UNBOUNDED) as servers:
+        yield ComparedSystem(tuple(server.port for server in servers), NO_KEY, servers)
+
+
+@asynccontextmanager
+async def litellm_proxy(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
+    """LiteLLM in front of the engines' own servers, with TGI's waiting room; retries and fallbacks on."""
+    async with _two_engine_servers(folder, shape, TGI_MAX_CONCURRENT) as servers:
+        ports = [server.port for server in servers]
+        async with litellm.running_failover_litellm(folder, ports) as proxy_port:
+            yield ComparedSystem((proxy_port,), litellm.MASTER_KEY, servers)
+
+
+@asynccontextmanager
+async def spillway(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
+    """Spillway with two workers and nothing set that is not set by default."""
+    engine = {
+        "kind": "scripted",
+        "inter_token_s": shape.token_ms / 1000,
+        "max_sequences": shape.slots,
+        "faults_from_prompt": True,
+    }
+    settings: dict[str, Any] = {
+        "models": {"scripted": {}},
+        "pools": {"engines": {"models": ["scripted"], "engine": engine}},
+    }
+    names = ("worker 1", "worker 2")
+    async with running(folder, settings, dict.fromkeys(names, "engines")) as system:
+        yield ComparedSystem((system.port,), system.api_key, tuple(system.children[name] for name in names))
+
+
+Opener = Callable[[Path, EngineShape], contextlib.AbstractAsyncContextManager[ComparedSystem]]
+SYSTEMS: Final[dict[str, Opener]] = {
+    "spillway": spillway,
+    "engine_bounded": bounded_engine_servers,
+    "engine_unbounded": unbounded_engine_servers,
+    "litellm": litellm_proxy,
+}

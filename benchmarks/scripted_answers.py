@@ -1,0 +1,25 @@
+"""What the scripted engine answers when nothing disturbs it: computed from the prompt, without running anything."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.tokens.chat_template import ChatTemplate
+from pool_worker.engines.scripted_words import CHAT_TEMPLATE, Script, build_tokenizer
+
+
+class ScriptedAnswers:
+    """Renders and encodes chats as Spillway does for this engine, and knows their answers."""
+
+    def __init__(self) -> None:
+        self._template = ChatTemplate(CHAT_TEMPLATE, {})
+        self._tokenizer = build_tokenizer()
+        self._script = Script(self._tokenizer)
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat."""
+        return list(self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids)
+
+    def text(self, prompt: str, tokens: int) -> str:
+        """The first ``tokens`` tokens of the answer to a single message of a user."""
+        seed = self._script.answer_seed(self.prompt_ids([{"role": "user", "content": prompt}]), 0)
+        return "".join(self._script.text_of[self._script.token_at(seed, place)] for place in range(tokens))
