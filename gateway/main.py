@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 
 import uvicorn
 
+from gateway.admission.control import AdmissionControl
 from gateway.api.connection import Connection
 from gateway.api.services import Services
 from gateway.app import build_app
@@ -64,13 +65,16 @@ async def run(
         keys = KeyRing(settings.database_url, settings.key_pepper, bus)
         stack.push_async_callback(keys.close)
         outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, settings.limits.max_unpublished_usage)
-        dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox)
+        registry = WorkerRegistry(bus)
+        admission_control = AdmissionControl(bus, settings, registry)
+        dispatcher = Dispatcher(bus, settings, registry, outbox, admission_control)
         catalog = ModelCatalog(bus, settings.models, settings.data_dir)
         stack.callback(catalog.close)
         await dispatcher.start()
         await keys.start()
         await catalog.start()
-        services = Services(settings, bus, keys, catalog, dispatcher, started_unix_s=int(time.time()))
+        started_unix_s = int(time.time())
+        services = Services(settings, bus, keys, catalog, dispatcher, admission_control, started_unix_s)
         # What is there now stays: without it, full collections skip the several 100,000 objects of our libraries.
         gc.collect()
         gc.freeze()
@@ -89,6 +93,7 @@ async def _serve(
             group.create_task(_must_not_end(part, work), name=part)
             for part, work in {
                 "dispatcher": services.dispatcher.run(),
+                "admission control": services.admission_control.run(),
                 "usage outbox": outbox.run(),
                 "key ring": services.keys.run(),
                 "model catalog": services.catalog.run(),

@@ -35,6 +35,11 @@ class LimitSettings(Settings):
     max_total_tokens: PositiveInt | None = None  # prompt + max_tokens x n
     max_choices: PositiveInt = 16
     max_in_flight: PositiveInt = 10_000  # requests held by this gateway, queued ones included
+    # Of each model. Batch jobs see all that waits, interactive ones only what is interactive: no batch keeps them out.
+    max_queued_requests: PositiveInt = 8_000  # that wait for a worker, of all gateways
+    max_queued_prompt_tokens: PositiveInt = 20_000_000  # of this gateway's waiting requests
+    max_queued_bytes: PositiveInt = 128 * 1024 * 1024  # of their prompts, as they travel
+    max_queued_without_workers: PositiveInt = 5_000  # that wait while no worker of the model is alive
     max_unpublished_usage: PositiveInt = 50_000  # records kept in memory while the queue server is away
 
 
@@ -47,8 +52,27 @@ class TimeoutSettings(Settings):
     inter_token_s: PositiveSeconds = 60.0
     total_s: PositiveSeconds = 3600.0
     headers_grace_s: PositiveSeconds = 0.5  # streaming: how long a refusal by the worker may still become a 4xx
-    queued_comment_s: PositiveSeconds = 12.0  # period of ": queued" comments; load balancers cut silence at 60-100 s
+    # Period of ": queued position=… eta=…" comments; load balancers cut silence at 60-100 s. 0: none, for parsers that
+    # choke on them.
+    queued_comment_s: Annotated[float, Field(ge=0)] = 12.0
     shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after SIGTERM
+
+
+class TenantSettings(Settings):
+    """What one tenant may take of each gateway. Tenants that are not named have weight 1 and no bounds of their own."""
+
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # share of the workers, against other tenants'
+    max_in_flight: PositiveInt | None = None  # requests, queued ones included
+    max_queued: PositiveInt | None = None  # requests that wait for a worker
+
+
+class IdempotencySettings(Settings):
+    """Requests that carry an ``Idempotency-Key``."""
+
+    reattach_s: PositiveSeconds = 30.0  # how long one goes on without a reader
+    keep_s: PositiveSeconds = 600.0  # how long its answer can be replayed
+    max_runs: PositiveInt = 10_000  # running and kept; past a bound, the oldest kept answers go
+    max_bytes: PositiveInt = 256 * 1024 * 1024  # of their answers
 
 
 class QueueSettings(Settings):
@@ -71,8 +95,10 @@ class GatewaySettings(Settings):
     data_dir: Path
     key_pepper: SecretStr
     models: dict[str, ModelSettings]
+    tenants: dict[str, TenantSettings] = {}  # by tenant, or by the name of the API key
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
+    idempotency: IdempotencySettings = IdempotencySettings()
     queue: QueueSettings = QueueSettings()
     max_attempts: PositiveInt = 4
 

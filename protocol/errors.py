@@ -3,6 +3,7 @@
     ProtocolError                 a message that this version cannot read
     BusError                      the queue server did not do what was asked
     ├── BusTimeout                no answer within the limit (the outcome is unknown: retry with the same id)
+    │   └── NobodyListens         the server says that the subject has no subscriber
     ├── StreamFull                the stream's bound is reached and it discards new messages
     ├── PayloadTooLarge           the message would exceed the server's max_payload
     └── ApiError                  the JetStream API answered with an error
@@ -22,6 +23,14 @@ class ErrorCode(StrEnum):
     # Capacity.
     QUEUE_FULL = "queue_full"
     OVERLOADED = "overloaded"
+    TOO_MANY_QUEUED = "too_many_queued"  # requests that wait for the model
+    TOO_MANY_QUEUED_TOKENS = "too_many_queued_tokens"
+    TOO_MANY_QUEUED_BYTES = "too_many_queued_bytes"
+    WAIT_TOO_LONG = "wait_too_long"  # the estimate exceeds the caller's patience
+    NO_WORKERS = "no_workers"  # and too much, or a caller who will not wait
+    NO_FREE_PLACE = "no_free_place"  # for a caller who will not wait
+    TENANT_IN_FLIGHT = "tenant_in_flight_exceeded"
+    TENANT_QUEUED = "tenant_queued_exceeded"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     # The attempt failed; the request may go on elsewhere.
     ENGINE_ERROR = "engine_error"
@@ -29,6 +38,7 @@ class ErrorCode(StrEnum):
     WORKER_DRAINING = "worker_draining"
     WORKER_LOST = "worker_lost"
     UNKNOWN_ATTEMPT = "unknown_attempt"
+    GATEWAY_LOST = "gateway_lost"  # nobody was left to answer; only in records
     # The gateway gave the request up.
     QUEUE_WAIT_TIMEOUT = "queue_wait_timeout"
     FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105  # no password
@@ -51,6 +61,10 @@ class BusError(Exception):
 
 class BusTimeout(BusError):
     """No answer within the limit; the outcome is unknown, so retry with the same message id."""
+
+
+class NobodyListens(BusTimeout):
+    """The server says that the subject has no subscriber."""
 
 
 class StreamFull(BusError):

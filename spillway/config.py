@@ -19,6 +19,7 @@ from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSourc
 
 from gateway.settings import (
     GatewaySettings,
+    IdempotencySettings,
     LedgerSettings,
     LimitSettings,
     ModelSettings,
@@ -26,13 +27,18 @@ from gateway.settings import (
     PositiveSeconds,
     QueueSettings,
     Settings,
+    TenantSettings,
     TimeoutSettings,
 )
 from pool_worker.settings import (
     EngineSettings,
+    GateSettings,
+    HttpAddress,
     LocalEngineSettings,
+    NoticeKind,
     ScriptedEngineSettings,
     Seconds,
+    Share,
     Tier,
     WorkerSettings,
 )
@@ -55,6 +61,7 @@ class GatewaySection(Settings):
     max_attempts: PositiveInt = 4
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
+    idempotency: IdempotencySettings = IdempotencySettings()
 
 
 class NatsSection(Settings):
@@ -94,6 +101,10 @@ class PoolSettings(Settings):
     models: Annotated[tuple[str, ...], Field(min_length=1)]
     workers: Annotated[int, Field(ge=0, le=64)] = 1  # that `spillway up` starts on this machine
     drain_s: Seconds = 25.0
+    notice: NoticeKind = "none"
+    notice_url: HttpAddress | None = None
+    batch_reserve: Share = 0.1
+    gate: GateSettings | None = None
     engine: EngineSettings
 
 
@@ -115,6 +126,7 @@ class Config(BaseSettings):
     auth: AuthSection = AuthSection()
     ledger: LedgerSection = LedgerSection()
     models: Annotated[dict[str, ModelSettings], Field(min_length=1)]
+    tenants: dict[str, TenantSettings] = {}  # by the name of the API key
     pools: dict[str, PoolSettings] = {}
 
     @classmethod
@@ -161,8 +173,10 @@ class Config(BaseSettings):
             data_dir=self.data_dir,
             key_pepper=pepper,
             models=self.models,
+            tenants=self.tenants,
             limits=self.gateway.limits,
             timeouts=self.gateway.timeouts,
+            idempotency=self.gateway.idempotency,
             queue=self.nats.queue,
             max_attempts=self.gateway.max_attempts,
         )

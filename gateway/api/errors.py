@@ -10,10 +10,14 @@ ApiError                     500  server_error
 ├── UnknownUrl               404  unknown_url
 ├── MethodNotAllowed         405  method_not_allowed
 ├── BodyTooSlow              408  request_timeout
+├── IdempotencyKeyReused     409  idempotency_key_reused
+├── AnswerNotKept            409  idempotency_answer_not_kept
 ├── BodyTooLarge             413  request_too_large
 ├── ModelNotReady            503  model_not_ready
 ├── Overloaded               503  overloaded
-└── RequestFailed                 a dispatch Failure; see FAILURES
+├── IdempotencyKeyBusy       503  idempotency_key_busy
+└── RequestFailed                 a dispatch Failure; see FAILURES: 429 where workers are alive and too much waits
+                                  (contended), 503 where there is no capacity, 504 where a deadline has passed
 
 ClientDisconnected                nobody is left to be told
 """
@@ -132,6 +136,24 @@ class BodyTooSlow(ApiError):
     should_retry = True
 
 
+class IdempotencyKeyReused(ApiError):
+    """Another request, with a different path or body, was sent with this Idempotency-Key."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "idempotency_key_reused"
+    should_retry = False
+
+
+class AnswerNotKept(ApiError):
+    """The request with this Idempotency-Key runs, but its answer has outgrown what the gateway keeps for readers."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "idempotency_answer_not_kept"
+    should_retry = False
+
+
 class BodyTooLarge(ApiError):
     """The request body is too large."""
 
@@ -159,6 +181,15 @@ class Overloaded(ApiError):
     retry_after_s = RETRY_SOON_S
 
 
+class IdempotencyKeyBusy(ApiError):
+    """The gateway that runs the request with this Idempotency-Key does not answer at the moment."""
+
+    status = 503
+    code = "idempotency_key_busy"
+    should_retry = True
+    retry_after_s = RETRY_SOON_S
+
+
 class ClientDisconnected(Exception):
     """The caller has left before the request was read."""
 
@@ -173,6 +204,7 @@ class FailureKind(Struct, frozen=True):
 
 
 _BAD_REQUEST: Final = FailureKind(400, "invalid_request_error", should_retry=False)
+_CONTENDED: Final = FailureKind(429, "rate_limit_error", should_retry=True, retry_after_s=RETRY_LATER_S)
 _NO_CAPACITY: Final = FailureKind(503, should_retry=True, retry_after_s=RETRY_LATER_S)
 _TOO_SLOW: Final = FailureKind(504, should_retry=False)  # the whole wait would begin anew
 _INTERNAL: Final = FailureKind(500)
@@ -182,7 +214,15 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: _BAD_REQUEST,
     ErrorCode.QUEUE_FULL: _NO_CAPACITY,
     ErrorCode.OVERLOADED: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
-    ErrorCode.DEADLINE_EXCEEDED: _NO_CAPACITY,
+    ErrorCode.TOO_MANY_QUEUED: _CONTENDED,
+    ErrorCode.TOO_MANY_QUEUED_TOKENS: _CONTENDED,
+    ErrorCode.TOO_MANY_QUEUED_BYTES: _CONTENDED,
+    ErrorCode.WAIT_TOO_LONG: _CONTENDED,
+    ErrorCode.NO_FREE_PLACE: _CONTENDED,
+    ErrorCode.TENANT_IN_FLIGHT: _CONTENDED,
+    ErrorCode.TENANT_QUEUED: _CONTENDED,
+    ErrorCode.NO_WORKERS: _NO_CAPACITY,
+    ErrorCode.DEADLINE_EXCEEDED: _TOO_SLOW,
     ErrorCode.QUEUE_WAIT_TIMEOUT: _NO_CAPACITY,
     ErrorCode.SHUTTING_DOWN: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
     ErrorCode.FIRST_TOKEN_TIMEOUT: _TOO_SLOW,
@@ -194,6 +234,7 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.WORKER_DRAINING: _NO_CAPACITY,
     ErrorCode.WORKER_LOST: _INTERNAL,
     ErrorCode.UNKNOWN_ATTEMPT: _INTERNAL,
+    ErrorCode.GATEWAY_LOST: _INTERNAL,
     # It has failed on several workers already: a client that retries makes it only worse.
     ErrorCode.ATTEMPTS_EXHAUSTED: FailureKind(502, should_retry=False),
     ErrorCode.INTERNAL_ERROR: _INTERNAL,
@@ -209,4 +250,4 @@ class RequestFailed(ApiError):
         self.status = kind.status
         self.type = kind.type
         self.should_retry = kind.should_retry
-        self.retry_after_s = kind.retry_after_s
+        self.retry_after_s = failure.retry_after_s or kind.retry_after_s

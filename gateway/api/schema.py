@@ -36,7 +36,6 @@ _UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "structural_tag": (),
     "logits_processors": (),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
 }
 _UNSUPPORTED_IN_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_UNSUPPORTED_EVERYWHERE,
@@ -191,6 +190,13 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    do_not_queue: bool | None = None
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the request takes what interactive ones leave."""
+        return self.service_tier == "flex"
 
     @property
     def include_usage(self) -> bool:

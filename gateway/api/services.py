@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from gateway.admission.control import AdmissionControl
 from gateway.auth.keyring import KeyRing
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.settings import GatewaySettings
@@ -18,4 +19,5 @@ class Services:
     keys: KeyRing
     catalog: ModelCatalog
     dispatcher: Dispatcher
+    admission_control: AdmissionControl
     started_unix_s: int

@@ -22,5 +22,9 @@ class Admission:
     received_s: float  # monotonic clock
     received_unix_ms: int
     admitted_s: float  # monotonic clock
-    queue_wait_s: float  # how long it may wait for a worker
+    queue_wait_s: float  # how long it may wait for workers, over all attempts
     traceparent: str | None = None
+    batch: bool = False  # OpenAI's service tier "flex": served from what interactive requests leave
+    weight: float = 1.0  # the tenant's share of the workers, against other tenants'
+    do_not_queue: bool = False  # refuse rather than wait
+    deadline_s: float = float("inf")  # monotonic clock; the caller's own: the whole answer is worth nothing later

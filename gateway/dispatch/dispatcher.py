@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from nats.aio.msg import Msg
 
+from gateway.admission.control import AdmissionControl
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.job_queue import JobQueue
 from gateway.dispatch.mailbox import Failure
@@ -23,6 +24,8 @@ from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Accepted, Cancel, Control, Frame, Resend, decode_step, encode
 from protocol.outbox import Outbox
 
+NEVER_S: Final = float("inf")
+TIMER_SLACK_S: Final = 0.001  # timers may be early by the clock's resolution
 SWEEP_PERIOD_S: Final = 0.25
 SWEEP_LATE_S: Final = 0.5  # a sweep this late means that our own loop was held up
 DRAIN_POLL_S: Final = 0.05
@@ -34,15 +37,24 @@ log = logging.getLogger(__name__)
 class Dispatcher:
     """Owns every request from admission to its ledger record. ``start`` it and run ``run`` as a supervised task."""
 
-    def __init__(self, bus: Bus, settings: GatewaySettings, registry: WorkerRegistry, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: GatewaySettings,
+        registry: WorkerRegistry,
+        outbox: Outbox,
+        admission_control: AdmissionControl,
+    ) -> None:
         self._bus = bus
         self._settings = settings
         self._registry = registry
         self._outbox = outbox
+        self._admission_control = admission_control
         self._queue = JobQueue(bus, settings.gateway_id)
         self._frames_subject = subjects.frames_subject(settings.gateway_id)
         self._open: dict[str, OpenRequest] = {}  # frames go to these
         self._unsettled: dict[str, OpenRequest] = {}  # admitted and not yet recorded
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}  # by request, of those whose callers have set one
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
 
@@ -115,10 +127,19 @@ class Dispatcher:
 
         The caller owes it a ``close``.
         """
-        request = OpenRequest(admission, self._settings.timeouts, self._settings.max_attempts, self, time.monotonic())
+        now_s = time.monotonic()
+        ticket = self._admission_control.enter(admission)
+        request = OpenRequest(ticket, self._settings.timeouts, self._settings.max_attempts, self, now_s)
         self._open[request.request_id] = self._unsettled[request.request_id] = request
+        if admission.deadline_s != NEVER_S:  # to the point, where the sweep may be late
+            self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(
+                admission.deadline_s - now_s + TIMER_SLACK_S, self._on_deadline, request
+            )
         self.publish(request)
         return request
+
+    def _on_deadline(self, request: OpenRequest) -> None:
+        request.on_tick(time.monotonic(), self._registry.alive, connected=self._bus.connected)
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
         """The HTTP side is done, having sent ``http_status`` (None: the caller left before)."""
@@ -182,6 +203,9 @@ class Dispatcher:
     def ended(self, request: OpenRequest) -> None:
         """Forget the request, once the HTTP side has closed it too."""
         self._open.pop(request.request_id, None)
+        timer = self._deadlines.pop(request.request_id, None)
+        if timer is not None:
+            timer.cancel()
         if len(request.admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES:
             self._spawn(self._queue.drop_prompt(request))
         self._settle(request)

@@ -20,8 +20,8 @@ NO_MESSAGE_FOUND: Final = 10037  # JetStream
 log = logging.getLogger(__name__)
 
 
-def _lane_of(attempt: int) -> str:
-    return subjects.HIGH_LANES[0] if attempt == 1 else subjects.RESUME_LANE
+def _lane_of(request: OpenRequest, attempt: int) -> str:
+    return request.ticket.lane if attempt == 1 else subjects.RESUME_LANE
 
 
 class JobQueue:
@@ -63,7 +63,7 @@ class JobQueue:
         if request.published_s is None:
             request.published_s = time.monotonic()
         sequence = await self._bus.publish_durable(
-            subjects.job_subject(admission.model, _lane_of(attempt)),
+            subjects.job_subject(admission.model, _lane_of(request, attempt)),
             payload,
             message_id=f"{admission.request_id}.{attempt}",
             ttl_s=int(remaining_s) + 1,
@@ -91,6 +91,7 @@ class JobQueue:
             accepted_unix_ms=admission.received_unix_ms,
             deadline_unix_ms=int((time.time() + remaining_s) * 1000),
             traceparent=admission.traceparent,
+            weight=admission.weight,
         )
 
     async def withdraw(self, sequence: int) -> None:

@@ -17,6 +17,7 @@ class Failure(Struct, frozen=True):
     code: ErrorCode
     message: str
     param: str | None = None
+    retry_after_s: int | None = None  # where something better is known than the code's own
 
 
 class Ended(Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -9,7 +10,7 @@ from nats.aio.msg import Msg
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ProtocolError
-from protocol.messages import decode_heartbeat
+from protocol.messages import Heartbeat, decode_heartbeat
 from protocol.topology import HEARTBEAT_LIMIT_S
 
 FORGIVENESS_S: Final = 2.0  # how long a worker may take to come back after the queue server was away
@@ -22,6 +23,7 @@ class WorkerRegistry:
     """Hears heartbeats and tells whether a worker still counts as alive."""
 
     def __init__(self, bus: Bus) -> None:
+        self.on_beat: Callable[[Heartbeat], None] | None = None  # told of every heartbeat
         self._bus = bus
         self._heard_s: dict[str, float] = {}
         self._forgiven_until_s = 0.0
@@ -59,3 +61,5 @@ class WorkerRegistry:
             log.warning("heartbeat on %s: %s", message.subject, error)
             return
         self.heard(beat.worker_id, time.monotonic())
+        if self.on_beat is not None:
+            self.on_beat(beat)

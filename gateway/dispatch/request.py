@@ -23,8 +23,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
+from gateway.admission.ticket import Ticket
 from gateway.dispatch.actions import Actions
-from gateway.dispatch.admission import Admission
 from gateway.dispatch.choices import Choices
 from gateway.dispatch.mailbox import MAX_UNREAD_EVENTS, Ended, Failure, Mailbox, StillWaiting
 from gateway.settings import TimeoutSettings
@@ -46,6 +46,9 @@ GAP_LIMIT_S: Final = 5.0  # a gap open for longer is a failed attempt
 CANCEL_LIMIT_S: Final = 5.0  # how long the exact counts of a stopped attempt are waited for
 CANCEL_REPEAT_S: Final = 1.0
 WITHDRAW_LINGER_S: Final = 2.0  # how long a worker that pulled the job at the last moment may still say so
+ACCEPT_LIMIT_S: Final = 1.0  # within which a worker takes a request that is not to be queued
+RESCUE_PATIENCE_S: Final = 5.0  # for an attempt after the first, even if the first has used all patience up
+CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
 
 PROMPT_PARAMS: Final = {"chat.completions": "messages", "completions": "prompt"}
 
@@ -63,9 +66,10 @@ class OpenRequest:
     """The request from admission to its end. Only the event loop touches it."""
 
     def __init__(
-        self, admission: Admission, timeouts: TimeoutSettings, max_attempts: int, actions: Actions, now_s: float
+        self, ticket: Ticket, timeouts: TimeoutSettings, max_attempts: int, actions: Actions, now_s: float
     ) -> None:
-        self.admission = admission
+        self.admission = ticket.admission
+        self.ticket = ticket
         self.mailbox = Mailbox()
         self.state = State.QUEUED
         self.attempt = 1
@@ -73,7 +77,7 @@ class OpenRequest:
         self.accepted: Accepted | None = None  # of the last attempt that was accepted
         self.published_s: float | None = None  # when the first attempt was first handed to the queue server
         self.stream_sequence: int | None = None  # of the current attempt's message
-        self.choices = Choices(admission.sampling.n)
+        self.choices = Choices(ticket.admission.sampling.n)
         self.cached_tokens = 0
         self.accepted_s: float | None = None
         self.first_token_s: float | None = None
@@ -90,6 +94,7 @@ class OpenRequest:
         self._tokens_before_attempt = 0
         self._attempt_tokens: int | None = None  # as the worker reports them, once it has
         self._queued_s = now_s
+        self._patience_s = ticket.admission.queue_wait_s  # for the queue, what earlier attempts have waited taken off
         self._heard_s = now_s
         self._last_token_s: float | None = None  # of the current attempt
         self._last_event_s = now_s
@@ -110,7 +115,7 @@ class OpenRequest:
     def queue_deadline_s(self) -> float:
         """Until when the current attempt may wait for a worker (monotonic clock)."""
         total_s = self.admission.received_s + self._timeouts.total_s
-        return min(self._queued_s + self.admission.queue_wait_s, total_s)
+        return min(self._queued_s + self._patience_s, total_s, self.admission.deadline_s)
 
     @property
     def completion_tokens(self) -> int:
@@ -179,6 +184,10 @@ class OpenRequest:
         self.worker_id = worker_id
         self.accepted = frame
         self.accepted_s = now_s
+        # Little patience left is no reason to give up at once, should this attempt fail in mid-stream.
+        least_s = min(RESCUE_PATIENCE_S, self._patience_s)
+        self._patience_s = max(least_s, self._patience_s - (now_s - self._queued_s))
+        self.ticket.accepted(worker_id)
 
     def _on_tokens(self, frame: Tokens, now_s: float) -> None:
         if frame.index >= len(self.choices):
@@ -208,9 +217,12 @@ class OpenRequest:
             self._attempt_failed(frame.code, frame.message, now_s)
             return
         self._attempt_tokens = frame.completion_tokens
+        code = _known_code(frame.code)
+        if code is ErrorCode.DEADLINE_EXCEEDED and now_s < self.admission.deadline_s - CLOCK_SKEW_S:
+            code = ErrorCode.QUEUE_WAIT_TIMEOUT  # the worker was told only until when it may wait
         # The engine knows token ids only; the caller knows the field that they were made from.
         param = PROMPT_PARAMS[self.admission.endpoint] if frame.param == "prompt_ids" else frame.param
-        self._end("failed", Failure(_known_code(frame.code), frame.message, param), now_s)
+        self._end("failed", Failure(code, frame.message, param), now_s)
 
     def _on_gap(self, worker_id: str, now_s: float) -> None:
         if self._gap_since_s is None:
@@ -300,6 +312,7 @@ class OpenRequest:
         self.state = State.STOPPING
         self.outcome, self.failure = outcome, failure
         self._actions.withdraw(self)
+        self.ticket.leave_queue()
         self._stop_deadline_s = now_s + (CANCEL_LIMIT_S if was_running else WITHDRAW_LINGER_S)
         self._send_cancel(now_s)
         self._tell_caller(Ended(failure))
@@ -318,11 +331,13 @@ class OpenRequest:
     def _finish_stopping(self, now_s: float) -> None:
         self.state = State.ENDED
         self.ended_s = now_s
+        self.ticket.close()
         self._actions.ended(self)
 
     def _end(self, outcome: str, failure: Failure | None, now_s: float) -> None:
         self.state = State.ENDED
         self.outcome, self.failure, self.ended_s = outcome, failure, now_s
+        self.ticket.close()
         self._tell_caller(Ended(failure))
         self._actions.ended(self)
 
@@ -356,17 +371,25 @@ class OpenRequest:
 
     def _timeout(self, now_s: float) -> Failure | None:
         limits = self._timeouts
+        if now_s >= self.admission.deadline_s:
+            return Failure(ErrorCode.DEADLINE_EXCEEDED, "the deadline that the caller has set has passed")
         if now_s - self.admission.received_s >= limits.total_s:
             return Failure(ErrorCode.TOTAL_TIMEOUT, f"the request took longer than {limits.total_s:g} s")
         if self.state is State.QUEUED:
-            if now_s >= self.queue_deadline_s:
-                waited_s = now_s - self._queued_s
-                return Failure(ErrorCode.QUEUE_WAIT_TIMEOUT, f"no worker took the request within {waited_s:.1f} s")
-        elif self._last_token_s is None:
+            return self._queue_timeout(now_s)
+        if self._last_token_s is None:
             if self.accepted_s is not None and now_s - self.accepted_s >= limits.first_token_s:
                 return Failure(ErrorCode.FIRST_TOKEN_TIMEOUT, f"no first token within {limits.first_token_s:g} s")
         elif now_s - self._last_token_s >= limits.inter_token_s:
             return Failure(ErrorCode.INTER_TOKEN_TIMEOUT, f"no further token within {limits.inter_token_s:g} s")
+        return None
+
+    def _queue_timeout(self, now_s: float) -> Failure | None:
+        waited_s = now_s - self._queued_s
+        if now_s >= self.queue_deadline_s:
+            return Failure(ErrorCode.QUEUE_WAIT_TIMEOUT, f"no worker took the request within {waited_s:.1f} s")
+        if self.admission.do_not_queue and self.attempt == 1 and waited_s >= ACCEPT_LIMIT_S:
+            return Failure(ErrorCode.NO_FREE_PLACE, "no worker took the request at once", retry_after_s=1)
         return None
 
     def _tick_running(self, now_s: float, worker_alive: Callable[[str, float], bool]) -> None:
@@ -381,7 +404,8 @@ class OpenRequest:
                 self.probe(now_s)
 
     def _say_still_waiting(self, now_s: float) -> None:
-        if self.admission.stream and now_s - self._last_event_s >= self._timeouts.queued_comment_s:
+        period_s = self._timeouts.queued_comment_s
+        if period_s and self.admission.stream and now_s - self._last_event_s >= period_s:
             self._last_event_s = now_s
             self.mailbox.put(StillWaiting(self.state.value))
             self.mailbox.wake()

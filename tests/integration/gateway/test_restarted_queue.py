@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from gateway.admission.control import AdmissionControl
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry import WorkerRegistry
@@ -42,7 +43,9 @@ async def dispatcher(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple[Dispa
         key_pepper=SecretStr("unused"),
         models={"m": ModelSettings()},
     )
-    dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10))
+    registry = WorkerRegistry(bus)
+    outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10)
+    dispatcher = Dispatcher(bus, settings, registry, outbox, AdmissionControl(bus, settings, registry))
     await dispatcher.start()
     yield dispatcher, bus
     await bus.close()

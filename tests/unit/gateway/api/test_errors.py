@@ -13,7 +13,8 @@ def test_every_code_has_its_status(code: ErrorCode) -> None:
     assert json.loads(error.envelope()) == {
         "error": {"message": "why", "type": FAILURES[code].type, "param": "field", "code": code.value}
     }
-    assert (error.type == "invalid_request_error") == (400 <= error.status < 500)
+    kinds = {429: "rate_limit_error"} | dict.fromkeys((400, 408), "invalid_request_error")
+    assert error.type == kinds.get(error.status, "server_error")
     if error.retry_after_s is not None:
         assert 0 < error.retry_after_s <= 60
         assert error.should_retry
@@ -29,6 +30,11 @@ def test_envelope_has_real_nulls_and_a_default_message() -> None:
             "code": "internal_error",
         }
     }
+
+
+def test_a_better_estimate_goes_before_the_codes_own() -> None:
+    error = RequestFailed(Failure(ErrorCode.TOO_MANY_QUEUED, "why", retry_after_s=42))
+    assert dict(error.headers()) == {b"x-should-retry": b"true", b"retry-after": b"42"}
 
 
 def test_retry_headers() -> None:

@@ -130,7 +130,8 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"guided_json": {}}, "guided_json"),
-        ({"service_tier": "flex"}, "service_tier"),
+        ({"service_tier": "scale"}, "service_tier"),
+        ({"do_not_queue": "yes"}, "do_not_queue"),
     ],
 )
 def test_chat_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
@@ -150,6 +151,8 @@ def test_chat_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
         {"best_of": 1},
         {"n": 2, "best_of": 2},
         {"service_tier": "auto"},
+        {"service_tier": "flex"},
+        {"do_not_queue": True},
         {"store": False},
     ],
 )

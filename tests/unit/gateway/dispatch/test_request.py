@@ -13,6 +13,7 @@ from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Sampling, Tokens, unpack_token_ids
+from tests.unit.gateway.admission.controls import ticket_of
 
 ID = "req_1"
 
@@ -64,7 +65,7 @@ def open_request(
     )
     actions = RecordedActions()
     limits = TimeoutSettings.model_validate(timeouts)
-    return OpenRequest(admission, limits, max_attempts, actions, 0.0), actions
+    return OpenRequest(ticket_of(admission), limits, max_attempts, actions, 0.0), actions
 
 
 def accepted(attempt: int = 1) -> Accepted:

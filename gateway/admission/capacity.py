@@ -1,0 +1,101 @@
+"""What the workers of each model can take, from their heartbeats.
+
+The rate of service is measured only while jobs wait: an idle worker's rate says how much is asked of it, not how much
+it could do. It is kept per worker, so that it outlives a lull, and follows when workers come and go. What counts is
+jobs completed, not jobs taken: workers that have just come take many at once without having served one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.messages import Heartbeat
+
+HALF_LIFE_S: Final = 30.0  # of a measurement's weight, in time during which jobs waited
+MIN_SERVED_JOBS: Final = 2.0
+# The rate is believed once half as many jobs were completed as are running: jobs that began together end together, and
+# the first to end would give much too low a rate.
+MIN_TURNOVER: Final = 0.5
+
+
+@dataclass(slots=True)
+class ModelCapacity:
+    """The live workers of one model, taken together. Workers that drain are left out: they take nothing new."""
+
+    workers: int = 0
+    free_sequences: int = 0
+    running: int = 0
+    completed: int = 0  # since the last measurement
+    _served_jobs: float = 0.0  # completed while jobs waited, older ones counting less
+    _worker_s: float = 0.0  # in how much time of how many workers
+
+    def measure(self, elapsed_s: float, *, contended: bool) -> None:
+        """Take account of the time since the last measurement; ``contended``: jobs waited all the while."""
+        completed, self.completed = self.completed, 0
+        if contended and self.workers:
+            fading = 0.5 ** (elapsed_s / HALF_LIFE_S)
+            self._served_jobs = self._served_jobs * fading + completed
+            self._worker_s = self._worker_s * fading + self.workers * elapsed_s
+
+    @property
+    def jobs_per_s(self) -> float | None:
+        """How fast a queue is served; None while that is unknown, or nobody serves it."""
+        if not self.workers or self._served_jobs < max(MIN_SERVED_JOBS, self.running * MIN_TURNOVER):
+            return None
+        return self._served_jobs / self._worker_s * self.workers
+
+
+class Capacity:
+    """All models. A worker of several models counts, with its whole rate, for each of them."""
+
+    def __init__(self, models: Sequence[str]) -> None:
+        self._models = {model: ModelCapacity() for model in models}
+        self._beats: dict[str, Heartbeat] = {}  # the last one of every live worker
+        self._taken: dict[str, int] = {}  # sequences that our jobs took from a worker since its last heartbeat
+
+    def of(self, model: str) -> ModelCapacity:
+        """A configured model's capacity."""
+        return self._models[model]
+
+    def heard(self, beat: Heartbeat) -> None:
+        """A worker has told its state."""
+        before = self._beats.get(beat.worker_id)
+        self._remove(beat.worker_id)
+        if beat.draining:
+            return
+        self._beats[beat.worker_id] = beat
+        self._add(beat, 1, beat.free_sequences)
+        if before is not None:
+            completed = (beat.jobs_taken - beat.running) - (before.jobs_taken - before.running)
+            for model in beat.models:
+                if model in self._models:
+                    self._models[model].completed += max(0, completed)
+
+    def took(self, worker_id: str, sequences: int) -> None:
+        """A worker has accepted a job of ours: its last heartbeat does not know yet."""
+        beat = self._beats.get(worker_id)
+        if beat is not None:
+            sequences = min(sequences, beat.free_sequences - self._taken.get(worker_id, 0))
+            self._taken[worker_id] = self._taken.get(worker_id, 0) + sequences
+            for model in beat.models:
+                if model in self._models:
+                    self._models[model].free_sequences -= sequences
+
+    def keep(self, is_alive: Callable[[str, float], bool], now_s: float) -> None:
+        """Forget the dead."""
+        for worker_id in [worker_id for worker_id in self._beats if not is_alive(worker_id, now_s)]:
+            self._remove(worker_id)
+
+    def _add(self, beat: Heartbeat, sign: int, free_sequences: int) -> None:
+        for model in beat.models:
+            capacity = self._models.get(model)
+            if capacity is not None:
+                capacity.workers += sign
+                capacity.free_sequences += sign * free_sequences
+                capacity.running += sign * beat.running
+
+    def _remove(self, worker_id: str) -> None:
+        beat = self._beats.pop(worker_id, None)
+        taken = self._taken.pop(worker_id, 0)
+        if beat is not None:
+            self._add(beat, -1, beat.free_sequences - taken)

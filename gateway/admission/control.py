@@ -1,0 +1,200 @@
+"""Who is admitted: bounds on what waits, the estimated wait, and each tenant's own bounds.
+
+Every refusal that follows from the state of the workers is "contended" (429) where some are alive and "no capacity"
+(503) where none is. A model without workers is not an error: its requests wait, within a bound of their own.
+"""
+
+import asyncio
+import math
+import time
+from typing import Final
+
+from gateway.admission.backlog import Backlog
+from gateway.admission.capacity import Capacity, ModelCapacity
+from gateway.admission.estimate import Place, batch_position, interactive_position, place_of
+from gateway.admission.shards import candidate_lanes, choose_lane
+from gateway.admission.ticket import Ticket
+from gateway.admission.usage import ModelUse, TenantUse
+from gateway.dispatch.admission import Admission
+from gateway.dispatch.mailbox import Failure
+from gateway.dispatch.registry import WorkerRegistry
+from gateway.settings import GatewaySettings, TenantSettings
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import ErrorCode
+
+POLL_PERIOD_S: Final = 0.5  # while something waits or has lately come
+IDLE_POLL_PERIOD_S: Final = 2.0
+RECENT_S: Final = 5.0
+MAX_RETRY_AFTER_S: Final = 60  # clients ignore longer ones
+UNKNOWN_RETRY_AFTER_S: Final = 5
+
+_NOBODY_IN_PARTICULAR: Final = TenantSettings()
+
+
+class AdmissionControl:
+    """Admits requests and keeps count of them. Run ``run`` as a supervised task."""
+
+    def __init__(self, bus: Bus, settings: GatewaySettings, registry: WorkerRegistry) -> None:
+        models = list(settings.models)
+        self._limits = settings.limits
+        self._tenant_settings = settings.tenants
+        self._backlog = Backlog(bus, models)
+        self._capacity = Capacity(models)
+        self._registry = registry
+        registry.on_beat = self._capacity.heard
+        self._models: dict[str, ModelUse] = {}
+        self._tenants: dict[str, TenantUse] = {}
+        self._contended: set[str] = set()  # models for which jobs waited at the last look
+        self._last_entry_s = float("-inf")
+
+    async def run(self) -> None:
+        """Ask for the backlog and measure the rates of service; never returns."""
+        last_s = time.monotonic()
+        while True:
+            await self._backlog.poll()
+            now_s = time.monotonic()
+            self._capacity.keep(self._registry.alive, now_s)
+            self._measure(now_s - last_s)
+            last_s = now_s
+            is_busy = bool(self._contended) or now_s - self._last_entry_s < RECENT_S
+            await asyncio.sleep(POLL_PERIOD_S if is_busy else IDLE_POLL_PERIOD_S)
+
+    def _measure(self, elapsed_s: float) -> None:
+        for model in self._backlog.models:
+            waits = self._backlog.total(model) > 0
+            contended = waits and model in self._contended
+            self._capacity.of(model).measure(elapsed_s, contended=contended)
+            (self._contended.add if waits else self._contended.discard)(model)
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+
+    def weight_of(self, tenant: str, key_name: str) -> float:
+        """The tenant's share of the workers, against other tenants'."""
+        return self._settings_of(tenant, key_name).weight
+
+    def refusal(self, admission: Admission) -> Failure | None:
+        """Why this request cannot be admitted just now; None if it can. From memory, a few microseconds."""
+        refusal = self._tenant_refusal(admission)
+        if refusal is not None:
+            return refusal
+        capacity = self._capacity.of(admission.model)
+        interactive = self._backlog.interactive(admission.model)
+        waiting = interactive + (
+            self._backlog.lane(admission.model, subjects.LOW_LANE).waiting if admission.batch else 0
+        )
+        if capacity.free_sequences > waiting:
+            return None
+        if admission.do_not_queue:
+            return self._refused(capacity, ErrorCode.NO_FREE_PLACE, "no worker has a free place", admission)
+        return self._queue_refusal(admission, capacity, waiting)
+
+    def _tenant_refusal(self, admission: Admission) -> Failure | None:
+        use = self._tenants.get(admission.tenant)
+        if use is None:
+            return None
+        bounds = self._settings_of(admission.tenant, admission.key_name)
+        if bounds.max_in_flight is not None and use.in_flight >= bounds.max_in_flight:
+            message = f"this key may have {bounds.max_in_flight} requests in flight at a time"
+            return Failure(ErrorCode.TENANT_IN_FLIGHT, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)
+        if bounds.max_queued is not None and use.queued >= bounds.max_queued:
+            message = f"this key may have {bounds.max_queued} requests waiting at a time"
+            return Failure(ErrorCode.TENANT_QUEUED, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)
+        return None
+
+    def _queue_refusal(self, admission: Admission, capacity: ModelCapacity, waiting: int) -> Failure | None:
+        limits, use = self._limits, self._models.get(admission.model)
+        most = limits.max_queued_requests
+        if not capacity.workers:
+            most = min(most, limits.max_queued_without_workers)
+        if waiting >= most:
+            message = f"{waiting} requests wait for this model already"
+            return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED, message, admission)
+        if use is not None:
+            if use.tokens(batch=admission.batch) + admission.prompt_tokens > limits.max_queued_prompt_tokens:
+                message = "too many prompt tokens wait for this model already"
+                return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_TOKENS, message, admission)
+            if use.bytes(batch=admission.batch) + len(admission.prompt_ids) > limits.max_queued_bytes:
+                message = "too many bytes of prompts wait for this model already"
+                return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_BYTES, message, admission)
+        eta_s = self._place_of_next(admission).eta_s
+        if eta_s is not None and eta_s > admission.queue_wait_s:
+            message = f"the estimated wait is {eta_s:.0f} s, and the caller waits for {admission.queue_wait_s:g} s"
+            return self._refused(capacity, ErrorCode.WAIT_TOO_LONG, message, admission)
+        return None
+
+    def _refused(self, capacity: ModelCapacity, code: ErrorCode, message: str, admission: Admission) -> Failure:
+        if not capacity.workers:
+            return Failure(
+                ErrorCode.NO_WORKERS, f"no worker is alive, and {message}", retry_after_s=UNKNOWN_RETRY_AFTER_S
+            )
+        return Failure(code, message, retry_after_s=self.retry_after_s(admission))
+
+    def retry_after_s(self, admission: Admission) -> int:
+        """When a place may be free for such a request, in whole seconds from 1 to 60."""
+        eta_s = self._place_of_next(admission).eta_s
+        return UNKNOWN_RETRY_AFTER_S if eta_s is None else max(1, min(MAX_RETRY_AFTER_S, math.ceil(eta_s)))
+
+    def _settings_of(self, tenant: str, key_name: str) -> TenantSettings:
+        settings = self._tenant_settings.get(tenant)
+        return settings or self._tenant_settings.get(key_name, _NOBODY_IN_PARTICULAR)
+
+    # --- lanes and places ---------------------------------------------------------------------------------------------
+
+    def _lane_of_next(self, admission: Admission) -> str:
+        if admission.batch:
+            return subjects.LOW_LANE
+        candidates = candidate_lanes(admission.tenant)
+        use = self._tenants.get(admission.tenant)
+        current = use.lane_in_use(admission.model, candidates) if use is not None else None
+        first, second = (self._backlog.lane(admission.model, lane).waiting for lane in candidates)
+        return choose_lane(candidates, (first, second), current)
+
+    def _place_of_next(self, admission: Admission) -> Place:
+        lane = self._lane_of_next(admission)
+        return self._place(admission.model, lane, self._backlog.lane(admission.model, lane).waiting)
+
+    def _place(self, model: str, lane: str, ahead: int) -> Place:
+        backlog = self._backlog
+        if lane == subjects.LOW_LANE:
+            position = batch_position(ahead, backlog.interactive(model))
+        else:
+            resuming = backlog.lane(model, subjects.RESUME_LANE).waiting
+            others = [backlog.lane(model, other).waiting for other in subjects.HIGH_LANES if other != lane]
+            position = interactive_position(ahead, resuming, others)
+        return place_of(position, self._capacity.of(model))
+
+    # --- those admitted -----------------------------------------------------------------------------------------------
+
+    def enter(self, admission: Admission) -> Ticket:
+        """Count a request in and choose its lane."""
+        self._last_entry_s = admission.admitted_s
+        lane = self._lane_of_next(admission)
+        self._backlog.lane(admission.model, lane).enter(admission.request_id)
+        self._models.setdefault(admission.model, ModelUse()).add(admission, 1)
+        self._tenants.setdefault(admission.tenant, TenantUse()).enter(admission.model, lane)
+        return Ticket(self, admission, lane)
+
+    def place(self, ticket: Ticket) -> Place:
+        """Where a waiting request stands now."""
+        admission = ticket.admission
+        backlog = self._backlog.lane(admission.model, ticket.lane)
+        return self._place(admission.model, ticket.lane, backlog.ahead_of(admission.request_id, time.monotonic()))
+
+    def leave_queue(self, ticket: Ticket) -> None:
+        """A request no longer waits for its first worker."""
+        admission = ticket.admission
+        self._backlog.lane(admission.model, ticket.lane).leave(admission.request_id)
+        self._models[admission.model].add(admission, -1)
+        self._tenants[admission.tenant].leave_queue(admission.model, ticket.lane)
+
+    def taken(self, ticket: Ticket, worker_id: str) -> None:
+        """A worker has accepted the request."""
+        self._capacity.took(worker_id, ticket.admission.sampling.n)
+
+    def leave(self, ticket: Ticket) -> None:
+        """A request has ended."""
+        use = self._tenants[ticket.admission.tenant]
+        use.in_flight -= 1
+        if not use.in_flight:
+            del self._tenants[ticket.admission.tenant]

@@ -1,0 +1,44 @@
+"""What an admitted request holds: its lane, its place, and the duty to give back what it takes up."""
+
+from typing import TYPE_CHECKING
+
+from gateway.admission.estimate import Place
+from gateway.dispatch.admission import Admission
+
+if TYPE_CHECKING:
+    from gateway.admission.control import AdmissionControl
+
+
+class Ticket:
+    """One request's entry in the counts of admission. Its methods may be called again and in any order."""
+
+    __slots__ = ("_control", "_is_open", "_waits", "admission", "lane")
+
+    def __init__(self, control: "AdmissionControl", admission: Admission, lane: str) -> None:
+        self.admission = admission
+        self.lane = lane  # of the first attempt
+        self._control = control
+        self._waits = True
+        self._is_open = True
+
+    def place(self) -> Place | None:
+        """Where the request stands now; None once it no longer waits for its first worker."""
+        return self._control.place(self) if self._waits else None
+
+    def accepted(self, worker_id: str) -> None:
+        """A worker has taken the request."""
+        self._control.taken(self, worker_id)
+        self.leave_queue()
+
+    def leave_queue(self) -> None:
+        """The request no longer waits for its first worker."""
+        if self._waits:
+            self._waits = False
+            self._control.leave_queue(self)
+
+    def close(self) -> None:
+        """The request is over."""
+        self.leave_queue()
+        if self._is_open:
+            self._is_open = False
+            self._control.leave(self)

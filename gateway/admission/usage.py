@@ -1,0 +1,59 @@
+"""What the admitted requests take up at this gateway, counted per model and per tenant."""
+
+from collections import Counter
+
+from gateway.dispatch.admission import Admission
+
+
+class ModelUse:
+    """Prompts of the requests that wait for one model."""
+
+    __slots__ = ("_bytes", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens = [0, 0]  # interactive, batch
+        self._bytes = [0, 0]
+
+    def add(self, admission: Admission, sign: int) -> None:
+        """Count a waiting request in (1) or out (-1)."""
+        self._tokens[admission.batch] += sign * admission.prompt_tokens
+        self._bytes[admission.batch] += sign * len(admission.prompt_ids)
+
+    def tokens(self, *, batch: bool) -> int:
+        """Prompt tokens that a request sees waiting: all of them from the batch lane, else the interactive ones."""
+        return sum(self._tokens) if batch else self._tokens[0]
+
+    def bytes(self, *, batch: bool) -> int:
+        """Bytes of the prompts, likewise."""
+        return sum(self._bytes) if batch else self._bytes[0]
+
+
+class TenantUse:
+    """The requests of one tenant."""
+
+    __slots__ = ("_queued", "in_flight", "queued")
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.queued = 0
+        self._queued: Counter[tuple[str, str]] = Counter()  # by model and lane
+
+    def enter(self, model: str, lane: str) -> None:
+        """A request is admitted, and waits."""
+        self.in_flight += 1
+        self.queued += 1
+        self._queued[model, lane] += 1
+
+    def leave_queue(self, model: str, lane: str) -> None:
+        """A request no longer waits."""
+        self.queued -= 1
+        self._queued[model, lane] -= 1
+        if not self._queued[model, lane]:
+            del self._queued[model, lane]
+
+    def lane_in_use(self, model: str, lanes: tuple[str, ...]) -> str | None:
+        """The first of these lanes in which the tenant has a job of this model waiting."""
+        for lane in lanes:
+            if (model, lane) in self._queued:
+                return lane
+        return None

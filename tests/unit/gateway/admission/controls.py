@@ -1,0 +1,79 @@
+"""Admission control that speaks to nobody: tests tell it what workers and streams would."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from gateway.admission.control import AdmissionControl
+from gateway.admission.ticket import Ticket
+from gateway.dispatch.admission import Admission
+from gateway.dispatch.registry import WorkerRegistry
+from gateway.settings import GatewaySettings
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, Sampling
+
+
+def gateway_settings(model: str = "m", **rest: Any) -> GatewaySettings:
+    return GatewaySettings.model_validate(
+        {
+            "gateway_id": "g",
+            "nats_urls": (),
+            "database_url": "",
+            "data_dir": Path(),
+            "key_pepper": SecretStr("p"),
+            "models": {model: {}},
+            **rest,
+        }
+    )
+
+
+def control(model: str = "m", **rest: Any) -> AdmissionControl:
+    bus: Any = None
+    return AdmissionControl(bus, gateway_settings(model, **rest), WorkerRegistry(bus))
+
+
+def admission(request_id: str = "req_1", **rest: Any) -> Admission:
+    fields: dict[str, Any] = {
+        "endpoint": "completions",
+        "model": "m",
+        "key_id": "k",
+        "key_name": "k",
+        "tenant": "k",
+        "stream": True,
+        "prompt_ids": b"\x01\x00\x00\x00",
+        "prompt_tokens": 1,
+        "sampling": Sampling(max_tokens=100),
+        "received_s": 0.0,
+        "received_unix_ms": 0,
+        "admitted_s": 0.0,
+        "queue_wait_s": 600.0,
+        **rest,
+    }
+    return Admission(request_id=request_id, **fields)
+
+
+def ticket_of(entering: Admission) -> Ticket:
+    return control(entering.model).enter(entering)
+
+
+def beat(worker_id: str = "w", *, free: int = 0, running: int = 0, jobs_taken: int = 0, **rest: Any) -> Heartbeat:
+    return Heartbeat(
+        v=PROTOCOL_VERSION,
+        worker_id=worker_id,
+        pool="p",
+        provider="p",
+        region="r",
+        tier="spot",
+        engine="scripted",
+        models=("m",),
+        usd_per_hour=0.0,
+        max_sequences=free + running,
+        max_kv_tokens=1,
+        free_sequences=free,
+        free_kv_tokens=1,
+        running=running,
+        started_unix_ms=0,
+        sent_unix_ms=0,
+        jobs_taken=jobs_taken,
+        **rest,
+    )
