@@ -6,7 +6,7 @@ MODEL ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format bench lock clean
+.PHONY: help run test check format bench chaos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -34,6 +34,13 @@ bench: ## Run the benchmarks (nothing else should run meanwhile); results belong
 	.venv/bin/python -m benchmarks.engine_throughput
 	.venv/bin/python -m benchmarks.gateway_overhead
 	.venv/bin/python -m benchmarks.ledger_ingest
+
+SCENARIO ?= kill
+SEED ?= 1
+ENGINE ?= scripted
+chaos: ## Break Spillway in mid-stream and compare every answer: make chaos [SCENARIO=kill|…|all] [KILLS=1000] [SEED=1] [ENGINE=scripted|spillway]
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.chaos $(SCENARIO) --seed $(SEED) --engine $(ENGINE) $(if $(KILLS),--faults $(KILLS))
 
 UV_COMPILE = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header
 lock: ## Resolve the dependencies anew

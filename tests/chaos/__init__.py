@@ -1,0 +1,30 @@
+"""The chaos suite: faults in the middle of streams, and the proof that callers do not notice them.
+
+    python -m tests.chaos --help          make chaos [SEED=1] [KILLS=1000] [SCENARIO=kill] [ENGINE=scripted]
+
+A real Spillway runs as processes: gateways, a ledger writer, nats-server, workers. A seeded mix of requests is answered
+once undisturbed: that is the oracle. Then the same requests run in a closed loop while a seeded schedule of faults
+strikes, and every answer is compared with the undisturbed one, word by word.
+
+    promise (shared by all scenarios)              figure that must be 0
+    ─────────────────────────────────────────      ─────────────────────────────────────
+    accepted means answered                        errors
+    no token is lost in a rescue                   lost           (words and log-probabilities)
+    none is sent twice                             repeated
+    text, finish reason, log-probabilities and     changed
+    usage are those of the undisturbed answer
+    one ledger row for each accepted request       |ledger_rows - accepted|
+    with the undisturbed answer's tokens           double_billed  (rows with more tokens, rows of nobody)
+    nothing goes on running for nobody             orphans        (sequences still held 15 s after the last answer)
+
+A *gap* is what one caller sees of one fault: from the fault to the arrival of the first token that the next worker
+made. Where the fault struck no single worker (the queue server, a gateway), it is the longest pause of each open stream
+that overlaps the fault.
+
+    __main__.py   the command              scenarios.py  which faults, how many workers, what is promised
+    run.py        one run of a scenario    faults.py     every fault, one function each
+    system.py     the processes            workers.py    worker processes, forked fast
+    load.py       the closed loop          client.py     one HTTP exchange      mix.py    what is asked
+    watcher.py    who runs which request   oracle.py     answers compared       ledger.py rows counted
+    report.py     figures and verdict
+"""

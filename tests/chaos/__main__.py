@@ -1,0 +1,91 @@
+"""``python -m tests.chaos``: see the package's docstring for what is promised and how it is judged."""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from tests.chaos.report import Report
+from tests.chaos.run import ChaosError, Plan, run
+from tests.chaos.scenarios import SCENARIOS
+
+EPILOG = """
+examples
+  python -m tests.chaos kill --faults 1000          a thousand SIGKILLs in mid-stream, some five minutes
+  python -m tests.chaos mix --seed 7                everything at random; the same seed strikes in the same order
+  python -m tests.chaos kill --engine spillway --faults 100
+  python -m tests.chaos all                         every scenario with its own number of faults
+  make chaos SCENARIO=kill KILLS=1000 SEED=1        the same from make
+
+The last line is one JSON object. The exit code is 0 if every promise was kept, 1 if one was broken (the first offences
+are shown with the processes' own log lines; --keep DIR keeps all logs), 2 if the system did not even work undisturbed.
+"""
+
+
+def parse_arguments() -> argparse.Namespace:
+    scenarios = "\n".join(f"  {name:<9} {s.about} ({s.faults} faults)" for name, s in SCENARIOS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos",
+        description=f"Break a real Spillway in mid-stream and compare every answer.\n\nscenarios\n{scenarios}",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("scenario", choices=[*SCENARIOS, "all"], help="what goes wrong; all: one after the other")
+    parser.add_argument("--seed", type=int, default=1, help="of questions, schedule and victims")
+    parser.add_argument("--faults", type=int, help="how many strike; default: the scenario's own number")
+    parser.add_argument("--engine", choices=["scripted", "spillway"], default="scripted", help="what makes the tokens")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs, queue and ledger in this new folder")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    console = Console(stderr=True)
+    names = list(SCENARIOS) if arguments.scenario == "all" else [arguments.scenario]
+    reports: list[Report] = []
+    for name in names:
+        scenario = SCENARIOS[name]
+        plan = Plan(name, scenario, arguments.seed, arguments.faults or scenario.faults, arguments.engine)
+        try:
+            reports.append(_run(plan, arguments.keep and arguments.keep / name, console))
+        except ChaosError as error:
+            console.print(f"error: {error}", style="red", markup=False)
+            return 2
+    return 0 if all(report.kept for report in reports) else 1
+
+
+def _run(plan: Plan, keep: Path | None, console: Console) -> Report:
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    )
+    tasks: dict[str, TaskID] = {}
+
+    def progress(what: str, done: int, of: int) -> None:
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=of)
+        bar.update(tasks[what], completed=done)
+
+    with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, bar:
+        report = uvloop.run(run(plan, keep or Path(folder) / "run", progress))
+    report.extras |= {"engine": plan.engine, "commit": _commit()}
+    report.show(console)
+    sys.stdout.write(report.line() + "\n")
+    sys.stdout.flush()
+    return report
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Every fault, one function each. To add one: write it here under ``@fault``, and name it in ``scenarios.py``.
+
+A fault picks its victim, writes down the strike (``chaos.strike``) at the moment it strikes, and returns when what it
+broke has been mended. The farm replaces dead workers by itself.
+"""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from spillway.children import Child
+from tests.chaos.load import Call, Load
+from tests.chaos.mix import Question
+from tests.chaos.system import MODEL, System
+from tests.chaos.workers import LiveWorker
+from tests.nats_server import NatsServer
+
+VICTIM_LIMIT_S = 60.0  # until somebody is in mid-stream
+FREEZE_S = (2.0, 6.0)
+SILENCE_S = (2.0, 6.0)
+SLOW_S = (1.0, 3.0)
+SLOW_FACTOR = 20
+SERVER_AWAY_S = (0.2, 2.0)
+SQL_AWAY_S = (1.0, 4.0)
+POISON = "[[exit after=0]]"
+
+
+@dataclass(slots=True)
+class Strike:
+    """One fault that struck."""
+
+    kind: str
+    at_s: float  # monotonic
+    worker_id: str | None  # None: no single worker
+    streams: list[str]  # the requests in mid-stream that it concerns
+    mended_s: float | None = None
+
+
+@dataclass(slots=True)
+class Chaos:
+    """What a fault may use."""
+
+    system: System
+    load: Load
+    rng: random.Random
+    strikes: list[Strike] = field(default_factory=list)
+    poisoned: list[asyncio.Task[Call]] = field(default_factory=list)
+
+    async def victim(self) -> LiveWorker:
+        """A worker in the midst of at least one stream; a stream's worker is chosen as often as it has streams."""
+        deadline_s = time.monotonic() + VICTIM_LIMIT_S
+        while time.monotonic() < deadline_s:
+            live = self.system.farm.live
+            busy = [w for r in self.load.mid_stream(lambda _: True) if (w := self.system.watcher.worker_of(r)) in live]
+            if busy:
+                return live[self.rng.choice(sorted(busy))]
+            await asyncio.sleep(0.005)
+        raise AssertionError(f"no worker was in mid-stream for {VICTIM_LIMIT_S:g} s")
+
+    def strike(self, kind: str, worker: LiveWorker | None = None, of: Callable[[str], bool] | None = None) -> Strike:
+        """Write a fault down, just before it strikes."""
+        worker_id = worker.worker_id if worker else None
+        concerned = of or (lambda request: worker_id is None or self.system.watcher.worker_of(request) == worker_id)
+        strike = Strike(kind, time.monotonic(), worker_id, self.load.mid_stream(concerned))
+        self.strikes.append(strike)
+        return strike
+
+    async def pause(self, bounds_s: tuple[float, float]) -> None:
+        await asyncio.sleep(self.rng.uniform(*bounds_s))
+
+
+Fault = Callable[[Chaos], Awaitable[None]]
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(function: Fault) -> Fault:
+    """Register a fault under its function's name."""
+    FAULTS[function.__name__] = function
+    return function
+
+
+@fault
+async def kill(chaos: Chaos) -> None:
+    """SIGKILL a worker in mid-stream."""
+    victim = await chaos.victim()
+    chaos.strike("kill", victim)
+    victim.send(signal.SIGKILL)
+
+
+@fault
+async def freeze(chaos: Chaos) -> None:
+    """SIGSTOP a worker for some seconds: its connection lives, and it comes back not knowing that it was away."""
+    victim = await chaos.victim()
+    strike = chaos.strike("freeze", victim)
+    victim.send(signal.SIGSTOP)
+    await chaos.pause(FREEZE_S)
+    victim.send(signal.SIGCONT)
+    strike.mended_s = time.monotonic()
+
+
+@fault
+async def drain(chaos: Chaos) -> None:
+    """SIGTERM a worker: it hands back what does not fit its notice."""
+    victim = await chaos.victim()
+    chaos.strike("drain", victim)
+    victim.send(signal.SIGTERM)
+
+
+@fault
+async def cut(chaos: Chaos) -> None:
+    """Reset a worker's connection; it may reconnect at once."""
+    victim = await chaos.victim()
+    chaos.strike("cut", victim)
+    chaos.system.proxies[victim.slot].cut()
+
+
+@fault
+async def silence(chaos: Chaos) -> None:
+    """Let a worker's connection pass nothing for some seconds, and nobody be told."""
+    victim = await chaos.victim()
+    strike = chaos.strike("silence", victim)
+    proxy = chaos.system.proxies[victim.slot]
+    proxy.silence()
+    await chaos.pause(SILENCE_S)
+    proxy.heal()
+    strike.mended_s = time.monotonic()
+
+
+@fault
+async def slow(chaos: Chaos) -> None:
+    """Have a worker that is many times slower than its peers, and then sent away: slow is no fault by itself."""
+    system = chaos.system
+    engine = system.farm.settings.engine.model_copy(update={"inter_token_s": system.shape.inter_token_s * SLOW_FACTOR})
+    laggard = await system.farm.spawn(system.shape.workers, {"engine": engine}, replace=False)
+    await chaos.pause(SLOW_S)
+    chaos.strike("slow", laggard)
+    laggard.send(signal.SIGTERM)
+    while laggard.worker_id in system.farm.live:
+        await asyncio.sleep(0.02)
+
+
+@fault
+async def poison(chaos: Chaos) -> None:
+    """Ask what kills every worker that tries it: it must end in an error and a dead letter, and hurt nobody else."""
+    messages = [{"role": "user", "content": f"poison {len(chaos.poisoned)} {POISON}"}]
+    question = Question(-1 - len(chaos.poisoned), "/v1/chat/completions", {"model": MODEL, "messages": messages})
+    chaos.strike("poison")
+    chaos.poisoned.append(asyncio.create_task(chaos.load.ask(question)))
+    await asyncio.wait(chaos.poisoned[-1:])
+
+
+@fault
+async def nats(chaos: Chaos) -> None:
+    """SIGKILL the only queue server, and start it again: its memory streams are gone."""
+    await chaos.victim()
+    await _kill_server(chaos, "nats", chaos.system.queue_servers[0])
+
+
+@fault
+async def cluster(chaos: Chaos) -> None:
+    """SIGKILL the server that leads the job stream, and bring it back."""
+    system = chaos.system
+    assert system.cluster is not None
+    await chaos.victim()
+    while (leader := await system.cluster.leader_of(system.bus, "RQ")) is None:
+        await asyncio.sleep(0.05)
+    await _kill_server(chaos, "cluster", system.queue_servers[leader])
+
+
+async def _kill_server(chaos: Chaos, kind: str, server: NatsServer) -> None:
+    strike = chaos.strike(kind)
+    server.kill()
+    await chaos.pause(SERVER_AWAY_S)
+    await asyncio.to_thread(server.start)
+    strike.mended_s = time.monotonic()
+
+
+@fault
+async def ledger(chaos: Chaos) -> None:
+    """SIGKILL the ledger writer, and start it again later."""
+    await _kill_child(chaos, chaos.system.ledger, chaos.strike("ledger"), SQL_AWAY_S)
+
+
+@fault
+async def sql(chaos: Chaos) -> None:
+    """Stop PostgreSQL under load, and start it again later."""
+    postgres = chaos.system.postgres
+    assert postgres is not None
+    strike = chaos.strike("sql")
+    await asyncio.to_thread(postgres.stop)
+    await chaos.pause(SQL_AWAY_S)
+    await asyncio.to_thread(postgres.start)
+    strike.mended_s = time.monotonic()
+
+
+@fault
+async def gateway(chaos: Chaos) -> None:
+    """SIGKILL one of several gateways: its callers ask again elsewhere, the others' callers notice nothing."""
+    await chaos.victim()
+    number = chaos.rng.randrange(len(chaos.system.gateways))
+    elsewhere = chaos.load.requests_at({port for n, port in enumerate(chaos.system.ports) if n != number})
+    strike = chaos.strike("gateway", of=elsewhere.__contains__)
+    await _kill_child(chaos, chaos.system.gateways[number], strike, SERVER_AWAY_S)
+
+
+async def _kill_child(chaos: Chaos, child: Child, strike: Strike, away_s: tuple[float, float]) -> None:
+    await chaos.system.kill(child)
+    await chaos.pause(away_s)
+    await chaos.system.restart(child)
+    strike.mended_s = time.monotonic()

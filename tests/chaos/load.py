@@ -1,0 +1,139 @@
+"""A closed loop: so many callers, each asking its next question as soon as it has its answer."""
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tests.chaos.client import ConnectionCut, Reply, exchange, http_request
+from tests.chaos.mix import Question
+from tests.chaos.oracle import Answer, BadAnswer, arrivals, read
+
+ANSWER_LIMIT_S = 120.0
+RETRIES = 20
+RETRY_WAIT_S = 0.25
+
+
+@dataclass(slots=True)
+class Call:
+    """One question asked once by one caller, who may have had to ask again at another gateway."""
+
+    question: Question
+    replies: list[Reply] = field(default_factory=list)  # all but the last were cut off
+    port: int = 0  # of the gateway that was asked last
+    answer: Answer | None = None
+    error: str | None = None
+
+    @property
+    def reply(self) -> Reply:
+        """The latest."""
+        return self.replies[-1]
+
+    @property
+    def request_id(self) -> str | None:
+        return self.reply.request_id if self.replies else None
+
+    @property
+    def is_mid_stream(self) -> bool:
+        """Whether tokens have come and more are due."""
+        reply = self.reply if self.replies else None
+        return bool(reply and reply.ended_s is None and self.question.streams and len(reply.pieces) > 1)
+
+    def arrivals(self) -> list[float]:
+        return self.answer.arrivals_s if self.answer else arrivals(self.reply)
+
+
+class Load:
+    """Asks questions at the gateways' ports and keeps every call."""
+
+    def __init__(self, ports: Sequence[int], api_key: str, *, may_retry: bool) -> None:
+        self.calls: list[Call] = []
+        self.open: set[int] = set()  # indexes into ``calls``
+        self._ports = ports
+        self._api_key = api_key
+        self._may_retry = may_retry
+        self._stopping = False
+        self._callers: list[asyncio.Task[None]] = []
+
+    @property
+    def gateways(self) -> int:
+        """How many there are to ask."""
+        return len(self._ports)
+
+    # --- one call -----------------------------------------------------------------------------------------------------
+
+    async def ask(self, question: Question, first_port: int = 0) -> Call:
+        """Ask once, to the end; a complete answer is read, anything else becomes the call's error."""
+        call = Call(question)
+        index = len(self.calls)
+        self.calls.append(call)
+        self.open.add(index)
+        try:
+            async with asyncio.timeout(ANSWER_LIMIT_S):
+                await self._exchange(call, first_port)
+            call.answer = read(question, call.reply)
+        except (BadAnswer, ConnectionCut, OSError) as error:
+            call.error = str(error) or type(error).__name__
+        except TimeoutError:
+            call.error = f"no end within {ANSWER_LIMIT_S:g} s"
+        finally:
+            self.open.discard(index)
+        return call
+
+    async def _exchange(self, call: Call, first_port: int) -> None:
+        question = call.question
+        key = uuid.uuid4().hex
+        request = http_request(question.path, self._api_key, question.body, Idempotency_Key=key)
+        for attempt in range(RETRIES):
+            reply = Reply(time.monotonic())
+            call.replies.append(reply)
+            call.port = self._ports[(first_port + attempt) % len(self._ports)]
+            try:
+                await exchange(call.port, request, reply)
+            except (ConnectionCut, OSError):
+                if not self._may_retry or attempt == RETRIES - 1:
+                    raise
+                await asyncio.sleep(RETRY_WAIT_S)
+            else:
+                return
+
+    # --- many ---------------------------------------------------------------------------------------------------------
+
+    async def ask_all(self, questions: Sequence[Question], callers: int) -> list[Call]:
+        """Ask each once; returns the calls in the order of the questions."""
+        gate = asyncio.Semaphore(callers)
+
+        async def one(question: Question) -> Call:
+            async with gate:
+                return await self.ask(question, question.number)
+
+        return await asyncio.gather(*map(one, questions))
+
+    def start(self, questions: Sequence[Question], callers: int, seed: int) -> None:
+        """Let so many callers ask, each from its own seeded shuffle, until ``finish``."""
+        for number in range(callers):
+            rng = random.Random(f"caller {seed} {number}")
+            self._callers.append(asyncio.create_task(self._ask_on(questions, rng, number)))
+
+    async def _ask_on(self, questions: Sequence[Question], rng: random.Random, first_port: int) -> None:
+        await asyncio.sleep(rng.random() * 0.5)  # not all at the same moment
+        while not self._stopping:
+            await self.ask(rng.choice(questions), first_port)
+
+    async def finish(self) -> None:
+        """Ask nothing new and wait for what is open."""
+        self._stopping = True
+        await asyncio.gather(*self._callers)
+
+    def requests_at(self, ports: set[int]) -> set[str]:
+        """The ids of the open requests at these gateways."""
+        calls = [self.calls[index] for index in self.open]
+        return {call.request_id for call in calls if call.port in ports and call.request_id is not None}
+
+    def mid_stream(self, of: Callable[[str], bool]) -> list[str]:
+        """The ids of the requests in mid-stream for which ``of`` holds."""
+        calls = [self.calls[index] for index in self.open]
+        ids = [call.request_id for call in calls if call.is_mid_stream]
+        return [request_id for request_id in ids if request_id is not None and of(request_id)]

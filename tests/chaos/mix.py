@@ -1,0 +1,65 @@
+"""What is asked: a seeded mix of requests that covers everything a rescue must carry over.
+
+plain text · stop strings · log-probabilities · several choices · greedy and seeded sampling · streamed or whole ·
+chat and plain completions · usage in the stream
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+SUBJECTS = ("rivers", "queues", "bridges", "harbours", "kettles", "lanterns", "tides", "maps", "clocks", "gardens")
+STOPS = ([" the", " over"], [" queue now"], [". "], [" you", " work"])
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request of the mix. Asked twice, it has the same answer."""
+
+    number: int
+    path: str
+    body: dict[str, Any]
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def choices(self) -> int:
+        return int(self.body.get("n", 1))
+
+
+def questions(seed: int, count: int, model: str, *, scripted: bool, tokens: tuple[int, int]) -> list[Question]:
+    """Make the mix; ``tokens`` bounds the length of an answer."""
+    rng = random.Random(f"mix {seed}")
+    return [_question(rng, number, model, scripted=scripted, tokens=tokens) for number in range(count)]
+
+
+def _question(rng: random.Random, number: int, model: str, *, scripted: bool, tokens: tuple[int, int]) -> Question:
+    is_chat = rng.random() < 0.7
+    length = rng.randint(*tokens)
+    text = f"Question {number}: what is there to say about {rng.choice(SUBJECTS)}?"
+    body: dict[str, Any] = {"model": model, "max_tokens": length, **_sampling(rng)}
+    if scripted:
+        text += f" [[tokens={length + rng.randint(-4, 4)}]]"  # some end by themselves, some by max_tokens
+    else:
+        body["ignore_eos"] = True  # a short answer is hard to hit
+    if rng.random() < 0.25:
+        body["stop"] = rng.choice(STOPS)
+    if rng.random() < 0.2:
+        body["n"] = rng.randint(2, 3)
+    if rng.random() < 0.25:
+        body |= {"logprobs": True, "top_logprobs": rng.randint(0, 3)} if is_chat else {"logprobs": rng.randint(0, 3)}
+    if rng.random() < 0.8:
+        body["stream"] = True
+        if rng.random() < 0.5:
+            body["stream_options"] = {"include_usage": True}
+    if is_chat:
+        return Question(number, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]})
+    return Question(number, "/v1/completions", {**body, "prompt": text})
+
+
+def _sampling(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.5:
+        return {"temperature": 0}
+    return {"temperature": rng.choice((0.7, 1.0)), "top_p": 0.95, "seed": rng.randrange(1_000_000)}

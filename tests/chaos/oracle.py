@@ -1,0 +1,178 @@
+"""Answers taken apart, and compared with the undisturbed ones."""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.chaos.client import Reply
+from tests.chaos.mix import Question
+
+_WORD = re.compile(r"\s*\S+|\s+$")
+
+
+class BadAnswer(Exception):
+    """There is no complete answer; the message says what there is instead."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of an answer, put together from its chunks."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    tokens: list[str] = field(default_factory=list)  # as the log-probabilities name them; empty without
+    logprobs: list[Any] = field(default_factory=list)  # one entry per token, numbers and alternatives
+
+
+@dataclass(slots=True)
+class Answer:
+    """A complete answer. ``arrivals_s``: when each chunk with text or tokens came, for streams."""
+
+    choices: list[Choice]
+    usage: dict[str, int] | None
+    arrivals_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Difference:
+    """What a disturbed answer lacks or has too much, in words and tokens."""
+
+    lost: int = 0
+    repeated: int = 0
+    changed: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.repeated or self.changed)
+
+
+# --- taking apart -----------------------------------------------------------------------------------------------------
+
+
+def read(question: Question, reply: Reply) -> Answer:
+    """Take a reply apart. Raises BadAnswer if it is an error, or incomplete."""
+    if reply.status != 200:
+        raise BadAnswer(f"HTTP {reply.status}: {reply.body[:300].decode(errors='replace')}")
+    answer = Answer([Choice() for _ in range(question.choices)], None)
+    if question.streams:
+        _read_stream(reply, answer)
+    else:
+        _read_whole(json.loads(reply.body), answer)
+    if any(choice.finish_reason is None for choice in answer.choices):
+        raise BadAnswer(f"a choice has no finish reason: {reply.body[-300:]!r}")
+    return answer
+
+
+def arrivals(reply: Reply) -> list[float]:
+    """When the chunks with content of a stream came, as far as it has come."""
+    return [arrived_s for arrived_s, event in _events(reply) if b'"content":' in event or b'"text":' in event]
+
+
+def _events(reply: Reply) -> list[tuple[float, bytes]]:
+    found: list[tuple[float, bytes]] = []
+    rest = b""
+    for arrived_s, piece in reply.pieces:
+        *events, rest = (rest + piece).split(b"\n\n")
+        found += [(arrived_s, event[6:]) for event in events if event.startswith(b"data: ")]
+    return found
+
+
+def _read_stream(reply: Reply, answer: Answer) -> None:
+    ended = False
+    for arrived_s, event in _events(reply):
+        if ended:
+            raise BadAnswer(f"there is more after [DONE]: {event!r}")
+        if event == b"[DONE]":
+            ended = True
+            continue
+        chunk = json.loads(event)
+        if "error" in chunk:
+            raise BadAnswer(f"the stream ended in an error: {chunk['error']}")
+        answer.usage = _counts(chunk.get("usage")) or answer.usage
+        for part in chunk["choices"]:
+            if _add(answer.choices[part["index"]], part):
+                answer.arrivals_s.append(arrived_s)
+    if not ended:
+        raise BadAnswer(f"the stream ended without [DONE]: {reply.body[-200:]!r}")
+
+
+def _read_whole(body: dict[str, Any], answer: Answer) -> None:
+    answer.usage = _counts(body["usage"])
+    for part in body["choices"]:
+        _add(answer.choices[part["index"]], part)
+
+
+def _add(choice: Choice, part: dict[str, Any]) -> bool:
+    """Add a chunk's part, or a whole choice; True if it brought text or tokens."""
+    if choice.finish_reason is not None:
+        raise BadAnswer(f"choice {part['index']} goes on after its end: {part}")
+    content = part.get("delta") or part.get("message") or part
+    text = content.get("content") or content.get("text") or ""
+    tokens, logprobs = _logprobs(part.get("logprobs") or {})
+    choice.text += text
+    choice.tokens += tokens
+    choice.logprobs += logprobs
+    choice.finish_reason = part["finish_reason"]
+    return bool(text or tokens)
+
+
+def _logprobs(given: dict[str, Any]) -> tuple[list[str], list[Any]]:
+    if "tokens" in given:  # plain completions
+        tops = given.get("top_logprobs") or [None] * len(given["tokens"])
+        return given["tokens"], list(zip(given["token_logprobs"], tops, given["text_offset"], strict=True))
+    entries = given.get("content") or []
+    return [entry["token"] for entry in entries], entries
+
+
+def _counts(usage: dict[str, Any] | None) -> dict[str, int] | None:
+    """The counts that cannot differ: what was cached depends on what a worker has seen before."""
+    if usage is None:
+        return None
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def compare(expected: Answer, actual: Answer, logprob_tolerance: float = 0.0) -> Difference:
+    """What differs. Text and tokens count by the piece, everything else counts as one change."""
+    difference = Difference()
+    for ours, theirs in zip(expected.choices, actual.choices, strict=True):
+        if ours.text != theirs.text:
+            _classify(_WORD.findall(ours.text), _WORD.findall(theirs.text), difference)
+        if ours.tokens != theirs.tokens:
+            _classify(ours.tokens, theirs.tokens, difference)
+        elif not _near(ours.logprobs, theirs.logprobs, logprob_tolerance):
+            difference.changed += 1
+        difference.changed += ours.finish_reason != theirs.finish_reason
+    difference.changed += expected.usage != actual.usage
+    return difference
+
+
+def _classify(expected: Sequence[str], actual: Sequence[str], difference: Difference) -> None:
+    """Sort what differs into lost, repeated (what was there just before) and changed."""
+    matcher = difflib.SequenceMatcher(None, expected, actual, autojunk=False)
+    for kind, from_, to, at, until in matcher.get_opcodes():
+        extra = list(actual[at:until])
+        if kind == "delete":
+            difference.lost += to - from_
+        elif kind == "insert" and (
+            extra == list(actual[at - len(extra) : at]) or extra == list(actual[until : until + len(extra)])
+        ):
+            difference.repeated += len(extra)
+        elif kind != "equal":
+            difference.changed += max(to - from_, len(extra))
+
+
+def _near(ours: object, theirs: object, tolerance: float) -> bool:
+    if ours == theirs:
+        return True
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return abs(ours - theirs) <= tolerance
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_near(ours[name], theirs[name], tolerance) for name in ours)
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(_near(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
+    return False

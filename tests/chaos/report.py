@@ -1,0 +1,226 @@
+"""Figures of one run, and whether every promise was kept."""
+
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.chaos.faults import Strike
+from tests.chaos.ledger import LedgerRow
+from tests.chaos.load import Call
+from tests.chaos.oracle import Answer, Difference, compare
+from tests.chaos.watcher import Watcher
+
+PAUSE_WINDOW_S = 10.0  # after a fault is mended, a pause still counts as its consequence
+LOGPROB_TOLERANCE = 1e-3  # a real engine's sums depend on who shares its batch
+
+
+@dataclass(frozen=True, slots=True)
+class Offence:
+    """A broken promise, with what a person needs to look into it."""
+
+    what: str
+    request_id: str | None = None
+    details: str = ""
+
+
+@dataclass
+class Report:
+    """Everything that a run found out."""
+
+    scenario: str
+    seed: int
+    faults: int
+    requests: int = 0
+    errors: int = 0
+    difference: Difference = field(default_factory=Difference)
+    gaps_ms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by kind of fault
+    accepted: int = 0
+    ledger_rows: int = 0
+    unrecorded: int = 0  # accepted requests without a row
+    miscounted: int = 0  # rows with other tokens than the undisturbed answer
+    double_billed: int = 0
+    orphans: int = 0
+    cut: int = 0  # connections that a killed gateway took along; their callers asked again
+    poisoned: int = 0
+    dead_letters: int = 0
+    attempts_max: int = 0
+    duration_s: float = 0.0
+    extras: dict[str, Any] = field(default_factory=dict)
+    offences: list[Offence] = field(default_factory=list)
+
+    def offend(self, what: str, request_id: str | None = None, details: str = "") -> None:
+        self.offences.append(Offence(what, request_id, details))
+
+    @property
+    def kept(self) -> bool:
+        """Whether every promise was kept."""
+        return not self.offences
+
+    def line(self) -> str:
+        """The one JSON line that ends the output."""
+        gaps = [gap for kind in self.gaps_ms.values() for gap in kind]
+        return json.dumps(
+            {
+                "scenario": self.scenario,
+                "seed": self.seed,
+                "faults": self.faults,
+                "requests": self.requests,
+                "errors": self.errors,
+                "lost": self.difference.lost,
+                "repeated": self.difference.repeated,
+                "changed": self.difference.changed,
+                "gap_ms_p50": percentile(gaps, 50),
+                "gap_ms_p99": percentile(gaps, 99),
+                "gap_ms_max": percentile(gaps, 100),
+                "gaps": len(gaps),
+                "accepted": self.accepted,
+                "ledger_rows": self.ledger_rows,
+                "double_billed": self.double_billed,
+                "unrecorded": self.unrecorded,
+                "miscounted": self.miscounted,
+                "orphans": self.orphans,
+                "cut": self.cut,
+                "dead_letters": self.dead_letters,
+                "attempts_max": self.attempts_max,
+                "duration_s": round(self.duration_s, 1),
+                **self.extras,
+            }
+        )
+
+    def show(self, console: Console) -> None:
+        """Print the gaps by kind of fault, and the first offences."""
+        table = Table("fault", "gaps", "p50 ms", "p99 ms", "max ms", title=f"{self.scenario}, seed {self.seed}")
+        for kind, gaps in sorted(self.gaps_ms.items()):
+            table.add_row(kind, str(len(gaps)), *(str(percentile(gaps, p)) for p in (50, 99, 100)))
+        console.print(table)
+        for offence in self.offences[:5]:
+            console.print(f"BROKEN: {offence.what} {offence.request_id or ''}\n{offence.details}", markup=False)
+        if len(self.offences) > 5:
+            console.print(f"… and {len(self.offences) - 5} more")
+
+
+def percentile(values: Sequence[float], per_cent: float) -> float | None:
+    """The nearest-rank percentile; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return round(ordered[max(0, math.ceil(len(ordered) * per_cent / 100) - 1)], 1)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def judge_answers(report: Report, calls: Sequence[Call], oracle: dict[int, Answer], *, exact_logprobs: bool) -> None:
+    """Compare every answer with the undisturbed one."""
+    for call in calls:
+        report.requests += 1
+        if call.answer is None:
+            report.errors += 1
+            report.offend(f"error: {call.error}", call.request_id, str(call.question))
+            continue
+        expected = oracle[call.question.number]
+        found = compare(expected, call.answer, 0.0 if exact_logprobs else LOGPROB_TOLERANCE)
+        report.difference.lost += found.lost
+        report.difference.repeated += found.repeated
+        report.difference.changed += found.changed
+        if found:
+            details = f"{call.question}\nexpected {_shown(expected)}\nactual   {_shown(call.answer)}"
+            report.offend(str(found), call.request_id, details)
+
+
+def _shown(answer: Answer) -> str:
+    return f"{[(c.text, c.finish_reason, c.tokens) for c in answer.choices]} usage {answer.usage}"
+
+
+def judge_poisoned(report: Report, calls: Sequence[Call], dead_letters: int) -> None:
+    """A job that kills every worker ends in an explicit error and in one dead letter."""
+    report.poisoned, report.dead_letters = len(calls), dead_letters
+    for call in calls:
+        if call.error is None or "attempts_exhausted" not in call.error:
+            report.offend(f"a poisonous job ended otherwise: {call.error or call.answer}", call.request_id)
+    if dead_letters != len(calls):
+        report.offend(f"{len(calls)} poisonous jobs left {dead_letters} dead letters")
+
+
+# --- gaps -------------------------------------------------------------------------------------------------------------
+
+
+def measure_gaps(report: Report, strikes: Sequence[Strike], calls: Sequence[Call], watcher: Watcher) -> None:
+    """Find what the caller of each struck stream saw of the fault."""
+    by_id = {reply.request_id: call for call in calls for reply in call.replies}
+    for strike in strikes:
+        for request_id in strike.streams:
+            call = by_id.get(request_id)
+            gap_s = None if call is None else _gap_s(strike, request_id, call.arrivals(), watcher)
+            if gap_s is not None:
+                report.gaps_ms[strike.kind].append(gap_s * 1000)
+
+
+def _gap_s(strike: Strike, request_id: str, arrivals_s: list[float], watcher: Watcher) -> float | None:
+    if strike.worker_id is None:
+        return _longest_pause_s(arrivals_s, strike.at_s, strike.mended_s or strike.at_s)
+    moved_s = watcher.moved_at_s(request_id, strike.at_s, strike.worker_id)
+    if moved_s is None:  # it had ended, or its worker went on with it
+        return None
+    after = [arrived_s for arrived_s in arrivals_s if arrived_s >= moved_s]
+    return after[0] - strike.at_s if after else None
+
+
+def _longest_pause_s(arrivals_s: list[float], from_s: float, until_s: float) -> float | None:
+    pauses = [
+        later - earlier
+        for earlier, later in itertools.pairwise(arrivals_s)
+        if later > from_s and earlier < until_s + PAUSE_WINDOW_S
+    ]
+    return max(pauses, default=None)
+
+
+# --- ledger -----------------------------------------------------------------------------------------------------------
+
+
+def accepted_ids(calls: Sequence[Call]) -> set[str]:
+    """The requests that a gateway admitted: only those tell how often they were tried."""
+    return {
+        reply.request_id
+        for call in calls
+        for reply in call.replies
+        if reply.request_id is not None and "x-spillway-attempts" in reply.headers
+    }
+
+
+def count_cut(calls: Sequence[Call]) -> tuple[int, set[str]]:
+    """How many replies were cut off and asked for again, and the ids of those that had a head."""
+    cut = [reply for call in calls for reply in call.replies[:-1]]
+    return len(cut), {reply.request_id for reply in cut if reply.request_id is not None}
+
+
+def judge_ledger(report: Report, calls: Sequence[Call], rows: dict[str, LedgerRow], tokens_of: dict[int, int]) -> None:
+    """One row per accepted request, with the undisturbed answer's tokens. A killed gateway's own may be missing."""
+    report.cut, excused = count_cut(calls)
+    accepted = accepted_ids(calls)
+    report.accepted, report.ledger_rows = len(accepted), len(rows)
+    report.attempts_max = max((row.attempts for row in rows.values()), default=0)
+    for request_id in accepted - rows.keys() - excused:
+        report.unrecorded += 1
+        report.offend("no ledger row", request_id)
+    nobodys = rows.keys() - accepted
+    if len(nobodys) > report.cut:  # a reply that was cut before its head is nobody's to us
+        report.double_billed += len(nobodys) - report.cut
+        report.offend(f"{len(nobodys)} ledger rows of nobody", next(iter(nobodys)))
+    for call in calls:
+        row = rows.get(call.request_id or "")
+        expected = tokens_of.get(call.question.number)
+        if row is None or expected is None or call.answer is None or row.completion_tokens == expected:
+            continue
+        report.miscounted += 1
+        report.double_billed += row.completion_tokens > expected
+        report.offend(
+            f"{row.completion_tokens} tokens billed instead of {expected}", row.request_id, str(call.question)
+        )

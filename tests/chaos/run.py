@@ -1,0 +1,133 @@
+"""One run: undisturbed answers first, then the same questions under fire, then the reckoning."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from protocol import subjects
+from tests.chaos.faults import FAULTS, Chaos
+from tests.chaos.ledger import settled_rows
+from tests.chaos.load import Call, Load
+from tests.chaos.mix import Question, questions
+from tests.chaos.oracle import Answer
+from tests.chaos.report import Report, accepted_ids, judge_answers, judge_ledger, judge_poisoned, measure_gaps
+from tests.chaos.scenarios import Scenario
+from tests.chaos.system import MODEL, EngineKind, System
+
+READY_LIMIT_S = 60.0
+IDLE_LIMIT_S = 15.0  # after the last answer, nothing may go on running for nobody
+SHUTTLE_S = 2.0  # load goes on after the last fault
+ANSWER_TOKENS = (30, 90)
+Progress = Callable[[str, int, int], None]  # what, done, of how many
+
+
+class ChaosError(Exception):
+    """The run itself went wrong, before any promise could be tested."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run. The same plan strikes the same kinds of fault in the same order, with the same pauses."""
+
+    name: str
+    scenario: Scenario
+    seed: int
+    faults: int
+    engine: EngineKind = "scripted"
+    distinct: int = 48  # different questions
+    kinds: tuple[str, ...] = ()  # instead of drawing them by the scenario's weights
+
+    def schedule(self) -> list[tuple[str, float]]:
+        """The faults in order, each with the time to wait before it."""
+        rng = random.Random(f"schedule {self.seed}")
+        scenario = self.scenario
+        kinds = self.kinds or rng.choices(list(scenario.weights), list(scenario.weights.values()), k=self.faults)
+        return [(kind, rng.uniform(0.5, 1.5) * scenario.every_s) for kind in kinds]
+
+
+async def run(plan: Plan, folder: Path, progress: Progress = lambda _what, _done, _of: None) -> Report:
+    """Run a plan in an empty folder. Raises ChaosError if the system does not even work undisturbed."""
+    began_s = time.monotonic()
+    shape = replace(plan.scenario.shape, engine=plan.engine)
+    asked = questions(plan.seed, plan.distinct, MODEL, scripted=plan.engine == "scripted", tokens=ANSWER_TOKENS)
+    async with System(folder, shape) as system:
+        load = Load(system.ports, system.api_key, may_retry=shape.gateways > 1)
+        oracle_calls = await _undisturbed(load, asked, plan.scenario.callers, progress)
+        before = len(load.calls)
+        chaos = Chaos(system, load, random.Random(f"faults {plan.seed}"))
+        load.start(asked, plan.scenario.callers, plan.seed)
+        await _strike_all(chaos, plan, progress)
+        report = Report(plan.name, plan.seed, len(chaos.strikes))
+        report.orphans = await system.watcher.wait_until_idle(set(system.farm.live), IDLE_LIMIT_S)
+        if report.orphans:
+            report.offend(f"{report.orphans} requests still run for nobody {IDLE_LIMIT_S:g} s after the last answer")
+        await _reckon(report, chaos, load.calls[before:], oracle_calls, exact_logprobs=plan.engine == "scripted")
+        report.extras["workers_started"] = system.farm.started
+        report.duration_s = time.monotonic() - began_s
+        _add_log_lines(report, system)
+    return report
+
+
+async def _undisturbed(load: Load, asked: list[Question], callers: int, progress: Progress) -> dict[int, Call]:
+    await _wait_until_served(load, asked[0])
+    progress("undisturbed", 0, len(asked))
+    calls = await load.ask_all(asked, min(callers, len(asked)))
+    for call in calls:
+        if call.answer is None:
+            raise ChaosError(f"undisturbed, and yet: {call.error}\n{call.question}")
+    progress("undisturbed", len(asked), len(asked))
+    return {call.question.number: call for call in calls}
+
+
+async def _wait_until_served(load: Load, question: Question) -> None:
+    """Ask at every gateway until it answers: the model's card may still be on its way."""
+    deadline_s = time.monotonic() + READY_LIMIT_S
+    for first_port in range(load.gateways):
+        while (call := await load.ask(question, first_port)).answer is None:
+            if time.monotonic() > deadline_s:
+                raise ChaosError(f"nothing is served within {READY_LIMIT_S:g} s: {call.error}")
+            await asyncio.sleep(0.1)
+
+
+async def _strike_all(chaos: Chaos, plan: Plan, progress: Progress) -> None:
+    schedule = plan.schedule()
+    for number, (kind, wait_s) in enumerate(schedule):
+        progress(plan.name, number, len(schedule))
+        await asyncio.sleep(wait_s)
+        await FAULTS[kind](chaos)
+    progress(plan.name, len(schedule), len(schedule))
+    await asyncio.sleep(SHUTTLE_S)
+    await chaos.load.finish()
+
+
+async def _reckon(
+    report: Report, chaos: Chaos, calls: list[Call], oracle_calls: dict[int, Call], *, exact_logprobs: bool
+) -> None:
+    system, everything = chaos.system, chaos.load.calls
+    poisoned = [task.result() for task in chaos.poisoned]
+    calls = [call for call in calls if call not in poisoned]
+    oracle: dict[int, Answer] = {n: call.answer for n, call in oracle_calls.items() if call.answer is not None}
+    judge_answers(report, calls, oracle, exact_logprobs=exact_logprobs)
+    measure_gaps(report, chaos.strikes, calls, system.watcher)
+    rows = await settled_rows(system.database, accepted_ids(everything))
+    tokens_of = {n: rows[call.request_id or ""].completion_tokens for n, call in oracle_calls.items()}
+    for number, call in oracle_calls.items():
+        usage = oracle[number].usage
+        if usage is not None and usage["completion_tokens"] != tokens_of[number]:
+            report.offend("an undisturbed answer's usage and its ledger row differ", call.request_id)
+    judge_ledger(report, everything, rows, tokens_of)
+    if poisoned:
+        state = (await system.bus.api(f"STREAM.INFO.{subjects.DEAD_LETTER_STREAM}"))["state"]
+        judge_poisoned(report, poisoned, int(state["messages"]))
+
+
+def _add_log_lines(report: Report, system: System) -> None:
+    """Give the first offence what the processes said about it, while their logs are still there."""
+    for number, offence in enumerate(report.offences[:3]):
+        if offence.request_id is not None:
+            runs = "\n".join(map(str, system.watcher.runs.get(offence.request_id, ())))
+            lines = "\n".join(system.log_lines(offence.request_id))
+            report.offences[number] = replace(offence, details=f"{offence.details}\n{runs}\n{lines}")

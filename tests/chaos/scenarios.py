@@ -1,0 +1,39 @@
+"""The scenarios: which faults, how often, on how many of what."""
+
+from dataclasses import dataclass, field
+
+from tests.chaos.system import Shape
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One kind of bad day. ``weights`` says how likely each fault is."""
+
+    about: str
+    weights: dict[str, int]
+    faults: int  # by default
+    every_s: float  # mean time from one fault's end to the next
+    shape: Shape = field(default_factory=Shape)
+    callers: int = 16
+
+
+SCENARIOS = {
+    "kill": Scenario("SIGKILL a worker in mid-stream", {"kill": 1}, 1000, 0.25),
+    "freeze": Scenario("SIGSTOP a worker for seconds, then SIGCONT", {"freeze": 1}, 20, 0.5),
+    "drain": Scenario("SIGTERM a worker: hand back with state", {"drain": 1}, 100, 0.3),
+    "cut": Scenario("break or silence a worker's connection", {"cut": 2, "silence": 1}, 40, 0.5, Shape(proxied=True)),
+    "slow": Scenario("a worker that is 20 times slower", {"slow": 1}, 10, 0.5),
+    "poison": Scenario("jobs that kill every worker", {"poison": 1}, 10, 1.0, Shape(max_attempts=4)),
+    "nats": Scenario("SIGKILL and restart the queue server", {"nats": 1}, 10, 3.0, callers=200),
+    "cluster": Scenario("SIGKILL the leader of three", {"cluster": 1}, 5, 5.0, Shape(cluster=True)),
+    "ledger": Scenario("SIGKILL the ledger writer", {"ledger": 1}, 10, 1.0),
+    "sql": Scenario("stop the database", {"sql": 1}, 5, 1.0, Shape(postgres=True)),
+    "gateway": Scenario("SIGKILL one of two gateways", {"gateway": 1}, 10, 2.0, Shape(gateways=2)),
+    "mix": Scenario(
+        "all of it at random",
+        {"kill": 10, "drain": 4, "cut": 2, "freeze": 1, "silence": 1, "slow": 1, "nats": 1, "ledger": 1, "gateway": 1},
+        100,
+        0.5,
+        Shape(gateways=2, proxied=True),
+    ),
+}

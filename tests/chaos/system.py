@@ -1,0 +1,203 @@
+"""The Spillway under test: every part a process of its own, in a folder of its own."""
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from gateway.auth.keys import create_key
+from gateway.auth.pepper import load_or_create_pepper
+from gateway.db.engine import create_engine
+from migrations import upgrade
+from protocol.bus import Bus
+from spillway.children import Child
+from spillway.config import DEMO_MODEL_PATH, Config, load_config
+from tests.chaos.proxy import CutProxy
+from tests.chaos.watcher import Watcher
+from tests.chaos.workers import WorkerFarm
+from tests.nats_server import NatsCluster, NatsServer, free_port
+from tests.postgres import TEMPLATE, PostgresServer
+
+MODEL = "chaos"
+STOP_LIMIT_S = 45.0
+EngineKind = Literal["scripted", "spillway"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many of what."""
+
+    engine: EngineKind = "scripted"
+    workers: int = 4
+    gateways: int = 1
+    cluster: bool = False  # three queue servers instead of one
+    postgres: bool = False  # instead of SQLite
+    proxied: bool = False  # a wire that can be cut between each worker and its queue server
+    inter_token_s: float = 0.02  # of the scripted engine
+    max_sequences: int = 64  # per worker
+    drain_s: float = 0.3  # shorter than most streams last, so that a drain hands back
+    max_attempts: int = 30  # the cap is a matter of poisonous jobs; a chaotic minute may kill one stream often
+    gateway_settings: dict[str, Any] = field(default_factory=dict)  # further keys of [gateway]
+    worker_settings: dict[str, Any] = field(default_factory=dict)  # further keys of [pools.chaos]
+
+
+class System:
+    """Use it as an async context manager: inside, everything runs and a request finds a worker."""
+
+    def __init__(self, folder: Path, shape: Shape) -> None:
+        self.folder = folder
+        self.shape = shape
+        self.logs = folder / "logs"
+        self.watcher = Watcher()
+        self.api_key = ""
+        self.gateways: list[Child] = []
+        self.ports = [free_port() for _ in range(shape.gateways)]
+        self.proxies: dict[int, CutProxy] = {}
+        self.cluster: NatsCluster | None = None
+        self.postgres: PostgresServer | None = None
+        self.queue_servers: list[NatsServer] = []
+        self.bus: Bus
+        self.ledger: Child
+        self.farm: WorkerFarm
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        self.logs.mkdir(parents=True)
+        self.bus = await self._start_queue()
+        database_url = await self._start_database()
+        config = self._write_config(database_url)
+        self.database = create_engine(config.database_url)
+        self._stack.push_async_callback(self.database.dispose)
+        _, self.api_key = await create_key(self.database, "chaos", load_or_create_pepper(config.data_dir))
+        self.ledger = await self._start_child("ledger", ["ledger"], 0)
+        self.gateways = [
+            await self._start_child(f"gateway-{number}", ["gateway"], number) for number in range(self.shape.gateways)
+        ]
+        for child in (self.ledger, *self.gateways):
+            await child.wait_ready()
+        await self._start_workers(config)
+
+    async def _start_queue(self) -> Bus:
+        folder = self.folder / "nats"
+        folder.mkdir()
+        if self.shape.cluster:
+            self.cluster = NatsCluster(folder)
+            self._stack.push_async_callback(asyncio.to_thread, self.cluster.stop_all)
+            await asyncio.to_thread(self.cluster.start_all)
+            self.queue_servers = self.cluster.servers
+        else:
+            server = NatsServer(folder)
+            self._stack.push_async_callback(asyncio.to_thread, server.kill)
+            await asyncio.to_thread(server.start)
+            self.queue_servers = [server]
+        bus = await self.watcher.start([server.url for server in self.queue_servers])
+        self._stack.push_async_callback(bus.close)
+        if self.cluster is not None:
+            await self.cluster.wait_until_ready(bus)
+        return bus
+
+    async def _start_database(self) -> str:
+        if not self.shape.postgres:
+            url = f"sqlite:///{self.folder / 'spillway.db'}"
+            await asyncio.to_thread(upgrade, url)
+            return url
+        server = self.postgres = PostgresServer()
+        self._stack.push_async_callback(asyncio.to_thread, server.remove)
+        await asyncio.to_thread(server.create)
+        await asyncio.to_thread(server.start)
+        await asyncio.to_thread(server.execute, f"CREATE DATABASE {TEMPLATE}")
+        await asyncio.to_thread(upgrade, server.url(TEMPLATE))
+        return server.url(TEMPLATE)
+
+    def _write_config(self, database_url: str) -> Config:
+        """One file per gateway: they differ in their port. Returns the first, which the others go by too."""
+        shape = self.shape
+        for number, port in enumerate(self.ports):
+            config = {
+                "data_dir": str(self.folder),
+                "gateway": {"port": port, "max_attempts": shape.max_attempts, **shape.gateway_settings},
+                "nats": {
+                    "urls": [server.url for server in self.queue_servers],
+                    "queue": {"replicas": 3 if shape.cluster else 1},
+                },
+                "database": {"url": database_url},
+                "models": {MODEL: {}},
+                "pools": {
+                    MODEL: {
+                        "models": [MODEL],
+                        "drain_s": shape.drain_s,
+                        "engine": self._engine(),
+                        **shape.worker_settings,
+                    }
+                },
+            }
+            self._config_path(number).write_text(json.dumps(config))
+        return load_config(self._config_path(0), env={})
+
+    def _engine(self) -> dict[str, Any]:
+        if self.shape.engine == "spillway":
+            return {"kind": "spillway", "path": str(DEMO_MODEL_PATH), "threads": 1, "max_sequences": 16, "kv_mib": 64}
+        return {
+            "kind": "scripted",
+            "inter_token_s": self.shape.inter_token_s,
+            "max_sequences": self.shape.max_sequences,
+            "faults_from_prompt": True,
+        }
+
+    def _config_path(self, number: int) -> Path:
+        return self.folder / f"config-{number}.json"
+
+    async def _start_child(self, name: str, command: list[str], number: int) -> Child:
+        arguments = [*command, "--config", str(self._config_path(number))]
+        child = Child(name, arguments, self.folder, self.logs, STOP_LIMIT_S)
+        await child.start()
+        self._stack.push_async_callback(child.stop)
+        return child
+
+    async def _start_workers(self, config: Config) -> None:
+        url_of_slot = None
+        if self.shape.proxied:
+            for slot in range(self.shape.workers):
+                self.proxies[slot] = CutProxy(self.queue_servers[0].port)
+                await self.proxies[slot].start()
+                self._stack.callback(self.proxies[slot].stop)
+            url_of_slot = self._proxy_url
+        self.farm = WorkerFarm(config.worker_settings(MODEL), self.logs, url_of_slot)
+        self._stack.push_async_callback(self.farm.stop)
+        await self.farm.start(self.shape.workers)
+
+    def _proxy_url(self, slot: int) -> str:
+        return f"nats://127.0.0.1:{self.proxies[slot].port}"
+
+    async def kill(self, child: Child) -> None:
+        """SIGKILL one of the children and wait for its end; ``restart`` brings it back."""
+        os.kill(child.pid, signal.SIGKILL)
+        await child.wait()
+
+    async def restart(self, child: Child) -> None:
+        await child.start()
+        await child.wait_ready()
+
+    def log_lines(self, word: str, limit: int = 40) -> list[str]:
+        """What the processes have said about a request or a worker."""
+        return [
+            f"{path.name}: {line[:400]}"
+            for path in sorted(self.logs.glob("*.log"))
+            for line in path.read_text(errors="replace").splitlines()
+            if word in line
+        ][-limit:]

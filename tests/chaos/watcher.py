@@ -1,0 +1,80 @@
+"""Who runs which request: read from the workers' own frames and heartbeats, as a gateway does."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+
+from nats.aio.msg import Msg
+
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.messages import Accepted, Heartbeat, decode_heartbeat, decode_step
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One acceptance of a request by a worker."""
+
+    at_s: float  # monotonic
+    worker_id: str
+    attempt: int
+
+
+@dataclass(slots=True)
+class Watcher:
+    """``runs`` holds every acceptance of every request, in the order in which they were heard."""
+
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    _beats: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
+
+    async def start(self, urls: list[str]) -> Bus:
+        """Listen; the caller closes the bus."""
+        bus = await Bus.connect(urls, name="chaos-watcher")
+        await bus.subscribe(subjects.frames_subject("*"), self._on_step)
+        await bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
+        return bus
+
+    def worker_of(self, request_id: str) -> str | None:
+        """Who runs a request, as far as is known."""
+        runs = self.runs.get(request_id)
+        return runs[-1].worker_id if runs else None
+
+    def moved_at_s(self, request_id: str, after_s: float, away_from: str) -> float | None:
+        """When another worker than ``away_from`` took the request after that time; None if nobody did."""
+        for run in self.runs.get(request_id, ()):
+            if run.at_s >= after_s and run.worker_id != away_from:
+                return run.at_s
+        return None
+
+    def has_beaten(self, worker_id: str) -> bool:
+        """Whether the worker has ever told of itself."""
+        return worker_id in self._beats
+
+    def busy_sequences(self, worker_ids: set[str]) -> int:
+        """How many requests these workers say they hold."""
+        return sum(beat.running for worker_id, (_, beat) in self._beats.items() if worker_id in worker_ids)
+
+    async def wait_until_idle(self, worker_ids: set[str], limit_s: float) -> int:
+        """Wait until none of these workers holds anything; returns how many requests they still hold at the limit."""
+        since_s = time.monotonic()
+        while time.monotonic() - since_s < limit_s:
+            heard = all(self._beats.get(w, (0.0,))[0] > since_s for w in worker_ids)
+            if heard and not self.busy_sequences(worker_ids):
+                return 0
+            await asyncio.sleep(0.05)
+        return self.busy_sequences(worker_ids)
+
+    async def _on_step(self, message: Msg) -> None:
+        now_s = time.monotonic()
+        for frame in decode_step(message.data).frames:
+            if isinstance(frame, Accepted):
+                self.runs.setdefault(frame.request_id, []).append(Run(now_s, frame.worker_id, frame.attempt))
+
+    async def _on_heartbeat(self, message: Msg) -> None:
+        worker_id = message.subject.rpartition(".")[2]
+        if not message.data:
+            self._beats.pop(worker_id, None)
+            return
+        with contextlib.suppress(ValueError):
+            self._beats[worker_id] = (time.monotonic(), decode_heartbeat(message.data))

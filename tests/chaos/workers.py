@@ -1,0 +1,124 @@
+"""Worker processes that start in a fraction of a second: forked from a server that has imported everything already.
+
+A thousand kills need a thousand restarts. Each worker is a process of its own, with its own connection and log, and a
+real SIGKILL ends it; only the imports are shared. No thread runs before the fork.
+"""
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from pool_worker.main import run
+from pool_worker.settings import WorkerSettings
+from spillway import logs
+from spillway.children import die_with_parent
+
+WORKER_MODULES = ("tests.chaos.workers", "pool_worker.engines")  # the latter brings torch, if the engine needs it
+STOP_LIMIT_S = 40.0
+Change = dict[str, Any]
+
+
+def worker_process(settings_json: str, log_path: str) -> None:
+    """The whole life of one worker process."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    die_with_parent()
+    settings = WorkerSettings.model_validate_json(settings_json)
+    logs.configure(settings.worker_id)
+    uvloop.run(run(settings))
+
+
+@dataclass(slots=True)
+class LiveWorker:
+    """One running worker process."""
+
+    slot: int
+    worker_id: str
+    process: ForkServerProcess
+
+    def send(self, number: signal.Signals) -> None:
+        if self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, number)
+
+
+class WorkerFarm:
+    """Keeps ``size`` workers alive: one that has died is replaced at once by a new one with a new id."""
+
+    def __init__(
+        self, settings: WorkerSettings, log_dir: Path, url_of_slot: Callable[[int], str] | None = None
+    ) -> None:
+        self.settings = settings
+        self._log_dir = log_dir
+        self._url_of_slot = url_of_slot
+        self._context = multiprocessing.get_context("forkserver")
+        preload = [*WORKER_MODULES, *(["pool_worker.engines.local"] if settings.engine.kind == "spillway" else [])]
+        self._context.set_forkserver_preload(preload)
+        self._numbers = itertools.count(1)
+        self._by_slot: dict[int, LiveWorker] = {}
+        self._all: list[LiveWorker] = []
+        self._respawns: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    @property
+    def live(self) -> dict[str, LiveWorker]:
+        """The workers that should be alive, by id."""
+        return {worker.worker_id: worker for worker in self._by_slot.values()}
+
+    @property
+    def started(self) -> int:
+        """How many worker processes there have been."""
+        return len(self._all)
+
+    async def start(self, size: int) -> None:
+        for slot in range(size):
+            await self.spawn(slot)
+
+    async def spawn(self, slot: int, change: Change | None = None, *, replace: bool = True) -> LiveWorker:
+        """Start one worker, with changed settings if wished; one that is not to be replaced dies for good."""
+        worker_id = f"w{next(self._numbers)}"
+        urls = (self._url_of_slot(slot),) if self._url_of_slot else self.settings.nats_urls
+        settings = self.settings.model_copy(update={"worker_id": worker_id, "nats_urls": urls, **(change or {})})
+        arguments = (settings.model_dump_json(), str(self._log_dir / "workers.log"))
+        process = self._context.Process(target=worker_process, args=arguments, name=worker_id)
+        await asyncio.to_thread(process.start)
+        worker = LiveWorker(slot, worker_id, process)
+        self._by_slot[slot] = worker
+        self._all.append(worker)
+        asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker, replace)
+        return worker
+
+    def _on_death(self, worker: LiveWorker, replace: bool) -> None:
+        asyncio.get_running_loop().remove_reader(worker.process.sentinel)
+        worker.process.join()
+        if self._by_slot.get(worker.slot) is worker:
+            del self._by_slot[worker.slot]
+        if replace and not self._stopping:
+            task = asyncio.create_task(self._respawn(worker.slot))
+            self._respawns.add(task)
+            task.add_done_callback(self._respawns.discard)
+
+    async def _respawn(self, slot: int) -> None:
+        await self.spawn(slot)
+
+    async def stop(self) -> None:
+        """End all by SIGTERM, or by SIGKILL where that takes too long."""
+        self._stopping = True
+        await asyncio.gather(*self._respawns)
+        for worker in list(self._by_slot.values()):
+            worker.send(signal.SIGCONT)
+            worker.send(signal.SIGTERM)
+        deadline_s = asyncio.get_running_loop().time() + STOP_LIMIT_S
+        while self._by_slot and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(0.02)
+        for worker in list(self._by_slot.values()):
+            worker.send(signal.SIGKILL)
