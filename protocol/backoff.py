@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 FIRST_WAIT_S: Final = 0.1
-LONGEST_WAIT_S: Final = 5.0
+LONGEST_WAIT_S: Final = 2.0  # what is added, at worst, to the outage of whatever is waited for
 
 
 def backoff_s() -> Iterator[float]:

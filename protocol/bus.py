@@ -16,25 +16,30 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Self
 
 import msgspec
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 
-from protocol.errors import ApiError, BusError, BusTimeout, PayloadTooLarge, StreamFull
+from protocol.connection import LastingClient, shared_credentials
+from protocol.errors import ApiError, BusError, BusTimeout, NobodyListens, PayloadTooLarge, StreamFull
 
 RECONNECT_WAIT_S: Final = (
     0.1  # between two tries of one server; the client waits per server, so a cluster is tried at once
 )
-CONNECT_TIMEOUT_S: Final = 5
+CONNECT_TIMEOUT_S: Final = 2  # for each step of it; a server that hangs must not keep us from the others
 FIRST_CONNECT_LIMIT_S: Final = 30.0
-PING_INTERVAL_S: Final = 5
+# A peer that has vanished without a word is noticed after two to three intervals; other news of a dead connection is
+# quicker, but only this frees the vanished one's own process to try another way.
+PING_INTERVAL_S: Final = 2
 MAX_OUTSTANDING_PINGS: Final = 2
-PENDING_OUT_BYTES: Final = 32 * 1024 * 1024  # published while disconnected; past it a publish raises BusError
+PENDING_OUT_BYTES: Final = 32 * 1024 * 1024  # not yet handed to the kernel; past it a publish raises BusError
+FLUSH_LIMIT_S: Final = 2
+CLOSE_LIMIT_S: Final = 4.0
 HEADER_ROOM_BYTES: Final = 512  # the client's own size check forgets headers, and the server then hangs up
+# Short, because a stream that has no leader does not answer, and whoever asks then asks again.
 PUBLISH_TIMEOUT_S: Final = 2.0
-API_TIMEOUT_S: Final = 5.0
+API_TIMEOUT_S: Final = 2.0
 JETSTREAM_STREAM_FULL: Final = {10077, 10047, 10167}  # maximum messages/bytes exceeded, insufficient resources
 
 log = logging.getLogger(__name__)
@@ -45,7 +50,7 @@ Handler = Callable[[Msg], Awaitable[None]]
 class Bus:
     """One connection to the queue server (or cluster). Create it with ``await Bus.connect(...)``."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: LastingClient) -> None:
         self.client = client
         self._inbox_prefix = client.new_inbox()
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
@@ -68,7 +73,8 @@ class Bus:
         further arguments of nats-py's ``connect`` (credentials, TLS). Raises BusError if no server answers within
         ``first_limit_s``: the queue server may be starting at the same time.
         """
-        client = Client()
+        client = LastingClient()
+        servers = [servers] if isinstance(servers, str) else servers
         bus: Self | None = None
         last_error = ""
 
@@ -106,10 +112,10 @@ class Bus:
                     disconnected_cb=on_disconnected,
                     reconnected_cb=on_reconnected,
                     error_cb=on_error,
-                    **(options or {}),
+                    **{**shared_credentials(servers), **(options or {})},
                 )
         except (NatsError, OSError, TimeoutError) as error:
-            where = _without_secrets([servers] if isinstance(servers, str) else servers)
+            where = _without_secrets(servers)
             why = last_error or str(error) or "no answer"
             raise BusError(f"cannot connect to NATS at {where} within {first_limit_s:g} s: {why}") from error
         bus = cls(client)
@@ -143,16 +149,25 @@ class Bus:
                 log.warning("after reconnecting, %s failed: %s", getattr(hook, "__qualname__", hook), error)
 
     async def close(self) -> None:
-        """Flush what is pending and close. Safe to call twice."""
+        """Flush what is pending and close, within ``CLOSE_LIMIT_S``. Safe to call twice."""
         for task in list(self._reconnect_tasks):
             task.cancel()
+        try:
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await self._flush()
+                if not self.client.is_closed:
+                    await self.client.close()
+        except TimeoutError:
+            log.warning("the connection to NATS did not end in time and is cut")
+            self.client.abort()
+
+    async def _flush(self) -> None:
         if self.client.is_connected:
             try:
-                await self.client.flush(timeout=2)
+                await self.client.flush(timeout=FLUSH_LIMIT_S)
             except NatsError as error:
-                log.warning("could not flush before closing: %s", error or type(error).__name__)
-        if not self.client.is_closed:
-            await self.client.close()
+                log.warning("could not flush before closing: %s", str(error) or type(error).__name__)
+                self.client.abort()
 
     # --- core NATS ----------------------------------------------------------------------------------------------------
 
@@ -163,9 +178,12 @@ class Bus:
     async def publish(
         self, subject: str, payload: bytes, *, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """Send without waiting for anybody. Raises PayloadTooLarge or, while disconnected for long, BusError."""
+        """Send without waiting for anybody. Raises PayloadTooLarge or, while too much waits to be sent, BusError."""
         if len(payload) + HEADER_ROOM_BYTES > self.client.max_payload:
             raise PayloadTooLarge(f"{len(payload)} bytes exceed the server's max_payload of {self.client.max_payload}")
+        if len(payload) + self.client.pending_data_size > PENDING_OUT_BYTES:
+            # nats-py would buffer without a limit while connected, pausing for ten seconds at each message.
+            raise BusError(f"cannot publish to {subject}: {self.client.pending_data_size} bytes are not sent yet")
         try:
             await self.client.publish(subject, payload, reply, headers)
         except NatsError as error:
@@ -174,7 +192,7 @@ class Bus:
     async def request(
         self, subject: str, payload: bytes, *, headers: dict[str, str] | None = None, timeout_s: float
     ) -> Msg:
-        """Publish and wait for one reply. Raises BusTimeout (also when nobody listens) and what ``publish`` raises."""
+        """Publish and wait for one reply. Raises BusTimeout, NobodyListens, and what ``publish`` raises."""
         ticket = str(next(self._tickets))
         future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = future
@@ -187,7 +205,7 @@ class Bus:
         finally:
             self._waiting.pop(ticket, None)
         if reply.headers and reply.headers.get("Status") == "503":
-            raise BusTimeout(f"nobody listens on {subject}")
+            raise NobodyListens(f"nobody listens on {subject}")
         return reply
 
     async def _on_reply(self, message: Msg) -> None:
@@ -204,16 +222,23 @@ class Bus:
         *,
         message_id: str,
         ttl_s: int | None = None,
+        expected_last_sequence: int | None = None,
         timeout_s: float = PUBLISH_TIMEOUT_S,
     ) -> int:
         """Publish into a stream and wait until it is stored; returns its stream sequence number.
 
         The server drops a second message with the same ``message_id`` inside the stream's duplicate window, so a
-        caller that got BusTimeout may simply call again. Raises StreamFull, ApiError, and what ``request`` raises.
+        caller that got BusTimeout may simply call again. Raises StreamFull, ApiError, BusError at once while there is
+        no connection (each new try would be buffered beside the last one), and what ``request`` raises. With
+        ``expected_last_sequence``, ApiError if the subject's last message is another one (0: if there is one).
         """
+        if not self.connected:
+            raise BusError(f"cannot store on {subject}: not connected")
         headers = {"Nats-Msg-Id": message_id}
         if ttl_s is not None:
             headers["Nats-TTL"] = str(max(1, ttl_s))
+        if expected_last_sequence is not None:
+            headers["Nats-Expected-Last-Subject-Sequence"] = str(expected_last_sequence)
         reply = await self.request(subject, payload, headers=headers, timeout_s=timeout_s)
         return int(_checked(msgspec.json.decode(reply.data))["seq"])
 

@@ -55,17 +55,24 @@ class Delivery(Struct, frozen=True):
 
 async def ack(bus: Bus, delivery: Delivery) -> None:
     """Remove the message from the work queue."""
-    await bus.publish(delivery.ack_subject, b"+ACK")
+    await _answer(bus, delivery, b"+ACK")
 
 
 async def nak(bus: Bus, delivery: Delivery, delay_s: float = 0.0) -> None:
     """Hand the message back for somebody else, now or after a while."""
-    await bus.publish(delivery.ack_subject, b'-NAK {"delay": %d}' % int(delay_s * 1e9) if delay_s else b"-NAK")
+    await _answer(bus, delivery, b'-NAK {"delay": %d}' % int(delay_s * 1e9) if delay_s else b"-NAK")
 
 
 async def term(bus: Bus, delivery: Delivery) -> None:
     """Give the message up for good: nobody could ever use it."""
-    await bus.publish(delivery.ack_subject, b"+TERM")
+    await _answer(bus, delivery, b"+TERM")
+
+
+async def _answer(bus: Bus, delivery: Delivery, answer: bytes) -> None:
+    # Never kept for a later connection: a memory stream begins anew with its server, and the number would then mean
+    # somebody else's message. Unanswered, this one comes again.
+    if bus.connected:
+        await bus.publish(delivery.ack_subject, answer)
 
 
 class _Pull(Struct):

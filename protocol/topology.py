@@ -5,7 +5,9 @@ server's restart). Applying twice changes nothing. Workers and the ledger writer
 it.
 """
 
+import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from msgspec import Struct
@@ -27,11 +29,15 @@ DEAD_LETTER_MAX_AGE_S: Final = 30 * 24 * 3600
 DUPLICATE_WINDOW_S: Final = 120
 USAGE_MAX_AGE_S: Final = 14 * 24 * 3600
 PROMPT_MAX_AGE_S: Final = 3600
+IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themselves: these are of dead ones
+IDEMPOTENCY_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 claims
 
 NS: Final = 1_000_000_000
 STREAM_NOT_FOUND: Final = 10059
 STREAM_NAME_IN_USE: Final = 10058
 CONSUMER_NOT_FOUND: Final = 10014
+CONSUMER_CANNOT_CHANGE: Final = 10012
+APPLY_CONCURRENCY: Final = 16  # calls in flight; in a cluster each new consumer takes some 60 ms, mostly of waiting
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +95,12 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
         },
         _bucket(subjects.WORKERS_BUCKET, bounds, storage="memory", max_age_s=REGISTRY_TTL_S),
         _bucket(subjects.MODELS_BUCKET, bounds, storage="file", max_age_s=0),
+        {
+            **_bucket(subjects.IDEMPOTENCY_BUCKET, bounds, storage="memory", max_age_s=IDEMPOTENCY_MAX_AGE_S),
+            "max_bytes": IDEMPOTENCY_MAX_BYTES,
+            "discard": "old",
+            "deny_delete": False,  # a claim is removed by its sequence, so that nobody else's is
+        },
         _object_bucket(subjects.ARTIFACTS_BUCKET, bounds, storage="file", max_age_s=0),
         _object_bucket(subjects.PROMPTS_BUCKET, bounds, storage="memory", max_age_s=PROMPT_MAX_AGE_S),
     ]
@@ -144,12 +156,28 @@ def ledger_consumer_config() -> dict[str, Any]:
 
 async def apply(bus: Bus, models: list[str], bounds: QueueBounds) -> None:
     """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError or BusTimeout."""
-    for config in streams(bounds):
-        await _apply_stream(bus, config)
-    for model in models:
-        for lane in subjects.LANES:
-            await _apply_consumer(bus, subjects.INTERACTIVE_STREAM, job_consumer_config(model, lane))
+    await _each(bus, streams(bounds), _apply_stream)
+    consumers = [job_consumer_config(model, lane) for model in models for lane in subjects.LANES]
+    await _each(bus, consumers, _apply_job_consumer)
     await _apply_consumer(bus, subjects.USAGE_STREAM, ledger_consumer_config())
+
+
+async def _each(
+    bus: Bus, configs: list[dict[str, Any]], apply_one: Callable[[Bus, dict[str, Any]], Awaitable[None]]
+) -> None:
+    """Apply them, ``APPLY_CONCURRENCY`` at a time; the first error ends them all."""
+    places = asyncio.Semaphore(APPLY_CONCURRENCY)
+
+    async def apply_in_its_place(config: dict[str, Any]) -> None:
+        async with places:
+            await apply_one(bus, config)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for config in configs:
+                group.create_task(apply_in_its_place(config))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
 
 
 async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:
@@ -160,6 +188,18 @@ async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:
             raise
         log.info("updating stream %s", config["name"])
         await bus.api(f"STREAM.UPDATE.{config['name']}", config)
+
+
+async def _apply_job_consumer(bus: Bus, config: dict[str, Any]) -> None:
+    try:
+        await _apply_consumer(bus, subjects.INTERACTIVE_STREAM, config)
+    except ApiError as error:
+        if error.code != CONSUMER_CANNOT_CHANGE:
+            raise
+        # It holds no more than which jobs have just been delivered: those come again, and a second run is fenced off.
+        log.warning("consumer %s is made anew: %s", config["durable_name"], error)
+        await bus.api(f"CONSUMER.DELETE.{subjects.INTERACTIVE_STREAM}.{config['durable_name']}")
+        await _apply_consumer(bus, subjects.INTERACTIVE_STREAM, config)
 
 
 async def _apply_consumer(bus: Bus, stream: str, config: dict[str, Any]) -> None:

@@ -1,0 +1,65 @@
+"""nats-py's client, mended where it gives up or hangs.
+
+what happens                              nats-py                             here
+the server answers -ERR (credentials      closes for ever                     reconnects for ever
+being changed, too many connections)
+the peer has vanished without a word,     waits until the kernel gives up     cuts the connection
+with output unsent                        (some 15 minutes)
+a reconnect meets an error it did not     stays disconnected in silence       says so and goes on
+foresee
+a server it learnt of from another one    has no credentials for it           has those of the configured URLs
+"""
+
+import asyncio
+import logging
+from typing import Any, Final
+from urllib.parse import urlparse
+
+from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
+from nats.errors import Error as NatsError
+from nats.protocol.parser import PERMISSIONS_ERR
+
+AFTER_FAILURE_S: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class LastingClient(Client):
+    """A client that, once connected, ends only by ``close``."""
+
+    def abort(self) -> None:
+        """Cut the connection without sending what is pending; nothing happens where there is none."""
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None  # noqa: SLF001
+        if writer is not None:
+            writer.transport.abort()
+
+    async def _process_err(self, err_msg: str) -> None:
+        error = NatsError(f"the server says {err_msg}")
+        await self._error_cb(error)
+        if PERMISSIONS_ERR not in err_msg:  # that one forbids a subject, and the connection stays
+            await self._process_op_err(error)
+
+    async def _attempt_reconnect(self) -> None:
+        self.abort()
+        while not self.is_closed:
+            try:
+                await super()._attempt_reconnect()
+            except Exception:
+                log.exception("reconnecting to NATS failed in an unforeseen way; trying again")
+                await asyncio.sleep(AFTER_FAILURE_S)
+            else:
+                return
+
+    async def _connect_to_server(self, s: Any) -> None:  # noqa: ANN401  # nats-py's own record of a server
+        self.abort()  # what is left of a try that failed halfway
+        await super()._connect_to_server(s)
+
+
+def shared_credentials(servers: list[str]) -> dict[str, str]:
+    """The credentials that the URLs carry, as options of nats-py's ``connect``; none if the URLs differ in them."""
+    found = {(url.username, url.password) for url in map(urlparse, servers) if url.username}
+    if len(found) != 1:
+        return {}
+    user, password = found.pop()
+    return {"token": str(user)} if password is None else {"user": str(user), "password": password}
