@@ -11,6 +11,7 @@ from pool_worker.credit import Cost
 from pool_worker.generation import prompt_tokens_of
 from protocol.messages import Accepted, Failed, Finished, Frame, Job, TokenLogprob, Tokens, encode
 from protocol.pull import Delivery
+from protocol.subjects import LOW_LANE
 
 
 def attempt_id(request_id: str, attempt: int) -> str:
@@ -67,6 +68,11 @@ class Attempt:
         self.frames.append(encoded)
         self.replay_bytes += len(encoded)
         return encoded
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it fills what interactive work leaves idle."""
+        return self.lane == LOW_LANE
 
     def elapsed_ms(self) -> float:
         """Milliseconds since the pull."""

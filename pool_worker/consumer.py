@@ -1,167 +1,265 @@
-"""Pulls jobs from the queue, only as many as the engine has room for."""
+"""Pulls jobs from the lanes of all models that the engine serves, only as many as it has room for.
+
+As far as a worker knows, a lane is in one of two states:
+
+- Jobs wait: in its fair turn (`lanes`) it is asked for some, by a pull that takes what is there and ends at once.
+- None waits: while there is room, a pull is parked in it, the watch, which brings the next job the moment it comes.
+
+With less room than lanes the watches may bring more than fits. What is too much goes back to the queue at once; a watch
+brings its jobs only once, so this has an end. Without any room nothing is pulled and nothing is learned. So a worker
+that then gets a little room first asks the queue how many jobs wait in each lane: its choice must be fair.
+"""
 
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import Final
 
+from pool_worker.attempt import Attempt
+from pool_worker.backlog import read_backlog
 from pool_worker.credit import Credit
 from pool_worker.executor import Executor
+from pool_worker.gate import Gate
+from pool_worker.lanes import LOW_RANK, Lane, LaneShares, expected_tokens
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import decode_job
 from protocol.outbox import Outbox
-from protocol.pull import PULL_EXPIRES_S, Delivery, PullConsumer
+from protocol.pull import Delivery, PullConsumer
 from protocol.topology import consumer_exists
 
-REFILL_CHECK_S: Final = 0.05  # how often pulls that have expired are noticed
-SHARED_PULL_EXPIRES_S: Final = 0.05  # where there is less room than models, they take turns of so long
+REFILL_CHECK_S: Final = 0.1  # how often room is noticed that nobody told of
+WATCH_EXPIRES_S: Final = 5.0
+MAX_WATCH_JOBS: Final = 8
+BUSY_WATCH_S: Final = 0.1  # a watch that is used up within it is twice as large the next time
+BACKLOG_LIMIT_S: Final = 0.25  # for the queue to say what waits
 AFTER_FAILURE_S: Final = 0.5
 
 log = logging.getLogger(__name__)
 
 
-class _ModelPulls:
-    """The pulls for one model, and when they last brought something."""
+class LanePulls:
+    """The pulls of one lane."""
 
-    def __init__(self, bus: Bus, model: str, lane: str, tier: str, executor: Executor) -> None:
-        self._bus = bus
-        self._executor = executor
-        self.consumer_name = subjects.job_consumer(model, lane)
-        self.pulls = PullConsumer(bus, subjects.INTERACTIVE_STREAM, self.consumer_name, self._on_delivery, tier=tier)
-        self.delivered_s = 0.0  # monotonic clock
-        self.pulled_s = 0.0
-        self._expires_s = 0.0  # of the last pull
+    def __init__(
+        self,
+        bus: Bus,
+        lane: Lane,
+        tier: str,
+        *,
+        on_delivery: Callable[["LanePulls", Delivery], Awaitable[None]],
+        on_empty: Callable[["LanePulls"], None],
+    ) -> None:
+        """Make the pulls of ``lane``; ``on_empty`` is called when it had nothing more for one."""
+        self.lane = lane
+        self.consumer_name = subjects.job_consumer(lane.model, lane.name)
+        self.is_refused = False  # the watch ended with nothing, long before its time: the consumer is gone
+        self._on_delivery = on_delivery
+        self._on_empty = on_empty
+        self._watched_s = 0.0  # monotonic clock; 0: the last pull was no watch, or it has brought something
+        self._watch_jobs = 1
+        self._pulls = PullConsumer(
+            bus, subjects.INTERACTIVE_STREAM, self.consumer_name, self._take, tier=tier, on_end=self._end
+        )
+        self.start = self._pulls.start
+        self.stop = self._pulls.stop
+        self.coming = self._pulls.outstanding
 
-    async def _on_delivery(self, delivery: Delivery) -> None:
-        self.delivered_s = time.monotonic()
-        try:
-            job = decode_job(delivery.payload)
-        except ProtocolError as error:
-            log.error("job %d of the queue is given up: %s", delivery.stream_sequence, error)  # noqa: TRY400
-            await pull.term(self._bus, delivery)
-        else:
-            self._executor.offer(job, delivery)
+    async def ask(self, jobs: int) -> None:
+        """Take up to ``jobs`` of those that wait. Raises BusError."""
+        self._watched_s = 0.0
+        await self._pulls.pull(jobs, expires_s=0)
 
-    async def pull(self, batch: int, expires_s: float) -> None:
-        """Ask for ``batch`` jobs. Raises BusError."""
-        self.pulled_s = time.monotonic()
-        self._expires_s = expires_s
-        await self.pulls.pull(batch, expires_s=expires_s)
+    async def watch(self, most_jobs: int) -> None:
+        """Wait for the next jobs: for one, or for more where they come quickly. Raises BusError."""
+        self._watched_s = time.monotonic()
+        await self._pulls.pull(max(1, min(self._watch_jobs, most_jobs)), expires_s=WATCH_EXPIRES_S)
 
-    def was_refused(self) -> bool:
-        """Whether the last pull ended with nothing, long before its time: then the consumer is gone."""
-        is_early = time.monotonic() - self.pulled_s < self._expires_s / 2
-        return is_early and self.delivered_s < self.pulled_s and not self.pulls.outstanding()
+    def forget(self) -> None:
+        """Write off all parked pulls."""
+        self._pulls.forget_pulls()
+        self.is_refused = False
+
+    async def _take(self, delivery: Delivery) -> None:
+        if self._watched_s and not self.coming():
+            is_busy = time.monotonic() - self._watched_s < BUSY_WATCH_S
+            self._watch_jobs = min(2 * self._watch_jobs, MAX_WATCH_JOBS) if is_busy else 1
+        await self._on_delivery(self, delivery)
+
+    def _end(self) -> None:
+        self.is_refused = 0 < time.monotonic() - self._watched_s < WATCH_EXPIRES_S / 2 and not self.coming()
+        self._watch_jobs = 1
+        self._on_empty(self)
 
 
 class Consumer:
-    """Keeps as many jobs asked for as there is room for, over all models that the engine serves."""
+    """Keeps as many jobs asked for as there is room for."""
 
     def __init__(
         self,
         bus: Bus,
         models: tuple[str, ...],
         tier: str,
+        *,
         executor: Executor,
         credit: Credit,
         outbox: Outbox,
-        *,
-        has_room: asyncio.Event,
+        gate: Gate,
+        must_look: asyncio.Event,
     ) -> None:
-        """Make a consumer that has asked for nothing; setting ``has_room`` makes it look at the credit again."""
+        """Make a consumer that has asked for nothing; setting ``must_look`` makes it look at room and gate again."""
         self._bus = bus
         self._executor = executor
         self._credit = credit
         self._outbox = outbox
-        self._models = [_ModelPulls(bus, model, lane, tier, executor) for model in models for lane in subjects.LANES]
-        self._has_room = has_room
-        self._must_look = asyncio.Event()  # whether the consumers are (still) there
+        self._gate = gate
+        self._must_look = must_look
+        self._shares = LaneShares()
+        self._lanes = {
+            (model, name): LanePulls(
+                bus, Lane(model, name), tier, on_delivery=self._on_delivery, on_empty=self._on_empty
+            )
+            for model in models
+            for name in subjects.LANES
+        }
+        self._only_model = models[0] if len(models) == 1 else None
+        self._may_be_gone = asyncio.Event()  # the consumers
 
     async def start(self) -> None:
         """Listen for deliveries. Nothing is asked for before ``run``."""
-        for model in self._models:
-            await model.pulls.start()
+        for lane in self._lanes.values():
+            await lane.start()
 
     async def stop(self) -> None:
         """Stop pulling; what the server has sent by now still reaches the executor."""
-        for model in self._models:
-            await model.pulls.stop()
+        await asyncio.gather(*(lane.stop() for lane in self._lanes.values()))
 
     def forget_pulls(self) -> None:
         """After a reconnect: no pull is parked any more, and maybe the consumers are gone too."""
-        for model in self._models:
-            model.pulls.forget_pulls()
+        for lane in self._lanes.values():
+            lane.forget()
+        self._may_be_gone.set()
         self._must_look.set()
+
+    def settle(self, attempt: Attempt) -> None:
+        """Put what an attempt has really cost on its lane's account, when it has ended."""
+        job = attempt.job
+        used = attempt.prompt_tokens + attempt.completion_tokens
+        self._shares.settle(self._lanes[job.model, attempt.lane].lane, used - expected_tokens(job), job.weight)
+
+    # --- what comes back ---------------------------------------------------------------------------------------------
+
+    async def _on_delivery(self, pulls: LanePulls, delivery: Delivery) -> None:
+        lane = pulls.lane
+        self._shares.learn(lane, delivery.pending + 1, time.monotonic())
+        try:
+            job = decode_job(delivery.payload)
+        except ProtocolError as error:
+            log.error("job %d of the queue is given up: %s", delivery.stream_sequence, error)  # noqa: TRY400
+            await pull.term(self._bus, delivery)
+        else:
+            if not self._has_place(lane) and not self._executor.knows(job):
+                await pull.nak(self._bus, delivery)
+                return
+            if self._executor.offer(job, delivery):
+                self._shares.charge(lane, expected_tokens(job), job.weight)
+        lane.waiting = delivery.pending
+        if not pulls.coming():
+            self._must_look.set()
+
+    def _on_empty(self, pulls: LanePulls) -> None:
+        self._shares.learn(pulls.lane, 0, time.monotonic())
+        self._must_look.set()
+
+    # --- room --------------------------------------------------------------------------------------------------------
+
+    def room(self, *, is_batch: bool = False) -> int:
+        """Return how many jobs may be asked for and not yet be here."""
+        is_blocked = self._executor.has_waiting if is_batch else self._executor.has_waiting_interactive
+        if is_blocked or self._executor.is_draining or self._outbox.full or not self._bus.connected:
+            return 0
+        return self._credit.jobs_to_pull(is_batch=is_batch)
+
+    def _has_place(self, lane: Lane) -> bool:
+        return self._gate.is_open(lane.model) and self.room(is_batch=lane.rank == LOW_RANK) > 0
 
     # --- pulling -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Pull for ever; cancel it to stop."""
         while True:
-            if self._must_look.is_set():
-                self._must_look.clear()
+            self._must_look.clear()
+            if self._may_be_gone.is_set():
+                self._may_be_gone.clear()
                 await self.wait_for_consumers()
             try:
                 await self._refill()
             except BusError as error:
                 log.warning("cannot ask for jobs, will again: %s", error)
                 await asyncio.sleep(AFTER_FAILURE_S)
-            await wait_for(self._has_room, REFILL_CHECK_S)
-            self._has_room.clear()
+            await wait_for(self._must_look, REFILL_CHECK_S)
 
     async def wait_for_consumers(self) -> None:
         """Return when a gateway has made the consumers of all models."""
-        for model in self._models:
-            await wait_for_consumer(self._bus, model.consumer_name)
-
-    def room(self) -> int:
-        """Return how many jobs may be asked for and not yet be here."""
-        is_blocked = self._executor.is_draining or self._executor.has_waiting or self._outbox.full
-        if is_blocked or not self._bus.connected:
-            return 0
-        return self._credit.jobs_to_pull()
+        for lane in self._lanes.values():
+            await wait_for_consumer(self._bus, lane.consumer_name)
 
     async def _refill(self) -> None:
-        """Ask for as many jobs as there is room for.
-
-        The model that had a job last gets the room; each other keeps one pull parked, so that its next job finds it.
-        """
-        if any(model.was_refused() for model in self._models):
-            self._must_look.set()
+        if any(lane.is_refused for lane in self._lanes.values()):
+            self.forget_pulls()
             await asyncio.sleep(AFTER_FAILURE_S)
             return
-        room = self.room()
-        free = room - sum(model.pulls.outstanding() for model in self._models)
-        if room < len(self._models):
-            await self._take_turns(free)
+        places = self.room()
+        lanes = [lane for lane in self._lanes.values() if self._gate.is_open(lane.lane.model)]
+        if not places or not lanes:
             return
-        busiest, *others = sorted(self._models, key=lambda model: model.delivered_s, reverse=True)
-        for model in others:
-            if free > 0 and not model.pulls.outstanding():
-                await model.pull(1, PULL_EXPIRES_S)
-                free -= 1
-        await self._refill_busiest(busiest, free)
+        if places < len(lanes):
+            await self._learn(lanes)
+        places = await self._ask(lanes)
+        if places > 0:
+            await self._watch(lanes, places)
 
-    async def _take_turns(self, free: int) -> None:
-        # The one that was asked longest ago comes first; a preference for the busiest would starve it or the others.
-        for model in sorted(self._models, key=lambda model: model.pulled_s):
-            if free > 0 and not model.pulls.outstanding():
-                await model.pull(1, SHARED_PULL_EXPIRES_S)
-                free -= 1
-
-    async def _refill_busiest(self, model: _ModelPulls, free: int) -> None:
-        outstanding = model.pulls.outstanding()
-        if free <= 0 or outstanding > free:
-            return  # jobs are scarce; a pull for every slot that frees would only be work
-        if outstanding or free == 1:
-            await model.pull(free, PULL_EXPIRES_S)
+    async def _learn(self, lanes: list[LanePulls]) -> None:
+        """Where jobs may wait in lanes unknown to us, ask the queue; if it does not answer, any may have one."""
+        now_s = time.monotonic()
+        stale = [lane for lane in lanes if lane.lane.is_stale(now_s) and not lane.coming()]
+        if not stale:
             return
-        # Two halves that expire at different times, so that there is always a pull parked.
-        await model.pull(free // 2, PULL_EXPIRES_S / 2)
-        await model.pull(free - free // 2, PULL_EXPIRES_S)
+        try:
+            async with asyncio.timeout(BACKLOG_LIMIT_S):
+                jobs = (await read_backlog(self._bus, self._only_model)).jobs
+        except (BusError, TimeoutError) as error:
+            log.warning("what waits in the queue is unknown: %s", error or "no answer")
+            jobs = {subjects.job_subject(lane.lane.model, lane.lane.name): 1 for lane in stale}
+        now_s = time.monotonic()
+        for lane in stale:
+            subject = subjects.job_subject(lane.lane.model, lane.lane.name)
+            self._shares.learn(lane.lane, jobs.get(subject, 0), now_s)
+
+    async def _ask(self, lanes: list[LanePulls]) -> int:
+        """Ask for what waits, as far as there is room; return how much room is left."""
+        coming = {lane.lane: lane.coming() for lane in lanes if lane.lane.waiting}
+        waiting = {lane: lane.waiting - jobs for lane, jobs in coming.items()}
+        interactive = {lane: jobs for lane, jobs in waiting.items() if lane.rank != LOW_RANK}
+        promised = sum(coming.values())
+        places = self.room() - promised
+        # Batch jobs get what is left when nobody else waits.
+        open_places = places if interactive else min(places, self.room(is_batch=True) - promised)
+        asked = self._shares.divide(open_places, interactive or waiting, coming)
+        for lane, jobs in asked.items():
+            await self._lanes[lane.model, lane.name].ask(jobs)
+        return places - sum(asked.values())
+
+    async def _watch(self, lanes: list[LanePulls], places: int) -> None:
+        """Park a pull in every lane where nothing waits, also where that makes more pulls than places."""
+        has_batch_room = self.room(is_batch=True) > 0
+        for lane in lanes:
+            is_wanted = has_batch_room or lane.lane.rank != LOW_RANK
+            if is_wanted and not lane.lane.waiting and not lane.coming():
+                await lane.watch(places // len(lanes))
 
 
 async def wait_for_consumer(bus: Bus, name: str) -> None:

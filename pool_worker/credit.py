@@ -3,6 +3,8 @@
 What a job costs is known only once it has been pulled. So the size of the next ones is guessed from the last ones: as
 many are asked for as would fit if each were as large as the largest of these, and one more only while something that
 large as the smallest of these would fit. A job that turns out not to fit waits here, and meanwhile nothing is pulled.
+
+Batch jobs must leave a reserve free, so that an interactive job finds room at once; an idle engine takes any of them.
 """
 
 from collections import deque
@@ -24,11 +26,16 @@ class Cost:
     kv_tokens: int
 
 
+NOTHING: Final = Cost(0, 0)
+
+
 class Credit:
     """The engine's free sequences and KV tokens. ``take`` and ``give_back`` must come in pairs."""
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, batch_reserve: float = 0.0) -> None:
+        """Make the credit of an idle engine; ``batch_reserve`` is the share of it that batch jobs leave free."""
         self.capacity = capacity
+        self._reserve = reserve_of(capacity, batch_reserve)
         self.free_sequences = capacity.max_sequences
         self.free_kv_tokens = capacity.max_kv_tokens
         longest = Cost(1, min(capacity.max_model_len, capacity.max_kv_tokens))
@@ -43,9 +50,10 @@ class Credit:
         kv_tokens = sequences * (prompt_tokens_of(job) + job.sampling.max_tokens)
         return Cost(min(sequences, self.capacity.max_sequences), min(kv_tokens, self.capacity.max_kv_tokens))
 
-    def fits(self, cost: Cost) -> bool:
+    def fits(self, cost: Cost, *, is_batch: bool = False) -> bool:
         """Whether the engine has room for it now."""
-        return cost.sequences <= self.free_sequences and cost.kv_tokens <= self.free_kv_tokens
+        free = self._free(is_batch=is_batch and not self._is_idle)
+        return cost.sequences <= free.sequences and cost.kv_tokens <= free.kv_tokens
 
     def take(self, cost: Cost) -> None:
         """Reserve it."""
@@ -61,12 +69,28 @@ class Credit:
         """Remember the size of a job just pulled."""
         self._recent.append(cost)
 
-    def jobs_to_pull(self) -> int:
+    def jobs_to_pull(self, *, is_batch: bool = False) -> int:
         """Return how many jobs may be asked for and not yet be here, if none waits."""
-        if self.free_sequences == 0:
+        free = self._free(is_batch=is_batch)
+        if free.sequences <= 0:
             return 0
         sequences = max(1, *(cost.sequences for cost in self._recent))
         kv_tokens = max(1, *(cost.kv_tokens for cost in self._recent))
-        jobs = min(self.free_sequences // sequences, self.free_kv_tokens // kv_tokens)
+        jobs = min(free.sequences // sequences, max(0, free.kv_tokens) // kv_tokens)
         smallest_kv_tokens = min(cost.kv_tokens for cost in self._recent)
-        return jobs or int(self.free_kv_tokens >= smallest_kv_tokens)
+        return jobs or int(self._is_idle or free.kv_tokens >= smallest_kv_tokens)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.free_sequences == self.capacity.max_sequences
+
+    def _free(self, *, is_batch: bool) -> Cost:
+        reserve = self._reserve if is_batch else NOTHING
+        return Cost(self.free_sequences - reserve.sequences, self.free_kv_tokens - reserve.kv_tokens)
+
+
+def reserve_of(capacity: Capacity, share: float) -> Cost:
+    """Return what batch jobs leave free: at least one sequence; nothing where there is only one, or ``share`` is 0."""
+    if share == 0 or capacity.max_sequences == 1:
+        return NOTHING
+    return Cost(max(1, int(share * capacity.max_sequences)), int(share * capacity.max_kv_tokens))

@@ -96,25 +96,38 @@ class Executor:
         """Whether a job is here that does not fit into the engine yet."""
         return bool(self._waiting)
 
+    @property
+    def has_waiting_interactive(self) -> bool:
+        """Whether one of these is no batch job, which others would have to pass."""
+        return any(not attempt.is_batch for attempt in self._waiting)
+
     # --- a job comes in ----------------------------------------------------------------------------------------------
 
-    def offer(self, job: Job, delivery: Delivery) -> None:
-        """Take a pulled job: run it, let it wait for credit, leave it to others, or tell its gateway why not."""
+    def knows(self, job: Job) -> bool:
+        """Whether this worker runs this very attempt, or has run it lately."""
         id_ = attempt_id(job.request_id, job.attempt)
+        return id_ in self._held or self._recent.get(id_) is not None
+
+    def offer(self, job: Job, delivery: Delivery) -> bool:
+        """Take a pulled job: run it, let it wait for credit, leave it to others, or tell its gateway why not.
+
+        Return whether it was accepted now, and so will come to ``on_end``.
+        """
+        id_ = attempt_id(job.request_id, job.attempt)
+        is_accepted = False
         if self._adopt(id_, job, delivery):
-            return
+            return is_accepted
         if 0 < job.deadline_unix_ms < time.time() * 1000:
             self._decline_expired(job, delivery)
         elif self._is_draining:
             self._publisher.nak(delivery)
         elif self._should_avoid(job, delivery):
             self._publisher.nak(delivery, AVOID_DELAY_S)
-        elif not self.jobs_to_pull(is_batch=is_batch(delivery)):
-            self._publisher.nak(delivery)  # more lanes were asked than there were places
-            has_taken = False
         else:
             self._accept(job, delivery)
+            is_accepted = True
         self._publisher.wake()
+        return is_accepted
 
     def _adopt(self, id_: str, job: Job, delivery: Delivery) -> bool:
         """Whether this worker runs or ran this very attempt: the message came again, the work must not.
@@ -163,8 +176,11 @@ class Executor:
             self._is_starting = False
 
     def _start_waiting(self) -> None:
-        while self._waiting and not self._is_draining and self._credit.fits(self._waiting[0].cost):
-            attempt = self._waiting.popleft()
+        while self._waiting and not self._is_draining:
+            attempt = min(self._waiting, key=lambda attempt: attempt.is_batch)  # the oldest; batch jobs let others pass
+            if not self._credit.fits(attempt.cost, is_batch=attempt.is_batch):
+                return
+            self._waiting.remove(attempt)
             if 0 < attempt.job.deadline_unix_ms < time.time() * 1000:
                 self._fail(attempt, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the worker", retryable=False)
                 continue

@@ -18,6 +18,7 @@ from pool_worker.credit import Credit
 from pool_worker.drain import Drain
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
 from pool_worker.executor import Executor
+from pool_worker.gate import Gate
 from pool_worker.heartbeat import Heart
 from pool_worker.orphans import GatewayWatch
 from pool_worker.peers import Peers
@@ -45,8 +46,8 @@ class Worker:
         self._settings = settings
         self._tasks = tasks
         self._engine = engine
-        credit = Credit(capacity)
-        self._has_room = asyncio.Event()
+        credit = Credit(capacity, settings.batch_reserve)
+        self._must_look = asyncio.Event()  # there may be more room for jobs, or a gate has opened
         self._publisher = Publisher(bus, settings.worker_id)
         self._peers = Peers(bus, settings.worker_id)
         self._outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, OUTBOX_RECORDS)
@@ -61,8 +62,23 @@ class Worker:
             spawn=tasks.create_task,
             on_end=self._on_attempt_ended,
         )
+        self._gate = Gate(
+            settings.gate,
+            bus,
+            self._peers,
+            tier=settings.tier,
+            models=settings.models,
+            on_open=self._must_look.set,
+        )
         self._consumer = Consumer(
-            bus, settings.models, settings.tier, self._executor, credit, self._outbox, has_room=self._has_room
+            bus,
+            settings.models,
+            settings.tier,
+            executor=self._executor,
+            credit=credit,
+            outbox=self._outbox,
+            gate=self._gate,
+            must_look=self._must_look,
         )
         self._control = ControlListener(bus, settings.worker_id, self._executor)
         self._heart = Heart(settings, bus, engine.name, self._executor, credit)
@@ -94,6 +110,7 @@ class Worker:
                 work.create_task(self._cards.run(), name="cards"),
                 work.create_task(self._heart.run(), name="heartbeat"),
                 work.create_task(self._gateways.run(), name="gateways"),
+                work.create_task(self._gate.run(), name="gate"),
                 work.create_task(self._watch_for_notice(stop), name="notices"),
             ]
             stepping = work.create_task(self._run_engine(), name="engine")
@@ -145,8 +162,9 @@ class Worker:
         except TimeoutError:
             log.warning("pulls were not ended within %g s", STOP_PULLING_LIMIT_S)
 
-    def _on_attempt_ended(self, _attempt: Attempt) -> None:
-        self._has_room.set()
+    def _on_attempt_ended(self, attempt: Attempt) -> None:
+        self._consumer.settle(attempt)
+        self._must_look.set()
 
     async def _on_reconnected(self) -> None:
         self._consumer.forget_pulls()

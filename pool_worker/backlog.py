@@ -1,0 +1,22 @@
+"""How many jobs wait in the queue, by lane; asked of the server."""
+
+import datetime as dt
+from dataclasses import dataclass
+
+from protocol import subjects
+from protocol.bus import Bus
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The queue at one moment. Jobs that a worker was given and has not yet accepted count as well."""
+
+    jobs: dict[str, int]  # by subject; empty lanes are left out
+    server_time: dt.datetime
+
+
+async def read_backlog(bus: Bus, model: str | None = None) -> Backlog:
+    """Ask for the backlog of one model or of all. Raises ApiError or BusTimeout."""
+    filter_ = "rq.>" if model is None else subjects.job_subject(model, ">")
+    info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}", {"subjects_filter": filter_})
+    return Backlog(info["state"].get("subjects") or {}, dt.datetime.fromisoformat(info["ts"]))

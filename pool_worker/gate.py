@@ -1,0 +1,103 @@
+"""A dear pool takes no jobs while a cheaper tier does well.
+
+Pull priorities alone give every job to the cheapest worker that has room for it; the gate also lets jobs wait a little
+for a cheaper worker to get room.
+"""
+
+import asyncio
+import datetime as dt
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from pool_worker.backlog import read_backlog
+from pool_worker.peers import Peers
+from pool_worker.settings import GateSettings, Tier
+from protocol import subjects
+from protocol.backoff import wait_for
+from protocol.bus import Bus
+from protocol.errors import ApiError, BusError
+
+GATE_POLL_S: Final = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class Gate:
+    """Whether a worker may take jobs, by model. Without settings it always may."""
+
+    def __init__(
+        self,
+        settings: GateSettings | None,
+        bus: Bus,
+        peers: Peers,
+        *,
+        tier: Tier,
+        models: tuple[str, ...],
+        on_open: Callable[[], None],
+    ) -> None:
+        """Make a gate, closed where there are settings; ``on_open`` is called when it has opened for a model."""
+        self._settings = settings
+        self._bus = bus
+        self._peers = peers
+        self._tier = tier
+        self._is_open = dict.fromkeys(models, settings is None)
+        self._on_open = on_open
+        self._must_look = asyncio.Event()
+        peers.on_change(self._must_look.set)
+
+    def is_open(self, model: str) -> bool:
+        """Whether jobs of this model may be taken now."""
+        return self._is_open[model]
+
+    async def run(self) -> None:
+        """Open and close for ever; cancel it to stop. Returns at once where there is nothing to gate."""
+        if self._settings is None:
+            return
+        while True:
+            self._must_look.clear()
+            for model in self._is_open:
+                await self._look(model, self._settings)
+            await wait_for(self._must_look, GATE_POLL_S)
+
+    async def _look(self, model: str, settings: GateSettings) -> None:
+        is_needed = self._peers.is_informed and not self._peers.cheaper_serving(model, self._tier)
+        if not is_needed:
+            try:
+                is_needed = await is_behind(self._bus, model, settings)
+            except BusError as error:
+                log.warning("the gate for %s stays as it is: %s", model, error)
+                return
+        if is_needed == self._is_open[model]:
+            return
+        self._is_open[model] = is_needed
+        log.info("the gate for %s is %s", model, "open" if is_needed else "closed")
+        if is_needed:
+            self._on_open()
+
+
+async def is_behind(bus: Bus, model: str, settings: GateSettings) -> bool:
+    """Whether too many interactive jobs of a model wait, or one for too long. Raises BusError."""
+    backlog = await read_backlog(bus, model)
+    waiting = dict(backlog.jobs)
+    waiting.pop(subjects.job_subject(model, subjects.LOW_LANE), None)
+    if settings.backlog_jobs is not None and sum(waiting.values()) > settings.backlog_jobs:
+        return True
+    if settings.oldest_s is None:
+        return False
+    stored_before = backlog.server_time - dt.timedelta(seconds=settings.oldest_s)
+    for subject in waiting:
+        stored = await _oldest(bus, subject)
+        if stored is not None and stored < stored_before:
+            return True
+    return False
+
+
+async def _oldest(bus: Bus, subject: str) -> dt.datetime | None:
+    """Return when the stream took the first message of a subject that it still has; None if it has none any more."""
+    call = f"STREAM.MSG.GET.{subjects.INTERACTIVE_STREAM}"
+    try:
+        answer = await bus.api(call, {"seq": 1, "next_by_subj": subject})
+    except ApiError:
+        return None
+    return dt.datetime.fromisoformat(answer["message"]["time"])
