@@ -3,34 +3,20 @@
 import asyncio
 import random
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from msgspec import structs
 
-from pool_worker.settings import WorkerSettings
 from protocol import messages as m
 from protocol.errors import ErrorCode
 from tests.integration.pool_worker.playing_gateway import (
-    WAIT_S,
     Attempt,
     PlayingGateway,
     running_worker,
     settings_for,
 )
+from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.nats_server import NatsServer
-
-ROOT = Path(__file__).resolve().parents[3]
-WORKER_PROCESS = """
-import asyncio, logging, sys
-from pool_worker.main import run
-from pool_worker.settings import WorkerSettings
-
-logging.basicConfig(level=logging.INFO)
-asyncio.run(run(WorkerSettings.model_validate_json(sys.argv[1]), on_ready=lambda: print("ready", flush=True)))
-"""
 
 
 class Held:
@@ -170,16 +156,6 @@ async def test_everything_ends_although_the_queue_server_is_restarted(
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
-
-
-def start_process(settings: WorkerSettings) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WORKER_PROCESS, settings.model_dump_json()]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-async def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, log = await asyncio.to_thread(process.communicate, timeout=WAIT_S)
-    return process.returncode, log
 
 
 async def test_a_lost_engine_hands_its_jobs_back_and_ends_the_process(gateway: PlayingGateway, nats_url: str) -> None:
