@@ -39,13 +39,23 @@ class NatsServer:
 
     def start(self) -> None:
         binary = Path(sys.executable).with_name("nats-server")
+        config = self._write_config()
+        self._process = subprocess.Popen([str(binary), "-c", str(config), "-l", str(self.folder / "nats.log")])
+        self._wait_until_listening()
+
+    def _write_config(self) -> Path:
         config = self.folder / "nats.conf"
         config.write_text(
             f"host: 127.0.0.1\nport: {self.port}\nmax_payload: 8MB\n"
             f'jetstream {{ store_dir: "{self.folder}" }}\n{ACCOUNTS}{self.further_config}'
         )
-        self._process = subprocess.Popen([str(binary), "-c", str(config), "-l", str(self.folder / "nats.log")])
-        self._wait_until_listening()
+        return config
+
+    def reload(self, further_config: str) -> None:
+        """Let the running server read another configuration."""
+        self.further_config = further_config
+        self._write_config()
+        os.kill(self.pid, signal.SIGHUP)
 
     def _wait_until_listening(self) -> None:
         deadline = time.monotonic() + self.START_LIMIT_S

@@ -16,6 +16,7 @@ from protocol.messages import PROTOCOL_VERSION, Job, encode
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
 NO_MESSAGE_FOUND: Final = 10037  # JetStream
+LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refusals that tell so cost next to nothing
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class JobQueue:
     async def publish(self, request: OpenRequest) -> None:
         """Store the current attempt in the stream, again and again with the same id until it is there."""
         attempt = request.attempt
-        for wait_s in backoff_s():
+        for wait_s in backoff_s(LONGEST_PUBLISH_WAIT_S):
             if not request.waits_for_worker(attempt):
                 return
             try:

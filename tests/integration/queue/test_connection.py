@@ -1,0 +1,120 @@
+"""A connection to the queue outlasts whatever the server or the way to it does."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from protocol import bus as bus_module
+from protocol import subjects, topology
+from protocol.bus import Bus
+from protocol.connection import shared_credentials
+from protocol.errors import BusError
+from protocol.pull import Delivery, PullConsumer, ack
+from tests.integration.queue.relay import Relay
+from tests.nats_server import NatsServer
+
+WAIT_S = 15.0
+MODEL = "m"
+LANE = subjects.HIGH_LANES[0]
+
+
+async def wait_until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def reconnected(bus: Bus) -> asyncio.Event:
+    event = asyncio.Event()
+
+    async def on_reconnected() -> None:
+        event.set()
+
+    bus.on_reconnect(on_reconnected)
+    return event
+
+
+async def publish_mebibytes(bus: Bus, count: int) -> None:
+    async with asyncio.timeout(5):
+        for _ in range(count):
+            await bus.publish("somewhere", bytes(1024 * 1024))
+
+
+async def test_a_peer_that_vanishes_with_output_unsent_is_left_for_another(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "PING_INTERVAL_S", 0.2)
+    async with Relay(nats_server.port) as relay:
+        bus = await Bus.connect([relay.url, nats_server.url], name="test", options={"dont_randomize": True})
+        is_back = reconnected(bus)
+        relay.vanish()
+        # Never a pause for the peer's sake, and a bound: nats-py alone would wait ten seconds, then buffer on.
+        with pytest.raises(BusError, match="not sent yet"):
+            await publish_mebibytes(bus, 100)
+        async with asyncio.timeout(WAIT_S):
+            await is_back.wait()
+        assert relay.connections == 1
+        await bus.close()
+
+
+async def test_closing_towards_a_vanished_peer_ends(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus_module, "FLUSH_LIMIT_S", 0.2)
+    monkeypatch.setattr(bus_module, "CLOSE_LIMIT_S", 0.5)
+    async with Relay(nats_server.port) as relay:
+        bus = await Bus.connect(relay.url, name="test")
+        relay.vanish()
+        await publish_mebibytes(bus, 20)
+        async with asyncio.timeout(5):
+            await bus.close()
+
+
+async def test_a_server_that_turns_clients_away_for_a_while_gets_them_back(nats_server: NatsServer) -> None:
+    clients = [await Bus.connect(nats_server.url, name=f"test-{number}") for number in range(2)]
+    nats_server.reload("max_connections: 1\n")  # it sends one of them an -ERR, and each of that one's new tries too
+    await wait_until(lambda: not all(bus.connected for bus in clients))
+    nats_server.reload("max_connections: 10\n")
+    await wait_until(lambda: all(bus.connected for bus in clients))
+    for bus in clients:
+        assert not bus.client.is_closed
+        await bus.close()
+
+
+async def test_an_acknowledgement_is_not_kept_for_a_later_life_of_the_server(nats_server: NatsServer) -> None:
+    bus = await Bus.connect(nats_server.url, name="test")
+    await topology.apply(bus, [MODEL], topology.QueueBounds())
+    taken: list[Delivery] = []
+
+    async def take(delivery: Delivery) -> None:
+        taken.append(delivery)
+
+    name = subjects.job_consumer(MODEL, LANE)
+    consumer = PullConsumer(bus, subjects.INTERACTIVE_STREAM, name, take, tier="spot")
+    await consumer.start()
+    await bus.publish_durable(subjects.job_subject(MODEL, LANE), b"old", message_id="old", ttl_s=60)
+    await consumer.pull(1)
+    await wait_until(lambda: taken)
+    nats_server.kill()
+    await wait_until(lambda: not bus.connected)
+    await ack(bus, taken[0])
+    with pytest.raises(BusError, match="not connected"):  # nor is a job: its tries would be buffered side by side
+        await bus.publish_durable(subjects.job_subject(MODEL, LANE), b"old", message_id="old", ttl_s=60)
+    assert bus.client.pending_data_size == 0
+    nats_server.start()
+    await wait_until(lambda: bus.connected)
+    await bus.close()
+
+
+@pytest.mark.parametrize(
+    ("servers", "options"),
+    [
+        (["nats://a:4222", "nats://b:4222"], {}),
+        (["nats://me:pw@a:4222", "nats://b:4222"], {"user": "me", "password": "pw"}),
+        (["nats://me:pw@a:4222", "nats://me:pw@b:4222"], {"user": "me", "password": "pw"}),
+        (["nats://me:pw@a:4222", "nats://you:pw@b:4222"], {}),
+        (["nats://secret@a:4222"], {"token": "secret"}),
+    ],
+)
+def test_credentials_of_the_urls_hold_for_servers_learnt_of_later(servers: list[str], options: dict[str, str]) -> None:
+    assert shared_credentials(servers) == options
