@@ -17,6 +17,7 @@ import uvicorn
 
 from gateway.admission.control import AdmissionControl
 from gateway.api.connection import Connection
+from gateway.api.keyed import KeyedRequests
 from gateway.api.services import Services
 from gateway.app import build_app
 from gateway.auth.keyring import KeyRing
@@ -72,9 +73,11 @@ async def run(
         stack.callback(catalog.close)
         await dispatcher.start()
         await keys.start()
+        keyed = KeyedRequests(bus, settings, keys)
+        await keyed.start()
         await catalog.start()
         started_unix_s = int(time.time())
-        services = Services(settings, bus, keys, catalog, dispatcher, admission_control, started_unix_s)
+        services = Services(settings, bus, keys, catalog, dispatcher, admission_control, keyed, started_unix_s)
         # What is there now stays: without it, full collections skip the several 100,000 objects of our libraries.
         gc.collect()
         gc.freeze()

@@ -13,6 +13,7 @@ WORKERS_BUCKET: Final = "workers"
 MODELS_BUCKET: Final = "models"
 ARTIFACTS_BUCKET: Final = "artifacts"
 PROMPTS_BUCKET: Final = "prompts"
+IDEMPOTENCY_BUCKET: Final = "idempotency"
 
 LEDGER_CONSUMER: Final = "ledger"
 DEAD_LETTER_STREAM: Final = "DLQ"
@@ -55,6 +56,11 @@ def job_consumer(model: str, lane: str) -> str:
 def frames_subject(gateway_id: str) -> str:
     """Where workers send step frames for the requests of one gateway."""
     return f"fr.{gateway_id}"
+
+
+def answers_subject(gateway_id: str) -> str:
+    """Where other gateways ask this one for answers of requests with an ``Idempotency-Key``."""
+    return f"ans.{gateway_id}"
 
 
 def connection_name(worker_id: str) -> str:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final
 
 from gateway.api.errors import ApiError, InvalidApiKey
@@ -11,8 +11,9 @@ from gateway.auth.principal import Principal
 from gateway.dispatch.request import OpenRequest
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
 JSON_TYPE: Final = (b"content-type", b"application/json")
@@ -67,11 +68,26 @@ class Exchange:
             raise InvalidApiKey("Incorrect API key provided.")
         return principal
 
+    @property
+    def seen_status(self) -> int | None:
+        """The status that the caller has seen; None if he left before."""
+        return self.sent_status
+
+    async def wait_until_gone(self) -> None:
+        """Return when the caller has left. Nothing else is received once the body is here."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
     async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: OpenRequest | None = None) -> None:
         """Send the head of the answer, with what every answer carries."""
         self.sent_status = status
         headers.extend(self.common_headers(request))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def start_recorded(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send the head of an answer that was made for another exchange."""
+        self.sent_status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def write(self, body: bytes, *, more: bool) -> None:
         """Send a piece of the body; waits while the client reads more slowly than we write."""
@@ -108,6 +124,11 @@ def _dispatch_headers(request: OpenRequest, received_s: float) -> list[tuple[byt
     headers = [(b"x-spillway-attempts", b"%d" % request.attempt)]
     if request.published_s is not None:
         headers.append((b"x-spillway-overhead-ms", b"%.1f" % ((request.published_s - received_s) * 1000)))
+    place = request.ticket.place()
+    if place is not None:
+        headers.append((b"x-spillway-queue-position", b"%d" % place.position))
+        if place.eta_s is not None:
+            headers.append((b"x-spillway-queue-eta-ms", b"%d" % (place.eta_s * 1000)))
     if request.accepted is not None and request.accepted_s is not None:
         queue_ms = (request.accepted_s - request.admission.admitted_s) * 1000
         headers += [

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gateway.admission.control import AdmissionControl
+from gateway.api.keyed import KeyedRequests
 from gateway.auth.keyring import KeyRing
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.settings import GatewaySettings
@@ -20,4 +21,5 @@ class Services:
     catalog: ModelCatalog
     dispatcher: Dispatcher
     admission_control: AdmissionControl
+    keyed: KeyedRequests
     started_unix_s: int

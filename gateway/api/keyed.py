@@ -1,0 +1,226 @@
+"""Requests with an ``Idempotency-Key``: see ``gateway.idempotency`` for what becomes of them.
+
+The first of them runs apart from its connection, into a recording; it and all later ones read from that, from the
+first byte on. A caller whose connection broke in mid-stream sends the same again and gets the whole answer again.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from msgspec import Struct
+
+from gateway.api.errors import (
+    AnswerNotKept,
+    ApiError,
+    ClientDisconnected,
+    IdempotencyKeyBusy,
+    IdempotencyKeyReused,
+    InvalidParameter,
+)
+from gateway.api.exchange import ABORT_KEY, Exchange, Message, Scope
+from gateway.auth.keyring import KeyRing
+from gateway.idempotency.claims import Claims
+from gateway.idempotency.runs import Run, Runs
+from gateway.idempotency.sharing import AnswerServer, OwnerGone, OwnerSilent, ask, part_of, standing_of
+from gateway.settings import GatewaySettings
+from protocol.bus import Bus
+from protocol.idempotency import AskPart, Part, Standing
+
+IDEMPOTENCY_KEY: Final = b"idempotency-key"
+STANDING_HEADER: Final = b"x-spillway-idempotent"
+MAX_KEY_CHARS: Final = 255
+MAX_TAKES: Final = 5  # of a key that changes hands while we look
+SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read one part (protocol.idempotency.MAX_PART_BYTES)
+
+log = logging.getLogger(__name__)
+
+ReadBody = Callable[[Exchange], Awaitable[bytes]]
+Application = Callable[[Exchange], Awaitable[None]]
+NextPart = Callable[[int], Awaitable[Part]]
+
+
+class Question(Struct, frozen=True):
+    """What is asked, and under which key."""
+
+    name: str  # of the key and whose it is, as everybody else sees them: a hash
+    fingerprint: str  # of path and body
+    scope: Scope
+    body: bytes
+
+
+class RecordedExchange(Exchange):
+    """An exchange with nobody in particular: what is sent is recorded, and no reader for too long means he has left."""
+
+    def __init__(self, question: Question, run: Run) -> None:
+        scope = {name: value for name, value in question.scope.items() if name != ABORT_KEY}
+        super().__init__(scope, self._receive, run.recording.record)
+        self._run = run
+        self._body: bytes | None = question.body
+
+    async def _receive(self) -> Message:
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._run.abandoned.wait()
+        return {"type": "http.disconnect"}
+
+    @property
+    def seen_status(self) -> int | None:
+        """See Exchange."""
+        return self.sent_status if self._run.readers else None
+
+
+class KeyedRequests:
+    """Finds or begins the run of each request with a key, and gives its caller the answer."""
+
+    def __init__(self, bus: Bus, settings: GatewaySettings, keys: KeyRing) -> None:
+        self._bus = bus
+        self._keys = keys
+        self._gateway_id = settings.gateway_id
+        self._claims = Claims(bus, settings.gateway_id)
+        self._runs = Runs(settings.idempotency, self._claims.release)
+        self._server = AnswerServer(bus, settings.gateway_id, self._runs)
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Let other gateways ask. Raises BusError."""
+        await self._server.start()
+
+    async def serve(self, exchange: Exchange, scope: Scope, read_body: ReadBody, application: Application) -> None:
+        """Answer one request that has a key; ``application`` makes the answer if nobody has it."""
+        try:
+            question = await self._question(exchange, scope, read_body)
+            await _while_connected(exchange, self._answer(exchange, question, application))
+        except ApiError as error:
+            await exchange.answer_error(error)
+        except ClientDisconnected:
+            return
+        except Exception:
+            log.exception("a request with an idempotency key failed")
+            if exchange.sent_status is None:
+                await exchange.answer_error(ApiError())
+
+    async def _question(self, exchange: Exchange, scope: Scope, read_body: ReadBody) -> Question:
+        principal = exchange.authenticate(self._keys)
+        key = exchange.headers[IDEMPOTENCY_KEY].decode("latin-1")
+        if not key or len(key) > MAX_KEY_CHARS or not key.isprintable():
+            raise InvalidParameter(
+                f"The Idempotency-Key header must have 1 to {MAX_KEY_CHARS} printable characters.",
+                param="Idempotency-Key",
+            )
+        body = await read_body(exchange)
+        return Question(
+            name=_digest(principal.key_id.encode(), key.encode()),
+            fingerprint=_digest(scope["path"].encode(), body),
+            scope=scope,
+            body=body,
+        )
+
+    async def _answer(self, exchange: Exchange, question: Question, application: Application) -> None:
+        over: int | None = None  # the claim that may be replaced
+        for _ in range(MAX_TAKES):
+            run = self._runs.find(question.name)
+            if run is not None:
+                await self._read(exchange, run, standing_of(run, question.fingerprint))
+                return
+            with self._runs.claiming(question.name):
+                claim = await self._claims.take(question.name, question.fingerprint, over=over)
+                if claim is not None and claim.is_new and self._runs.find(question.name) is None:
+                    run = self._begin(question, claim.sequence, application)
+            if run is not None:
+                await self._read(exchange, run, None)
+                return
+            over = claim.sequence if claim is not None else None
+            if claim is not None and claim.gateway_id != self._gateway_id:
+                try:
+                    await self._read_from(claim.gateway_id, exchange, question)
+                except OwnerGone:
+                    continue
+                return
+        raise IdempotencyKeyBusy
+
+    def _begin(self, question: Question, claim_sequence: int | None, application: Application) -> Run:
+        run = self._runs.begin(question.name, question.fingerprint, claim_sequence)
+        task = asyncio.create_task(self._run(run, application(RecordedExchange(question, run))))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return run
+
+    async def _run(self, run: Run, answering: Awaitable[None]) -> None:
+        try:
+            await answering
+        except Exception:
+            log.exception("a run with an idempotency key failed")
+        finally:
+            self._runs.ended(run)
+
+    async def _read(self, exchange: Exchange, run: Run, standing: Standing | None) -> None:
+        """Give the caller a run's answer; ``standing`` is None for the run's own caller."""
+        if standing is Standing.REUSED:
+            raise IdempotencyKeyReused
+        with run.reading():
+            sure = standing or Standing.ATTACHED
+            await _pass_on(exchange, lambda position: part_of(run, sure, position), is_first=standing is None)
+
+    async def _read_from(self, gateway_id: str, exchange: Exchange, question: Question) -> None:
+        """Give the caller the answer that another gateway has. Raises OwnerGone while nothing has been sent."""
+
+        async def next_part(position: int) -> Part:
+            return await ask(self._bus, gateway_id, AskPart(question.name, question.fingerprint, position))
+
+        try:
+            await _pass_on(exchange, next_part, is_first=False)
+        except OwnerSilent as error:
+            if exchange.sent_status is None:
+                raise IdempotencyKeyBusy from error
+        except OwnerGone:
+            if exchange.sent_status is None:
+                raise
+        # else the response stays incomplete, which breaks the connection off; the caller's next try finds a way
+
+
+async def _pass_on(exchange: Exchange, next_part: NextPart, *, is_first: bool) -> None:
+    """Send an answer part by part; it stays incomplete where the recording is."""
+    position = 0
+    while True:
+        part = await next_part(position)
+        if part.standing is Standing.REUSED:
+            raise IdempotencyKeyReused
+        if part.standing is Standing.NOT_KEPT:
+            if exchange.sent_status is None:
+                raise AnswerNotKept
+            exchange.abort()
+            return
+        if part.status and exchange.sent_status is None:
+            told = () if is_first else ((STANDING_HEADER, part.standing.encode()),)
+            await exchange.start_recorded(part.status, (*part.headers, *told))
+        position += len(part.body)
+        if part.body or part.complete:
+            try:
+                async with asyncio.timeout(SLOW_READER_LIMIT_S):
+                    await exchange.write(part.body, more=not part.complete)
+            except TimeoutError:
+                exchange.abort()
+                return
+        if part.ended:
+            return
+
+
+async def _while_connected(exchange: Exchange, answering: Awaitable[None]) -> None:
+    """Await ``answering``, but not longer than the caller stays."""
+    answer = asyncio.ensure_future(answering)
+    gone = asyncio.create_task(exchange.wait_until_gone())
+    try:
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            answer.result()
+    finally:
+        answer.cancel()
+        gone.cancel()
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()

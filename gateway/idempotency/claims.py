@@ -1,0 +1,94 @@
+"""Which gateway has a key: one entry each in a key-value bucket, created or replaced only as the server last had it."""
+
+import asyncio
+import base64
+import logging
+import uuid
+from typing import Final
+
+from msgspec import Struct
+
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import ApiError, BusError, ProtocolError
+from protocol.idempotency import Claim, decode_claim, encode
+
+CLAIM_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
+WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # JetStream: somebody else was quicker
+NO_MESSAGE_FOUND: Final = 10037
+STREAM: Final = f"KV_{subjects.IDEMPOTENCY_BUCKET}"
+
+log = logging.getLogger(__name__)
+
+
+class StandingClaim(Struct, frozen=True):
+    """The claim that stands after all."""
+
+    gateway_id: str
+    sequence: int | None  # of its entry; None: the bucket could not be asked
+    is_new: bool  # it is what the caller has just put there
+
+
+class Claims:
+    """The bucket, as one gateway uses it. While it cannot be reached, every gateway keeps its keys for itself."""
+
+    def __init__(self, bus: Bus, gateway_id: str) -> None:
+        self._bus = bus
+        self._gateway_id = gateway_id
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def take(self, name: str, fingerprint: str, *, over: int | None) -> StandingClaim | None:
+        """Claim a key for this gateway, unless another claim stands than the one with sequence ``over`` (None: none).
+
+        None: it changed hands while we looked; try again.
+        """
+        if not self._bus.connected:
+            return self._for_this_gateway_only()
+        try:
+            async with asyncio.timeout(CLAIM_LIMIT_S):
+                return await self._put(name, fingerprint, over or 0) or await self._read(name)
+        except (BusError, ProtocolError, TimeoutError) as error:
+            log.warning("the bucket of idempotency keys cannot be used; a key counts at this gateway only: %s", error)
+            return self._for_this_gateway_only()
+
+    def _for_this_gateway_only(self) -> StandingClaim:
+        return StandingClaim(self._gateway_id, None, is_new=True)
+
+    async def _put(self, name: str, fingerprint: str, last_sequence: int) -> StandingClaim | None:
+        try:
+            sequence = await self._bus.publish_durable(
+                subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, name),
+                encode(Claim(self._gateway_id, fingerprint)),
+                message_id=uuid.uuid4().hex,
+                expected_last_sequence=last_sequence,
+                timeout_s=CLAIM_LIMIT_S,
+            )
+        except ApiError as error:
+            if error.code in WRONG_LAST_SEQUENCE:
+                return None
+            raise
+        return StandingClaim(self._gateway_id, sequence, is_new=True)
+
+    async def _read(self, name: str) -> StandingClaim | None:
+        subject = subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, name)
+        try:
+            found = await self._bus.api(f"STREAM.MSG.GET.{STREAM}", {"last_by_subj": subject})
+        except ApiError as error:
+            if error.code == NO_MESSAGE_FOUND:
+                return None
+            raise
+        claim = decode_claim(base64.b64decode(found["message"]["data"]))
+        return StandingClaim(claim.gateway_id, int(found["message"]["seq"]), is_new=False)
+
+    def release(self, sequence: int) -> None:
+        """Remove a claim of ours, by its sequence: one that has been taken over since stays. Does not wait."""
+        if self._bus.connected:
+            task = asyncio.create_task(self._release(sequence))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+    async def _release(self, sequence: int) -> None:
+        try:
+            await self._bus.delete_message(STREAM, sequence)
+        except BusError as error:  # whoever meets the claim asks us, hears that we know nothing, and takes it over
+            log.debug("claim %d could not be removed: %s", sequence, error)

@@ -1,0 +1,73 @@
+"""One answer as it was sent, for any number of readers."""
+
+import asyncio
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from protocol.idempotency import MAX_PART_BYTES
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+class Forgotten(Exception):
+    """The answer outgrew the room for recordings, and what a reader wanted next is no longer there."""
+
+
+class Recording:
+    """Takes what an ASGI application sends. Readers come at any time and read from the first byte on."""
+
+    def __init__(self, on_growth: Callable[[int], None]) -> None:
+        self.head: tuple[int, Headers] | None = None  # status and headers
+        self.ended = False
+        self.complete = False  # ended, and nothing is missing
+        self._body = bytearray()
+        self._forgotten_bytes = 0
+        self._on_growth = on_growth
+        self._changed = asyncio.Event()
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory the body takes."""
+        return len(self._body)
+
+    @property
+    def can_be_replayed(self) -> bool:
+        """Whether this is a whole and good answer."""
+        return self.complete and self.head is not None and self.head[0] == 200 and not self._forgotten_bytes
+
+    async def record(self, message: MutableMapping[str, Any]) -> None:
+        """Take one ASGI message; never waits."""
+        if message["type"] == "http.response.start":
+            self.head = message["status"], tuple(message["headers"])
+        else:
+            self._body += message["body"]
+            self.complete = not message["more_body"]
+            self._on_growth(len(message["body"]))
+        self._tell()
+
+    def end(self) -> None:
+        """The application has returned."""
+        self.ended = True
+        self._tell()
+
+    def forget_front(self, count_bytes: int) -> None:
+        """Drop the oldest part of the body; who has yet to read it is out of luck."""
+        del self._body[:count_bytes]
+        self._forgotten_bytes += count_bytes
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed.clear()
+
+    async def wait_for_more(self, position: int) -> None:
+        """Return when there is something to read at ``position``, or nothing more will come."""
+        while not self.ended and position >= self._forgotten_bytes + len(self._body):
+            await self._changed.wait()
+
+    def read(self, position: int) -> tuple[bytes, bool]:
+        """A piece of the body from byte ``position`` on, and whether it is the last. Raises Forgotten."""
+        start = position - self._forgotten_bytes
+        if start < 0:
+            raise Forgotten
+        body = bytes(self._body[start : start + MAX_PART_BYTES])
+        return body, self.ended and start + len(body) >= len(self._body)

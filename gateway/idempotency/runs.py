@@ -1,0 +1,139 @@
+"""The requests with a key that this gateway runs, or has run.
+
+begin ──> RUNNING ──ended well──> KEPT ──keep_s, or no room──> forgotten
+             │
+             ├── failed, refused ──────> forgotten: the next request with the key runs anew
+             └── nobody reads it for ``reattach_s``: cancelled, forgotten
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from gateway.idempotency.recording import Recording
+from gateway.settings import IdempotencySettings
+
+
+class Run:
+    """One request with a key, from its first arrival on."""
+
+    def __init__(self, name: str, fingerprint: str, claim_sequence: int | None, runs: "Runs") -> None:
+        self.name = name
+        self.fingerprint = fingerprint
+        self.claim_sequence = claim_sequence  # of the bucket's entry; None: known here alone
+        self.recording = Recording(lambda count_bytes: runs.make_room(self, count_bytes))
+        self.readers = 0
+        self.abandoned = asyncio.Event()
+        self._runs = runs
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def reading(self) -> Iterator[Recording]:
+        """Be one of its readers: it is not abandoned meanwhile."""
+        self.readers += 1
+        if not self.recording.ended:
+            self.stop_timer()
+        try:
+            yield self.recording
+        finally:
+            self.readers -= 1
+            if not self.readers and not self.recording.ended:
+                self._runs.abandon_later(self)
+
+    def start_timer(self, delay_s: float, action: "Callable[[Run], None]") -> None:
+        """Call ``action`` after a while, instead of what was to be called."""
+        self.stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, action, self)
+
+    def stop_timer(self) -> None:
+        """Call nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Runs:
+    """All runs with a key of this gateway, by the key's name; ``release`` is given the claims of those that leave."""
+
+    def __init__(self, settings: IdempotencySettings, release: Callable[[int], None]) -> None:
+        self._settings = settings
+        self._release = release
+        self._runs: dict[str, Run] = {}
+        self._kept: dict[str, Run] = {}  # those that have ended, oldest first
+        self._claiming: Counter[str] = Counter()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that the recordings take."""
+        return self._bytes
+
+    def find(self, name: str) -> Run | None:
+        """The run that has this key; None: nobody has, here."""
+        return self._runs.get(name)
+
+    @contextmanager
+    def claiming(self, name: str) -> Iterator[None]:
+        """A claim of this key is on its way: whoever meets it in the bucket waits for the run."""
+        self._claiming[name] += 1
+        try:
+            yield
+        finally:
+            self._claiming[name] -= 1
+            if not self._claiming[name]:
+                del self._claiming[name]
+
+    def is_claiming(self, name: str) -> bool:
+        """Whether the key's run may be about to begin."""
+        return name in self._claiming
+
+    def begin(self, name: str, fingerprint: str, claim_sequence: int | None) -> Run:
+        """A new run; its caller owes it an ``ended``."""
+        run = self._runs[name] = Run(name, fingerprint, claim_sequence, self)
+        self.abandon_later(run)  # unless a reader comes
+        return run
+
+    def ended(self, run: Run) -> None:
+        """The answer is over, in whatever way: keep it, or free its key."""
+        run.stop_timer()
+        run.recording.end()
+        if self._runs.get(run.name) is not run:
+            return
+        if run.recording.can_be_replayed:
+            self._kept[run.name] = run
+            run.start_timer(self._settings.keep_s, self._forget)
+            self.make_room(run, 0)
+        else:
+            self._forget(run)
+
+    def abandon_later(self, run: Run) -> None:
+        """Nobody reads the run: give it up after a while."""
+        run.start_timer(self._settings.reattach_s, self._abandon)
+
+    def make_room(self, run: Run, count_bytes: int) -> None:
+        """Account for ``count_bytes`` more of ``run``; where bounds are passed, the oldest ended runs go."""
+        if self._runs.get(run.name) is not run:
+            return
+        self._bytes += count_bytes
+        while self._kept and (self._bytes > self._settings.max_bytes or len(self._runs) > self._settings.max_runs):
+            self._forget(next(iter(self._kept.values())))
+        excess_bytes = min(self._bytes - self._settings.max_bytes, run.recording.kept_bytes)
+        if excess_bytes > 0 and self._runs.get(run.name) is run:
+            run.recording.forget_front(excess_bytes)
+            self._bytes -= excess_bytes
+
+    def _abandon(self, run: Run) -> None:
+        self._forget(run)
+        run.abandoned.set()
+
+    def _forget(self, run: Run) -> None:
+        run.stop_timer()
+        del self._runs[run.name]
+        self._kept.pop(run.name, None)
+        self._bytes -= run.recording.kept_bytes
+        if run.claim_sequence is not None:
+            self._release(run.claim_sequence)

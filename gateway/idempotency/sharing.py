@@ -1,0 +1,116 @@
+"""Reading an answer from the gateway that has it, and being read from."""
+
+import asyncio
+import contextlib
+import logging
+from typing import Final
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from gateway.idempotency.recording import Forgotten
+from gateway.idempotency.runs import Run, Runs
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError, BusTimeout, NobodyListens, ProtocolError
+from protocol.idempotency import PART_WAIT_S, AskPart, Part, Standing, decode_ask, decode_part, encode
+
+MAX_QUESTIONS: Final = 1024  # waiting here at once; more are not answered, and asked again
+PART_LIMIT_S: Final = PART_WAIT_S + 1.0
+CLAIMING_S: Final = 0.02  # between a claim and its run
+MAX_SILENCES: Final = 3  # in a row, then the owner counts as frozen
+
+log = logging.getLogger(__name__)
+
+
+class OwnerSilent(Exception):
+    """The owner of the key is connected and does not answer: nobody knows whether the request still runs."""
+
+
+class OwnerGone(Exception):
+    """The owner of the key is not there, or no longer knows it."""
+
+
+def standing_of(run: Run, fingerprint: str) -> Standing:
+    """How a request with this fingerprint stands to a run that has its key."""
+    if run.fingerprint != fingerprint:
+        return Standing.REUSED
+    return Standing.REPLAYED if run.recording.ended else Standing.ATTACHED
+
+
+async def part_of(run: Run, standing: Standing, position: int, *, wait_s: float | None = None) -> Part:
+    """What the answer has from byte ``position`` on; empty if nothing has come within ``wait_s`` (None: waits)."""
+    recording = run.recording
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            await recording.wait_for_more(position)
+    try:
+        body, last = recording.read(position)
+    except Forgotten:
+        return Part(Standing.NOT_KEPT)
+    status, headers = recording.head or (0, ())
+    return Part(standing, status, headers, body, ended=last, complete=last and recording.complete)
+
+
+class AnswerServer:
+    """Gives other gateways what they ask of this one's recordings."""
+
+    def __init__(self, bus: Bus, gateway_id: str, runs: Runs) -> None:
+        self._bus = bus
+        self._subject = subjects.answers_subject(gateway_id)
+        self._runs = runs
+        self._questions: set[asyncio.Task[None]] = set()
+        self._subscription: Subscription | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises BusError."""
+        self._subscription = await self._bus.subscribe(self._subject, self._on_question)
+
+    async def _on_question(self, message: Msg) -> None:
+        if len(self._questions) >= MAX_QUESTIONS:
+            return
+        try:
+            question = decode_ask(message.data)
+        except ProtocolError as error:
+            log.warning("a question of another gateway was dropped: %s", error)
+            return
+        task = asyncio.create_task(self._answer(message.reply, question))
+        self._questions.add(task)
+        task.add_done_callback(self._questions.discard)
+
+    async def _answer(self, reply_subject: str, question: AskPart) -> None:
+        try:
+            await self._bus.publish(reply_subject, encode(await self._part(question)))
+        except BusError as error:  # it is asked again
+            log.debug("a part of an answer was not sent: %s", error)
+
+    async def _part(self, question: AskPart) -> Part:
+        run = self._runs.find(question.name)
+        if run is None and self._runs.is_claiming(question.name):
+            await asyncio.sleep(CLAIMING_S)
+            return Part(Standing.ATTACHED)  # nothing yet: ask again
+        if run is None:
+            return Part(Standing.UNKNOWN)
+        standing = standing_of(run, question.fingerprint)
+        if standing is Standing.REUSED:
+            return Part(standing)
+        with run.reading():
+            return await part_of(run, standing, question.position, wait_s=PART_WAIT_S)
+
+
+async def ask(bus: Bus, gateway_id: str, question: AskPart) -> Part:
+    """One part of an answer from the gateway that has it. Raises OwnerGone or OwnerSilent."""
+    for _ in range(MAX_SILENCES):
+        try:
+            reply = await bus.request(subjects.answers_subject(gateway_id), encode(question), timeout_s=PART_LIMIT_S)
+            part = decode_part(reply.data)
+        except NobodyListens as error:
+            raise OwnerGone from error
+        except BusTimeout:
+            continue
+        except (BusError, ProtocolError) as error:
+            raise OwnerSilent from error
+        if part.standing is Standing.UNKNOWN:
+            raise OwnerGone
+        return part
+    raise OwnerSilent

@@ -1,0 +1,280 @@
+"""``Idempotency-Key``: one run, whoever asks, however often, at whatever gateway."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello
+from tests.nats_server import NatsServer
+
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
+KEY = {"Idempotency-Key": "order-66"}
+
+
+class Held:
+    """A script that stops after its first token until it may go on."""
+
+    def __init__(self) -> None:
+        self.may_go_on = asyncio.Event()
+
+    async def __call__(self, attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.tokens("Hello", (1,))
+        going_on = asyncio.create_task(self.may_go_on.wait())
+        cancelled = asyncio.create_task(attempt.cancelled.wait())
+        await asyncio.wait({going_on, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        if not attempt.cancelled.is_set():
+            await attempt.tokens(" world", (2,), finish_reason="stop")
+        await attempt.finish(cancelled=attempt.cancelled.is_set())
+        going_on.cancel()
+        cancelled.cancel()
+
+
+class Streamed:
+    """One streamed answer and what came with it."""
+
+    def __init__(self, headers: httpx.Headers, body: str, complete: bool) -> None:
+        self.standing = headers.get("x-spillway-idempotent")
+        self.request_id = headers.get("x-request-id")
+        self.events = [line for line in body.split("\n") if line.startswith("data: ")]
+        self.complete = complete
+
+
+async def stream(
+    gateway: GatewayUnderTest, key: str | None = None, heard: asyncio.Event | None = None, **fields: Any
+) -> Streamed:
+    body = {"model": MODEL, "messages": HELLO, "stream": True, **fields}
+    headers = {"authorization": f"Bearer {key or gateway.key}", **KEY}
+    text = ""
+    async with (
+        httpx.AsyncClient(base_url=gateway.url, timeout=30) as client,
+        client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response,
+    ):
+        try:
+            async for chunk in response.aiter_text():
+                text += chunk
+                if heard is not None and "Hello" in text:
+                    heard.set()
+        except httpx.RemoteProtocolError:
+            return Streamed(response.headers, text, complete=False)
+    return Streamed(response.headers, text, complete=text.endswith("data: [DONE]\n\n"))
+
+
+async def first_event(gateway: GatewayUnderTest) -> AsyncIterator[None]:
+    """Ask with the key and yield once, when the first token has come; leaving the iterator closes the connection."""
+    body = {"model": MODEL, "messages": HELLO, "stream": True}
+    headers = {"authorization": f"Bearer {gateway.key}", **KEY}
+    async with (
+        httpx.AsyncClient(base_url=gateway.url, timeout=30) as client,
+        client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response,
+    ):
+        async for line in response.aiter_lines():
+            if "Hello" in line:
+                yield
+                return
+
+
+async def ask(client: openai.AsyncOpenAI, **rest: Any) -> Any:
+    create = client.chat.completions.with_raw_response.create
+    return await create(model=MODEL, messages=HELLO, extra_headers=KEY, **rest)
+
+
+async def test_the_answer_is_replayed(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker()
+    client = gateway.client()
+    first, second = await ask(client), await ask(client)
+    assert first.headers.get("x-spillway-idempotent") is None
+    assert second.headers["x-spillway-idempotent"] == "replayed"
+    assert first.content == second.content
+    assert first.headers["x-request-id"] == second.headers["x-request-id"]
+    [record] = await gateway.records()
+    assert (len(worker.attempts), record.http_status, record.outcome) == (1, 200, "ok")
+
+
+async def test_two_at_once_share_one_run(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    held = Held()
+    worker = await gateway.add_worker(script=held)
+    asking = [asyncio.create_task(stream(gateway)) for _ in range(5)]
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
+    heard = asyncio.Event()
+    late = asyncio.create_task(stream(gateway, heard=heard))
+    await heard.wait()
+    held.may_go_on.set()
+    answers = [await task for task in (*asking, late)]
+    assert all(answer.complete for answer in answers)
+    assert len({tuple(answer.events) for answer in answers}) == 1
+    assert sorted(answer.standing or "" for answer in answers) == ["", *["attached"] * 5]
+    assert len(worker.attempts) == 1
+    assert len(await gateway.records()) == 1
+
+
+async def test_a_broken_connection_is_taken_up_again(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    held = Held()
+    worker = await gateway.add_worker(script=held)
+    async for _ in first_event(gateway):
+        pass
+    heard = asyncio.Event()
+    again = asyncio.create_task(stream(gateway, heard=heard))
+    await heard.wait()
+    held.may_go_on.set()
+    answer = await again
+    assert (answer.standing, answer.complete) == ("attached", True)
+    assert "Hello" in "".join(answer.events)
+    assert not worker.attempts[0].cancelled.is_set()
+    [record] = await gateway.records()
+    assert (record.outcome, record.http_status, record.completion_tokens) == ("ok", 200, 2)
+
+
+async def test_an_answer_that_nobody_sees_is_kept_all_the_same(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    held = Held()
+    await gateway.add_worker(script=held)
+    async for _ in first_event(gateway):
+        pass
+    held.may_go_on.set()
+    [record] = await gateway.records()
+    assert (record.outcome, record.http_status) == ("ok", 499)
+    answer = await stream(gateway)
+    assert (answer.standing, answer.complete) == ("replayed", True)
+
+
+async def test_without_a_reader_it_is_cancelled_after_a_while(start_gateway: Start) -> None:
+    gateway = await start_gateway(idempotency={"reattach_s": 0.1})
+    held = Held()
+    worker = await gateway.add_worker(script=held)
+    async for _ in first_event(gateway):
+        pass
+    [record] = await gateway.records()
+    assert worker.attempts[0].cancelled.is_set()
+    assert (record.outcome, record.http_status, record.completion_tokens) == ("cancelled", 499, 1)
+    held.may_go_on.set()
+    again = await stream(gateway)  # the key is free
+    assert (again.standing, again.complete, len(worker.attempts)) == (None, True, 2)
+
+
+async def test_a_different_body_is_a_conflict(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker()
+    client = gateway.client(max_retries=3)
+    await ask(client)
+    for different in ({"temperature": 0.5}, {"stream": True}):
+        with pytest.raises(openai.ConflictError) as conflict:
+            await ask(client, **different)
+        assert conflict.value.code == "idempotency_key_reused"
+        assert conflict.value.response.headers["x-should-retry"] == "false"
+    with pytest.raises(openai.ConflictError):
+        await client.completions.create(model=MODEL, prompt="Hi", extra_headers=KEY)
+    assert len(worker.attempts) == 1
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a\tb"])
+async def test_an_impossible_key(start_gateway: Start, key: str) -> None:
+    gateway = await start_gateway()
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        answer = await client.post(
+            "/v1/chat/completions",
+            json={"model": MODEL, "messages": HELLO},
+            headers={"authorization": f"Bearer {gateway.key}", "idempotency-key": key},
+        )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "Idempotency-Key"
+
+
+async def test_what_failed_is_not_replayed(start_gateway: Start) -> None:
+    gateway = await start_gateway(max_attempts=1)
+
+    async def fail(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.fail("engine_error", "broken", retryable=True)
+
+    worker = await gateway.add_worker(script=fail)
+    client = gateway.client()
+    with pytest.raises(openai.BadRequestError):
+        await ask(client, temperature=99)
+    with pytest.raises(openai.InternalServerError):
+        await ask(client)
+    worker.script = answer_hello
+    answer = await ask(client)
+    assert answer.headers.get("x-spillway-idempotent") is None
+    assert len(worker.attempts) == 2
+    assert len(await gateway.records(2)) == 2
+
+
+async def test_keys_of_others_are_theirs(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    other = await start_gateway()  # whose API key another caller has
+    await gateway.add_worker()
+    first = await stream(gateway)
+    second = await stream(other, key=other.key)
+    assert (first.standing, second.standing) == (None, None)
+    assert first.request_id != second.request_id
+
+
+# --- several gateways -------------------------------------------------------------------------------------------------
+
+
+async def test_another_gateway_attaches_and_replays(start_gateway: Start) -> None:
+    owner, other = await start_gateway(), await start_gateway()
+    held = Held()
+    worker = await owner.add_worker(script=held)
+    first = asyncio.create_task(stream(owner))
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
+    heard = asyncio.Event()
+    second = asyncio.create_task(stream(other, key=owner.key, heard=heard))
+    await heard.wait()
+    conflict = await stream(other, key=owner.key, temperature=0.5)
+    held.may_go_on.set()
+    answers = [await first, await second, await stream(other, key=owner.key)]
+    assert [answer.standing for answer in answers] == [None, "attached", "replayed"]
+    assert all(answer.complete for answer in answers)
+    assert len({tuple(answer.events) for answer in answers}) == 1
+    assert not conflict.complete
+    assert len(worker.attempts) == 1
+    assert len(await owner.records()) == 1
+
+
+async def test_a_reader_at_another_gateway_keeps_it_running(start_gateway: Start) -> None:
+    owner = await start_gateway(idempotency={"reattach_s": 0.2})
+    other = await start_gateway()
+    held = Held()
+    worker = await owner.add_worker(script=held)
+    heard = asyncio.Event()
+    async for _ in first_event(owner):
+        second = asyncio.create_task(stream(other, key=owner.key, heard=heard))
+        await heard.wait()
+    await asyncio.sleep(0.4)  # twice as long as it would go on without a reader
+    held.may_go_on.set()
+    assert (await second).complete
+    assert not worker.attempts[0].cancelled.is_set()
+
+
+async def test_a_dead_gateways_key_is_taken_over(start_gateway: Start) -> None:
+    owner, other = await start_gateway(), await start_gateway()
+    worker = await owner.add_worker()
+    await stream(owner)
+    await owner.close_clients()
+    await owner.end()
+    answer = await stream(other, key=owner.key)
+    assert (answer.standing, answer.complete, len(worker.attempts)) == (None, True, 2)
+
+
+async def test_without_the_bucket_a_key_counts_at_its_gateway(start_gateway: Start, nats_server: NatsServer) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker()
+    nats_server.kill()
+    await until(lambda: not gateway.bus.connected)
+    asking = [asyncio.create_task(stream(gateway)) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    nats_server.start()
+    answers = [await task for task in asking]
+    assert sorted(answer.standing or "" for answer in answers) == ["", "attached"]
+    assert all(answer.complete for answer in answers)
+    assert len({attempt.job.request_id for attempt in worker.attempts}) == 1
