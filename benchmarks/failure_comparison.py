@@ -10,20 +10,22 @@ what stands in front of them), gets the same requests at the same times, and suf
 The systems (``peers/two_servers.py``): *spillway* with its defaults; *engine_bounded*, callers taking turns among two
 engine servers that refuse with a 429 beyond 128 requests each, TGI's default; *engine_unbounded*, the same without a
 bound, as vLLM; *litellm*, its proxy in front of two bounded servers, with retries, cooldown and fallbacks as its
-documentation recommends, which also makes it continue cut streams by asking a model to do so.
+documentation recommends; *litellm_continuing*, the same with its continuation of cut streams switched on (off by
+default, and only for models declared to go on from an answer's beginning, which our engine server does perfectly).
 
 All requests are streamed. A caller is an official OpenAI SDK behind a common load balancer: it retries a refusal or a
 failed connection twice (0.5 to 8 s apart, or as Retry-After says), waits up to 600 s in all, and its connection is cut
 after 60 s without a byte, as nginx and AWS's load balancers do by default. What it sees in the end is one of:
 
-- *answered*: complete, and letter by letter what the undisturbed engine says;
+- *answered*: complete, letter by letter what the undisturbed engine says, and counted right in its usage;
+- *miscounted*: the same, but its usage says another number of tokens, prompt or answer, than there were;
 - *refused* with a status, *unreachable*, *timeout* (60 s of silence or 600 s in all), *error event* in the stream;
 - *cut*: the response ended in the middle, visibly;
 - *truncated*: presented as complete (``[DONE]``), but a part is missing: the worst, for nobody notices;
 - *changed*: presented as complete, but not what the undisturbed engine says, or longer than asked for.
 
-*Failures* are all but the answered. Latency counts from the time at which a request was due, retries included, over
-the answered ones. Nothing here needs much CPU: the whole machine is below half busy, and the report says how busy.
+*Failures* are all but the answered and the miscounted. Latency counts from the time at which a request was due, retries
+included, over the answered ones. Nothing here needs much CPU; the report says how busy the whole machine was.
 
     python -m benchmarks.failure_comparison [--quick] [--only SYSTEM]… [--fault spike|kills]
 """
@@ -60,6 +62,9 @@ FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 8.0
 MAX_RETRY_AFTER_S: Final = 60.0
 ENGINES: Final = 2
+SUCCESSES: Final = frozenset({"answered", "miscounted"})
+TAIL_PIECES: Final = 3
+TAIL_BYTES: Final = 400
 WORDS: Final = ("why", "does", "the", "river", "rise", "over", "a", "dam", "when", "its", "gates", "hold", "water")
 
 
@@ -91,12 +96,21 @@ QUICK: Final = {
 
 
 @dataclass(frozen=True)
+class Expected:
+    """The undisturbed answer."""
+
+    text: str
+    usage: tuple[int, int]  # tokens of prompt and answer
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What one caller saw in the end."""
 
     verdict: str
     latency_s: float
     retries: int
+    tail: str  # the last it got
 
 
 class Callers:
@@ -129,13 +143,20 @@ class Callers:
             if retry == RETRIES or not _is_retried(record):
                 break
             await asyncio.sleep(_backoff_s(record, retry, chance))
-        expected = self._answers.text(prompt, self._fault.tokens)
-        return Outcome(verdict(record, expected), record.latency_s, retry)
+        expected = self._expected(prompt)
+        tail = b"".join(piece for _, piece in record.pieces[-TAIL_PIECES:])[-TAIL_BYTES:].decode(errors="replace")
+        return Outcome(verdict(record, expected), record.latency_s, retry, tail)
+
+    def _expected(self, prompt: str) -> Expected:
+        prompt_tokens = len(self._answers.prompt_ids([{"role": "user", "content": prompt}]))
+        text = self._answers.text(prompt, self._fault.tokens)
+        return Expected(text, (prompt_tokens, self._fault.tokens))
 
     def _request(self, port: int, prompt: str) -> bytes:
         body = {
             "model": "scripted",
             "stream": True,
+            "stream_options": {"include_usage": True},
             "max_tokens": 2 * self._fault.tokens,
             "messages": [{"role": "user", "content": prompt}],
         }
@@ -154,7 +175,7 @@ def _backoff_s(record: Exchange, retry: int, chance: random.Random) -> float:
     return wait_s * (1 - 0.25 * chance.random())
 
 
-def verdict(record: Exchange, expected: str) -> str:
+def verdict(record: Exchange, expected: Expected) -> str:
     """Name what the caller saw; see the module."""
     if record.ending == "unreachable":
         return "unreachable"
@@ -165,14 +186,14 @@ def verdict(record: Exchange, expected: str) -> str:
     return _verdict_on_stream(record, read(record), expected)
 
 
-def _verdict_on_stream(record: Exchange, answer: Answer, expected: str) -> str:
+def _verdict_on_stream(record: Exchange, answer: Answer, expected: Expected) -> str:
     if answer.error is not None:
         return "error event"
     if record.ending != "whole" or not answer.is_done:
         return "cut"
-    if answer.text == expected and answer.finish_reason == "stop":
-        return "answered"
-    return "truncated" if expected.startswith(answer.text) else "changed"
+    if answer.text == expected.text and answer.finish_reason == "stop":
+        return "answered" if (answer.prompt_tokens, answer.completion_tokens) == expected.usage else "miscounted"
+    return "truncated" if expected.text.startswith(answer.text) else "changed"
 
 
 async def _kill_in_turn(system: ComparedSystem, period_s: float, kills: list[float]) -> None:
@@ -205,13 +226,14 @@ async def measure(name: str, fault: Fault) -> dict[str, Any]:
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Count, and take percentiles."""
     verdicts = Counter(outcome.verdict for outcome in outcomes)
-    answered_s = [outcome.latency_s for outcome in outcomes if outcome.verdict == "answered"]
+    answered_s = [outcome.latency_s for outcome in outcomes if outcome.verdict in SUCCESSES]
     failures = len(outcomes) - len(answered_s)
     return {
         "requests": len(outcomes),
         "failures": failures,
         "failure_percent": round(100 * failures / len(outcomes), 1),
         "verdicts": dict(verdicts.most_common()),
+        "examples": {outcome.verdict: outcome.tail for outcome in outcomes if outcome.verdict != "answered"},
         "retries": sum(outcome.retries for outcome in outcomes),
         "latency_s_p50": round(percentile(answered_s, 50), 2) if answered_s else None,
         "latency_s_p99": round(percentile(answered_s, 99), 2) if answered_s else None,
@@ -233,7 +255,7 @@ async def main(arguments: argparse.Namespace) -> None:
     console = Console(highlight=False, width=150)
     report: dict[str, Any] = {"benchmark": "failure_comparison", "quick": arguments.quick, "seed": SEED, **machine()}
     names = arguments.only or list(SYSTEMS)
-    if "litellm" in names:
+    if any(name.startswith("litellm") for name in names):
         report["litellm_version"] = await asyncio.to_thread(litellm.install)
     for fault_name in [arguments.fault] if arguments.fault else list(FAULTS):
         fault = (QUICK if arguments.quick else FAULTS)[fault_name]

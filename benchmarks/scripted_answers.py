@@ -17,7 +17,11 @@ class ScriptedAnswers:
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a chat."""
-        return list(self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids)
+        return self.token_ids(self._template.render(messages))
+
+    def token_ids(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def text(self, prompt: str, tokens: int) -> str:
         """The first ``tokens`` tokens of the answer to a single message of a user."""

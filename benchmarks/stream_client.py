@@ -47,10 +47,11 @@ class Answer:
     """What the events of a stream said."""
 
     text: str = ""
-    text_arrivals_s: list[float] = field(default_factory=list)  # of each event that carries text
+    texts: list[tuple[float, str]] = field(default_factory=list)  # (arrival, text) of each event that carries some
     comments: list[tuple[float, str]] = field(default_factory=list)  # such as "queued position=…"
     finish_reason: str | None = None
-    completion_tokens: int | None = None  # by its own usage chunk
+    prompt_tokens: int | None = None  # by its own usage chunk
+    completion_tokens: int | None = None  # likewise
     is_done: bool = False  # ended by [DONE]
     error: dict[str, Any] | None = None
 
@@ -181,10 +182,12 @@ def _read_event(answer: Answer, arrived_s: float, event: bytes) -> None:
         if "error" in chunk:
             answer.error = chunk["error"]
             return
-        answer.completion_tokens = (chunk.get("usage") or {}).get("completion_tokens", answer.completion_tokens)
+        if chunk.get("usage"):
+            answer.prompt_tokens = chunk["usage"]["prompt_tokens"]
+            answer.completion_tokens = chunk["usage"]["completion_tokens"]
         for choice in chunk["choices"]:
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
             text = choice["delta"].get("content") or ""
             if text:
                 answer.text += text
-                answer.text_arrivals_s.append(arrived_s)
+                answer.texts.append((arrived_s, text))

@@ -8,6 +8,7 @@ are in use, and ``--max-concurrent`` chooses between them:
 - *unbounded*, as vLLM has it (``--max-concurrent 0``): everything is taken, and waits in silence until it is its turn.
 
 Headers of a stream are sent at once, its first byte of body with the first token. A caller that leaves frees its slot.
+A chat that ends in an assistant's message is an answer to be continued ("assistant prefill").
 
     python -m benchmarks.peers.engine_server --port 9100 --slots 4 --token-ms 50 --max-concurrent 128
 """
@@ -22,7 +23,7 @@ import msgspec
 import uvicorn
 
 from benchmarks.scripted_answers import ScriptedAnswers
-from engine.types import GenerationRequest, SamplingParams, SequenceOutput
+from engine.types import GenerationRequest, ResumePoint, SamplingParams, SequenceOutput
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.settings import ScriptedEngineSettings
 
@@ -37,12 +38,19 @@ STREAM_HEADERS: Final = [(b"content-type", b"text/event-stream; charset=utf-8")]
 OVERLOADED: Final = {"error": {"message": "Model is overloaded", "type": "overloaded"}}
 
 
+class StreamOptions(msgspec.Struct):
+    """The part of ``stream_options`` that matters here."""
+
+    include_usage: bool = False
+
+
 class ChatRequest(msgspec.Struct):
     """The part of a chat request that matters here."""
 
     messages: list[dict[str, Any]]
     max_tokens: int = 16
     stream: bool = False
+    stream_options: StreamOptions | None = None
 
 
 class EngineServer:
@@ -84,10 +92,11 @@ class EngineServer:
                     self._outputs[output.request_id].put_nowait(output)
 
     async def _run(self, request_id: str, request: ChatRequest, receive: Receive, send: Send) -> None:
-        sampling = SamplingParams(max_tokens=request.max_tokens)
         outputs = self._outputs[request_id] = asyncio.Queue()
-        self._engine.submit(GenerationRequest(request_id, self._answers.prompt_ids(request.messages), sampling))
-        answer = asyncio.create_task(self._answer(request, outputs, send), name=f"answer-{request_id}")
+        generation = self._generation(request_id, request)
+        self._engine.submit(generation)
+        prompt_tokens = len(generation.prompt_ids) + sum(len(point.token_ids) for point in generation.resume)
+        answer = asyncio.create_task(self._answer(request, prompt_tokens, outputs, send), name=f"answer-{request_id}")
         caller = asyncio.create_task(_until_gone(receive), name=f"caller-{request_id}")
         try:
             await asyncio.wait({answer, caller}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,33 +108,53 @@ class EngineServer:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-    async def _answer(self, request: ChatRequest, outputs: asyncio.Queue[SequenceOutput], send: Send) -> None:
+    def _generation(self, request_id: str, request: ChatRequest) -> GenerationRequest:
+        *before, last = request.messages
+        if last["role"] != "assistant":
+            sampling = SamplingParams(max_tokens=request.max_tokens)
+            return GenerationRequest(request_id, self._answers.prompt_ids(request.messages), sampling)
+        begun = tuple(self._answers.token_ids(last["content"]))
+        sampling = SamplingParams(max_tokens=request.max_tokens + len(begun))
+        point = ResumePoint(0, begun, len(last["content"]))
+        return GenerationRequest(request_id, self._answers.prompt_ids(before), sampling, (point,))
+
+    async def _answer(
+        self, request: ChatRequest, prompt_tokens: int, outputs: asyncio.Queue[SequenceOutput], send: Send
+    ) -> None:
         if request.stream:
-            await self._stream(outputs, send)
+            await self._stream(request, prompt_tokens, outputs, send)
             return
-        pieces: list[str] = []
-        reason = None
+        text, made, reason = "", 0, None
         while reason is None:
             output = await outputs.get()
-            pieces.append(output.text)
-            reason = output.finish_reason
-        message = {"role": "assistant", "content": "".join(pieces)}
-        choice = {"index": 0, "message": message, "finish_reason": reason}
-        await _send_json(send, 200, {**_envelope("chat.completion"), "choices": [choice]})
+            text, made, reason = text + output.text, made + len(output.token_ids), output.finish_reason
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
+        body = {**_envelope("chat.completion"), "choices": [choice], "usage": _usage(prompt_tokens, made)}
+        await _send_json(send, 200, body)
 
-    async def _stream(self, outputs: asyncio.Queue[SequenceOutput], send: Send) -> None:
+    async def _stream(
+        self, request: ChatRequest, prompt_tokens: int, outputs: asyncio.Queue[SequenceOutput], send: Send
+    ) -> None:
         async def event(data: bytes) -> None:
             await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
+        envelope = _envelope("chat.completion.chunk")
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        reason = None
+        made, reason = 0, None
         while reason is None:
             output = await outputs.get()
-            reason = output.finish_reason
+            made, reason = made + len(output.token_ids), output.finish_reason
             choice = {"index": 0, "delta": {"role": "assistant", "content": output.text}, "finish_reason": reason}
-            await event(msgspec.json.encode({**_envelope("chat.completion.chunk"), "choices": [choice]}))
+            await event(msgspec.json.encode({**envelope, "choices": [choice]}))
+        if request.stream_options and request.stream_options.include_usage:
+            await event(msgspec.json.encode({**envelope, "choices": [], "usage": _usage(prompt_tokens, made)}))
         await event(b"[DONE]")
         await send({"type": "http.response.body", "body": b""})
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def _envelope(kind: str) -> dict[str, Any]:

@@ -36,18 +36,21 @@ general_settings: {{master_key: {master_key}, disable_spend_logs: true, disable_
 """
 
 # Two servers of one model, as its pages on reliability recommend: retries go to the other server, a failing one is left
-# alone for a while, and a group to fall back to makes it go on with cut streams (it asks a model to continue).
+# alone for a while, and there is a group to fall back to. ``continues`` is off by default: it goes on with cut streams
+# by asking a server to continue the text, where the model is declared to be able to.
 FAILOVER_CONFIG: Final = """\
 model_list:
 {deployments}
 router_settings:
-  {{num_retries: 3, allowed_fails: 1, cooldown_time: 5, timeout: 600, fallbacks: [{{scripted: [again]}}]}}
+  {{num_retries: 3, allowed_fails: 1, cooldown_time: 5, timeout: 600, fallbacks: [{{scripted: [again]}}],
+   enable_mid_stream_fallback_continuation: {continues}}}
 litellm_settings: {{set_verbose: false, request_timeout: 600, telemetry: false}}
 general_settings: {{master_key: {master_key}, disable_spend_logs: true, disable_error_logs: true}}
 """
 DEPLOYMENT: Final = """\
   - model_name: {group}
     litellm_params: {{model: openai/scripted, api_base: "http://127.0.0.1:{port}/v1", api_key: none}}
+    model_info: {{supports_assistant_prefill: {continues}}}
 """
 
 
@@ -90,14 +93,20 @@ async def running_litellm(folder: Path, token_ms: float) -> AsyncIterator[Runnin
 
 
 @asynccontextmanager
-async def running_failover_litellm(folder: Path, server_ports: Sequence[int]) -> AsyncIterator[int]:
+async def running_failover_litellm(folder: Path, server_ports: Sequence[int], *, continues: bool) -> AsyncIterator[int]:
     """Run the proxy in front of engine servers that are there; yields its port. Raises as ``running_litellm``."""
     proxy_port = free_port()
     deployments = "".join(
-        DEPLOYMENT.format(group=group, port=port) for group in ("scripted", "again") for port in server_ports
+        DEPLOYMENT.format(group=group, port=port, continues=str(continues).lower())
+        for group in ("scripted", "again")
+        for port in server_ports
     )
     config = folder / "litellm.yaml"
-    config.write_text(FAILOVER_CONFIG.format(deployments=deployments.rstrip(), master_key=MASTER_KEY))
+    config.write_text(
+        FAILOVER_CONFIG.format(
+            deployments=deployments.rstrip(), master_key=MASTER_KEY, continues=str(continues).lower()
+        )
+    )
     async with _running(_proxy_command(config, proxy_port), proxy_port, folder / "litellm.log"):
         yield proxy_port
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -133,11 +134,11 @@ async def unbounded_engine_servers(folder: Path, shape: EngineShape) -> AsyncIte
 
 
 @asynccontextmanager
-async def litellm_proxy(folder: Path, shape: EngineShape) -> AsyncIterator[ComparedSystem]:
+async def litellm_proxy(folder: Path, shape: EngineShape, *, continues: bool) -> AsyncIterator[ComparedSystem]:
     """LiteLLM in front of the engines' own servers, with TGI's waiting room; retries and fallbacks on."""
     async with _two_engine_servers(folder, shape, TGI_MAX_CONCURRENT) as servers:
         ports = [server.port for server in servers]
-        async with litellm.running_failover_litellm(folder, ports) as proxy_port:
+        async with litellm.running_failover_litellm(folder, ports, continues=continues) as proxy_port:
             yield ComparedSystem((proxy_port,), litellm.MASTER_KEY, servers)
 
 
@@ -164,5 +165,6 @@ SYSTEMS: Final[dict[str, Opener]] = {
     "spillway": spillway,
     "engine_bounded": bounded_engine_servers,
     "engine_unbounded": unbounded_engine_servers,
-    "litellm": litellm_proxy,
+    "litellm": partial(litellm_proxy, continues=False),
+    "litellm_continuing": partial(litellm_proxy, continues=True),
 }
