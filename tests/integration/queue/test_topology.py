@@ -1,0 +1,76 @@
+"""The topology is made by whoever comes first, on one server and on a cluster, and made anew where it must be."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from protocol import subjects, topology
+from protocol.bus import Bus
+from protocol.errors import ApiError
+from protocol.topology import QueueBounds
+from tests.nats_server import NatsCluster
+
+MODEL = "m"
+CONSUMER = subjects.job_consumer(MODEL, subjects.HIGH_LANES[0])
+STREAM = subjects.INTERACTIVE_STREAM
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(nats_url, name="test")
+    yield bus
+    await bus.close()
+
+
+async def consumer_config(bus: Bus) -> dict[str, Any]:
+    return dict((await bus.api(f"CONSUMER.INFO.{STREAM}.{CONSUMER}"))["config"])
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        {"priority_policy": "overflow"},
+        {"filter_subject": "rq.m.elsewhere"},
+        {"ack_wait": 30 * topology.NS},
+        {"mem_storage": False},  # the server changes the ones above, and refuses to change these
+        {"max_waiting": 7},
+    ],
+)
+async def test_a_consumer_of_an_older_version_becomes_as_it_should_be(bus: Bus, older: dict[str, Any]) -> None:
+    await topology.apply(bus, [], QueueBounds())
+    wanted = topology.job_consumer_config(MODEL, subjects.HIGH_LANES[0])
+    body = {"stream_name": STREAM, "config": {**wanted, **older}}
+    await bus.api(f"CONSUMER.DURABLE.CREATE.{STREAM}.{CONSUMER}", body)
+    await bus.publish_durable("rq.m.h0", b"job", message_id="job")
+    await topology.apply(bus, [MODEL], QueueBounds())
+    found = await consumer_config(bus)
+    assert {key: found.get(key) for key in wanted} == wanted
+    info = await bus.api(f"CONSUMER.INFO.{STREAM}.{CONSUMER}")
+    assert info["num_pending"] == 1
+
+
+async def test_a_stream_that_cannot_be_changed_is_left_and_the_error_says_why(bus: Bus) -> None:
+    await bus.api(f"STREAM.CREATE.{STREAM}", {"name": STREAM, "subjects": ["rq.>"], "storage": "file"})
+    with pytest.raises(ApiError, match="storage type"):
+        await topology.apply(bus, [MODEL], QueueBounds())
+
+
+async def test_two_gateways_may_make_a_clusters_topology_at_once(nats_cluster: NatsCluster) -> None:
+    first, second = [await Bus.connect(nats_cluster.urls, name="test") for _ in range(2)]
+    await nats_cluster.wait_until_ready(first)
+    bounds = QueueBounds(replicas=3)
+    await asyncio.gather(topology.apply(first, [MODEL], bounds), topology.apply(second, [MODEL, "n"], bounds))
+    for config in topology.streams(bounds):
+        found = await first.api(f"STREAM.INFO.{config['name']}")
+        assert found["config"]["num_replicas"] == 3
+        assert len(found["cluster"]["replicas"]) == 2
+    await topology.apply(second, [MODEL], QueueBounds(replicas=3, max_jobs=7))
+    assert (await first.api(f"STREAM.INFO.{STREAM}"))["config"]["max_msgs"] == 7
+    names = (await first.api(f"CONSUMER.NAMES.{STREAM}"))["consumers"]
+    assert sorted(names) == sorted(
+        subjects.job_consumer(model, lane) for model in (MODEL, "n") for lane in subjects.LANES
+    )
+    await first.close()
+    await second.close()
