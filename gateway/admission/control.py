@@ -15,6 +15,7 @@ from gateway.admission.estimate import Place, batch_position, interactive_positi
 from gateway.admission.shards import candidate_lanes, choose_lane
 from gateway.admission.ticket import Ticket
 from gateway.admission.usage import ModelUse, TenantUse
+from gateway.auth.principal import Principal
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.registry import WorkerRegistry
@@ -69,9 +70,9 @@ class AdmissionControl:
 
     # --- refusals -----------------------------------------------------------------------------------------------------
 
-    def weight_of(self, tenant: str, key_name: str) -> float:
-        """The tenant's share of the workers, against other tenants'."""
-        return self._settings_of(tenant, key_name).weight
+    def weight_of(self, principal: Principal) -> float:
+        """The caller's share of the workers, against other tenants'."""
+        return self._settings_of(principal.tenant, principal.key_name).weight
 
     def refusal(self, admission: Admission) -> Failure | None:
         """Why this request cannot be admitted just now; None if it can. From memory, a few microseconds."""
@@ -83,7 +84,7 @@ class AdmissionControl:
         waiting = interactive + (
             self._backlog.lane(admission.model, subjects.LOW_LANE).waiting if admission.batch else 0
         )
-        if capacity.free_sequences > waiting:
+        if capacity.free_sequences >= waiting + admission.sampling.n:
             return None
         if admission.do_not_queue:
             return self._refused(capacity, ErrorCode.NO_FREE_PLACE, "no worker has a free place", admission)
@@ -111,12 +112,17 @@ class AdmissionControl:
             message = f"{waiting} requests wait for this model already"
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED, message, admission)
         if use is not None:
-            if use.tokens(batch=admission.batch) + admission.prompt_tokens > limits.max_queued_prompt_tokens:
+            # A prompt beyond the bound by itself is let in when none waits: it would never be, otherwise.
+            tokens, prompt_bytes = use.tokens(batch=admission.batch), use.bytes(batch=admission.batch)
+            if tokens and tokens + admission.prompt_tokens > limits.max_queued_prompt_tokens:
                 message = "too many prompt tokens wait for this model already"
                 return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_TOKENS, message, admission)
-            if use.bytes(batch=admission.batch) + len(admission.prompt_ids) > limits.max_queued_bytes:
+            if prompt_bytes and prompt_bytes + len(admission.prompt_ids) > limits.max_queued_bytes:
                 message = "too many bytes of prompts wait for this model already"
                 return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_BYTES, message, admission)
+        rate = capacity.jobs_per_s
+        if rate is None or (waiting + 1) / rate <= admission.queue_wait_s:
+            return None  # nobody's place is later than the last
         eta_s = self._place_of_next(admission).eta_s
         if eta_s is not None and eta_s > admission.queue_wait_s:
             message = f"the estimated wait is {eta_s:.0f} s, and the caller waits for {admission.queue_wait_s:g} s"

@@ -8,9 +8,11 @@ import logging
 import time
 from collections.abc import Callable
 
+from gateway.api import patience
 from gateway.api.calls import Call
 from gateway.api.errors import ApiError, BodyTooSlow, ClientDisconnected, MethodNotAllowed, RequestFailed
 from gateway.api.exchange import Exchange, Receive, Scope, Send
+from gateway.api.keyed import IDEMPOTENCY_KEY
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.services import Services
 from gateway.api.streaming import StreamWriter, usage_of
@@ -34,6 +36,12 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever happens."""
         exchange = Exchange(scope, receive, send)
+        if IDEMPOTENCY_KEY in exchange.headers:
+            await self._services.keyed.serve(exchange, scope, self._read_body, self._answer)
+        else:
+            await self._answer(exchange)
+
+    async def _answer(self, exchange: Exchange) -> None:
         try:
             call, admission = await self._admit(exchange)
         except ApiError as error:
@@ -57,11 +65,11 @@ class GenerationEndpoint:
         call = self._call_of(await self._read_body(exchange))
         check_shape(services.settings.limits, messages=call.message_count, choices=call.request.n or 1)
         model = services.catalog.canonical_name(call.request.model)
+        deadline_s = patience.deadline_s(exchange)
         tokens = services.catalog.tokens_of(model)
         prompt_ids = await call.encode_prompt(tokens)
         max_tokens = self._output_limit(call, model, tokens.context_length, len(prompt_ids))
-        self._refuse_if_full()  # counting may have taken a while
-        return call, Admission(
+        admission = Admission(
             request_id=exchange.request_id,
             endpoint=call.name,
             model=model,
@@ -75,9 +83,18 @@ class GenerationEndpoint:
             received_s=exchange.received_s,
             received_unix_ms=exchange.received_unix_ms,
             admitted_s=time.monotonic(),
-            queue_wait_s=self._queue_wait_s(exchange),
+            queue_wait_s=patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s),
             traceparent=exchange.header_text(b"traceparent"),
+            batch=call.request.is_batch,
+            weight=services.admission_control.weight_of(principal),
+            do_not_queue=bool(call.request.do_not_queue),
+            deadline_s=deadline_s,
         )
+        self._refuse_if_full()  # counting may have taken a while
+        refusal = services.admission_control.refusal(admission)
+        if refusal is not None:
+            raise RequestFailed(refusal)
+        return call, admission
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         settings = self._services.settings
@@ -109,15 +126,6 @@ class GenerationEndpoint:
         if failure is not None:
             raise RequestFailed(failure)
 
-    def _queue_wait_s(self, exchange: Exchange) -> float:
-        """How long the caller is willing to wait: the SDKs say so in a header."""
-        limit_s = self._services.settings.timeouts.queue_wait_s
-        try:
-            hint_s = float(exchange.headers.get(b"x-stainless-read-timeout", b""))
-        except ValueError:
-            return limit_s
-        return min(limit_s, hint_s) if hint_s > 0 else limit_s
-
     # --- from there on ------------------------------------------------------------------------------------------------
 
     async def _serve(self, exchange: Exchange, call: Call, admission: Admission) -> None:
@@ -135,11 +143,10 @@ class GenerationEndpoint:
                 await exchange.answer_error(ApiError(), request)
         finally:
             watcher.cancel()
-            dispatcher.close(request, exchange.sent_status)
+            dispatcher.close(request, exchange.seen_status)
 
     async def _cancel_when_gone(self, exchange: Exchange, request: OpenRequest) -> None:
-        while (await exchange.receive())["type"] != "http.disconnect":
-            pass
+        await exchange.wait_until_gone()
         request.cancel(time.monotonic())
 
     async def _answer_whole(self, exchange: Exchange, call: Call, request: OpenRequest) -> None:

@@ -57,23 +57,22 @@ def ticket_of(entering: Admission) -> Ticket:
 
 
 def beat(worker_id: str = "w", *, free: int = 0, running: int = 0, jobs_taken: int = 0, **rest: Any) -> Heartbeat:
-    return Heartbeat(
-        v=PROTOCOL_VERSION,
-        worker_id=worker_id,
-        pool="p",
-        provider="p",
-        region="r",
-        tier="spot",
-        engine="scripted",
-        models=("m",),
-        usd_per_hour=0.0,
-        max_sequences=free + running,
-        max_kv_tokens=1,
-        free_sequences=free,
-        free_kv_tokens=1,
-        running=running,
-        started_unix_ms=0,
-        sent_unix_ms=0,
-        jobs_taken=jobs_taken,
+    fields: dict[str, Any] = {
+        "pool": "p",
+        "provider": "p",
+        "region": "r",
+        "tier": "spot",
+        "engine": "scripted",
+        "models": ("m",),
+        "usd_per_hour": 0.0,
+        "max_sequences": free + running,
+        "max_kv_tokens": 1,
+        "free_sequences": free,
+        "free_kv_tokens": 1,
+        "running": running,
+        "started_unix_ms": 0,
+        "sent_unix_ms": 0,
+        "jobs_taken": jobs_taken,
         **rest,
-    )
+    }
+    return Heartbeat(v=PROTOCOL_VERSION, worker_id=worker_id, **fields)

@@ -1,0 +1,31 @@
+"""How long a caller waits, by its headers."""
+
+from typing import Final
+
+from gateway.api.errors import InvalidParameter
+from gateway.api.exchange import Exchange
+
+DEADLINE_HEADER: Final = "x-spillway-deadline-ms"  # from the whole request's arrival to the end of the answer
+READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"  # seconds; sent by the official SDKs
+MAX_DEADLINE_DIGITS: Final = 12
+
+
+def deadline_s(exchange: Exchange) -> float:
+    """When the answer is worth nothing any more (monotonic clock; infinity: never). Raises InvalidParameter."""
+    text = exchange.header_text(DEADLINE_HEADER.encode())
+    if text is None:
+        return float("inf")
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DEADLINE_DIGITS and int(text) > 0):
+        raise InvalidParameter(f"'{DEADLINE_HEADER}' must be a whole number of milliseconds.", param=DEADLINE_HEADER)
+    return exchange.received_s + int(text) / 1000
+
+
+def queue_wait_s(exchange: Exchange, deadline_s: float, limit_s: float) -> float:
+    """How long the request may wait for a worker: until the caller's deadline, or else as long as its SDK waits."""
+    if deadline_s != float("inf"):
+        return min(limit_s, deadline_s - exchange.received_s)
+    try:
+        hint_s = float(exchange.headers.get(READ_TIMEOUT_HEADER, b""))
+    except ValueError:
+        return limit_s
+    return min(limit_s, hint_s) if hint_s > 0 else limit_s

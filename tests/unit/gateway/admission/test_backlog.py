@@ -1,0 +1,72 @@
+from typing import Any
+
+from gateway.admission.backlog import Backlog, LaneBacklog
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.topology import QueueBounds, apply
+
+
+def test_own_jobs_are_known_without_asking() -> None:
+    lane = LaneBacklog()
+    lane.enter("a")
+    lane.enter("b")
+    assert lane.waiting == 2
+    lane.leave("a")
+    lane.leave("a")
+    assert lane.waiting == 1
+
+
+def test_answers_and_changes_add_up() -> None:
+    """A job that came while the question was on its way may or may not be in the answer; earlier ones are."""
+    lane = LaneBacklog()
+    lane.enter("a")
+    asked = lane.asked()
+    lane.enter("b")
+    lane.answered(11, asked)  # "a" and ten of other gateways
+    assert lane.waiting == 12
+    lane.leave("a")
+    assert lane.waiting == 11
+    lane.answered(0, lane.asked())
+    assert lane.waiting == 1  # "b" is on its way, whatever the stream says
+
+
+def test_places_of_our_own_jobs() -> None:
+    lane = LaneBacklog()
+    for job in "abcd":
+        lane.enter(job)
+    assert [lane.ahead_of(job, 0.0) for job in "abcd"] == [0, 1, 2, 3]
+    lane.leave("a")
+    assert [lane.ahead_of(job, 1.0) for job in "bcd"] == [0, 1, 2]
+    lane.answered(6, lane.asked())  # three more of others, somewhere in between
+    assert [lane.ahead_of(job, 2.0) for job in "bcd"] == [0, 2, 4]
+    lane.enter("e")
+    assert lane.ahead_of("e", 2.0) == 3 * 7 // 4  # not in the ranks of a moment ago: it is the last
+
+
+async def test_what_other_gateways_queued_is_asked_for(nats_url: str) -> None:
+    bus = await Bus.connect(nats_url, name="test")
+    try:
+        await apply(bus, ["m/1", "m2"], QueueBounds())
+        for lane, jobs in {"h3": 2, "low": 3}.items():
+            for number in range(jobs):
+                await bus.publish_durable(subjects.job_subject("m/1", lane), b"x", message_id=f"{lane}{number}")
+        backlog = Backlog(bus, ["m/1", "m2"])
+        assert backlog.total("m/1") == 0
+        await backlog.poll()
+        assert backlog.lane("m/1", "h3").waiting == 2
+        assert (backlog.interactive("m/1"), backlog.total("m/1"), backlog.total("m2")) == (2, 5, 0)
+    finally:
+        await bus.close()
+
+
+async def test_an_answer_that_does_not_come_changes_nothing(caplog: Any, nats_url: str) -> None:
+    bus = await Bus.connect(nats_url, name="test")
+    try:
+        backlog = Backlog(bus, ["m"])  # there is no such stream
+        backlog.lane("m", "h0").enter("a")
+        await backlog.poll()
+        await backlog.poll()
+        assert backlog.total("m") == 1
+        assert len([record for record in caplog.records if "backlog" in record.message]) == 1
+    finally:
+        await bus.close()

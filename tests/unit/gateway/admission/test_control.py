@@ -1,0 +1,149 @@
+from typing import Any
+
+import pytest
+
+from gateway.admission.control import AdmissionControl
+from gateway.dispatch.mailbox import Failure
+from protocol.errors import ErrorCode
+from protocol.messages import Sampling
+from tests.unit.gateway.admission.controls import admission, beat, control
+
+
+def fill(gate: AdmissionControl, jobs: int, **rest: Any) -> None:
+    for number in range(jobs):
+        gate.enter(admission(f"{rest}{number}", **rest))
+
+
+def serve(gate: AdmissionControl, jobs_per_s: int) -> None:
+    """One worker, all of it taken, that has shown how fast it is."""
+    gate._capacity.heard(beat(running=1, jobs_taken=1))
+    gate._capacity.heard(beat(running=1, jobs_taken=1 + 10 * jobs_per_s))
+    gate._capacity.of("m").measure(10.0, contended=True)
+
+
+def refused(gate: AdmissionControl, **rest: Any) -> Failure:
+    failure = gate.refusal(admission("next", **rest))
+    assert failure is not None
+    assert failure.retry_after_s is not None
+    assert 1 <= failure.retry_after_s <= 60
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [
+        ({"max_queued_requests": 3}, ErrorCode.TOO_MANY_QUEUED),
+        ({"max_queued_prompt_tokens": 35}, ErrorCode.TOO_MANY_QUEUED_TOKENS),
+        ({"max_queued_bytes": 15}, ErrorCode.TOO_MANY_QUEUED_BYTES),
+    ],
+)
+def test_bounds_on_what_waits(limits: dict[str, int], code: ErrorCode) -> None:
+    gate = control(limits=limits)
+    gate._capacity.heard(beat(running=1))
+    tickets = [gate.enter(admission(f"{n}", prompt_tokens=10)) for n in range(3)]
+    assert refused(gate, prompt_tokens=10).code is code
+    tickets[0].accepted("w")
+    assert gate.refusal(admission("next", prompt_tokens=10)) is None
+    for ticket in tickets:
+        ticket.close()
+        ticket.close()
+    assert gate.refusal(admission("next", prompt_tokens=10)) is None
+
+
+def test_a_prompt_beyond_the_bound_by_itself_is_let_in_when_none_waits() -> None:
+    gate = control(limits={"max_queued_prompt_tokens": 5})
+    gate.enter(admission("first", prompt_tokens=10)).close()
+    ticket = gate.enter(admission("second", prompt_tokens=10))
+    assert refused(gate, prompt_tokens=1).code is ErrorCode.NO_WORKERS
+    ticket.close()
+    assert gate.refusal(admission("third", prompt_tokens=10)) is None
+
+
+def test_without_workers_requests_wait_within_a_bound() -> None:
+    gate = control(limits={"max_queued_without_workers": 3})
+    fill(gate, 2)
+    assert gate.refusal(admission("next")) is None
+    fill(gate, 1, tenant="other")
+    assert refused(gate).code is ErrorCode.NO_WORKERS
+    gate._capacity.heard(beat())
+    assert gate.refusal(admission("next")) is None
+
+
+def test_free_places_make_all_bounds_moot() -> None:
+    gate = control(limits={"max_queued_requests": 1})
+    gate._capacity.heard(beat(free=3))
+    fill(gate, 2)
+    assert gate.refusal(admission("next")) is None
+    assert refused(gate, sampling=Sampling(max_tokens=1, n=2)).code is ErrorCode.TOO_MANY_QUEUED
+
+
+def test_batch_keeps_no_interactive_request_out() -> None:
+    gate = control(limits={"max_queued_requests": 3, "max_queued_prompt_tokens": 3})
+    gate._capacity.heard(beat())
+    fill(gate, 3, batch=True)
+    assert refused(gate, batch=True).code is ErrorCode.TOO_MANY_QUEUED
+    fill(gate, 2)
+    assert gate.refusal(admission("next")) is None
+    fill(gate, 1, tenant="other")
+    assert refused(gate).code is ErrorCode.TOO_MANY_QUEUED
+
+
+def test_the_estimated_wait_against_the_callers_patience() -> None:
+    gate = control()
+    gate._capacity.heard(beat())
+    fill(gate, 40)
+    assert gate.refusal(admission("next", queue_wait_s=0.1)) is None  # nothing is known
+    serve(gate, jobs_per_s=2)
+    assert gate.refusal(admission("next", queue_wait_s=25.0)) is None
+    failure = refused(gate, queue_wait_s=15.0)
+    assert failure.code is ErrorCode.WAIT_TOO_LONG
+    assert "20 s" in failure.message
+    assert failure.retry_after_s == 21  # the 41st, at two a second
+    assert gate.refusal(admission("next", queue_wait_s=15.0, tenant="light")) is None  # a lane of its own
+
+
+def test_retry_after_is_never_more_than_a_minute() -> None:
+    gate = control(limits={"max_queued_requests": 200})
+    serve(gate, jobs_per_s=1)
+    fill(gate, 200)
+    assert refused(gate).retry_after_s == 60
+
+
+def test_callers_that_will_not_wait() -> None:
+    gate = control()
+    assert refused(gate, do_not_queue=True).code is ErrorCode.NO_WORKERS
+    gate._capacity.heard(beat(free=1))
+    assert gate.refusal(admission("next", do_not_queue=True)) is None
+    ticket = gate.enter(admission("first"))
+    assert refused(gate, do_not_queue=True).code is ErrorCode.NO_FREE_PLACE
+    ticket.accepted("w")  # its place is taken, and the next heartbeat will say so
+    assert refused(gate, do_not_queue=True).code is ErrorCode.NO_FREE_PLACE
+
+
+def test_bounds_and_weights_of_tenants() -> None:
+    gate = control(tenants={"shop": {"weight": 3, "max_in_flight": 2, "max_queued": 1}})
+    ticket = gate.enter(admission("1", key_name="shop"))
+    assert refused(gate, key_name="shop").code is ErrorCode.TENANT_QUEUED
+    ticket.accepted("w")
+    second = gate.enter(admission("2", key_name="shop"))
+    assert refused(gate, key_name="shop").code is ErrorCode.TENANT_IN_FLIGHT
+    second.close()
+    assert gate.refusal(admission("3", key_name="shop")) is None
+    ticket.close()
+    assert gate._tenants == {}
+
+
+def test_places_in_fair_lanes() -> None:
+    """Until a job has its turn, no other lane has had more turns than its own."""
+    gate = control()
+    fill(gate, 10, tenant="heavy")
+    light = gate.enter(admission("light 1", tenant="light"))
+    last = gate.enter(admission("light 2", tenant="light"))
+    batch = gate.enter(admission("batch", batch=True))
+    assert [ticket.place().position for ticket in (light, last, batch) if ticket.place()] == [1, 3, 13]  # type: ignore[union-attr]
+    serve(gate, jobs_per_s=2)
+    place = last.place()
+    assert place is not None
+    assert place.eta_s == pytest.approx(1.5)
+    last.accepted("w")
+    assert last.place() is None
