@@ -100,11 +100,9 @@ class PlayingGateway:
             **fields,
         )
 
-    async def publish(self, job: m.Job, *, message_id: str | None = None) -> Attempt:
+    async def publish(self, job: m.Job, *, message_id: str | None = None, lane: str = "h0") -> Attempt:
         message_id = message_id or f"{job.request_id}.{job.attempt}"
-        await self.bus.publish_durable(
-            subjects.job_subject(job.model, subjects.HIGH_LANES[0]), m.encode(job), message_id=message_id
-        )
+        await self.bus.publish_durable(subjects.job_subject(job.model, lane), m.encode(job), message_id=message_id)
         return job.request_id, job.attempt
 
     async def ask(self, prompt: str = "hello", **fields: Any) -> Attempt:

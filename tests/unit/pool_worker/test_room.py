@@ -12,22 +12,34 @@ from pool_worker.engines.base import Capacity
 from protocol.outbox import Outbox
 
 
-def room(*, connected: bool = True, draining: bool = False, waiting: bool = False, records: int = 0) -> int:
+def consumer(*, connected: bool = True, draining: bool = False, waiting: str = "", records: int = 0) -> Consumer:
     bus: Any = SimpleNamespace(connected=connected, client=SimpleNamespace(new_inbox=lambda: "inbox"))
-    executor: Any = SimpleNamespace(is_draining=draining, has_waiting=waiting)
+    executor: Any = SimpleNamespace(
+        is_draining=draining, has_waiting=bool(waiting), has_waiting_interactive=waiting == "interactive"
+    )
+    gate: Any = SimpleNamespace(is_open=lambda _model: True)
     outbox = Outbox(bus, "usage.attempt", 2)
     for number in range(records):
         outbox.put(str(number), b"")
-    credit = Credit(Capacity(8, 1000, 100))
-    return Consumer(bus, ("m",), executor, credit, outbox, has_room=asyncio.Event()).room()
+    credit = Credit(Capacity(8, 1000, 100), batch_reserve=0.25)
+    return Consumer(
+        bus, ("m",), "spot", executor=executor, credit=credit, outbox=outbox, gate=gate, must_look=asyncio.Event()
+    )
 
 
-def test_there_is_room_in_good_times() -> None:
-    assert room(records=1) == 8
+def test_there_is_room_in_good_times_and_less_for_batch() -> None:
+    assert consumer(records=1).room() == 8
+    assert consumer(records=1).room(is_batch=True) == 6
 
 
 @pytest.mark.parametrize(
-    "reason", [{"connected": False}, {"draining": True}, {"waiting": True}, {"records": 2}], ids=str
+    "reason", [{"connected": False}, {"draining": True}, {"waiting": "interactive"}, {"records": 2}], ids=str
 )
 def test_there_is_none(reason: dict[str, Any]) -> None:
-    assert room(**reason) == 0
+    assert consumer(**reason).room() == 0
+    assert consumer(**reason).room(is_batch=True) == 0
+
+
+def test_a_batch_job_that_waits_for_room_stops_only_batch() -> None:
+    assert consumer(waiting="batch").room() == 8
+    assert consumer(waiting="batch").room(is_batch=True) == 0
