@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from asyncio import sleep
+from dataclasses import dataclass
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -18,9 +19,19 @@ from protocol.errors import BusError
 from protocol.messages import PROTOCOL_VERSION, StepFrame, encode
 
 PROBE_PERIOD_S: Final = 2.0
-GONE_AFTER_S: Final = 5.0  # without a listener at every probe; a gateway that only reconnects is back sooner
+# Without a listener for so long and at so many probes in a row; a gateway that only reconnects is back sooner.
+GONE_AFTER_S: Final = 5.0
+GONE_AFTER_PROBES: Final = 3
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A gateway that did not listen at any of the last probes."""
+
+    since_s: float  # monotonic clock
+    probes: int = 0
 
 
 class GatewayWatch:
@@ -34,7 +45,7 @@ class GatewayWatch:
         self._numbers = itertools.count(1)
         self._probed: dict[str, str] = {}  # number of a probe of this round → whom it went to
         self._missed: set[str] = set()  # of this round: those who did not listen
-        self._missing_since_s: dict[str, float] = {}  # monotonic clock; those missed in every round since
+        self._missing: dict[str, _Missing] = {}
 
     async def run(self) -> None:
         """Watch for ever; cancel it to stop."""
@@ -50,8 +61,7 @@ class GatewayWatch:
 
     async def _probe_all(self) -> None:
         gateways = {attempt.job.reply_subject for attempt in self._executor.held}
-        still_missing = self._missed & gateways
-        self._missing_since_s = {gateway: self._missing_since_s[gateway] for gateway in still_missing}
+        self._missing = {gateway: self._missing[gateway] for gateway in self._missed & gateways}
         self._missed.clear()
         self._probed.clear()
         if not self._bus.connected:  # then it is we who are gone
@@ -67,12 +77,13 @@ class GatewayWatch:
         if gateway is None or (message.headers or {}).get("Status") != "503":
             return
         self._missed.add(gateway)
-        now_s = time.monotonic()
-        if now_s - self._missing_since_s.setdefault(gateway, now_s) >= GONE_AFTER_S:
+        missing = self._missing.setdefault(gateway, _Missing(time.monotonic()))
+        missing.probes += 1
+        if missing.probes >= GONE_AFTER_PROBES and time.monotonic() - missing.since_s >= GONE_AFTER_S:
             self._executor.abandon(gateway)
 
     async def _forget(self) -> None:
         """Begin anew: nothing that was seen before a reconnect proves anything."""
         self._probed.clear()
         self._missed.clear()
-        self._missing_since_s.clear()
+        self._missing.clear()

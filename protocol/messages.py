@@ -11,9 +11,9 @@ change of meaning raises ``PROTOCOL_VERSION``.
     gateway ──RequestRecord──┐
     worker  ──AttemptRecord──┴─────────────────> ledger      JetStream, ``usage.>``
 
-The fence is (request_id, attempt, seq): at most one worker ever runs a given attempt (a redelivered message is handed
-back to the gateway, which alone numbers attempts), ``seq`` counts that attempt's frames from 0 without gaps, and a
-gateway drops frames of any attempt but its current one.
+The fence is (request_id, attempt, worker, seq): of the workers that accept an attempt (more than one where the queue
+has delivered it again) the first that the gateway hears of is its worker, and every other is told to stop; ``seq``
+counts that worker's frames from 0 without gaps, and a gateway drops frames of any attempt but its current one.
 """
 
 from array import array

@@ -68,5 +68,8 @@ class AwsNotices:
     async def _fetch_token(self) -> str:
         if self._token is None:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
-            self._token = checked(await self._client.put("/latest/api/token", headers=headers)).text
+            token = checked(await self._client.put("/latest/api/token", headers=headers)).text
+            if not (token.isascii() and token.isprintable()):
+                raise NoticeError("the session token cannot be sent back")
+            self._token = token
         return self._token

@@ -207,6 +207,8 @@ async def test_on_runpod_a_signal_is_the_notice(gateway: PlayingGateway, nats_ur
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 MALFORMED = [
+    ("aws", "PUT", AWS_TOKEN, "<html>\n</html>"),
+    ("aws", "PUT", AWS_TOKEN, "töken"),
     ("aws", "GET", AWS_ACTION, "<html>captive portal</html>"),
     ("aws", "GET", AWS_ACTION, '{"action": "terminate"}'),
     ("aws", "GET", AWS_ACTION, '{"action": "terminate", "time": "tomorrow"}'),

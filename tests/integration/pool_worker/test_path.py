@@ -5,6 +5,7 @@ import time
 from collections import Counter
 
 import pytest
+from msgspec import structs
 from nats.js.errors import KeyNotFoundError
 
 from protocol import artifacts, subjects
@@ -163,18 +164,17 @@ async def test_a_job_is_off_the_queue_before_it_has_ended(gateway: PlayingGatewa
 
 async def test_two_workers_with_the_same_attempt_both_leave_a_record(gateway: PlayingGateway, nats_url: str) -> None:
     """An acknowledgement may be lost: whoever accepted it second is stopped by the gateway, and says what it made."""
-    w1, w2 = settings_for(nats_url, **SLOW), settings_for(nats_url, worker_id="w2", **SLOW)
+    await gateway.apply_topology((MODEL, "alias"))
+    w2 = settings_for(nats_url, worker_id="w2", **SLOW).model_copy(update={"models": ("alias",)})
     job = gateway.job(max_tokens=2000, ignore_eos=True)
-    async with running_worker(w1) as w1_stop:
+    async with running_worker(settings_for(nats_url, **SLOW)), running_worker(w2):
         attempt = await gateway.publish(job)
         await gateway.tokens_of(attempt, 1)
-        async with running_worker(w2):
-            w1_stop.request()  # takes no more
-            await gateway.publish(job, message_id="again")
-            await gateway.wait(lambda: any(step.worker_id == "w2" for step in gateway.steps))
-            for worker_id in ("w1", "w2"):
-                await gateway.control(worker_id, m.Cancel(*attempt))
-            await gateway.wait(lambda: len(gateway.records) == 2)
+        await gateway.publish(structs.replace(job, model="alias"), message_id="again")
+        await gateway.wait(lambda: any(step.worker_id == "w2" for step in gateway.steps))
+        for worker_id in ("w1", "w2"):
+            await gateway.control(worker_id, m.Cancel(*attempt))
+        await gateway.wait(lambda: len(gateway.records) == 2)
     assert {record.worker_id for record in gateway.records} == {"w1", "w2"}
     assert await gateway.stored_attempts() == 2
 

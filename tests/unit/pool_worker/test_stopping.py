@@ -1,0 +1,101 @@
+"""How long a drain may last, and how long a job may still run."""
+
+import math
+import time
+
+import pytest
+
+from pool_worker.attempt import Attempt
+from pool_worker.credit import Cost
+from pool_worker.stopping import Stop
+from protocol.messages import PROTOCOL_VERSION, Job, ResumePoint, Sampling, pack_token_ids
+from protocol.pull import Delivery
+
+DELIVERY = Delivery(b"", "rq.m.h0", "$JS.ACK", 1, 1, 0, 0)
+
+
+def left_s(stop: Stop) -> float:
+    assert stop.requested.is_set()
+    return stop.deadline_s - time.monotonic()
+
+
+def test_a_drain_lasts_as_long_as_is_set() -> None:
+    stop = Stop(25.0)
+    assert not stop.requested.is_set()
+    stop.on_signal()
+    assert left_s(stop) == pytest.approx(25.0, abs=1.0)
+
+
+def test_a_provider_may_leave_a_signal_less_time() -> None:
+    stop = Stop(25.0, signal_limit_s=4.0)
+    stop.on_signal()
+    assert left_s(stop) == pytest.approx(4.0, abs=1.0)
+
+
+def test_every_further_signal_means_at_once() -> None:
+    stop = Stop(25.0)
+    stop.on_signal()
+    stop.on_signal()
+    assert left_s(stop) <= 0
+
+
+def test_the_first_signal_after_a_notice_is_no_second_one() -> None:
+    stop = Stop(60.0)
+    stop.request(28.0)
+    stop.on_signal()
+    assert left_s(stop) == pytest.approx(28.0, abs=1.0)
+
+
+def test_the_deadline_only_comes_nearer() -> None:
+    stop = Stop(25.0)
+    stop.request(5.0)
+    stop.request(20.0)
+    assert left_s(stop) == pytest.approx(5.0, abs=1.0)
+    stop.request(-3.0)
+    assert left_s(stop) <= 0
+
+
+def attempt(n: int = 1, resume: tuple[ResumePoint, ...] = ()) -> Attempt:
+    job = Job(PROTOCOL_VERSION, "r", 1, "m", "fr.g", Sampling(max_tokens=100, n=n), b"", resume=resume)
+    made = Attempt(job, DELIVERY, Cost(n, 1))
+    made.pulled_s = 1000.0
+    return made
+
+
+def make(attempt: Attempt, index: int, tokens: int) -> None:
+    for _ in range(tokens):
+        attempt.tokens(index, (7,), "x", None, None)
+    attempt.ttft_ms = 2000.0  # the first token came at 1002
+
+
+def test_a_prompt_that_is_still_computed_may_take_for_ever() -> None:
+    assert attempt().remaining_s(1002.0) == math.inf
+
+
+def test_one_token_has_no_pace() -> None:
+    one = attempt()
+    make(one, 0, 1)
+    assert one.remaining_s(1003.0) == math.inf
+
+
+def test_the_rest_is_reckoned_at_the_pace_so_far() -> None:
+    one = attempt()
+    make(one, 0, 11)
+    assert one.remaining_s(1003.0) == pytest.approx(89 * 0.1)
+    assert one.remaining_s(1012.0) == pytest.approx(89 * 1.0)  # it has made nothing since
+
+
+def test_tokens_made_elsewhere_count_for_the_rest_but_not_for_the_pace() -> None:
+    one = attempt(resume=(ResumePoint(0, pack_token_ids(range(50)), 50),))
+    make(one, 0, 11)
+    assert one.remaining_s(1003.0) == pytest.approx(39 * 0.1)
+
+
+def test_the_slowest_live_choice_counts() -> None:
+    two = attempt(n=2)
+    make(two, 0, 21)
+    assert two.remaining_s(1003.0) == math.inf  # the other has not begun
+    make(two, 1, 11)
+    assert two.remaining_s(1003.0) == pytest.approx(89 * 0.1)
+    two.live.discard(1)
+    assert two.remaining_s(1003.0) == pytest.approx(79 * 0.05)
