@@ -6,8 +6,8 @@ As far as a worker knows, a lane is in one of two states:
 - None waits: while there is room, a pull is parked in it, the watch, which brings the next job the moment it comes.
 
 With less room than lanes the watches may bring more than fits. What is too much goes back to the queue at once; a watch
-brings its jobs only once, so this has an end. Without any room nothing is pulled and nothing is learned. So a worker
-that then gets a little room first asks the queue how many jobs wait in each lane: its choice must be fair.
+brings its jobs only once, so this has an end. Without any room nothing is pulled and nothing is learned. So where
+lanes compete, a worker that gets room first asks the queue how many jobs wait in each: its choice must be fair.
 """
 
 import asyncio
@@ -216,7 +216,7 @@ class Consumer:
         lanes = [lane for lane in self._lanes.values() if self._gate.is_open(lane.lane.model)]
         if not places or not lanes:
             return
-        if places < len(lanes):
+        if places < len(lanes) or any(lane.lane.waiting for lane in lanes):
             await self._learn(lanes)
         places = await self._ask(lanes)
         if places > 0:
