@@ -88,6 +88,14 @@ class KeyedRequests:
     async def start(self) -> None:
         """Let other gateways ask. Raises BusError."""
         await self._server.start()
+        self._bus.on_reconnect(self._claim_again)
+
+    async def _claim_again(self) -> None:
+        # The queue server may have lost the bucket, or a key may have come while it was away.
+        for run in list(self._runs):
+            claim = await self._claims.take(run.name, run.fingerprint, over=None)
+            if claim is not None and claim.gateway_id == self._gateway_id and claim.sequence is not None:
+                self._runs.claimed(run, claim.sequence)
 
     async def serve(self, exchange: Exchange, scope: Scope, read_body: ReadBody, application: Application) -> None:
         """Answer one request that has a key; ``application`` makes the answer if nobody has it."""

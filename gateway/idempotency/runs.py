@@ -67,14 +67,19 @@ class Runs:
     def __len__(self) -> int:
         return len(self._runs)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Memory that the recordings take."""
-        return self._bytes
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._runs.values())
 
     def find(self, name: str) -> Run | None:
         """The run that has this key; None: nobody has, here."""
         return self._runs.get(name)
+
+    def claimed(self, run: Run, claim_sequence: int) -> None:
+        """The run's key has this entry in the bucket now."""
+        if self._runs.get(run.name) is run:
+            run.claim_sequence = claim_sequence
+        else:  # it was forgotten meanwhile
+            self._release(claim_sequence)
 
     @contextmanager
     def claiming(self, name: str) -> Iterator[None]:

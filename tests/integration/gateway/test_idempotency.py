@@ -8,7 +8,9 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
+from protocol import subjects
+from protocol.errors import BusError
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart, until, until_async
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello
 from tests.nats_server import NatsServer
 
@@ -278,3 +280,29 @@ async def test_without_the_bucket_a_key_counts_at_its_gateway(start_gateway: Sta
     assert sorted(answer.standing or "" for answer in answers) == ["", "attached"]
     assert all(answer.complete for answer in answers)
     assert len({attempt.job.request_id for attempt in worker.attempts}) == 1
+
+
+async def test_claims_outlive_the_bucket(start_gateway: Start, nats_server: NatsServer) -> None:
+    """The queue server loses its memory, and another gateway still finds the one that runs the request."""
+    owner, other = await start_gateway(), await start_gateway()
+    held = Held()
+    worker = await owner.add_worker(script=held)
+    first = asyncio.create_task(stream(owner))
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
+    await restart(nats_server, owner.bus)
+
+    async def has_claim() -> bool:
+        try:
+            info = await owner.bus.api(f"STREAM.INFO.KV_{subjects.IDEMPOTENCY_BUCKET}")
+        except BusError:
+            return False
+        return bool(info["state"]["messages"])
+
+    await until_async(has_claim)
+    heard = asyncio.Event()
+    second = asyncio.create_task(stream(other, key=owner.key, heard=heard))
+    await heard.wait()
+    held.may_go_on.set()
+    answers = [await first, await second]
+    assert [(answer.standing, answer.complete) for answer in answers] == [(None, True), ("attached", True)]
+    assert len({tuple(answer.events) for answer in answers}) == 1

@@ -1,0 +1,117 @@
+"""What is kept of answers, for how long, and what has to go."""
+
+import asyncio
+from typing import Any
+
+from gateway.idempotency.runs import Run, Runs
+from gateway.idempotency.sharing import part_of, standing_of
+from gateway.settings import IdempotencySettings
+from protocol.idempotency import MAX_PART_BYTES, Standing
+
+LONG = {"reattach_s": 60, "keep_s": 60}
+
+
+def runs_with(released: list[int] | None = None, **settings: Any) -> Runs:
+    gone = [] if released is None else released
+    return Runs(IdempotencySettings.model_validate({**LONG, **settings}), gone.append)
+
+
+async def start(run: Run, status: int = 200) -> None:
+    await run.recording.record({"type": "http.response.start", "status": status, "headers": [(b"a", b"b")]})
+
+
+async def write(run: Run, body: bytes, more: bool = True) -> None:
+    await run.recording.record({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def answer(runs: Runs, name: str, body: bytes = b"x", status: int = 200) -> Run:
+    run = runs.begin(name, "print", len(runs) + 1)
+    await start(run, status)
+    await write(run, body, more=False)
+    runs.ended(run)
+    return run
+
+
+async def test_a_good_answer_is_kept_for_a_while() -> None:
+    released: list[int] = []
+    runs = runs_with(released, keep_s=0.02)
+    run = await answer(runs, "k")
+    assert runs.find("k") is run
+    assert standing_of(run, "print") is Standing.REPLAYED
+    assert standing_of(run, "other") is Standing.REUSED
+    async with asyncio.timeout(5):
+        while runs.find("k"):
+            await asyncio.sleep(0.005)
+    assert released == [1]
+
+
+async def test_errors_and_halves_free_the_key() -> None:
+    released: list[int] = []
+    runs = runs_with(released)
+    await answer(runs, "refused", status=503)
+    half = runs.begin("half", "print", 2)
+    await start(half)
+    await write(half, b"x")
+    runs.ended(half)
+    assert len(runs) == 0
+    assert released == [1, 2]
+    part = await part_of(half, Standing.ATTACHED, 0)
+    assert (part.body, part.ended, part.complete) == (b"x", True, False)
+
+
+async def test_nobody_reads() -> None:
+    runs = runs_with(reattach_s=0.01)
+    run = runs.begin("k", "print", None)
+    with run.reading():
+        await asyncio.sleep(0.05)
+        assert not run.abandoned.is_set()
+    async with asyncio.timeout(5):
+        await run.abandoned.wait()
+    assert runs.find("k") is None
+
+
+async def test_the_oldest_answers_make_room() -> None:
+    runs = runs_with(max_bytes=100)
+    for name in "abc":
+        await answer(runs, name, b"x" * 40)
+    assert [run.name for run in runs] == ["b", "c"]
+    runs = runs_with(max_runs=2)
+    for name in "abc":
+        await answer(runs, name)
+    assert [run.name for run in runs] == ["b", "c"]
+
+
+async def test_what_runs_outgrows_the_room() -> None:
+    """Its readers go on as long as they keep up; who would begin anew cannot."""
+    runs = runs_with(max_bytes=100)
+    await answer(runs, "old", b"x" * 40)
+    run = runs.begin("k", "print", None)
+    await start(run)
+    for number in range(5):
+        await write(run, b"%d" % number * 40)
+    assert [kept.name for kept in runs] == ["k"]
+    assert run.recording.kept_bytes == 100
+    assert (await part_of(run, Standing.ATTACHED, 0)).standing is Standing.NOT_KEPT
+    assert (await part_of(run, Standing.ATTACHED, 160)).body == b"4" * 40
+    await write(run, b"", more=False)
+    runs.ended(run)
+    assert len(runs) == 0
+    await answer(runs, "next", b"x" * 100)  # all of the room is free again
+    assert len(runs) == 1
+
+
+async def test_parts() -> None:
+    runs = runs_with()
+    run = runs.begin("k", "print", None)
+    nothing = await part_of(run, Standing.ATTACHED, 0, wait_s=0.01)
+    assert (nothing.status, nothing.body, nothing.ended) == (0, b"", False)
+    waiting = asyncio.create_task(part_of(run, Standing.ATTACHED, 0))
+    await asyncio.sleep(0)
+    await start(run)
+    await write(run, b"x" * (MAX_PART_BYTES + 1), more=False)
+    runs.ended(run)
+    first = await waiting
+    assert (first.status, first.headers) == (200, ((b"a", b"b"),))
+    assert (len(first.body), first.ended) == (MAX_PART_BYTES, False)
+    last = await part_of(run, Standing.REPLAYED, MAX_PART_BYTES)
+    assert (last.body, last.ended, last.complete) == (b"x", True, True)
