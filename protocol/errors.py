@@ -37,6 +37,7 @@ class ErrorCode(StrEnum):
     ENGINE_DIED = "engine_died"
     WORKER_DRAINING = "worker_draining"
     WORKER_LOST = "worker_lost"
+    JOB_VANISHED = "job_vanished"  # from the queue, and nobody has said to have accepted it
     UNKNOWN_ATTEMPT = "unknown_attempt"
     GATEWAY_LOST = "gateway_lost"  # nobody was left to answer; only in records
     # The gateway gave the request up.

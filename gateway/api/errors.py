@@ -233,6 +233,7 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.ENGINE_DIED: _INTERNAL,
     ErrorCode.WORKER_DRAINING: _NO_CAPACITY,
     ErrorCode.WORKER_LOST: _INTERNAL,
+    ErrorCode.JOB_VANISHED: _INTERNAL,
     ErrorCode.UNKNOWN_ATTEMPT: _INTERNAL,
     ErrorCode.GATEWAY_LOST: _INTERNAL,
     # It has failed on several workers already: a client that retries makes it only worse.

@@ -1,4 +1,9 @@
-"""All open requests of this gateway: routes frames to them, and does for them what needs the bus."""
+"""All open requests of this gateway: routes frames to them, and does for them what needs the bus.
+
+What tells that an attempt is lost, quickest first: its worker's connection is gone (``detector``, milliseconds), its
+worker has signed off or its heartbeats are missing (``registry``, 1.5 s), lost frames are not sent again or probes not
+answered (``request``, seconds), its message is gone and nobody has it (``lookups``, seconds).
+"""
 
 import asyncio
 import logging
@@ -10,9 +15,13 @@ from nats.aio.msg import Msg
 
 from gateway.admission.control import AdmissionControl
 from gateway.dispatch.admission import Admission
+from gateway.dispatch.dead_letters import DeadLetters
+from gateway.dispatch.detector import LossDetector
 from gateway.dispatch.job_queue import JobQueue
+from gateway.dispatch.lookups import ROUND_PERIOD_S, Lookups
 from gateway.dispatch.mailbox import Failure
-from gateway.dispatch.record import usage_record
+from gateway.dispatch.orphans import Orphans
+from gateway.dispatch.record import dead_letter, lost_attempt_record, usage_record
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import GatewaySettings
@@ -21,7 +30,7 @@ from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.messages import Accepted, Cancel, Control, Frame, Resend, decode_step, encode
+from protocol.messages import Cancel, Control, Frame, Resend, decode_step, encode
 from protocol.outbox import Outbox
 
 NEVER_S: Final = float("inf")
@@ -50,7 +59,12 @@ class Dispatcher:
         self._registry = registry
         self._outbox = outbox
         self._admission_control = admission_control
-        self._queue = JobQueue(bus, settings.gateway_id)
+        self._lookups = Lookups(bus)
+        self._queue = JobQueue(bus, self._lookups, settings.gateway_id)
+        self._dead_letters = DeadLetters(bus)
+        self._orphans = Orphans(self.cancel)
+        self._by_worker: dict[str, dict[str, OpenRequest]] = {}  # those that a worker has, by worker and request
+        self._detector = LossDetector(bus, registry, self._by_worker.keys)
         self._frames_subject = subjects.frames_subject(settings.gateway_id)
         self._open: dict[str, OpenRequest] = {}  # frames go to these
         self._unsettled: dict[str, OpenRequest] = {}  # admitted and not yet recorded
@@ -62,13 +76,21 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Make the streams and listen. Raises BusError."""
-        await self._apply_topology()
+        await self._apply_topology(limit_s=topology.FIRST_APPLY_LIMIT_S)
+        self._registry.on_lost = self._on_worker_lost
         await self._registry.start()
+        await self._detector.start()
         await self._bus.subscribe(self._frames_subject, self._on_step)
         self._bus.on_reconnect(self._on_reconnected)
 
     async def run(self) -> None:
-        """Watch the clock for all requests; never returns."""
+        """Watch over all requests; never returns."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep(), name="sweep")
+            group.create_task(self._look_up(), name="look-ups")
+            group.create_task(self._detector.run(), name="loss detector")
+
+    async def _sweep(self) -> None:
         last_s = time.monotonic()
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
@@ -77,9 +99,25 @@ class Dispatcher:
             if not connected or now_s - last_s > SWEEP_PERIOD_S + SWEEP_LATE_S:
                 self._registry.forgive(now_s)
             last_s = now_s
+            if connected:
+                self._registry.lose_silent(list(self._by_worker), now_s)
             for request in list(self._open.values()):
-                request.on_tick(now_s, self._registry.alive, connected=connected)
+                request.on_tick(now_s, connected=connected)
             self._registry.forget_dead(now_s)
+
+    async def _look_up(self) -> None:
+        while True:
+            await asyncio.sleep(ROUND_PERIOD_S)
+            if not self._bus.connected:
+                continue
+            try:
+                await self._lookups.look(self._open.values())
+            except BusError as error:
+                log.debug("waiting jobs could not be looked up: %s", error)
+
+    def _on_worker_lost(self, worker_id: str, code: ErrorCode, reason: str, now_s: float) -> None:
+        for request in list(self._by_worker.get(worker_id, {}).values()):
+            request.worker_lost(code, reason, now_s)
 
     async def drain(self, limit_s: float) -> None:
         """Take nothing new, let open requests finish for ``limit_s``, then fail the rest explicitly."""
@@ -89,9 +127,16 @@ class Dispatcher:
         for request in list(self._open.values()):
             request.fail(failure, time.monotonic())
         await self._wait_until_settled(SETTLE_LIMIT_S)
+        self.settle_all()
+
+    def settle_all(self) -> None:
+        """The process ends: every request that is still open is recorded as it stands."""
+        failure = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         for request in list(self._unsettled.values()):
             log.error("request %s did not end in time; it is recorded as it stands", request.request_id)
-            request.http_status = request.http_status or 503
+            request.fail(failure, time.monotonic())  # does nothing if it has ended
+            # A complete answer that a slow client has not read to its end is an answer.
+            request.http_status = request.http_status or (200 if request.outcome == "ok" else 503)
             request.give_up_waiting(time.monotonic())
             self._settle(request)
 
@@ -135,11 +180,11 @@ class Dispatcher:
             self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(
                 admission.deadline_s - now_s + TIMER_SLACK_S, self._on_deadline, request
             )
-        self.publish(request)
+        self.publish(request, 0.0)
         return request
 
     def _on_deadline(self, request: OpenRequest) -> None:
-        request.on_tick(time.monotonic(), self._registry.alive, connected=self._bus.connected)
+        request.on_tick(time.monotonic(), connected=self._bus.connected)
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
         """The HTTP side is done, having sent ``http_status`` (None: the caller left before)."""
@@ -170,35 +215,57 @@ class Dispatcher:
             if request is not None:
                 request.on_frame(worker_id, frame, now_s)
             else:
-                self._on_frame_of_nobody(worker_id, frame)
-
-    def _on_frame_of_nobody(self, worker_id: str, frame: Frame) -> None:
-        # A job pulled just before it was withdrawn, or one of an earlier life of this gateway: nobody wants it.
-        if isinstance(frame, Accepted):
-            self.cancel(worker_id, Cancel(frame.request_id, frame.attempt))
+                self._orphans.on_frame(worker_id, frame, now_s)
 
     # --- what a request asks for (request.Actions) --------------------------------------------------------------------
 
-    def publish(self, request: OpenRequest) -> None:
-        """Put the current attempt into the queue."""
+    def publish(self, request: OpenRequest, after_s: float) -> None:
+        """Put the current attempt into the queue, after a pause."""
         if request.attempt > 1:
             log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
-        self._spawn(self._queue.publish(request))
+        self._spawn(self._queue.publish(request, after_s))
 
     def withdraw(self, request: OpenRequest) -> None:
         """Take the current attempt out of the queue, if it is there."""
-        if request.stream_sequence is not None:
-            self._spawn(self._queue.withdraw(request.stream_sequence))
+        if request.current.stream_sequence is not None:
+            self._spawn(self._queue.withdraw(request.current.stream_sequence))
+
+    def taken(self, request: OpenRequest) -> None:
+        """A worker has the current attempt."""
+        if request.worker_id is not None:
+            self._by_worker.setdefault(request.worker_id, {})[request.request_id] = request
+
+    def left(self, request: OpenRequest) -> None:
+        """The current attempt is over, on whichever worker it was."""
+        if request.worker_id is None:
+            return
+        held = self._by_worker.get(request.worker_id, {})
+        held.pop(request.request_id, None)
+        if not held:
+            self._by_worker.pop(request.worker_id, None)
 
     def cancel(self, worker_id: str, cancel: Cancel) -> None:
         """Tell a worker to stop an attempt."""
+        self._orphans.told(worker_id, cancel, time.monotonic())
         self._spawn(self._control(worker_id, cancel))
+
+    def fenced_out(self, worker_id: str, frame: Frame, now_s: float) -> None:
+        """A worker runs an attempt that nobody waits for."""
+        self._orphans.on_frame(worker_id, frame, now_s)
 
     def ask_again(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
         """Tell a worker to send the frames of the current attempt again."""
         self._spawn(
             self._control(worker_id, Resend(request.request_id, request.attempt, from_seq, self._frames_subject))
         )
+
+    def record_lost_attempt(self, request: OpenRequest, outcome: str, code: str | None, now_s: float) -> None:
+        """Leave the usage record of the current attempt, whose worker may not be able to."""
+        worker = self._registry.last_beat(request.worker_id or "")
+        record = lost_attempt_record(request, worker, outcome, code, now_s)
+        # An id of our own: the worker's message, if it comes, may carry other records too.
+        record_id = f"{record.request_id}.{record.attempt}.{record.worker_id}.lost"
+        self._outbox.put(record_id, encode(record))
 
     def ended(self, request: OpenRequest) -> None:
         """Forget the request, once the HTTP side has closed it too."""
@@ -208,6 +275,8 @@ class Dispatcher:
             timer.cancel()
         if len(request.admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES:
             self._spawn(self._queue.drop_prompt(request))
+        if request.failure is not None and request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED:
+            self._spawn(self._dead_letters.publish(dead_letter(request, self._settings.gateway_id)))
         self._settle(request)
 
     async def _control(self, worker_id: str, control: Control) -> None:
@@ -229,7 +298,7 @@ class Dispatcher:
 
     # --- the queue server went away and is back -----------------------------------------------------------------------
 
-    async def _apply_topology(self) -> None:
+    async def _apply_topology(self, limit_s: float = 0.0) -> None:
         queue = self._settings.queue
         bounds = topology.QueueBounds(
             max_jobs=queue.max_jobs,
@@ -237,14 +306,14 @@ class Dispatcher:
             max_usage_bytes=queue.usage_max_mib * 1024 * 1024,
             replicas=queue.replicas,
         )
-        await topology.apply(self._bus, list(self._settings.models), bounds)
+        await topology.apply(self._bus, list(self._settings.models), bounds, limit_s=limit_s)
 
     async def _on_reconnected(self) -> None:
         # Before anything is awaited: no sweep may take our own silence for the workers'; and the server may have lost
         # its memory stream, whose sequence numbers then begin anew, so that the old ones name other callers' jobs.
         self._registry.forgive(time.monotonic())
         for request in self._open.values():
-            request.stream_sequence = None
+            request.current.stream_sequence = None
         for wait_s in backoff_s():
             if not self._bus.connected:
                 return  # the next reconnect starts anew

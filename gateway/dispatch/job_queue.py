@@ -5,37 +5,41 @@ import logging
 import time
 from typing import Final
 
+from gateway.dispatch.lookups import Lookups
 from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.request import OpenRequest, State
 from protocol import subjects
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES, delete_object, put_object
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
-from protocol.errors import ApiError, BusError, ErrorCode, PayloadTooLarge, StreamFull
+from protocol.errors import BusError, ErrorCode, PayloadTooLarge, StreamFull
 from protocol.messages import PROTOCOL_VERSION, Job, encode
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
-NO_MESSAGE_FOUND: Final = 10037  # JetStream
 LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refusals that tell so cost next to nothing
 
 log = logging.getLogger(__name__)
 
 
 def _lane_of(request: OpenRequest, attempt: int) -> str:
-    return request.ticket.lane if attempt == 1 else subjects.RESUME_LANE
+    """The first attempt waits where its tenant does; later ones go first, but batch jobs never before others."""
+    return request.ticket.lane if attempt == 1 or request.admission.batch else subjects.RESUME_LANE
 
 
 class JobQueue:
     """The gateway's side of the interactive stream. Every method ends only when its work is done or pointless."""
 
-    def __init__(self, bus: Bus, gateway_id: str) -> None:
+    def __init__(self, bus: Bus, lookups: Lookups, gateway_id: str) -> None:
         self._bus = bus
+        self._lookups = lookups
         self._reply_subject = subjects.frames_subject(gateway_id)
         self._in_flight = asyncio.Semaphore(MAX_PUBLISHES_IN_FLIGHT)
 
-    async def publish(self, request: OpenRequest) -> None:
-        """Store the current attempt in the stream, again and again with the same id until it is there."""
+    async def publish(self, request: OpenRequest, after_s: float = 0.0) -> None:
+        """Store the current attempt in the stream, after a pause, and again with the same id until it is there."""
         attempt = request.attempt
+        if after_s:
+            await asyncio.sleep(after_s)
         for wait_s in backoff_s(LONGEST_PUBLISH_WAIT_S):
             if not request.waits_for_worker(attempt):
                 return
@@ -70,7 +74,7 @@ class JobQueue:
             ttl_s=int(remaining_s) + 1,
         )
         if request.attempt == attempt and request.state in {State.QUEUED, State.RUNNING}:
-            request.stream_sequence = sequence
+            request.current.stream_sequence = sequence
         else:  # given up meanwhile
             await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
 
@@ -93,6 +97,7 @@ class JobQueue:
             deadline_unix_ms=int((time.time() + remaining_s) * 1000),
             traceparent=admission.traceparent,
             weight=admission.weight,
+            avoid=request.log.avoid,
         )
 
     async def withdraw(self, sequence: int) -> None:
@@ -117,12 +122,13 @@ class JobQueue:
         """
         attempt = request.attempt
         await self.publish(request)
-        if not request.waits_for_worker(attempt) or request.stream_sequence is None:
+        sequence = request.current.stream_sequence
+        if not request.waits_for_worker(attempt) or sequence is None:
             return
         try:
-            await self._bus.api(f"STREAM.MSG.GET.{subjects.INTERACTIVE_STREAM}", {"seq": request.stream_sequence})
-        except ApiError as error:
-            if error.code == NO_MESSAGE_FOUND:
-                request.job_vanished(attempt, time.monotonic())
+            is_stored = await self._lookups.is_stored(f"{request.request_id}.{attempt}", sequence)
         except BusError as error:
             log.warning("job %s.%d could not be looked up: %s", request.request_id, attempt, error)
+        else:
+            if not is_stored:
+                request.job_vanished(attempt, time.monotonic())

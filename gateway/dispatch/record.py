@@ -1,9 +1,13 @@
-"""From an ended request to its one ledger record."""
+"""What is left of a request: its one ledger record, those of attempts that were lost, and the story of a failure."""
+
+import time
+from typing import Final
 
 from gateway.dispatch.request import OpenRequest
-from protocol.messages import PROTOCOL_VERSION, RequestRecord
+from protocol.messages import PROTOCOL_VERSION, AttemptRecord, DeadLetter, Heartbeat, RequestRecord
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a caller that left before there was an answer
+CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
+UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbeat came
 
 
 def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
@@ -33,6 +37,60 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         pool=accepted.pool if accepted else None,
         provider=accepted.provider if accepted else None,
         region=accepted.region if accepted else None,
+    )
+
+
+def lost_attempt_record(
+    request: OpenRequest, worker: Heartbeat | None, outcome: str, code: str | None, now_s: float
+) -> AttemptRecord:
+    """The record of the current attempt, as far as the gateway has seen it: for a worker that may not leave one.
+
+    ``worker`` is what it last told of itself. If it does leave one all the same, the first to come stays.
+    """
+    current = request.current
+    accepted, accepted_s = current.accepted, current.accepted_s
+    if accepted is None or accepted_s is None:
+        raise ValueError("no worker has accepted this attempt")
+    total_ms = _ms_between(accepted_s, now_s) or 0.0
+    return AttemptRecord(
+        v=PROTOCOL_VERSION,
+        request_id=request.request_id,
+        attempt=current.number,
+        worker_id=accepted.worker_id,
+        pool=accepted.pool,
+        provider=accepted.provider,
+        region=accepted.region,
+        tier=worker.tier if worker else UNKNOWN,
+        engine=worker.engine if worker else UNKNOWN,
+        model=request.admission.model,
+        started_unix_ms=int(time.time() * 1000 - total_ms),
+        outcome=outcome,
+        error_code=code,
+        prompt_tokens=request.admission.prompt_tokens,
+        cached_tokens=0,
+        completion_tokens=request.attempt_tokens,
+        queue_ms=accepted.queue_ms,
+        ttft_ms=_ms_between(accepted_s, current.first_token_s),
+        total_ms=total_ms,
+        usd_per_hour=worker.usd_per_hour if worker else 0.0,
+    )
+
+
+def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
+    """The story of a request that was given up after its last attempt."""
+    admission = request.admission
+    return DeadLetter(
+        v=PROTOCOL_VERSION,
+        request_id=request.request_id,
+        gateway_id=gateway_id,
+        model=admission.model,
+        tenant=admission.tenant,
+        key_id=admission.key_id,
+        prompt_tokens=admission.prompt_tokens,
+        sampling=admission.sampling,
+        accepted_unix_ms=admission.received_unix_ms,
+        given_up_unix_ms=int(time.time() * 1000),
+        failures=tuple(request.log.failures),
     )
 
 

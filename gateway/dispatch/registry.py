@@ -1,15 +1,15 @@
-"""Which workers are alive, by their heartbeats."""
+"""Which workers are alive: by their heartbeats, and by what others find out about them."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from nats.aio.msg import Msg
 
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.errors import ProtocolError
+from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
 from protocol.topology import HEARTBEAT_LIMIT_S
 
@@ -18,15 +18,20 @@ FORGET_AFTER_S: Final = 60.0
 
 log = logging.getLogger(__name__)
 
+OnLost = Callable[[str, ErrorCode, str, float], None]  # worker id, code and reason of the loss, time
+
 
 class WorkerRegistry:
-    """Hears heartbeats and tells whether a worker still counts as alive."""
+    """Hears heartbeats and tells who is alive. A worker that was lost and is heard of again is simply alive."""
 
     def __init__(self, bus: Bus) -> None:
         self.on_beat: Callable[[Heartbeat], None] | None = None  # told of every heartbeat
+        self.on_lost: OnLost | None = None  # told at once
         self._bus = bus
         self._heard_s: dict[str, float] = {}
-        self._forgiven_until_s = 0.0
+        self._beats: dict[str, tuple[float, Heartbeat]] = {}  # with the time each came
+        self._forgiven_until_s = float("-inf")
+        self._excused_until_s: dict[str, float] = {}
 
     async def start(self) -> None:
         """Listen to the heartbeats of all workers. Raises BusError."""
@@ -36,30 +41,71 @@ class WorkerRegistry:
         """Any message of a worker is a sign of life."""
         self._heard_s[worker_id] = now_s
 
+    def knows(self, worker_id: str) -> bool:
+        """Whether it has been heard of, and not been lost since."""
+        return worker_id in self._heard_s
+
+    def last_beat(self, worker_id: str) -> Heartbeat | None:
+        """What it last told of itself, alive or not."""
+        _, beat = self._beats.get(worker_id, (0.0, None))
+        return beat
+
+    def silence_s(self, worker_id: str, now_s: float) -> float:
+        """For how long it has not been heard of."""
+        return now_s - self._heard_s.get(worker_id, float("-inf"))
+
     def forgive(self, now_s: float) -> None:
         """Judge nobody for a while: silence was ours or the queue server's, not the workers'."""
         self._forgiven_until_s = now_s + FORGIVENESS_S
 
+    def excuse(self, worker_id: str, now_s: float) -> None:
+        """Do not judge this worker for a while: the queue server has cut it off, and it will be back."""
+        self._excused_until_s[worker_id] = now_s + FORGIVENESS_S
+
+    def _is_excused(self, worker_id: str, now_s: float) -> bool:
+        return now_s < max(self._forgiven_until_s, self._excused_until_s.get(worker_id, float("-inf")))
+
     def alive(self, worker_id: str, now_s: float) -> bool:
         """Whether the worker has been heard of within ``HEARTBEAT_LIMIT_S``, or is being forgiven."""
-        if now_s < self._forgiven_until_s:
-            return True
-        return now_s - self._heard_s.get(worker_id, float("-inf")) <= HEARTBEAT_LIMIT_S
+        return self._is_excused(worker_id, now_s) or self.silence_s(worker_id, now_s) <= HEARTBEAT_LIMIT_S
+
+    def lose(self, worker_id: str, code: ErrorCode, reason: str, now_s: float) -> None:
+        """The worker is gone: what runs there is to go on elsewhere. Unless it is excused, or has said so itself."""
+        is_lost = code is ErrorCode.WORKER_LOST
+        if is_lost and self._is_excused(worker_id, now_s):
+            return
+        if self._heard_s.pop(worker_id, None) is not None and is_lost:
+            log.warning("worker %s is lost: %s", worker_id, reason)
+        if self.on_lost is not None:
+            self.on_lost(worker_id, code, f"worker {worker_id} is lost: {reason}", now_s)
+
+    def lose_silent(self, worker_ids: Iterable[str], now_s: float) -> None:
+        """Give up those whose heartbeats are missing."""
+        for worker_id in worker_ids:
+            if not self.alive(worker_id, now_s):
+                self.lose(worker_id, ErrorCode.WORKER_LOST, "it is silent", now_s)
 
     def forget_dead(self, now_s: float) -> None:
         """Drop what is known of workers long gone, so that the registry does not grow for ever."""
+        for worker_id in [w for w, until_s in self._excused_until_s.items() if until_s < now_s]:
+            del self._excused_until_s[worker_id]
         for worker_id in [w for w, heard_s in self._heard_s.items() if now_s - heard_s > FORGET_AFTER_S]:
             del self._heard_s[worker_id]
+        for worker_id in [w for w, (came_s, _) in self._beats.items() if now_s - came_s > FORGET_AFTER_S]:
+            del self._beats[worker_id]
 
     async def _on_heartbeat(self, message: Msg) -> None:
+        now_s = time.monotonic()
         if not message.data:  # a deletion marker: the worker has signed off
-            self._heard_s.pop(message.subject.rpartition(".")[2], None)
+            worker_id = message.subject.rpartition(".")[2]
+            self.lose(worker_id, ErrorCode.WORKER_DRAINING, "it has signed off", now_s)
             return
         try:
             beat = decode_heartbeat(message.data)
         except ProtocolError as error:
             log.warning("heartbeat on %s: %s", message.subject, error)
             return
-        self.heard(beat.worker_id, time.monotonic())
+        self.heard(beat.worker_id, now_s)
+        self._beats[beat.worker_id] = (now_s, beat)
         if self.on_beat is not None:
             self.on_beat(beat)

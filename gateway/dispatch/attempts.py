@@ -1,0 +1,96 @@
+"""A request's current attempt, and what has become of the earlier ones: whether it may have another, when and where."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.errors import ErrorCode
+from protocol.messages import Accepted, AttemptFailure
+
+# Nobody's fault: the worker left in order, or none had begun.
+FREE_CODES: Final = {ErrorCode.WORKER_DRAINING, ErrorCode.JOB_VANISHED, ErrorCode.GATEWAY_LOST}
+MAX_FREE_FAILURES: Final = 32  # in a row and without a new token
+PROGRESS_ALLOWANCE: Final = 4  # while every attempt makes tokens, so many times ``max_attempts`` may fail
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class CurrentAttempt:
+    """Where the current attempt stands. Times are of the monotonic clock."""
+
+    number: int
+    queued_s: float  # when it was handed to the queue, or is to be
+    heard_s: float  # of its worker
+    tokens_before: int = 0  # output tokens held when it began
+    stream_sequence: int | None = None  # of its message
+    worker_id: str | None = None  # the first that accepted it: others are fenced out
+    accepted: Accepted | None = None
+    accepted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    next_seq: int = 0
+    gap_since_s: float | None = None
+    asked_s: float = float("-inf")  # when frames were last asked for again
+    probes: int = 0  # without an answer
+    reported_tokens: int | None = None  # as the worker counts, once it has said so
+
+
+class AttemptLog:
+    """The failures of one request, and what follows from them.
+
+    A failure counts in full where it was real: a worker lost in the middle, an engine's error, a lie. But an attempt
+    that made tokens has shown that the request can be served: the count begins anew with it, within an allowance, so
+    that a long answer outlives many workers and a request that kills each of them does not.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self.failures: list[AttemptFailure] = []
+        self._max_attempts = max_attempts
+        self._real = 0
+        self._fruitless = 0  # real ones since the last that made tokens, that one included
+        self._free = 0  # free ones since then
+
+    def add(self, attempt: CurrentAttempt, code: str, reason: str, tokens: int) -> None:
+        """Note a failed attempt, which made ``tokens``."""
+        self.failures.append(AttemptFailure(attempt.number, attempt.worker_id, code, reason, tokens))
+        if tokens:
+            self._fruitless = self._free = 0
+        if attempt.worker_id is None or code in FREE_CODES:
+            self._free += 1
+        else:
+            self._real += 1
+            self._fruitless += 1
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether there is no further attempt."""
+        return (
+            self._fruitless >= self._max_attempts
+            or self._real >= self._max_attempts * PROGRESS_ALLOWANCE
+            or self._free >= MAX_FREE_FAILURES
+        )
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next attempt: not at all the first time, then ever longer.
+
+        The jitter parts a request that kills its workers from those that ran beside it.
+        """
+        if self._fruitless < 2:
+            return 0.0
+        longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._fruitless - 2))
+        return longest_s * random.uniform(0.5, 1.0)  # noqa: S311
+
+    @property
+    def avoid(self) -> tuple[str, ...]:
+        """Workers on which an attempt failed. Those that left in order are not among them."""
+        failed = [failure.worker_id for failure in self.failures if failure.code not in FREE_CODES]
+        return tuple(dict.fromkeys([worker_id for worker_id in failed if worker_id is not None]))
+
+    def why(self) -> str:
+        """The whole story, in one line."""
+        counts = Counter([failure.code for failure in self.failures])
+        codes = ", ".join([code if n == 1 else f"{n} x {code}" for code, n in counts.items()])
+        return f"{len(self.failures)} attempts failed ({codes}); the last: {self.failures[-1].reason}"

@@ -1,0 +1,51 @@
+"""Dead letters on their way into the DLQ stream: published until stored, within bounds."""
+
+import asyncio
+import logging
+from typing import Final
+
+from protocol import subjects
+from protocol.backoff import backoff_s
+from protocol.bus import Bus
+from protocol.errors import BusError, PayloadTooLarge
+from protocol.messages import DeadLetter, encode
+
+MAX_WAITING: Final = 1000  # beyond, a letter is only logged: requests that fail by the thousand are news enough
+STORE_LIMIT_S: Final = 120.0
+
+log = logging.getLogger(__name__)
+
+
+class DeadLetters:
+    """Publishes each letter; ``publish`` ends when it is stored or given up."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._waiting = 0
+
+    async def publish(self, letter: DeadLetter) -> None:
+        """Store one letter in the stream, which keeps those of the last weeks."""
+        if self._waiting >= MAX_WAITING:
+            log.error("dead letter of %s is lost: too many wait to be stored", letter.request_id)
+            return
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(STORE_LIMIT_S):
+                await self._publish_until_stored(letter)
+        except (TimeoutError, PayloadTooLarge) as error:
+            log.error("dead letter of %s is lost: %s", letter.request_id, error or "not stored in time")  # noqa: TRY400
+        finally:
+            self._waiting -= 1
+
+    async def _publish_until_stored(self, letter: DeadLetter) -> None:
+        subject, payload = subjects.dead_letter_subject(letter.model), encode(letter)
+        for wait_s in backoff_s():
+            try:
+                await self._bus.publish_durable(subject, payload, message_id=letter.request_id)
+            except PayloadTooLarge:
+                raise
+            except BusError as error:
+                log.debug("dead letter of %s is not stored yet: %s", letter.request_id, error)
+            else:
+                return
+            await asyncio.sleep(wait_s)

@@ -1,0 +1,61 @@
+"""How long a request may take in each state; each limit has an error of its own."""
+
+from typing import Final
+
+from gateway.dispatch.admission import Admission
+from gateway.dispatch.attempts import CurrentAttempt
+from gateway.dispatch.mailbox import Failure
+from gateway.settings import TimeoutSettings
+from protocol.errors import ErrorCode
+
+RESCUE_PATIENCE_S: Final = 5.0  # for an attempt after the first, even if the first has used all patience up
+ACCEPT_LIMIT_S: Final = 1.0  # within which a worker takes a request that is not to be queued
+
+
+class Patience:
+    """How long the request may still wait in the queue, over all its attempts."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.left_s = limit_s
+
+    def spend(self, waited_s: float) -> None:
+        """Take off what an attempt has waited. A little stays: this one may fail in mid-stream."""
+        least_s = min(RESCUE_PATIENCE_S, self.left_s)
+        self.left_s = max(least_s, self.left_s - waited_s)
+
+
+def overdue(
+    limits: TimeoutSettings,
+    admission: Admission,
+    attempt: CurrentAttempt,
+    queue_deadline_s: float | None,
+    now_s: float,
+) -> Failure | None:
+    """Which limit is exceeded, if any. ``queue_deadline_s``: None once a worker has the attempt."""
+    if now_s >= admission.deadline_s:
+        return Failure(ErrorCode.DEADLINE_EXCEEDED, "the deadline that the caller has set has passed")
+    if now_s - admission.received_s >= limits.total_s:
+        return Failure(ErrorCode.TOTAL_TIMEOUT, f"the request took longer than {limits.total_s:g} s")
+    if queue_deadline_s is not None:
+        return _overdue_in_queue(admission, attempt, queue_deadline_s, now_s)
+    return _overdue_token(limits, attempt, now_s)
+
+
+def _overdue_in_queue(admission: Admission, attempt: CurrentAttempt, deadline_s: float, now_s: float) -> Failure | None:
+    """No worker has taken it in time."""
+    waited_s = now_s - attempt.queued_s
+    if now_s >= deadline_s:
+        return Failure(ErrorCode.QUEUE_WAIT_TIMEOUT, f"no worker took the request within {waited_s:.1f} s")
+    if admission.do_not_queue and attempt.number == 1 and waited_s >= ACCEPT_LIMIT_S:
+        return Failure(ErrorCode.NO_FREE_PLACE, "no worker took the request at once", retry_after_s=1)
+    return None
+
+
+def _overdue_token(limits: TimeoutSettings, attempt: CurrentAttempt, now_s: float) -> Failure | None:
+    """A worker has it and lets its next token be waited for."""
+    if attempt.last_token_s is not None:
+        if now_s - attempt.last_token_s >= limits.inter_token_s:
+            return Failure(ErrorCode.INTER_TOKEN_TIMEOUT, f"no further token within {limits.inter_token_s:g} s")
+    elif attempt.accepted_s is not None and now_s - attempt.accepted_s >= limits.first_token_s:
+        return Failure(ErrorCode.FIRST_TOKEN_TIMEOUT, f"no first token within {limits.first_token_s:g} s")
+    return None

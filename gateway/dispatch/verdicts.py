@@ -1,0 +1,28 @@
+"""What the caller is told where a worker refuses his request for good."""
+
+from typing import Final
+
+from gateway.dispatch.admission import Admission
+from gateway.dispatch.mailbox import Failure
+from protocol.errors import ErrorCode
+from protocol.messages import Failed
+
+CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
+PROMPT_PARAMS: Final = {"chat.completions": "messages", "completions": "prompt"}
+
+
+def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
+    """The failure that the caller sees."""
+    code = _known_code(frame.code)
+    if code is ErrorCode.DEADLINE_EXCEEDED and now_s < admission.deadline_s - CLOCK_SKEW_S:
+        code = ErrorCode.QUEUE_WAIT_TIMEOUT  # the worker was told only until when it may wait
+    # The engine knows token ids only; the caller knows the field that they were made from.
+    param = PROMPT_PARAMS[admission.endpoint] if frame.param == "prompt_ids" else frame.param
+    return Failure(code, frame.message, param)
+
+
+def _known_code(code: str) -> ErrorCode:
+    try:
+        return ErrorCode(code)
+    except ValueError:  # of a newer worker
+        return ErrorCode.INTERNAL_ERROR
