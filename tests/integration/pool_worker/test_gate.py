@@ -1,0 +1,162 @@
+"""When a dear pool takes jobs, with real queues and workers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pool_worker.gate import Gate, is_behind
+from pool_worker.settings import GateSettings, WorkerSettings
+from protocol import messages as m
+from protocol.bus import Bus
+from tests.integration.pool_worker.playing_gateway import (
+    MODEL,
+    Attempt,
+    PlayingGateway,
+    running_worker,
+    settings_for,
+)
+from tests.integration.pool_worker.worker_process import start_process
+
+SOON_S = 10
+
+
+async def test_a_backlog_is_too_large_from_one_job_more_on(gateway: PlayingGateway) -> None:
+    gate = GateSettings(backlog_jobs=2)
+    for lane in ("low", "low", "low", "h0", "resume"):
+        await gateway.publish(gateway.job(), lane=lane)
+    assert not await is_behind(gateway.bus, MODEL, gate)
+    await gateway.publish(gateway.job(), lane="h6")
+    assert await is_behind(gateway.bus, MODEL, gate)
+    assert not await is_behind(gateway.bus, "another", gate)
+
+
+async def test_a_job_that_has_waited_for_too_long_counts_in_any_lane_but_batch(gateway: PlayingGateway) -> None:
+    gate = GateSettings(oldest_s=0.1)
+    await gateway.publish(gateway.job(), lane="low")
+    await asyncio.sleep(0.15)
+    assert not await is_behind(gateway.bus, MODEL, gate)
+    await gateway.publish(gateway.job(), lane="h6")
+    assert not await is_behind(gateway.bus, MODEL, GateSettings(oldest_s=SOON_S))
+    async with asyncio.timeout(SOON_S):
+        while not await is_behind(gateway.bus, MODEL, gate):
+            await asyncio.sleep(0.01)
+
+
+class Playing:
+    """A gate whose peers are played."""
+
+    def __init__(self, bus: Bus, settings: GateSettings | None) -> None:
+        self.changed: Callable[[], None] = lambda: None
+        self.peers = SimpleNamespace(is_informed=True, cheaper_serving=lambda _model, _tier: self.is_cheap_there)
+        self.peers.on_change = lambda callback: setattr(self, "changed", callback)
+        self.is_cheap_there = True
+        self.opened = 0
+        peers: Any = self.peers
+        self.gate = Gate(settings, bus, peers, tier="hosted", models=(MODEL,), on_open=self._on_open)
+
+    def _on_open(self) -> None:
+        self.opened += 1
+
+    async def until_it_is(self, is_open: bool) -> None:
+        async with asyncio.timeout(SOON_S):
+            while self.gate.is_open(MODEL) != is_open:
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def playing(gateway: PlayingGateway) -> AsyncIterator[Playing]:
+    playing = Playing(gateway.bus, GateSettings(backlog_jobs=0))
+    running = asyncio.create_task(playing.gate.run())
+    yield playing
+    running.cancel()
+
+
+async def test_the_gate_opens_when_the_cheaper_tier_goes_and_closes_when_it_comes(playing: Playing) -> None:
+    assert not playing.gate.is_open(MODEL)
+    for is_cheap_there in (False, True, False):
+        playing.is_cheap_there = is_cheap_there
+        playing.changed()
+        await playing.until_it_is(not is_cheap_there)
+    assert playing.opened == 2
+
+
+async def test_the_gate_opens_for_a_backlog_and_closes_without(playing: Playing, gateway: PlayingGateway) -> None:
+    await gateway.publish(gateway.job())
+    await playing.until_it_is(True)
+    await gateway.bus.api("STREAM.PURGE.RQ")
+    await playing.until_it_is(False)
+
+
+async def test_before_everybody_was_heard_a_cheaper_worker_may_be_there(playing: Playing) -> None:
+    playing.is_cheap_there, playing.peers.is_informed = False, False
+    for _ in range(3):
+        playing.changed()
+        await asyncio.sleep(0.01)
+    assert not playing.gate.is_open(MODEL)
+    playing.peers.is_informed = True
+    await playing.until_it_is(True)
+
+
+async def test_without_settings_there_is_no_gate(gateway: PlayingGateway) -> None:
+    playing = Playing(gateway.bus, None)
+    await playing.gate.run()
+    assert playing.gate.is_open(MODEL)
+
+
+# --- two tiers --------------------------------------------------------------------------------------------------------
+
+
+def pool(url: str, worker_id: str, tier: str, gate: GateSettings | None = None, **engine: Any) -> WorkerSettings:
+    settings = settings_for(url, worker_id=worker_id, drain_s=0.0, **engine)
+    return settings.model_copy(update={"tier": tier, "gate": gate})
+
+
+def worker_of(gateway: PlayingGateway, attempt: Attempt) -> str:
+    accepted = gateway.frames[attempt][0]
+    assert isinstance(accepted, m.Accepted)
+    return accepted.worker_id
+
+
+async def ask(gateway: PlayingGateway, jobs: int) -> set[str]:
+    """Have some jobs done, one after another; return by whom."""
+    attempts = [await gateway.ask(max_tokens=2) for _ in range(jobs)]
+    await gateway.end_of_all(attempts)
+    return {worker_of(gateway, attempt) for attempt in attempts}
+
+
+async def test_a_dear_pool_takes_over_from_a_killed_cheap_one_and_gives_back(
+    gateway: PlayingGateway, nats_url: str
+) -> None:
+    process = start_process(pool(nats_url, "cheap", "spot"))
+    try:
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+        async with running_worker(pool(nats_url, "dear", "on-demand", GateSettings(backlog_jobs=50))):
+            assert await ask(gateway, 30) == {"cheap"}
+            process.kill()
+            assert await ask(gateway, 10) == {"dear"}
+            async with running_worker(pool(nats_url, "cheap2", "spot")):
+                while await ask(gateway, 1) == {"dear"}:
+                    pass
+                assert await ask(gateway, 30) == {"cheap2"}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_a_dear_pool_helps_with_a_backlog(gateway: PlayingGateway, nats_url: str) -> None:
+    async with (
+        running_worker(pool(nats_url, "cheap", "spot", max_sequences=1, inter_token_s=0.02)),
+        running_worker(pool(nats_url, "dear", "hosted", GateSettings(backlog_jobs=3))),
+    ):
+        assert await ask(gateway, 1) == {"cheap"}
+        long = [await gateway.ask(max_tokens=1000, ignore_eos=True)]
+        await gateway.tokens_of(long[0], 1)
+        few = [await gateway.ask(max_tokens=2) for _ in range(3)]
+        assert await gateway.queued() == 3
+        many = [await gateway.ask(max_tokens=2) for _ in range(5)]
+        await gateway.end_of_all(few + many)
+        assert {worker_of(gateway, attempt) for attempt in few + many} == {"dear"}
