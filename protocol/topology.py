@@ -7,14 +7,16 @@ it.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from msgspec import Struct
 
 from protocol import subjects
+from protocol.backoff import backoff_s
 from protocol.bus import Bus
-from protocol.errors import ApiError
+from protocol.errors import ApiError, BusError
 
 HEARTBEAT_PERIOD_S: Final = 0.5
 HEARTBEAT_LIMIT_S: Final = 1.5  # a worker unheard of for longer counts as dead
@@ -37,6 +39,7 @@ STREAM_NOT_FOUND: Final = 10059
 STREAM_NAME_IN_USE: Final = 10058
 CONSUMER_NOT_FOUND: Final = 10014
 CONSUMER_CANNOT_CHANGE: Final = 10012
+FIRST_APPLY_LIMIT_S: Final = 30.0  # how long a starting gateway waits for a cluster's first leader
 APPLY_CONCURRENCY: Final = 16  # calls in flight; in a cluster each new consumer takes some 60 ms, mostly of waiting
 
 log = logging.getLogger(__name__)
@@ -154,8 +157,27 @@ def ledger_consumer_config() -> dict[str, Any]:
     }
 
 
-async def apply(bus: Bus, models: list[str], bounds: QueueBounds) -> None:
-    """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError or BusTimeout."""
+async def apply(bus: Bus, models: list[str], bounds: QueueBounds, *, limit_s: float = 0.0) -> None:
+    """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError, or BusTimeout.
+
+    ``limit_s`` is for how long to try again while nobody answers: a cluster that has just started has no leader yet.
+    """
+    deadline_s = time.monotonic() + limit_s
+    for wait_s in backoff_s():
+        try:
+            await _apply_all(bus, models, bounds)
+        except ApiError:
+            raise
+        except BusError as error:
+            if time.monotonic() + wait_s > deadline_s:
+                raise
+            log.warning("the streams cannot be made yet: %s", error)
+        else:
+            return
+        await asyncio.sleep(wait_s)
+
+
+async def _apply_all(bus: Bus, models: list[str], bounds: QueueBounds) -> None:
     await _each(bus, streams(bounds), _apply_stream)
     consumers = [job_consumer_config(model, lane) for model in models for lane in subjects.LANES]
     await _each(bus, consumers, _apply_job_consumer)

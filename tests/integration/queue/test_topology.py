@@ -59,9 +59,11 @@ async def test_a_stream_that_cannot_be_changed_is_left_and_the_error_says_why(bu
 
 async def test_two_gateways_may_make_a_clusters_topology_at_once(nats_cluster: NatsCluster) -> None:
     first, second = [await Bus.connect(nats_cluster.urls, name="test") for _ in range(2)]
-    await nats_cluster.wait_until_ready(first)
     bounds = QueueBounds(replicas=3)
-    await asyncio.gather(topology.apply(first, [MODEL], bounds), topology.apply(second, [MODEL, "n"], bounds))
+    await asyncio.gather(  # the servers have just started, and are electing
+        topology.apply(first, [MODEL], bounds, limit_s=topology.FIRST_APPLY_LIMIT_S),
+        topology.apply(second, [MODEL, "n"], bounds, limit_s=topology.FIRST_APPLY_LIMIT_S),
+    )
     for config in topology.streams(bounds):
         found = await first.api(f"STREAM.INFO.{config['name']}")
         assert found["config"]["num_replicas"] == 3
