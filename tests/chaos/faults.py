@@ -37,6 +37,7 @@ class Strike:
     worker_id: str | None  # None: no single worker
     streams: list[str]  # the requests in mid-stream that it concerns
     mended_s: float | None = None
+    may_stay: bool = False  # whether streams may go on with the same worker
 
 
 @dataclass(slots=True)
@@ -113,7 +114,7 @@ async def drain(chaos: Chaos) -> None:
 async def cut(chaos: Chaos) -> None:
     """Reset a worker's connection; it may reconnect at once."""
     victim = await chaos.victim()
-    chaos.strike("cut", victim)
+    chaos.strike("cut", victim).may_stay = True
     chaos.system.proxies[victim.slot].cut()
 
 
@@ -122,6 +123,7 @@ async def silence(chaos: Chaos) -> None:
     """Let a worker's connection pass nothing for some seconds, and nobody be told."""
     victim = await chaos.victim()
     strike = chaos.strike("silence", victim)
+    strike.may_stay = True
     proxy = chaos.system.proxies[victim.slot]
     proxy.silence()
     await chaos.pause(SILENCE_S)

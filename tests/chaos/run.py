@@ -55,7 +55,10 @@ async def run(plan: Plan, folder: Path, progress: Progress = lambda _what, _done
     asked = questions(plan.seed, plan.distinct, MODEL, scripted=plan.engine == "scripted", tokens=ANSWER_TOKENS)
     async with System(folder, shape) as system:
         load = Load(system.ports, system.api_key, may_retry=shape.gateways > 1)
-        oracle_calls = await _undisturbed(load, asked, plan.scenario.callers, progress)
+        try:
+            oracle_calls = await _undisturbed(load, asked, plan.scenario.callers, progress)
+        except ChaosError as error:
+            raise ChaosError("\n".join([str(error), *system.log_lines("")])) from error
         before = len(load.calls)
         chaos = Chaos(system, load, random.Random(f"faults {plan.seed}"))
         load.start(asked, plan.scenario.callers, plan.seed)

@@ -43,6 +43,7 @@ class Shape:
     max_attempts: int = 30  # the cap is a matter of poisonous jobs; a chaotic minute may kill one stream often
     gateway_settings: dict[str, Any] = field(default_factory=dict)  # further keys of [gateway]
     worker_settings: dict[str, Any] = field(default_factory=dict)  # further keys of [pools.chaos]
+    tenants: dict[str, float] = field(default_factory=dict)  # further API keys and their weights
 
 
 class System:
@@ -54,6 +55,7 @@ class System:
         self.logs = folder / "logs"
         self.watcher = Watcher()
         self.api_key = ""
+        self.tenant_keys: dict[str, str] = {}
         self.gateways: list[Child] = []
         self.ports = [free_port() for _ in range(shape.gateways)]
         self.proxies: dict[int, CutProxy] = {}
@@ -83,12 +85,15 @@ class System:
         config = self._write_config(database_url)
         self.database = create_engine(config.database_url)
         self._stack.push_async_callback(self.database.dispose)
-        _, self.api_key = await create_key(self.database, "chaos", load_or_create_pepper(config.data_dir))
+        pepper = load_or_create_pepper(config.data_dir)
+        _, self.api_key = await create_key(self.database, "chaos", pepper)
+        for name in self.shape.tenants:
+            _, self.tenant_keys[name] = await create_key(self.database, name, pepper)
         self.ledger = await self._start_child("ledger", ["ledger"], 0)
         self.gateways = [
             await self._start_child(f"gateway-{number}", ["gateway"], number) for number in range(self.shape.gateways)
         ]
-        for child in (self.ledger, *self.gateways):
+        for child in (*self.gateways, self.ledger):  # a ledger writer waits for what gateways make
             await child.wait_ready()
         await self._start_workers(config)
 
@@ -137,6 +142,7 @@ class System:
                 },
                 "database": {"url": database_url},
                 "models": {MODEL: {}},
+                "tenants": {name: {"weight": weight} for name, weight in shape.tenants.items()},
                 "pools": {
                     MODEL: {
                         "models": [MODEL],

@@ -1,0 +1,123 @@
+"""The judges themselves: each kind of damage is found and called by its name."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.chaos.client import Reply
+from tests.chaos.faults import Strike
+from tests.chaos.ledger import LedgerRow
+from tests.chaos.load import Call
+from tests.chaos.mix import Question, questions
+from tests.chaos.oracle import Answer, BadAnswer, Choice, Difference, compare, read
+from tests.chaos.report import Report, judge_answers, judge_ledger, measure_gaps
+from tests.chaos.watcher import Run, Watcher
+
+STREAMED = Question(1, "/v1/chat/completions", {"stream": True})
+TEXT = "one two three four five six"
+DONE = b"data: [DONE]\n\n"
+
+
+def chunk(text: str, finish: str | None = None, **rest: Any) -> bytes:
+    part = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [part], **rest}).encode() + b"\n\n"
+
+
+def reply(*pieces: bytes, request_id: str = "req_1", first_s: float = 0.0, step_s: float = 1.0) -> Reply:
+    headers = {"x-request-id": request_id, "x-spillway-attempts": "1"}
+    arrived = [(first_s + number * step_s, piece) for number, piece in enumerate(pieces)]
+    return Reply(0.0, 200, headers, arrived, first_s + len(pieces) * step_s)
+
+
+def answer(text: str, **choice: Any) -> Answer:
+    return Answer([Choice(text, **{"finish_reason": "stop", **choice})], {"completion_tokens": 6})
+
+
+def test_a_stream_is_put_together() -> None:
+    found = read(STREAMED, reply(chunk("one"), chunk(" two"), chunk("", "stop"), DONE))
+    assert found.choices[0].text == "one two"
+    assert found.arrivals_s == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [chunk("one"), chunk("", "stop")],
+        [chunk("one"), DONE],
+        [b'data: {"error": {"code": "worker_lost"}}\n\n', DONE],
+        [chunk("one", "stop"), chunk(" two"), DONE],
+        [chunk("one", "stop"), DONE, chunk(" two")],
+    ],
+    ids=["no-done", "no-finish-reason", "error-event", "goes-on-after-its-end", "goes-on-after-done"],
+)
+def test_an_incomplete_stream_is_no_answer(pieces: list[bytes]) -> None:
+    with pytest.raises(BadAnswer):
+        read(STREAMED, reply(*pieces))
+
+
+@pytest.mark.parametrize(
+    ("text", "difference"),
+    [
+        (TEXT, Difference()),
+        ("one two three", Difference(lost=3)),
+        ("one two five six", Difference(lost=2)),
+        ("one two three three four five six", Difference(repeated=1)),
+        ("one two three four two three four five six", Difference(repeated=3)),
+        ("one two three 4 five six", Difference(changed=1)),
+    ],
+)
+def test_damage_is_called_by_its_name(text: str, difference: Difference) -> None:
+    assert compare(answer(TEXT), answer(text)) == difference
+
+
+def test_reasons_counts_and_probabilities_count_too() -> None:
+    whole = answer(TEXT, tokens=["a", "b"], logprobs=[-0.5, -0.25])
+    assert not compare(whole, whole)
+    assert compare(whole, answer(TEXT, tokens=["a"], logprobs=[-0.5])) == Difference(lost=1)
+    assert compare(whole, answer(TEXT, tokens=["a", "b"], logprobs=[-0.5, -0.26])) == Difference(changed=1)
+    assert not compare(whole, answer(TEXT, tokens=["a", "b"], logprobs=[-0.5, -0.2500001]), logprob_tolerance=1e-3)
+    assert compare(whole, replace(whole, usage={"completion_tokens": 7})) == Difference(changed=1)
+    other_end = answer(TEXT, tokens=["a", "b"], logprobs=[-0.5, -0.25], finish_reason="length")
+    assert compare(whole, other_end) == Difference(changed=1)
+
+
+def judged(rows: list[LedgerRow], calls: list[Call]) -> Report:
+    report = Report("test", 1, 0)
+    judge_ledger(report, calls, {row.request_id: row for row in rows}, tokens_of={1: 6})
+    return report
+
+
+def test_the_ledger_must_hold_each_request_once_and_exactly() -> None:
+    call = Call(STREAMED, [reply()], answer=answer(TEXT))
+    row = LedgerRow("req_1", "ok", 6, 1)
+    assert judged([row], [call]).kept
+    assert judged([], [call]).unrecorded == 1
+    assert judged([replace(row, completion_tokens=7)], [call]).double_billed == 1
+    assert judged([replace(row, completion_tokens=5)], [call]).miscounted == 1
+    assert judged([row, replace(row, request_id="req_2")], [call]).double_billed == 1
+
+
+def test_an_error_breaks_a_promise() -> None:
+    report = Report("test", 1, 0)
+    judge_answers(report, [Call(STREAMED, [reply()], error="HTTP 503")], {}, exact_logprobs=True)
+    assert (report.errors, report.kept) == (1, False)
+    assert json.loads(report.line())["errors"] == 1
+
+
+def test_a_gap_ends_with_the_next_workers_first_token() -> None:
+    watcher = Watcher({"req_1": [Run(0.5, "w1", 1), Run(3.2, "w2", 2)]})
+    call = Call(STREAMED, [reply(*[chunk("x")] * 6)])  # tokens arrive at 0, 1, … 5
+    report = Report("test", 1, 1)
+    measure_gaps(report, [Strike("kill", 2.5, "w1", ["req_1"])], [call], watcher)
+    assert report.gaps_ms["kill"] == [pytest.approx(1500)]  # the token at 3.0 was under way when w1 died
+
+
+def test_the_same_seed_asks_the_same_questions() -> None:
+    def make(seed: int) -> list[Question]:
+        return questions(seed, 30, "m", scripted=True, tokens=(30, 90))
+
+    assert make(1) == make(1) != make(2)
+    keys = {key for question in make(1) for key in question.body}
+    assert {"stop", "logprobs", "n", "seed", "stream", "stream_options", "prompt", "messages"} <= keys
