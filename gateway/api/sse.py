@@ -45,8 +45,8 @@ class Chunks(Protocol):
         """The events of one frame; may be none."""
         ...
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The chunk without choices that ends a stream with usage."""
+    def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
+        """The chunk without choices that ends a stream with usage, and says how many attempts it took if several."""
         ...
 
 
@@ -63,8 +63,9 @@ class _ChunkEnds:
         self.tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self.heads = [self._envelope + b'{"index":%d,' % index for index in range(choices)]
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return self._envelope + b'],"usage":' + encode_json(usage) + b"}\n\n"
+    def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
+        rescue = b',"spillway":{"attempts":%d}' % attempts if attempts > 1 else b""
+        return self._envelope + b'],"usage":' + encode_json(usage) + rescue + b"}\n\n"
 
 
 class ChatChunks:

@@ -11,12 +11,14 @@ from gateway.api.calls import Call
 from gateway.api.errors import RequestFailed
 from gateway.api.exchange import SSE_HEADERS, Exchange
 from gateway.api.sse import DONE, comment, error_event, usage_fields
-from gateway.dispatch.mailbox import Ended, Event
+from gateway.dispatch.deadlines import ACCEPT_LIMIT_S
+from gateway.dispatch.mailbox import Ended, Event, StillWaiting
 from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Tokens
 
+REFUSAL_LIMIT_S: Final = 2.0 * ACCEPT_LIMIT_S  # by when a request that nobody took at once has been refused
 LAST_WORDS_LIMIT_S: Final = 30.0  # how long a client may take to read the end of a stream
 
 
@@ -61,10 +63,18 @@ class StreamWriter:
 
     async def _first_events(self) -> list[Event]:
         try:
-            async with asyncio.timeout(self._timeouts.headers_grace_s):
-                return await self._request.mailbox.take()
+            async with asyncio.timeout(self._headers_grace_s()):
+                while True:
+                    events = await self._request.mailbox.take()
+                    if not all(isinstance(event, StillWaiting) for event in events):
+                        return events
         except TimeoutError:
             return []
+
+    def _headers_grace_s(self) -> float:
+        grace_s = self._timeouts.headers_grace_s
+        # One that is not to be queued is refused, with a proper status, if nobody takes it.
+        return max(grace_s, REFUSAL_LIMIT_S) if self._request.admission.do_not_queue else grace_s
 
     async def _refuse(self) -> None:
         if self._request.failure is not None:
@@ -72,8 +82,8 @@ class StreamWriter:
 
     async def _write_all(self, events: list[Event]) -> None:
         await self._exchange.start(200, list(SSE_HEADERS), self._request)
-        if not events and self._request.state is State.QUEUED:
-            await self._exchange.write(comment("queued"), more=True)
+        if not events and self._request.state is State.QUEUED and self._timeouts.queued_comment_s:
+            await self._exchange.write(self._sign_of_life(), more=True)
         while not events or not isinstance(events[-1], Ended):
             body = self._body_of(events)
             if body:  # one write for all that one engine step has brought
@@ -89,12 +99,22 @@ class StreamWriter:
     def _piece(self, event: Event) -> bytes:
         if isinstance(event, Tokens):
             return self._chunks.of(event)
-        return b"" if isinstance(event, Ended) else comment(event.state)
+        return b"" if isinstance(event, Ended) else self._sign_of_life()
+
+    def _sign_of_life(self) -> bytes:
+        place = self._request.ticket.place()
+        if place is None:
+            return comment(self._request.state.value)
+        eta = "" if place.eta_s is None else f" eta={place.eta_s:.1f}"
+        return comment(f"queued position={place.position}{eta}")
 
     async def _write_end(self, body: bytes) -> None:
         request = self._request
         if request.outcome == "ok":
-            usage = self._chunks.usage(usage_of(request)) if self._with_usage else b""
-            await self._exchange.write(body + usage + DONE, more=False)
+            usage = self._chunks.usage(usage_of(request), request.attempt) if self._with_usage else b""
+            # The headers, which would have said so, were gone by then.
+            with_comments = self._timeouts.queued_comment_s > 0
+            rescue = comment(f"spillway attempts={request.attempt}") if with_comments and request.attempt > 1 else b""
+            await self._exchange.write(body + usage + rescue + DONE, more=False)
         elif request.failure is not None:
             await self._exchange.write(body + error_event(RequestFailed(request.failure)), more=True)

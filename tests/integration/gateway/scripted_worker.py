@@ -118,7 +118,9 @@ async def until_cancelled(attempt: Attempt) -> None:
 class ScriptedWorker:
     """Pulls jobs of one model and runs ``script`` for each."""
 
-    def __init__(self, bus: Bus, model: str, worker_id: str, script: Script = answer_hello) -> None:
+    def __init__(
+        self, bus: Bus, model: str, worker_id: str, script: Script = answer_hello, *, takes_jobs: bool = True
+    ) -> None:
         self.bus = bus
         self.model = model
         self.worker_id = worker_id
@@ -126,6 +128,9 @@ class ScriptedWorker:
         self.attempts: list[Attempt] = []
         self.controls: list[Control] = []
         self.deaf = False  # answers no control message
+        self.takes_jobs = takes_jobs
+        self.free_sequences = 64 if takes_jobs else 0  # as its heartbeats say
+        self.jobs_taken = 0  # likewise
         self._consumers = [
             PullConsumer(
                 bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model, lane), self._on_delivery, tier="spot"
@@ -173,14 +178,15 @@ class ScriptedWorker:
         while True:
             now_ms = time.time_ns() // 1_000_000
             names = (self.worker_id, "pool-a", "provider-a", "region-a", "spot", "scripted", (self.model,))
-            beat = Heartbeat(PROTOCOL_VERSION, *names, 0.0, 64, 100_000, 64, 100_000, 0, now_ms, now_ms)
+            room = (64, 100_000, self.free_sequences, 100_000, 64 - self.free_sequences)
+            beat = Heartbeat(PROTOCOL_VERSION, *names, 0.0, *room, now_ms, now_ms, jobs_taken=self.jobs_taken)
             await self.bus.publish(subjects.heartbeat_subject(self.worker_id), encode(beat))
             await asyncio.sleep(0.2)
 
     async def _pull(self) -> None:
         while True:
             for consumer in self._consumers:
-                if self.bus.connected and consumer.outstanding() < 8:
+                if self.takes_jobs and self.bus.connected and consumer.outstanding() < 8:
                     await consumer.pull(8, expires_s=1.0)
             await asyncio.sleep(0.02)
 

@@ -14,7 +14,7 @@ from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Frame
-from tests.unit.gateway.dispatch.test_request import accepted, always_alive, failed, finished, open_request, tokens
+from tests.unit.gateway.dispatch.test_request import accepted, failed, finished, open_request, tokens
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
@@ -82,9 +82,10 @@ async def test_comments_while_queued() -> None:
     async with asyncio.timeout(10):
         while not socket.writes:
             await asyncio.sleep(0.001)
-    request.on_tick(10.0, always_alive, connected=True)
+    request.on_tick(10.0, connected=True)
     await step(request)
-    assert socket.writes == [b": queued\n\n"] * 2
+    assert socket.writes == [b": queued position=1\n\n"] * 2
+    assert (b"x-spillway-queue-position", b"1") in socket.heads[0]["headers"]
     request.cancel(11.0)
     await task
     assert not socket.ended

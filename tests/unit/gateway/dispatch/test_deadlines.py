@@ -1,0 +1,118 @@
+"""How long a request may take, over all its attempts."""
+
+from typing import Any
+
+import pytest
+
+from gateway.admission.ticket import Ticket
+from gateway.dispatch.deadlines import ACCEPT_LIMIT_S, RESCUE_PATIENCE_S
+from gateway.dispatch.request import OpenRequest, State
+from gateway.settings import TimeoutSettings
+from protocol.errors import ErrorCode
+from protocol.messages import Accepted, Failed, Tokens
+from tests.unit.gateway.admission.controls import admission, control
+from tests.unit.gateway.dispatch.test_request import RecordedActions
+
+
+def opened(ticket: Ticket | None = None, *, timeouts: dict[str, float] | None = None, **rest: Any) -> OpenRequest:
+    ticket = ticket or control().enter(admission(**rest))
+    return OpenRequest(ticket, TimeoutSettings.model_validate(timeouts or {}), 3, RecordedActions(), 0.0)
+
+
+def accept(request: OpenRequest, now_s: float) -> None:
+    request.on_frame("w", Accepted("req_1", request.attempt, 0, "w", "pool", "provider", "region", 1.0), now_s)
+
+
+def hand_back(request: OpenRequest, seq: int, now_s: float) -> None:
+    request.on_frame("w", Failed("req_1", request.attempt, seq, "worker_draining", "", retryable=True), now_s)
+
+
+def fails_at(request: OpenRequest, code: ErrorCode, limit_s: float) -> bool:
+    request.on_tick(limit_s - 0.1, connected=True)
+    assert request.failure is None
+    request.on_tick(limit_s, connected=True)
+    return request.failure is not None and request.failure.code is code
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_the_callers_deadline_ends_the_request_whatever_it_does(is_running: bool) -> None:
+    request = opened(deadline_s=20.0, queue_wait_s=20.0)
+    if is_running:
+        accept(request, 1.0)
+        request.on_frame("w", Tokens("req_1", 1, 1, 0, (1,), "x"), 19.0)
+    assert fails_at(request, ErrorCode.DEADLINE_EXCEEDED, 20.0)
+
+
+def test_patience_is_spent_over_all_attempts() -> None:
+    request = opened(queue_wait_s=30.0)
+    accept(request, 20.0)
+    hand_back(request, 1, 100.0)
+    assert request.queue_deadline_s == 110.0  # 20 of the 30 s are spent; what it ran is not counted
+    assert fails_at(request, ErrorCode.QUEUE_WAIT_TIMEOUT, 110.0)
+
+
+def test_an_attempt_lost_in_the_queue_has_spent_patience_too() -> None:
+    request = opened(queue_wait_s=30.0)
+    request.job_vanished(1, 20.0)
+    assert request.queue_deadline_s == 30.0
+
+
+@pytest.mark.parametrize(("queue_wait_s", "left_s"), [(30.0, RESCUE_PATIENCE_S), (2.0, 2.0)])
+def test_a_rescue_may_wait_a_little_however_little_patience_is_left(queue_wait_s: float, left_s: float) -> None:
+    request = opened(queue_wait_s=queue_wait_s)
+    accept(request, queue_wait_s - 0.1)
+    hand_back(request, 1, 100.0)
+    assert request.queue_deadline_s == 100.0 + left_s
+
+
+def test_the_first_token_is_waited_for_in_each_attempt_anew() -> None:
+    request = opened(timeouts={"first_token_s": 10.0})
+    accept(request, 1.0)
+    request.on_frame("w", Tokens("req_1", 1, 1, 0, (1,), "x"), 5.0)
+    hand_back(request, 2, 6.0)
+    request.on_tick(8.0, connected=True)
+    accept(request, 30.0)
+    request.on_frame("w", Accepted("req_1", 2, 0, "w", "pool", "provider", "region", 1.0), 39.0)  # a sign of life
+    assert fails_at(request, ErrorCode.FIRST_TOKEN_TIMEOUT, 40.0)
+
+
+def test_who_will_not_wait_is_told_so_soon() -> None:
+    request = opened(do_not_queue=True)
+    assert fails_at(request, ErrorCode.NO_FREE_PLACE, ACCEPT_LIMIT_S)
+    assert request.failure is not None
+    assert request.failure.retry_after_s == 1
+
+
+def test_who_will_not_wait_is_rescued_like_others() -> None:
+    request = opened(do_not_queue=True)
+    accept(request, 0.5)
+    hand_back(request, 1, 5.0)
+    request.on_tick(8.0, connected=True)
+    assert (request.state, request.failure) == (State.QUEUED, None)
+
+
+def test_a_worker_that_finds_the_wait_over_says_so_in_its_own_words() -> None:
+    request = opened(queue_wait_s=10.0, deadline_s=60.0)
+    request.on_frame("w", Failed("req_1", 1, 0, "deadline_exceeded", "", retryable=False), 10.0)
+    assert request.failure is not None
+    assert request.failure.code is ErrorCode.QUEUE_WAIT_TIMEOUT
+
+
+@pytest.mark.parametrize("way_out", ["accepted", "vanished", "cancelled"])
+def test_whoever_leaves_the_queue_is_no_longer_counted(way_out: str) -> None:
+    gate = control()
+    ticket = gate.enter(admission())
+    request = opened(ticket)
+    assert gate._backlog.total("m") == 1
+    if way_out == "accepted":
+        accept(request, 1.0)
+    elif way_out == "vanished":
+        request.job_vanished(1, 1.0)
+    else:
+        request.cancel(1.0)
+    assert gate._backlog.total("m") == 0
+    assert gate._tenants["k"].in_flight == 1
+    request.cancel(1.0)
+    request.on_tick(100.0, connected=True)
+    assert request.state is State.ENDED
+    assert gate._tenants == {}
