@@ -37,6 +37,8 @@ MAX_WATCH_JOBS: Final = 8
 BUSY_WATCH_S: Final = 0.1  # a watch that is used up within it is twice as large the next time
 BACKLOG_LIMIT_S: Final = 0.25  # for the queue to say what waits
 AFTER_FAILURE_S: Final = 0.5
+AVOID_DELAY_S: Final = 0.1  # until a job that has failed here is there for others
+AVOID_REST_S: Final = 0.2  # how long they are left the lane: a cheaper pull would get it again
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class LanePulls:
         self.lane = lane
         self.consumer_name = subjects.job_consumer(lane.model, lane.name)
         self.is_refused = False  # the watch ended with nothing, long before its time: the consumer is gone
+        self.rests_until_s = 0.0  # monotonic clock
         self._on_delivery = on_delivery
         self._on_empty = on_empty
         self._watched_s = 0.0  # monotonic clock; 0: the last pull was no watch, or it has brought something
@@ -161,9 +164,14 @@ class Consumer:
             log.error("job %d of the queue is given up: %s", delivery.stream_sequence, error)  # noqa: TRY400
             await pull.term(self._bus, delivery)
         else:
-            if not self._has_place(lane) and not self._executor.knows(job):
-                await pull.nak(self._bus, delivery)
-                return
+            if not self._executor.knows(job):
+                if not self._has_place(lane):
+                    await pull.nak(self._bus, delivery)
+                    return
+                if self._executor.should_avoid(job, delivery):
+                    pulls.rests_until_s = time.monotonic() + AVOID_REST_S
+                    await pull.nak(self._bus, delivery, AVOID_DELAY_S)
+                    return
             if self._executor.offer(job, delivery):
                 self._shares.charge(lane, expected_tokens(job), job.weight)
         lane.waiting = delivery.pending
@@ -213,7 +221,10 @@ class Consumer:
             await asyncio.sleep(AFTER_FAILURE_S)
             return
         places = self.room()
-        lanes = [lane for lane in self._lanes.values() if self._gate.is_open(lane.lane.model)]
+        now_s = time.monotonic()
+        lanes = [
+            lane for lane in self._lanes.values() if lane.rests_until_s <= now_s and self._gate.is_open(lane.lane.model)
+        ]
         if not places or not lanes:
             return
         if places < len(lanes) or any(lane.lane.waiting for lane in lanes):

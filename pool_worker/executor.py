@@ -33,7 +33,6 @@ from protocol.outbox import Outbox
 from protocol.pull import Delivery
 
 PROMPT_FETCH_LIMIT_S: Final = 10.0
-AVOID_DELAY_S: Final = 0.1  # for a better worker to be asked
 AVOID_DELIVERIES: Final = 3  # a job that has come so often is run, avoided or not
 DRAINING_MESSAGE: Final = "the worker is shutting down"
 
@@ -108,6 +107,11 @@ class Executor:
         id_ = attempt_id(job.request_id, job.attempt)
         return id_ in self._held or self._recent.get(id_) is not None
 
+    def should_avoid(self, job: Job, delivery: Delivery) -> bool:
+        """Whether it failed here before, and another worker may still be found for it."""
+        is_unwanted = self._settings.worker_id in job.avoid and delivery.deliveries <= AVOID_DELIVERIES
+        return is_unwanted and self._peers.others_serving(job.model)
+
     def offer(self, job: Job, delivery: Delivery) -> bool:
         """Take a pulled job: run it, let it wait for credit, leave it to others, or tell its gateway why not.
 
@@ -121,8 +125,6 @@ class Executor:
             self._decline_expired(job, delivery)
         elif self._is_draining:
             self._publisher.nak(delivery)
-        elif self._should_avoid(job, delivery):
-            self._publisher.nak(delivery, AVOID_DELAY_S)
         else:
             self._accept(job, delivery)
             is_accepted = True
@@ -141,10 +143,6 @@ class Executor:
         self._replay(attempt, 0, job.reply_subject)
         self._publisher.wake()
         return True
-
-    def _should_avoid(self, job: Job, delivery: Delivery) -> bool:
-        is_unwanted = self._settings.worker_id in job.avoid and delivery.deliveries <= AVOID_DELIVERIES
-        return is_unwanted and self._peers.others_serving(job.model)
 
     def _decline_expired(self, job: Job, delivery: Delivery) -> None:
         code, message = ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the queue"

@@ -151,9 +151,11 @@ async def test_jobs_that_come_to_a_draining_worker_stay_in_the_queue(gateway: Pl
 # --- workers to be avoided --------------------------------------------------------------------------------------------
 
 
-async def test_a_job_that_failed_here_goes_to_another_worker(gateway: PlayingGateway, nats_url: str) -> None:
+@pytest.mark.parametrize("tier", ["on-demand", "spot"])
+async def test_a_job_that_failed_here_goes_to_another_worker(gateway: PlayingGateway, nats_url: str, tier: str) -> None:
+    """Also where this one is cheaper and so would be served first, again and again."""
     async with (
-        running_worker(settings_for(nats_url, worker_id="w1")),
+        running_worker(settings_for(nats_url, worker_id="w1").model_copy(update={"tier": tier})),
         running_worker(settings_for(nats_url, worker_id="w2")),
     ):
         heard = await heartbeat_of(gateway, "w2", draining=False)
