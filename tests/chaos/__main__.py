@@ -4,12 +4,15 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from tests.chaos.load_scenarios import LOAD_SCENARIOS
+from tests.chaos.load_scenarios.plan import LoadPlan
 from tests.chaos.report import Report
 from tests.chaos.run import ChaosError, Plan, run
 from tests.chaos.scenarios import SCENARIOS
@@ -28,17 +31,21 @@ are shown with the processes' own log lines; --keep DIR keeps all logs), 2 if th
 
 
 def parse_arguments() -> argparse.Namespace:
-    scenarios = "\n".join(f"  {name:<9} {s.about} ({s.faults} faults)" for name, s in SCENARIOS.items())
+    scenarios = "\n".join(f"  {name:<12} {s.about} ({s.faults} faults)" for name, s in SCENARIOS.items())
+    scenarios += "\nloads\n" + "\n".join(f"  {name:<12} {s.about}" for name, s in LOAD_SCENARIOS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description=f"Break a real Spillway in mid-stream and compare every answer.\n\nscenarios\n{scenarios}",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("scenario", choices=[*SCENARIOS, "all"], help="what goes wrong; all: one after the other")
+    parser.add_argument(
+        "scenario", choices=[*SCENARIOS, *LOAD_SCENARIOS, "all"], help="what goes wrong; all: one after the other"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of questions, schedule and victims")
     parser.add_argument("--faults", type=int, help="how many strike; default: the scenario's own number")
     parser.add_argument("--engine", choices=["scripted", "spillway"], default="scripted", help="what makes the tokens")
+    parser.add_argument("--seconds", type=float, help="how long a load is offered; default: the scenario's own time")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs, queue and ledger in this new folder")
     return parser.parse_args()
 
@@ -46,9 +53,12 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     console = Console(stderr=True)
-    names = list(SCENARIOS) if arguments.scenario == "all" else [arguments.scenario]
+    names = [*SCENARIOS, *LOAD_SCENARIOS] if arguments.scenario == "all" else [arguments.scenario]
     reports: list[Report] = []
     for name in names:
+        if name in LOAD_SCENARIOS:
+            reports.append(_run_load(name, arguments, console))
+            continue
         scenario = SCENARIOS[name]
         plan = Plan(name, scenario, arguments.seed, arguments.faults or scenario.faults, arguments.engine)
         try:
@@ -72,7 +82,24 @@ def _run(plan: Plan, keep: Path | None, console: Console) -> Report:
 
     with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, bar:
         report = uvloop.run(run(plan, keep or Path(folder) / "run", progress))
-    report.extras |= {"engine": plan.engine, "commit": _commit()}
+    report.extras["engine"] = plan.engine
+    return _tell(report, console)
+
+
+def _run_load(name: str, arguments: argparse.Namespace, console: Console) -> Report:
+    scenario = LOAD_SCENARIOS[name]
+    seconds, count = arguments.seconds or scenario.seconds, arguments.faults or scenario.count
+    plan = LoadPlan(name, arguments.seed, seconds, count)
+    console.print(f"{name}: {scenario.about}")
+    with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder:
+        began_s = time.monotonic()
+        report = uvloop.run(scenario.run((arguments.keep and arguments.keep / name) or Path(folder) / "run", plan))
+        report.duration_s = time.monotonic() - began_s
+    return _tell(report, console)
+
+
+def _tell(report: Report, console: Console) -> Report:
+    report.extras["commit"] = _commit()
     report.show(console)
     sys.stdout.write(report.line() + "\n")
     sys.stdout.flush()

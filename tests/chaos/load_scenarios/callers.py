@@ -1,0 +1,183 @@
+"""Open-loop callers: each request at its time, whatever became of the earlier ones, and every answer looked at."""
+
+import asyncio
+import itertools
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.scripted_answers import ScriptedAnswers
+from benchmarks.stream_client import Answer, Exchange, Patience, exchange, read
+from tests.chaos.client import http_request
+from tests.chaos.ledger import settled_rows
+from tests.chaos.mix import SUBJECTS
+from tests.chaos.report import Report
+from tests.chaos.system import MODEL, System
+
+PATH = "/v1/chat/completions"
+READY_LIMIT_S = 60.0
+READY_POLL_S = 0.1
+PATIENCE = Patience(idle_s=60.0, total_s=900.0)
+_TOKEN = re.compile(r" \w+|\.")  # the scripted engine's tokens are words and full stops
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request and everything that came back."""
+
+    tenant: str
+    prompt: str
+    tokens: int
+    record: Exchange
+    answer: Answer
+
+    @property
+    def request_id(self) -> str | None:
+        return self.record.headers.get("x-request-id")
+
+    @property
+    def was_left(self) -> bool:
+        """Whether the caller hung up."""
+        return self.record.ending == "left"
+
+    @property
+    def ttft_s(self) -> float:
+        """From due to the first token; infinite if there was none."""
+        return self.answer.texts[0][0] - self.record.due_s if self.answer.texts else float("inf")
+
+
+class Callers:
+    """Everybody who asks, and what they were told."""
+
+    def __init__(self, system: System, seed: int) -> None:
+        self.asked: list[Asked] = []
+        self._system = system
+        self._answers = ScriptedAnswers()
+        self._rng = random.Random(f"callers {seed}")
+        self._numbers = itertools.count(1)
+
+    async def wait_until_served(self) -> None:
+        """Ask until there is an answer: the model's card may still be on its way."""
+        deadline_s = time.monotonic() + READY_LIMIT_S
+        while (await self.ask(tokens=1)).record.status != 200:
+            assert time.monotonic() < deadline_s, f"not served within {READY_LIMIT_S:g} s: {self.asked[-1].record}"
+            await asyncio.sleep(READY_POLL_S)
+        self.asked = [asked for asked in self.asked if asked.record.status == 200]
+
+    async def ask(
+        self,
+        *,
+        tokens: int,
+        tenant: str = "",
+        flex: bool = False,
+        wish: str = "",
+        due_s: float | None = None,
+        leave: asyncio.Event | None = None,
+        on_piece: Callable[[Exchange], None] | None = None,
+    ) -> Asked:
+        """Ask one question and wait for the end of its answer. ``wish`` goes to the scripted engine."""
+        number = next(self._numbers)
+        prompt = f"Question {number}: what of {self._rng.choice(SUBJECTS)}? [[tokens={tokens}]]{wish}"
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": tokens,
+            "messages": [{"role": "user", "content": prompt}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"service_tier": "flex"} if flex else {}),
+        }
+        key = self._system.tenant_keys[tenant] if tenant else self._system.api_key
+        request = http_request(PATH, key, body)
+        record = await exchange(self._system.ports[0], request, PATIENCE, due_s=due_s, leave=leave, on_piece=on_piece)
+        asked = Asked(tenant, prompt, tokens, record, read(record))
+        self.asked.append(asked)
+        return asked
+
+    async def offer(self, rate_per_s: float, seconds: float, *, tokens: int, **how: Any) -> list[Asked]:
+        """Ask so many questions a second for so long; returns when all have their ends."""
+        first_s = time.perf_counter()
+        tasks = []
+        for number in range(round(rate_per_s * seconds)):
+            due_s = first_s + number / rate_per_s
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            tasks.append(asyncio.create_task(self.ask(tokens=tokens, due_s=due_s, **how)))
+        return list(await asyncio.gather(*tasks))
+
+    async def reckon(self, report: Report) -> None:
+        """Judge every answer, and the ledger: what must hold in all scenarios."""
+        for asked in self.asked:
+            self._judge(report, asked)
+        await self._judge_ledger(report)
+
+    def _judge(self, report: Report, asked: Asked) -> None:
+        report.requests += 1
+        expected = self._answers.text(asked.prompt, asked.tokens)
+        if asked.was_left:
+            if not expected.startswith(asked.answer.text):
+                report.difference.changed += 1
+                report.offend("what came before the caller left is not what it should be", asked.request_id)
+            return
+        if asked.record.ending != "whole" or asked.record.status != 200 or not asked.answer.is_done:
+            report.errors += 1
+            tail = b"".join(piece for _, piece in asked.record.pieces)[-300:]
+            report.offend(f"no answer: {asked.record.ending} {asked.record.status} {tail!r}", asked.request_id)
+            return
+        given, wanted = tokens_of(asked.answer.text), tokens_of(expected)
+        if asked.answer.text != expected:
+            report.difference.lost += max(0, len(wanted) - len(given))
+            report.difference.repeated += max(0, len(given) - len(wanted))
+            report.difference.changed += len(given) == len(wanted)
+            report.offend("another answer than the undisturbed one", asked.request_id, f"{wanted}\n{given}")
+        elif asked.answer.completion_tokens != asked.tokens:
+            report.miscounted += 1
+            report.offend(f"usage says {asked.answer.completion_tokens} of {asked.tokens} tokens", asked.request_id)
+
+    async def _judge_ledger(self, report: Report) -> None:
+        """One row per admitted request; those whose head the caller did not wait for are told by the rows alone."""
+        by_id = {asked.request_id: asked for asked in self.asked if asked.request_id and asked.record.status == 200}
+        headless = sum(asked.was_left and asked.request_id is None for asked in self.asked)
+        rows = await settled_rows(self._system.database, {request_id for request_id in by_id if request_id})
+        report.accepted, report.ledger_rows = len(by_id), len(rows)
+        nobodys = rows.keys() - by_id.keys()
+        if len(nobodys) > headless:
+            report.double_billed += len(nobodys) - headless
+            report.offend(f"{len(nobodys)} ledger rows of nobody, and only {headless} left without a head")
+        for request_id, asked in by_id.items():
+            row = rows.get(request_id or "")
+            if row is None:
+                report.unrecorded += 1
+                report.offend("no ledger row", request_id)
+            elif not _is_billed_right(asked, row.completion_tokens):
+                report.miscounted += 1
+                report.offend(f"{row.completion_tokens} tokens billed of {asked.tokens}", request_id)
+
+
+def _is_billed_right(asked: Asked, billed: int) -> bool:
+    """Exactly the answer; of one that was left, no fewer than the caller saw and no more than there could be."""
+    if asked.was_left:
+        return len(tokens_of(asked.answer.text)) <= billed <= asked.tokens
+    return billed == asked.tokens
+
+
+def tokens_of(text: str) -> list[str]:
+    """Take a scripted text apart into its tokens."""
+    return _TOKEN.findall(text)
+
+
+def served_tokens(asked: Iterable[Asked], from_s: float, until_s: float) -> Counter[str]:
+    """Tokens that callers got within a window of time, by tenant."""
+    served: Counter[str] = Counter()
+    for one in asked:
+        served[one.tenant] += sum(
+            len(tokens_of(text)) for arrived_s, text in one.answer.texts if from_s <= arrived_s < until_s
+        )
+    return served
+
+
+def ttfts_ms(asked: Sequence[Asked]) -> list[float]:
+    """Times to first token in ms."""
+    return [one.ttft_s * 1000 for one in asked]
