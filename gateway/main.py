@@ -1,6 +1,6 @@
 """The gateway process: connects, serves until it is told to stop, and ends in order.
 
-connect → topology → keys → models → serve ──SIGTERM──> refuse new → drain → flush usage → stop serving → close
+connect → topology → keys → models → serve ──SIGTERM──> refuse new → drain → stop serving → flush usage → close
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final, NoReturn
 
 import uvicorn
@@ -91,13 +91,12 @@ async def _serve(
     listener = _listen(services.settings.host, services.settings.port)
     port = listener.getsockname()[1]
     server = _Server(_server_config(services))
-    async with asyncio.TaskGroup() as group:
+    async with _flushed(services, outbox), asyncio.TaskGroup() as group:
         background = [
             group.create_task(_must_not_end(part, work), name=part)
             for part, work in {
                 "dispatcher": services.dispatcher.run(),
                 "admission control": services.admission_control.run(),
-                "usage outbox": outbox.run(),
                 "key ring": services.keys.run(),
                 "model catalog": services.catalog.run(),
             }.items()
@@ -109,11 +108,24 @@ async def _serve(
         await stop.wait()
         log.info("shutting down: %d requests in flight", services.dispatcher.in_flight)
         await services.dispatcher.drain(services.settings.timeouts.shutdown_s)
-        await outbox.flush(FLUSH_LIMIT_S)
         server.should_exit = True
         await serving
         for task in background:
             task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _flushed(services: Services, outbox: Outbox) -> AsyncIterator[None]:
+    """Run the outbox for longer than all that writes into it: whatever ends the rest, every request is recorded."""
+    async with asyncio.TaskGroup() as group:
+        publishing = group.create_task(_must_not_end("usage outbox", outbox.run()), name="usage outbox")
+        try:
+            yield
+        finally:
+            services.dispatcher.settle_all()
+            if not publishing.done():
+                await outbox.flush(FLUSH_LIMIT_S)
+            publishing.cancel()
 
 
 async def _must_not_end(part: str, work: Coroutine[Any, Any, None]) -> NoReturn:

@@ -270,7 +270,10 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
 
 
 class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
-    """One try of one request on one worker, published once by that worker when the try has ended."""
+    """One try of one request on one worker, published by that worker when the try has ended.
+
+    For a worker that was lost, its gateway publishes one, as far as it has seen; the ledger keeps the first that comes.
+    """
 
     v: int
     request_id: str

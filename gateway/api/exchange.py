@@ -81,6 +81,8 @@ class Exchange:
     async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: OpenRequest | None = None) -> None:
         """Send the head of the answer, with what every answer carries."""
         self.sent_status = status
+        if request is not None:
+            request.http_status = status
         headers.extend(self.common_headers(request))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 

@@ -81,8 +81,10 @@ class RequestRow(Base):
 
 
 class AttemptRow(Base):
-    """One try of a request on one worker: an AttemptRecord of that worker, written once by the ledger writer.
+    """One try of a request on one worker: an AttemptRecord, written once by the ledger writer.
 
+    Workers leave them; for one that was lost its gateway does, as far as it has seen (the first to come stays). Two
+    workers may have tried the same attempt, of which the gateway heard one: the queue may deliver a message twice.
     No foreign key to ``requests``: the two records travel on their own, and an attempt usually arrives first.
     """
 
@@ -91,7 +93,7 @@ class AttemptRow(Base):
 
     request_id: Mapped[str] = mapped_column(primary_key=True)  # RequestRow.request_id
     attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # from 1, numbered by the gateway
-    worker_id: Mapped[str]  # who tried
+    worker_id: Mapped[str] = mapped_column(primary_key=True)  # who tried
     pool: Mapped[str]
     provider: Mapped[str]
     region: Mapped[str]

@@ -74,7 +74,7 @@ class OpenRequest:
         self.ended_s: float | None = None
         self.outcome = "ok"  # "ok" | "cancelled" | "failed"; final once ENDED
         self.failure: Failure | None = None
-        self.http_status: int | None = None  # as sent; set by the HTTP side
+        self.http_status: int | None = None  # as sent, if it was; set by the HTTP side
         self.closed = False  # the HTTP side has let go
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._timeouts = timeouts

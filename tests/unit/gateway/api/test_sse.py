@@ -58,11 +58,12 @@ def test_each_choice_has_its_own_role() -> None:
 def test_usage_is_null_but_at_the_end() -> None:
     chunks = chat_chunks(with_usage=True)
     usage = usage_fields(prompt_tokens=3, cached_tokens=2, completion_tokens=4)
-    all_events = events(chunks.of(frame("a", finish_reason="stop")) + chunks.usage(usage))
+    all_events = events(chunks.of(frame("a", finish_reason="stop")) + chunks.usage(usage, 1))
     assert [event["usage"] for event in all_events[:-1]] == [None] * 3
     assert all_events[-1] == chunk([], usage=usage)
     assert usage["total_tokens"] == 7
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert events(chunks.usage(usage, 3)) == [{**chunk([], usage=usage), "spillway": {"attempts": 3}}]
 
 
 def test_chat_logprobs() -> None:

@@ -1,19 +1,25 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import IntegrityError
 
 import migrations
 from gateway.db.engine import create_engine
 from gateway.db.errors import DatabaseUnavailable, SchemaMismatch
-from gateway.db.models import Base
+from gateway.db.models import AttemptRow, Base
 from gateway.db.schema import SCHEMA_VERSION, check_schema
 from tests.postgres import PostgresServer
+from tests.usage_records import attempt_record
 
 UPGRADE = "import sys, migrations; migrations.upgrade(sys.argv[1])"
 
@@ -103,3 +109,46 @@ async def test_an_unreachable_database_is_unavailable_and_its_password_unsaid(tm
             await check_schema(engine)
         assert "secret" not in str(refused.value)
         await engine.dispose()
+
+
+def test_rows_of_the_first_revision_survive_the_second_and_the_way_back(empty_database_url: str) -> None:
+    asyncio.run(_migrate(empty_database_url, command.upgrade, "0001"))
+    asyncio.run(_insert_attempt(empty_database_url, "w1"))
+    migrations.upgrade(empty_database_url)
+    asyncio.run(_insert_attempt(empty_database_url, "w2"))
+    assert asyncio.run(_attempt_workers(empty_database_url)) == ["w1", "w2"]
+    with pytest.raises(IntegrityError):
+        asyncio.run(_insert_attempt(empty_database_url, "w2"))
+    asyncio.run(_migrate(empty_database_url, command.downgrade, "0001"))
+    assert asyncio.run(_attempt_workers(empty_database_url)) == ["w1"]
+
+
+async def _migrate(database_url: str, how: Callable[[Config, str], None], revision: str) -> None:
+    def on(connection: Connection) -> None:
+        config = Config(Path(migrations.__file__).with_name("alembic.ini"))
+        config.attributes["connection"] = connection
+        how(config, revision)
+
+    engine = create_engine(database_url)
+    async with engine.begin() as connection:
+        await connection.run_sync(on)
+    await engine.dispose()
+
+
+async def _insert_attempt(database_url: str, worker_id: str) -> None:
+    row = msgspec.structs.asdict(attempt_record("r", 1, worker_id=worker_id))
+    del row["v"]
+    engine = create_engine(database_url)
+    try:
+        async with engine.begin() as connection:
+            await connection.execute(AttemptRow.__table__.insert(), row)
+    finally:
+        await engine.dispose()
+
+
+async def _attempt_workers(database_url: str) -> list[str]:
+    engine = create_engine(database_url)
+    async with engine.connect() as connection:
+        rows = (await connection.execute(text("SELECT worker_id FROM attempts ORDER BY worker_id"))).scalars().all()
+    await engine.dispose()
+    return list(rows)

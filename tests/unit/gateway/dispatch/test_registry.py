@@ -1,5 +1,6 @@
 from gateway.dispatch.registry import FORGET_AFTER_S, FORGIVENESS_S, WorkerRegistry
 from protocol.bus import Bus
+from protocol.errors import ErrorCode
 from protocol.topology import HEARTBEAT_LIMIT_S
 
 
@@ -29,3 +30,29 @@ def test_the_long_dead_are_forgotten() -> None:
     workers.heard("new", 10.0)
     workers.forget_dead(FORGET_AFTER_S + 5)
     assert set(workers._heard_s) == {"new"}
+
+
+def test_a_loss_is_told_at_once_and_ends_with_the_next_sign_of_life() -> None:
+    workers = registry()
+    told: list[tuple[str, ErrorCode]] = []
+    workers.on_lost = lambda worker_id, code, _reason, _now_s: told.append((worker_id, code))
+    workers.heard("w", 10.0)
+    workers.lose("w", ErrorCode.WORKER_LOST, "gone", 10.1)
+    assert not workers.alive("w", 10.1)
+    assert told == [("w", ErrorCode.WORKER_LOST)]
+    workers.heard("w", 10.2)
+    assert workers.alive("w", 10.2)
+
+
+def test_those_whom_the_server_has_cut_off_may_come_back() -> None:
+    workers = registry()
+    told: list[str] = []
+    workers.on_lost = lambda worker_id, _code, _reason, _now_s: told.append(worker_id)
+    workers.heard("cut", 10.0)
+    workers.excuse("cut", 10.0)
+    workers.lose("cut", ErrorCode.WORKER_LOST, "gone", 10.1)
+    workers.lose_silent(["cut"], 11.9)
+    assert told == []
+    workers.lose("cut", ErrorCode.WORKER_DRAINING, "it has said so", 11.9)  # that is no guess
+    workers.lose_silent(["cut"], 12.1)
+    assert told == ["cut", "cut"]

@@ -1,11 +1,13 @@
 import random
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.dispatch import attempts as attempts_module
 from gateway.dispatch import request as request_module
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.mailbox import Ended, Failure, StillWaiting
@@ -26,10 +28,28 @@ class RecordedActions:
     withdrawn: list[int] = field(default_factory=list)
     cancelled: list[tuple[str, Cancel]] = field(default_factory=list)
     asked: list[tuple[str, int, int]] = field(default_factory=list)
+    fenced: list[tuple[str, Frame]] = field(default_factory=list)
+    held: list[tuple[str | None, int]] = field(default_factory=list)  # by workers: who, which attempt
+    pauses: list[float] = field(default_factory=list)
+    recorded: list[tuple[int, str, str | None, int]] = field(default_factory=list)  # attempt, outcome, code, tokens
     ends: int = 0
 
-    def publish(self, request: OpenRequest) -> None:
+    def publish(self, request: OpenRequest, after_s: float) -> None:
         self.published.append(request.attempt)
+        self.pauses.append(after_s)
+
+    def taken(self, request: OpenRequest) -> None:
+        self.held.append((request.worker_id, request.attempt))
+
+    def left(self, request: OpenRequest) -> None:
+        if request.worker_id is not None:
+            self.held.remove((request.worker_id, request.attempt))
+
+    def fenced_out(self, worker_id: str, frame: Frame, now_s: float) -> None:
+        self.fenced.append((worker_id, frame))
+
+    def record_lost_attempt(self, request: OpenRequest, outcome: str, code: str | None, now_s: float) -> None:
+        self.recorded.append((request.attempt, outcome, code, request.attempt_tokens))
 
     def withdraw(self, request: OpenRequest) -> None:
         self.withdrawn.append(request.attempt)
@@ -99,12 +119,8 @@ async def texts(request: OpenRequest) -> str:
     return "".join(event.text for event in await request.mailbox.take() if isinstance(event, Tokens))
 
 
-def always_alive(_worker_id: str, _now_s: float) -> bool:
-    return True
-
-
-def never_alive(_worker_id: str, _now_s: float) -> bool:
-    return False
+def lose_worker(request: OpenRequest, now_s: float) -> None:
+    request.worker_lost(ErrorCode.WORKER_LOST, "worker w is lost", now_s)
 
 
 async def test_the_usual_way() -> None:
@@ -126,8 +142,7 @@ async def test_frames_of_an_earlier_attempt_do_nothing(stale: Frame) -> None:
     request.on_frame("w", stale, 1.0)
     request.on_frame("w", tokens(1, "b", attempt=2), 1.0)
     assert await texts(request) == "b"
-    told = [cancel for _, cancel in actions.cancelled]
-    assert told == ([Cancel(ID, 1)] if isinstance(stale, Accepted) else [])
+    assert actions.fenced == [("w", stale)]
 
 
 async def test_another_worker_with_the_same_attempt_is_stopped() -> None:
@@ -137,7 +152,7 @@ async def test_another_worker_with_the_same_attempt_is_stopped() -> None:
     request.on_frame("other", tokens(1, "OTHER"), 1.0)
     request.on_frame("w", tokens(1, "mine"), 1.0)
     assert await texts(request) == "mine"
-    assert actions.cancelled == [("other", Cancel(ID, 1))]
+    assert [worker for worker, _ in actions.fenced] == ["other", "other"]
 
 
 async def test_a_gap_is_asked_for_once_in_a_while() -> None:
@@ -155,7 +170,7 @@ async def test_a_gap_that_stays_open_is_a_failed_attempt() -> None:
     request.on_frame("w", accepted(), 0.0)
     for tick in range(int(request_module.GAP_LIMIT_S) + 1):
         request.on_frame("w", tokens(2 + tick), float(tick))
-        request.on_tick(float(tick), always_alive, connected=True)
+        request.on_tick(float(tick), connected=True)
     assert actions.published == [2]
 
 
@@ -164,7 +179,7 @@ async def test_the_next_attempt_resumes() -> None:
     request.on_frame("w", accepted(), 1.0)
     request.on_frame("w", tokens(1, "héé", (1, 2), index=0), 1.0)
     request.on_frame("w", tokens(2, "", (3,), index=2, finish_reason="length"), 1.0)
-    request.on_tick(1.5, never_alive, connected=True)
+    lose_worker(request, 1.5)
     assert (actions.published, actions.withdrawn, actions.cancelled) == ([2], [1], [("w", Cancel(ID, 1))])
     first, last = request.choices.resume_points()
     assert (first.index, unpack_token_ids(first.token_ids), first.text_chars, first.finish_reason) == (
@@ -179,7 +194,7 @@ async def test_the_next_attempt_resumes() -> None:
 async def test_no_judgement_while_the_queue_server_is_away() -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 1.0)
-    request.on_tick(30.0, never_alive, connected=False)
+    request.on_tick(30.0, connected=False)
     assert (request.state, actions.published, actions.asked) == (State.RUNNING, [], [])
 
 
@@ -190,7 +205,7 @@ async def test_probes_then_the_next_attempt() -> None:
     now_s = 0.0
     while request.attempt == 1:
         now_s += 0.25
-        request.on_tick(now_s, always_alive, connected=True)
+        request.on_tick(now_s, connected=True)
     # From the last frame on: a worker that has nothing new sends that one, which is a sign of life.
     assert actions.asked == [("w", 1, 1)] * request_module.MAX_PROBES
     assert now_s == request_module.SILENCE_LIMIT_S + request_module.MAX_PROBES * request_module.PROBE_PERIOD_S
@@ -200,7 +215,7 @@ async def test_an_answered_probe_starts_the_count_anew() -> None:
     request, actions = open_request(first_token_s=1000)
     request.on_frame("w", accepted(), 0.0)
     for tick in range(1, 200):
-        request.on_tick(tick * 0.5, always_alive, connected=True)
+        request.on_tick(tick * 0.5, connected=True)
         if tick % 8 == 0:
             request.on_frame("w", accepted(), tick * 0.5)  # again: nothing new
     assert request.attempt == 1
@@ -219,8 +234,10 @@ async def test_complete_choices_need_no_further_attempt() -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 1.0)
     request.on_frame("w", tokens(1, finish_reason="stop"), 1.0)
-    request.on_tick(3.0, never_alive, connected=True)
+    lose_worker(request, 3.0)
     assert (request.state, request.outcome, actions.published) == (State.ENDED, "ok", [])
+    assert actions.recorded == [(1, "ok", None, 1)]
+    assert actions.held == []
 
 
 async def test_an_end_before_all_choices_are_complete_is_a_failed_attempt() -> None:
@@ -232,12 +249,24 @@ async def test_an_end_before_all_choices_are_complete_is_a_failed_attempt() -> N
 
 
 async def test_attempts_are_bounded() -> None:
-    request, actions = open_request(max_attempts=2)
-    request.on_frame("w", failed(0), 1.0)
-    request.on_frame("w", failed(0, attempt=2), 1.0)
+    request, actions = open_request(max_attempts=3)
+    request.on_frame("w", accepted(), 1.0)
+    request.on_frame("w", failed(1), 1.0)
+    request.on_frame("v", accepted(2), 1.0)
+    lose_worker(request, 1.0)
+    request.on_frame("u", accepted(3), 1.0)
+    request.on_frame("u", failed(1, 3, "engine_error"), 1.0)
     assert request.failure is not None
     assert request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED
-    assert (request.state, actions.published) == (State.ENDED, [2])
+    assert request.failure.message == ("3 attempts failed (engine_died, worker_lost, engine_error); the last: boom")
+    assert (request.state, actions.published) == (State.ENDED, [2, 3])
+    assert [(failure.attempt, failure.worker_id, failure.code) for failure in request.log.failures] == [
+        (1, "w", "engine_died"),
+        (2, "v", "worker_lost"),
+        (3, "u", "engine_error"),
+    ]
+    assert request.log.avoid == ("w", "v", "u")
+    assert actions.held == []
 
 
 async def test_cancelled_counts_are_the_workers_own() -> None:
@@ -261,9 +290,9 @@ async def test_a_silent_worker_does_not_hold_the_record_back() -> None:
     request.on_frame("w", accepted(), 1.0)
     request.on_frame("w", tokens(1, ids=(1, 2)), 1.0)
     request.cancel(2.0)
-    request.on_tick(3.0, always_alive, connected=True)
+    request.on_tick(3.0, connected=True)
     assert len(actions.cancelled) == 2  # said again, as it may have been lost
-    request.on_tick(2.0 + request_module.CANCEL_LIMIT_S, always_alive, connected=True)
+    request.on_tick(2.0 + request_module.CANCEL_LIMIT_S, connected=True)
     assert (request.state, request.completion_tokens, actions.ends) == (State.ENDED, 2, 1)
 
 
@@ -300,9 +329,9 @@ async def test_timeouts(limits: dict[str, float], frames: list[Frame], code: Err
     limit_s = next(iter(limits.values()))
     for frame in frames:
         request.on_frame("w", frame, 0.0)
-    request.on_tick(limit_s - 0.1, always_alive, connected=False)
+    request.on_tick(limit_s - 0.1, connected=False)
     assert request.failure is None
-    request.on_tick(limit_s, always_alive, connected=False)
+    request.on_tick(limit_s, connected=False)
     assert request.failure is not None
     assert (request.failure.code, request.state) == (code, State.STOPPING)
 
@@ -311,7 +340,7 @@ async def test_signs_of_life_for_those_who_stream() -> None:
     for stream in (True, False):
         request, _ = open_request(stream=stream, queued_comment_s=10.0)
         for now_s in (9.9, 10.0, 15.0, 20.0):
-            request.on_tick(now_s, always_alive, connected=True)
+            request.on_tick(now_s, connected=True)
         assert len(request.mailbox) == (2 if stream else 0)
     assert StillWaiting("queued").state == State.QUEUED.value
 
@@ -328,10 +357,77 @@ async def test_a_client_that_lags_too_far_behind(monkeypatch: pytest.MonkeyPatch
     assert await request.mailbox.take() == [Ended(request.failure)]
 
 
+async def test_those_that_leave_in_order_cost_no_attempt() -> None:
+    request, actions = open_request(max_attempts=1)
+    for attempt in range(1, 10):
+        request.on_frame("w", accepted(attempt), 1.0)
+        request.on_frame("w", failed(1, attempt, "worker_draining"), 1.0)
+        assert request.attempt == attempt + 1
+    assert set(actions.pauses) == {0.0}
+    assert request.log.avoid == ()
+
+
+async def test_a_job_that_nobody_keeps_is_given_up_at_last() -> None:
+    request, actions = open_request(max_attempts=1)
+    while request.state is State.QUEUED:
+        request.job_vanished(request.attempt, 1.0)
+    assert len(actions.published) == attempts_module.MAX_FREE_FAILURES - 1
+    assert request.failure is not None
+    assert request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED
+
+
+async def test_the_first_retry_is_immediate_and_later_ones_wait_a_little_longer_each() -> None:
+    request, actions = open_request(max_attempts=5)
+    for attempt in range(1, 5):
+        request.on_frame("w", accepted(attempt), 1.0)
+        lose_worker(request, 1.0)
+    first, second, third, fourth = actions.pauses
+    assert first == 0.0
+    assert 0.05 <= second <= 0.1 <= third <= 0.2 <= fourth <= 0.4
+
+
+async def test_an_answer_that_gets_on_outlives_many_workers_but_not_any_number() -> None:
+    request, actions = open_request(max_attempts=2)
+    while request.state is not State.ENDED:
+        request.on_frame("w", accepted(request.attempt), 1.0)
+        request.on_frame("w", tokens(1, attempt=request.attempt), 1.0)
+        lose_worker(request, 1.0)
+    assert request.attempt == 2 * attempts_module.PROGRESS_ALLOWANCE
+    assert set(actions.pauses) == {0.0}
+
+
+async def test_a_lost_worker_ends_the_wait_for_its_counts() -> None:
+    request, actions = open_request()
+    request.on_frame("w", accepted(), 1.0)
+    request.on_frame("w", tokens(1, ids=(1, 2)), 1.0)
+    request.cancel(2.0)
+    lose_worker(request, 2.1)
+    assert (request.state, request.outcome, request.completion_tokens) == (State.ENDED, "cancelled", 2)
+    assert actions.recorded == [(1, "cancelled", None, 2)]
+    assert actions.held == []
+
+
+async def test_only_attempts_that_their_workers_cannot_record_are_recorded_here() -> None:
+    request, actions = open_request()
+    request.on_frame("w", accepted(), 1.0)
+    request.on_frame("w", tokens(1, ids=(1, 2)), 1.0)
+    lose_worker(request, 1.5)
+    request.on_frame("v", accepted(2), 2.0)
+    request.on_frame("v", tokens(1, ids=(3,), attempt=2), 2.0)
+    request.on_frame("v", failed(2, attempt=2), 2.0)
+    assert actions.recorded == [(1, "failed", "worker_lost", 2)]
+    assert request.attempt == 3
+
+
 @given(seed=st.integers(0, 2**32), loss=st.floats(0, 0.6), n=st.integers(1, 3), length=st.integers(1, 15))
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_lost_or_repeated_the_text_comes_out_once(seed: int, loss: float, n: int, length: int) -> None:
     """Workers die, frames get lost and come twice; the caller's text is that of an undisturbed run."""
+    with mock.patch.object(attempts_module, "MAX_FREE_FAILURES", 10_000):
+        _disturb_until_it_ends(seed, loss, n, length)
+
+
+def _disturb_until_it_ends(seed: int, loss: float, n: int, length: int) -> None:
     dice = random.Random(seed)
     request, actions = open_request(n=n, max_attempts=1000, first_token_s=1e9, inter_token_s=1e9, total_s=1e9)
     wanted = [[f"{index}.{k} " for k in range(length)] for index in range(n)]
@@ -342,7 +438,7 @@ def test_whatever_is_lost_or_repeated_the_text_comes_out_once(seed: int, loss: f
         if request.attempt == attempt and request.state is State.QUEUED:
             request.job_vanished(attempt, now_s)
         elif request.attempt == attempt and request.state is State.RUNNING:
-            request.on_tick(now_s, never_alive, connected=True)
+            lose_worker(request, now_s)
     texts = [""] * n
     for event in request.mailbox._events:
         if isinstance(event, Tokens):

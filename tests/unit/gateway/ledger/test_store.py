@@ -47,6 +47,16 @@ async def test_a_record_is_stored_once_and_the_first_stays(engine: AsyncEngine) 
     assert sorted(row["attempt"] for row in await rows(engine, AttemptRow)) == [1, 2]
 
 
+async def test_two_workers_with_the_same_attempt_are_two_rows_and_the_first_word_of_each_stays(
+    engine: AsyncEngine,
+) -> None:
+    lost = attempt_record("r", 1, worker_id="lost", outcome="failed", completion_tokens=3)
+    await store_records(engine, [lost, attempt_record("r", 1, worker_id="second")])
+    await store_records(engine, [attempt_record("r", 1, worker_id="lost", outcome="cancelled", completion_tokens=9)])
+    found = {row["worker_id"]: (row["outcome"], row["completion_tokens"]) for row in await rows(engine, AttemptRow)}
+    assert found == {"lost": ("failed", 3), "second": ("ok", 5)}
+
+
 @pytest.mark.parametrize("refused", [request_record("bad", prompt_tokens=2**63), attempt_record("bad", 2**63)])
 async def test_a_number_too_large_for_sql_is_refused_and_nothing_is_stored(
     engine: AsyncEngine, refused: UsageRecord
