@@ -114,3 +114,26 @@ async def test_several_models_share_one_worker(gateway: PlayingGateway, nats_url
         jobs = [gateway.job(model=model, max_tokens=4) for model in models for _ in range(20)]
         await publish_all(gateway, "h0", jobs)
         await gateway.end_of_all((job.request_id, 1) for job in jobs)
+
+
+async def test_jobs_for_which_there_is_no_room_go_to_others(gateway: PlayingGateway, nats_url: str) -> None:
+    """A worker of one slot watches ten lanes; when a job comes in each at once, the others must not wait for it."""
+    async with running_worker(
+        settings_for(nats_url, worker_id="w1", max_sequences=1, inter_token_s=0.001, drain_s=0.0)
+    ):
+        first = await gateway.publish(gateway.job(max_tokens=8000, ignore_eos=True), lane="h0")
+        await gateway.tokens_of(first, 1)
+        async with running_worker(settings_for(nats_url, worker_id="w2")):
+            others = [await gateway.publish(gateway.job(), lane=lane) for lane in subjects.LANES[1:]]
+            await gateway.end_of_all(others)
+        assert {gateway.frames[attempt][0].worker_id for attempt in others} == {"w2"}  # type: ignore[union-attr]
+
+
+async def test_lanes_that_were_made_anew_are_served_again(gateway: PlayingGateway, nats_url: str) -> None:
+    async with running_worker(settings_for(nats_url)):
+        assert isinstance(await gateway.end_of(await gateway.ask()), m.Finished)
+        await gateway.bus.api(f"STREAM.DELETE.{subjects.INTERACTIVE_STREAM}")
+        await gateway.apply_topology()
+        for lane in subjects.LANES:
+            attempt = await gateway.publish(gateway.job(), lane=lane)
+            assert isinstance(await gateway.end_of(attempt), m.Finished)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pool_worker.credit import Cost, Credit
+from pool_worker.credit import Cost, Credit, reserve_of
 from pool_worker.engines.base import Capacity
 from protocol.messages import PROTOCOL_VERSION, Job, ResumePoint, Sampling, pack_token_ids
 
@@ -68,6 +68,30 @@ def test_jobs_like_the_last_ones_fit_all_but_one(capacity, jobs) -> None:
         assert sure * largest.kv_tokens <= credit.free_kv_tokens
         if credit.fits(cost):
             credit.take(cost)
+
+
+@given(capacities, sizes, st.floats(0, 0.99))
+def test_batch_jobs_leave_the_reserve_free_unless_the_engine_is_idle(capacity, size, share) -> None:
+    credit = Credit(capacity, share)
+    reserve = reserve_of(capacity, share)
+    cost = credit.cost_of(job(*size))
+    assert credit.jobs_to_pull(is_batch=True) >= 1
+    assert credit.fits(cost, is_batch=True)  # however large it is
+    one = Cost(1, 1)
+    credit.take(one)
+    while credit.fits(one, is_batch=True):
+        credit.take(one)
+    left = Cost(credit.free_sequences, credit.free_kv_tokens)
+    assert left.sequences == reserve.sequences or left.kv_tokens <= reserve.kv_tokens
+    assert left.sequences >= reserve.sequences
+    assert credit.jobs_to_pull(is_batch=True) == 0 or left.sequences > reserve.sequences
+
+
+def test_the_reserve_is_at_least_one_sequence_where_there_are_two() -> None:
+    assert reserve_of(Capacity(1, 1000, 100), 0.5) == Cost(0, 0)
+    assert reserve_of(Capacity(2, 1000, 100), 0.1) == Cost(1, 100)
+    assert reserve_of(Capacity(64, 1000, 100), 0.1) == Cost(6, 100)
+    assert reserve_of(Capacity(64, 1000, 100), 0.0) == Cost(0, 0)
 
 
 def test_an_empty_engine_always_asks_and_a_full_one_never_does() -> None:
