@@ -103,11 +103,12 @@ class GatewayUnderTest:
         found: list[UsageRecord] = []
         async with asyncio.timeout(20):
             while len(found) < count:
-                found = await self._stored_records()
+                found = await self.usage()
                 await asyncio.sleep(0.02)
         return [record for record in found if isinstance(record, RequestRecord)]
 
-    async def _stored_records(self) -> list[UsageRecord]:
+    async def usage(self) -> list[UsageRecord]:
+        """All that the usage stream holds now, of gateways and workers."""
         records: list[UsageRecord] = []
         messages: list[Msg] = []
         try:

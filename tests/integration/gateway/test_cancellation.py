@@ -1,15 +1,18 @@
 """Callers that leave: the work is stopped everywhere and what was made is recorded once, exactly."""
 
 import asyncio
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from protocol import subjects
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
+from protocol.pull import ack
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 
-HELLO = [{"role": "user", "content": "Hi"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 async def leave_early(gateway: GatewayUnderTest, *, stream: bool, leave: asyncio.Event) -> None:
@@ -117,3 +120,76 @@ async def test_a_client_that_stops_reading_is_given_up(start_gateway: Start) -> 
     stop.set()
     assert (record.outcome, record.error_code) == ("failed", "slow_client")
     assert record.completion_tokens == worker.attempts[0].made_tokens
+
+
+async def queued_jobs(gateway: GatewayUnderTest) -> int:
+    info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+    return int(info["state"]["messages"])
+
+
+async def test_leaving_between_two_attempts(start_gateway: Start) -> None:
+    """The first worker has handed the request back, and nobody has taken it since."""
+    gateway = await start_gateway()
+
+    async def three_tokens(attempt: Attempt) -> None:
+        await attempt.accept()
+        await ack(attempt.worker.bus, attempt.delivery)
+        for _ in range(3):
+            await attempt.tokens("x", (3,))
+
+    worker = await gateway.add_worker(script=three_tokens)
+    leave = asyncio.Event()
+    leaving = asyncio.create_task(leave_early(gateway, stream=True, leave=leave))
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens == 3)
+    gateway.workers.remove(worker)
+    await worker.stop()
+    await worker.attempts[0].fail("worker_draining", "the worker is shutting down", retryable=True)
+
+    async def waits_again() -> bool:
+        return await queued_jobs(gateway) == 1
+
+    async def is_withdrawn() -> bool:
+        return await queued_jobs(gateway) == 0
+
+    await until_async(waits_again)
+    leave.set()
+    await leaving
+    await until_async(is_withdrawn)
+    [record] = await gateway.records()
+    assert (record.outcome, record.attempts, record.completion_tokens) == ("cancelled", 2, 3)
+
+
+async def test_leaving_at_the_end(start_gateway: Start) -> None:
+    """The answer is complete, but the worker's last word comes only after the caller has left."""
+    gateway = await start_gateway()
+    may_finish = asyncio.Event()
+
+    async def slow_to_finish(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.tokens("Hello", (1, 2), finish_reason="stop")
+        await may_finish.wait()
+        await attempt.finish()
+
+    worker = await gateway.add_worker(script=slow_to_finish)
+    leave = asyncio.Event()
+    leaving = asyncio.create_task(leave_early(gateway, stream=True, leave=leave))
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
+    leave.set()
+    await leaving
+    await until(worker.attempts[0].cancelled.is_set)
+    may_finish.set()
+    [record] = await gateway.records()
+    assert (record.outcome, record.completion_tokens) == ("cancelled", 2)
+
+
+async def test_leaving_before_the_body_is_here(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker()
+    address = urlsplit(gateway.url)
+    _, writer = await asyncio.open_connection(address.hostname, address.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\n"
+    writer.write(head.encode() + b'Content-Length: 100\r\n\r\n{"model":')
+    await writer.drain()
+    writer.transport.abort()
+    await gateway.client().chat.completions.create(model=MODEL, messages=HELLO)
+    assert len(await gateway.records()) == len(worker.attempts) == 1

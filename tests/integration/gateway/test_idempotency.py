@@ -99,6 +99,36 @@ async def test_the_answer_is_replayed(start_gateway: Start) -> None:
     assert (len(worker.attempts), record.http_status, record.outcome) == (1, 200, "ok")
 
 
+async def test_a_stream_is_replayed_to_the_sdk(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker()
+    client = gateway.client()
+    answers = []
+    for _ in range(2):
+        chunks = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, extra_headers=KEY)
+        answers.append([chunk async for chunk in chunks])
+    assert answers[0] == answers[1]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in answers[0]) == "Hello world"
+    assert len(worker.attempts) == 1
+
+
+async def test_an_impatient_sdk_gets_its_answer_by_its_retry(start_gateway: Start) -> None:
+    """The client's own time limit cuts the first try off; the second finds the run where it is."""
+    gateway = await start_gateway()
+    held = Held()
+    worker = await gateway.add_worker(script=held)
+    client = gateway.client(max_retries=1, timeout=1.0)
+    asking = asyncio.create_task(ask(client))
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
+    await asyncio.sleep(1.1)  # the first try is over
+    held.may_go_on.set()
+    answer = await asking
+    assert answer.headers["x-spillway-idempotent"] in {"attached", "replayed"}
+    assert answer.parse().choices[0].message.content == "Hello world"
+    [record] = await gateway.records()
+    assert (len(worker.attempts), record.outcome) == (1, "ok")
+
+
 async def test_two_at_once_share_one_run(start_gateway: Start) -> None:
     gateway = await start_gateway()
     held = Held()

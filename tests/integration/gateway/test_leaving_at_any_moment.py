@@ -1,0 +1,170 @@
+"""Hundreds of callers that leave at random moments, against a real worker: nothing of them stays anywhere."""
+
+import asyncio
+import json
+import random
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.messages import AttemptRecord, Heartbeat, RequestRecord, decode_heartbeat
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.pool_worker.playing_gateway import running_worker
+from tests.nats_server import NatsServer, free_port
+
+CALLERS = 300
+AT_ONCE = 60
+LONGEST_STAY_S = 0.4
+SEQUENCES = 8  # fewer than callers: most leave while they are queued
+ANSWER_TOKENS = 40
+STEP_S = 0.004
+
+
+@pytest.fixture
+def monitor_port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path, monitor_port: int) -> Iterator[NatsServer]:
+    """A server that also tells who has subscribed to what."""
+    folder = tmp_path / "nats-server"
+    folder.mkdir()
+    server = NatsServer(folder, f'http: "127.0.0.1:{monitor_port}"\n')
+    server.start()
+    yield server
+    server.stop()
+
+
+def count_subscriptions(port: int) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/connz") as answer:
+        return sum(int(connection["subscriptions"]) for connection in json.load(answer)["connections"])
+
+
+class Callers:
+    """Raw connections, so that a caller can leave in the middle of anything."""
+
+    def __init__(self, gateway: GatewayUnderTest, seed: int, headers: str = "") -> None:
+        self._gateway = gateway
+        self._random = random.Random(seed)
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._headers = headers
+
+    async def come_and_go(self, number: int) -> None:
+        stay_s = self._random.uniform(0, LONGEST_STAY_S)
+        sends_all = self._random.random() > 0.1
+        fields = {"model": MODEL, "stream": self._random.random() < 0.5, "max_tokens": ANSWER_TOKENS}
+        messages = [{"role": "user", "content": f"Caller {number}"}]
+        body = json.dumps({"messages": messages, "ignore_eos": True, **fields}).encode()
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {self._gateway.key}\r\nContent-Length: {len(body)}\r\n"
+            f"{self._headers.format(number=number)}\r\n"
+        )
+        async with self._places:
+            address = urlsplit(self._gateway.url)
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write(head.encode() + (body if sends_all else body[: len(body) // 2]))
+            await writer.drain()
+            await asyncio.sleep(stay_s)
+            writer.transport.abort()
+
+
+class Heart:
+    """The worker's last heartbeat."""
+
+    def __init__(self) -> None:
+        self.last: Heartbeat | None = None
+
+    @classmethod
+    async def of(cls, bus: Bus) -> "Heart":
+        heart = cls()
+
+        async def on_beat(message: Any) -> None:
+            if message.data:
+                heart.last = decode_heartbeat(message.data)
+
+        await bus.subscribe(subjects.heartbeat_subject("*"), on_beat)
+        return heart
+
+    def is_idle(self) -> bool:
+        beat = self.last
+        return beat is not None and beat.running == 0 and beat.free_sequences == beat.max_sequences
+
+
+@pytest.fixture
+async def served(start_gateway: Start, nats_url: str) -> AsyncIterator[GatewayUnderTest]:
+    """A gateway and a real worker with the scripted engine, on this loop."""
+    gateway = await start_gateway(with_card=False, idempotency={"reattach_s": 0.1, "keep_s": 0.1})
+    engine = ScriptedEngineSettings(inter_token_s=STEP_S, max_sequences=SEQUENCES)
+    settings = WorkerSettings(worker_id="w1", pool="test", nats_urls=(nats_url,), models=(MODEL,), engine=engine)
+    async with running_worker(settings):
+
+        async def is_ready() -> bool:
+            return not (await readiness(gateway))["models_not_ready"]
+
+        await until_async(is_ready)
+        yield gateway
+
+
+async def readiness(gateway: GatewayUnderTest) -> dict[str, Any]:
+    async with httpx.AsyncClient() as client:
+        return dict((await client.get(f"{gateway.url}/readyz")).json())
+
+
+async def queued(bus: Bus) -> int:
+    info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+    return int(info["state"]["messages"])
+
+
+@pytest.mark.parametrize("headers", ["", "Idempotency-Key: {number}\r\n"], ids=["plain", "keyed"])
+async def test_nothing_stays_of_callers_that_leave(served: GatewayUnderTest, monitor_port: int, headers: str) -> None:
+    heart = await Heart.of(served.bus)
+    await until(heart.is_idle)
+    tasks_before, subscriptions_before = len(asyncio.all_tasks()), count_subscriptions(monitor_port)
+    callers = Callers(served, seed=7, headers=headers)
+    await asyncio.gather(*(callers.come_and_go(number) for number in range(CALLERS)))
+
+    async def is_quiet() -> bool:
+        return (await readiness(served))["in_flight"] == 0 and await queued(served.bus) == 0
+
+    await until_async(is_quiet)
+    heart.last = None
+    await until(heart.is_idle)
+    await until(lambda: len(asyncio.all_tasks()) <= tasks_before)
+    assert count_subscriptions(monitor_port) == subscriptions_before
+    await check_records(served)
+
+
+async def check_records(gateway: GatewayUnderTest) -> None:
+    """One record each, of the tokens that the worker made, once."""
+    records: list[Any] = []
+
+    async def are_whole() -> bool:
+        records[:] = await gateway.usage()
+        requests = {r.request_id for r in records if isinstance(r, RequestRecord) and r.attempts and r.pool}
+        attempts = {r.request_id for r in records if isinstance(r, AttemptRecord)}
+        return requests == attempts
+
+    await until_async(are_whole)
+    rows = [record for record in records if isinstance(record, RequestRecord)]
+    made: Counter[str] = Counter()
+    for record in records:
+        if isinstance(record, AttemptRecord):
+            made[record.request_id] += record.completion_tokens
+    assert len({row.request_id for row in rows}) == len(rows) > CALLERS / 2
+    left = [row for row in rows if row.outcome == "cancelled"]
+    assert any(row.pool is None for row in left), "nobody left while he was queued"
+    assert any(row.completion_tokens for row in left), "nobody left while he was served"
+    assert {row.request_id: row.completion_tokens for row in rows} == {
+        row.request_id: made[row.request_id] for row in rows
+    }
