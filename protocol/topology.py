@@ -31,6 +31,7 @@ DEAD_LETTER_MAX_AGE_S: Final = 30 * 24 * 3600
 DUPLICATE_WINDOW_S: Final = 120
 USAGE_MAX_AGE_S: Final = 14 * 24 * 3600
 PROMPT_MAX_AGE_S: Final = 3600
+PROMPTS_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, a job with a prompt by reference waits for another's to be done
 IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themselves: these are of dead ones
 IDEMPOTENCY_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 claims
 
@@ -40,6 +41,8 @@ STREAM_NAME_IN_USE: Final = 10058
 CONSUMER_NOT_FOUND: Final = 10014
 CONSUMER_CANNOT_CHANGE: Final = 10012
 FIRST_APPLY_LIMIT_S: Final = 30.0  # how long a starting gateway waits for a cluster's first leader
+# Cluster incomplete, no suitable peers, not available, not the leader, insufficient resources.
+NOT_YET: Final = {10004, 10005, 10008, 10009, 10023}
 APPLY_CONCURRENCY: Final = 16  # calls in flight; in a cluster each new consumer takes some 60 ms, mostly of waiting
 
 log = logging.getLogger(__name__)
@@ -105,7 +108,10 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             "deny_delete": False,  # a claim is removed by its sequence, so that nobody else's is
         },
         _object_bucket(subjects.ARTIFACTS_BUCKET, bounds, storage="file", max_age_s=0),
-        _object_bucket(subjects.PROMPTS_BUCKET, bounds, storage="memory", max_age_s=PROMPT_MAX_AGE_S),
+        {
+            **_object_bucket(subjects.PROMPTS_BUCKET, bounds, storage="memory", max_age_s=PROMPT_MAX_AGE_S),
+            "max_bytes": PROMPTS_MAX_BYTES,
+        },
     ]
 
 
@@ -160,16 +166,15 @@ def ledger_consumer_config() -> dict[str, Any]:
 async def apply(bus: Bus, models: list[str], bounds: QueueBounds, *, limit_s: float = 0.0) -> None:
     """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError, or BusTimeout.
 
-    ``limit_s`` is for how long to try again while nobody answers: a cluster that has just started has no leader yet.
+    ``limit_s`` is for how long to try again while a cluster that has just started has no leader or too few servers.
     """
     deadline_s = time.monotonic() + limit_s
     for wait_s in backoff_s():
         try:
             await _apply_all(bus, models, bounds)
-        except ApiError:
-            raise
         except BusError as error:
-            if time.monotonic() + wait_s > deadline_s:
+            is_final = isinstance(error, ApiError) and error.code not in NOT_YET
+            if is_final or time.monotonic() + wait_s > deadline_s:
                 raise
             log.warning("the streams cannot be made yet: %s", error)
         else:

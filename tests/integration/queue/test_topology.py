@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol import subjects, topology
 from protocol.bus import Bus
-from protocol.errors import ApiError
+from protocol.errors import ApiError, BusTimeout
 from protocol.topology import QueueBounds
 from tests.nats_server import NatsCluster
 
@@ -57,13 +58,28 @@ async def test_a_stream_that_cannot_be_changed_is_left_and_the_error_says_why(bu
         await topology.apply(bus, [MODEL], QueueBounds())
 
 
-async def test_two_gateways_may_make_a_clusters_topology_at_once(nats_cluster: NatsCluster) -> None:
-    first, second = [await Bus.connect(nats_cluster.urls, name="test") for _ in range(2)]
+async def test_two_gateways_may_make_the_topology_at_once_while_a_cluster_comes_up(tmp_path: Path) -> None:
+    cluster = NatsCluster(tmp_path)
+    try:
+        cluster.start(0)
+        cluster.start(1)
+        await make_at_once(cluster)
+    finally:
+        cluster.stop_all()
+
+
+async def make_at_once(cluster: NatsCluster) -> None:
+    first, second = [await Bus.connect(cluster.urls[:2], name="test") for _ in range(2)]
     bounds = QueueBounds(replicas=3)
-    await asyncio.gather(  # the servers have just started, and are electing
+    with pytest.raises((ApiError, BusTimeout)):
+        await topology.apply(first, [MODEL], bounds)
+    making = asyncio.gather(
         topology.apply(first, [MODEL], bounds, limit_s=topology.FIRST_APPLY_LIMIT_S),
         topology.apply(second, [MODEL, "n"], bounds, limit_s=topology.FIRST_APPLY_LIMIT_S),
     )
+    await asyncio.sleep(0)  # both have begun
+    cluster.start(2)
+    await making
     for config in topology.streams(bounds):
         found = await first.api(f"STREAM.INFO.{config['name']}")
         assert found["config"]["num_replicas"] == 3

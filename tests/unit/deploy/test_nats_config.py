@@ -32,6 +32,13 @@ def test_server_accepts_the_configuration() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_server_accepts_the_configuration_of_one_of_three() -> None:
+    of_this_one = {"NATS_NODE": "a", "NATS_ROUTES": "[nats://cluster:22@b:6222, nats://cluster:22@c:6222]"}
+    command = [tool("nats-server"), "-t", "-c", str(ROOT / "deploy/nats/cluster.conf")]
+    done = subprocess.run(command, env={**environment(), **of_this_one}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_password_of_digits_needs_the_quotes_that_the_compose_file_puts_around_it() -> None:
     bare = {**environment(), "NATS_PASSWORD": ENVIRONMENT["NATS_PASSWORD"][:8]}
     done = subprocess.run([tool("nats-server"), "-t", "-c", str(CONFIG)], env=bare, capture_output=True, check=False)
