@@ -42,6 +42,16 @@ def test_a_file_becomes_the_settings_of_each_part(tmp_path: Path) -> None:
     assert config.ledger_settings().database_url.endswith("somewhere/spillway.db")
 
 
+def test_a_pool_has_a_gate_only_where_the_file_says_so(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD).worker_settings("cheap").gate is None
+    config = load(tmp_path, GOOD + "[pools.cheap.gate]\nbacklog_jobs = 20\noldest_s = 1.5\n")
+    gate = config.worker_settings("cheap").gate
+    assert gate is not None
+    assert (gate.backlog_jobs, gate.oldest_s) == (20, 1.5)
+    with pytest.raises(ConfigError, match=r"pools\.cheap\.batch_reserve"):
+        load(tmp_path, GOOD.replace("usd_per_hour = 0.4", "batch_reserve = 1.0"))
+
+
 def test_two_processes_have_two_ids(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD)
     assert config.worker_settings("cheap").worker_id != config.worker_settings("cheap").worker_id
