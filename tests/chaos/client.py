@@ -20,7 +20,7 @@ class ConnectionCut(Exception):
 class Reply:
     """One answer as it comes in; complete once ``ended_s`` is set."""
 
-    sent_s: float
+    sent_s: float | None = None  # None: nobody was there to send it to
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # (arrival, body bytes)
@@ -71,6 +71,7 @@ async def exchange(port: int, request: bytes, reply: Reply) -> None:
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.create_connection(lambda: _Exchange(reply), "127.0.0.1", port)
     try:
+        reply.sent_s = time.monotonic()
         transport.write(request)
         await protocol.done
     finally:

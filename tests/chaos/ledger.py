@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.models import RequestRow
@@ -23,14 +23,14 @@ class LedgerRow:
 async def settled_rows(engine: AsyncEngine, request_ids: set[str]) -> dict[str, LedgerRow]:
     """Wait until all these requests have their rows, for ``SETTLE_LIMIT_S`` at most; returns all rows there are."""
     deadline_s = time.monotonic() + SETTLE_LIMIT_S
-    while time.monotonic() < deadline_s and await _count(engine) < len(request_ids):
-        await asyncio.sleep(0.1)
+    while time.monotonic() < deadline_s and not request_ids <= await _ids(engine):
+        await asyncio.sleep(0.2)
     columns = (RequestRow.request_id, RequestRow.outcome, RequestRow.completion_tokens, RequestRow.attempts)
     async with engine.connect() as connection:
         found = [LedgerRow(*row) for row in await connection.execute(select(*columns))]
     return {row.request_id: row for row in found}
 
 
-async def _count(engine: AsyncEngine) -> int:
+async def _ids(engine: AsyncEngine) -> set[str]:
     async with engine.connect() as connection:
-        return int((await connection.execute(select(func.count()).select_from(RequestRow))).scalar_one())
+        return set((await connection.scalars(select(RequestRow.request_id))).all())

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +86,7 @@ class Load:
         key = uuid.uuid4().hex
         request = http_request(question.path, self._api_key, question.body, Idempotency_Key=key)
         for attempt in range(RETRIES):
-            reply = Reply(time.monotonic())
+            reply = Reply()
             call.replies.append(reply)
             call.port = self._ports[(first_port + attempt) % len(self._ports)]
             try:

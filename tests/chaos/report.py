@@ -5,12 +5,14 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.chaos.client import Reply
 from tests.chaos.faults import Strike
 from tests.chaos.ledger import LedgerRow
 from tests.chaos.load import Call
@@ -18,6 +20,7 @@ from tests.chaos.oracle import Answer, Difference, compare
 from tests.chaos.watcher import Watcher
 
 PAUSE_WINDOW_S = 10.0  # after a fault is mended, a pause still counts as its consequence
+RECORD_DELAY_S = 1.0  # from the end of an answer to its record in the queue
 LOGPROB_TOLERANCE = 1e-3  # a real engine's sums depend on who shares its batch
 
 
@@ -41,13 +44,15 @@ class Report:
     errors: int = 0
     difference: Difference = field(default_factory=Difference)
     gaps_ms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by kind of fault
+    first_token_ms: list[float] = field(default_factory=list)  # of every stream: what those saw who came meanwhile
     accepted: int = 0
     ledger_rows: int = 0
     unrecorded: int = 0  # accepted requests without a row
     miscounted: int = 0  # rows with other tokens than the undisturbed answer
     double_billed: int = 0
     orphans: int = 0
-    cut: int = 0  # connections that a killed gateway took along; their callers asked again
+    cut: int = 0  # requests that a killed gateway took along; their callers asked again
+    unwritten: int = 0  # accepted requests whose rows a killed gateway took along
     poisoned: int = 0
     dead_letters: int = 0
     attempts_max: int = 0
@@ -80,6 +85,8 @@ class Report:
                 "gap_ms_p99": percentile(gaps, 99),
                 "gap_ms_max": percentile(gaps, 100),
                 "gaps": len(gaps),
+                "first_token_ms_p50": percentile(self.first_token_ms, 50),
+                "first_token_ms_max": percentile(self.first_token_ms, 100),
                 "accepted": self.accepted,
                 "ledger_rows": self.ledger_rows,
                 "double_billed": self.double_billed,
@@ -87,6 +94,7 @@ class Report:
                 "miscounted": self.miscounted,
                 "orphans": self.orphans,
                 "cut": self.cut,
+                "unwritten": self.unwritten,
                 "dead_letters": self.dead_letters,
                 "attempts_max": self.attempts_max,
                 "duration_s": round(self.duration_s, 1),
@@ -153,7 +161,10 @@ def judge_poisoned(report: Report, calls: Sequence[Call], dead_letters: int) -> 
 
 
 def measure_gaps(report: Report, strikes: Sequence[Strike], calls: Sequence[Call], watcher: Watcher) -> None:
-    """Find what the caller of each struck stream saw of the fault."""
+    """Find what the caller of each struck stream saw of the fault, and how long every stream took to begin."""
+    for call in calls:
+        if call.answer and call.answer.arrivals_s and call.replies[0].sent_s is not None:
+            report.first_token_ms.append((call.answer.arrivals_s[0] - call.replies[0].sent_s) * 1000)
     by_id = {reply.request_id: call for call in calls for reply in call.replies}
     for strike in strikes:
         for request_id in strike.streams:
@@ -195,17 +206,34 @@ def accepted_ids(calls: Sequence[Call]) -> set[str]:
     }
 
 
-def count_cut(calls: Sequence[Call]) -> tuple[int, set[str]]:
-    """How many replies were cut off and asked for again, and the ids of those that had a head."""
-    cut = [reply for call in calls for reply in call.replies[:-1]]
-    return len(cut), {reply.request_id for reply in cut if reply.request_id is not None}
+def cut_replies(calls: Sequence[Call]) -> list[Reply]:
+    """The replies that were cut off, and asked for again."""
+    return [reply for call in calls for reply in call.replies[:-1] if reply.sent_s is not None]
 
 
-def judge_ledger(report: Report, calls: Sequence[Call], rows: dict[str, LedgerRow], tokens_of: dict[int, int]) -> None:
-    """One row per accepted request, with the undisturbed answer's tokens. A killed gateway's own may be missing."""
-    report.cut, excused = count_cut(calls)
+def excused_ids(calls: Sequence[Call], strikes: Sequence[Strike]) -> set[str]:
+    """The requests whose records died with their gateway: those it held, and those it had answered just before."""
+    excused = {reply.request_id for reply in cut_replies(calls) if reply.request_id is not None}
+    for strike in strikes:
+        for call in calls:
+            ended_s = call.reply.ended_s
+            if call.port == strike.port and ended_s is not None and 0 <= strike.at_s - ended_s < RECORD_DELAY_S:
+                excused.add(call.request_id or "")
+    return excused
+
+
+def judge_ledger(
+    report: Report,
+    calls: Sequence[Call],
+    rows: dict[str, LedgerRow],
+    tokens_of: dict[int, int],
+    excused: AbstractSet[str] = frozenset(),
+) -> None:
+    """One row per accepted request, with the undisturbed answer's tokens."""
+    report.cut = len(cut_replies(calls))
     accepted = accepted_ids(calls)
     report.accepted, report.ledger_rows = len(accepted), len(rows)
+    report.unwritten = len((accepted & excused) - rows.keys())
     report.attempts_max = max((row.attempts for row in rows.values()), default=0)
     for request_id in accepted - rows.keys() - excused:
         report.unrecorded += 1

@@ -13,7 +13,15 @@ from tests.chaos.ledger import settled_rows
 from tests.chaos.load import Call, Load
 from tests.chaos.mix import Question, questions
 from tests.chaos.oracle import Answer
-from tests.chaos.report import Report, accepted_ids, judge_answers, judge_ledger, judge_poisoned, measure_gaps
+from tests.chaos.report import (
+    Report,
+    accepted_ids,
+    excused_ids,
+    judge_answers,
+    judge_ledger,
+    judge_poisoned,
+    measure_gaps,
+)
 from tests.chaos.scenarios import Scenario
 from tests.chaos.system import MODEL, EngineKind, System
 
@@ -115,13 +123,14 @@ async def _reckon(
     oracle: dict[int, Answer] = {n: call.answer for n, call in oracle_calls.items() if call.answer is not None}
     judge_answers(report, calls, oracle, exact_logprobs=exact_logprobs)
     measure_gaps(report, chaos.strikes, calls, system.watcher)
-    rows = await settled_rows(system.database, accepted_ids(everything))
+    excused = excused_ids(everything, chaos.strikes)
+    rows = await settled_rows(system.database, accepted_ids(everything) - excused)
     tokens_of = {n: rows[call.request_id or ""].completion_tokens for n, call in oracle_calls.items()}
     for number, call in oracle_calls.items():
         usage = oracle[number].usage
         if usage is not None and usage["completion_tokens"] != tokens_of[number]:
             report.offend("an undisturbed answer's usage and its ledger row differ", call.request_id)
-    judge_ledger(report, everything, rows, tokens_of)
+    judge_ledger(report, everything, rows, tokens_of, excused)
     if poisoned:
         state = (await system.bus.api(f"STREAM.INFO.{subjects.DEAD_LETTER_STREAM}"))["state"]
         judge_poisoned(report, poisoned, int(state["messages"]))
