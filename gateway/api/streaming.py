@@ -83,7 +83,7 @@ class StreamWriter:
     async def _write_all(self, events: list[Event]) -> None:
         await self._exchange.start(200, list(SSE_HEADERS), self._request)
         if not events and self._request.state is State.QUEUED and self._timeouts.queued_comment_s:
-            await self._exchange.write(self._sign_of_life(), more=True)
+            await self._exchange.write(self._sign_of_life(State.QUEUED.value), more=True)
         while not events or not isinstance(events[-1], Ended):
             body = self._body_of(events)
             if body:  # one write for all that one engine step has brought
@@ -99,12 +99,12 @@ class StreamWriter:
     def _piece(self, event: Event) -> bytes:
         if isinstance(event, Tokens):
             return self._chunks.of(event)
-        return b"" if isinstance(event, Ended) else self._sign_of_life()
+        return b"" if isinstance(event, Ended) else self._sign_of_life(event.state)
 
-    def _sign_of_life(self) -> bytes:
+    def _sign_of_life(self, state: str) -> bytes:
         place = self._request.ticket.place()
         if place is None:
-            return comment(self._request.state.value)
+            return comment(state)
         eta = "" if place.eta_s is None else f" eta={place.eta_s:.1f}"
         return comment(f"queued position={place.position}{eta}")
 

@@ -52,6 +52,14 @@ def test_a_pool_has_a_gate_only_where_the_file_says_so(tmp_path: Path) -> None:
         load(tmp_path, GOOD.replace("usd_per_hour = 0.4", "batch_reserve = 1.0"))
 
 
+def test_tenants_reach_the_gateway(tmp_path: Path) -> None:
+    tenants = "[tenants.shop]\nweight = 3\nmax_in_flight = 100\n[tenants.other]\nmax_queued = 10\n"
+    settings = load(tmp_path, GOOD + tenants).gateway_settings(SecretStr("pepper"))
+    shop, other = settings.tenants["shop"], settings.tenants["other"]
+    assert (shop.weight, shop.max_in_flight, shop.max_queued) == (3.0, 100, None)
+    assert (other.weight, other.max_in_flight, other.max_queued) == (1.0, None, 10)
+
+
 def test_two_processes_have_two_ids(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD)
     assert config.worker_settings("cheap").worker_id != config.worker_settings("cheap").worker_id
@@ -87,6 +95,11 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
             "models.small.context_length: Input should be greater than 0",
         ),
         (("context_length = 2048", "context_lenght = 1"), "models.small.context_lenght: Extra inputs"),
+        (("[nats]", "[tenants.shop]\nweight = 0\n[nats]"), "tenants.shop.weight: Input should be greater than 0"),
+        (
+            ("[nats]", "[gateway.limits]\nmax_queued_requests = 0\n[nats]"),
+            "gateway.limits.max_queued_requests: Input should be greater than 0",
+        ),
         (("[nats]", "[natz]"), "natz: Extra inputs are not permitted"),
         (("data_dir =", "data_dir"), "spillway.toml"),
     ],
