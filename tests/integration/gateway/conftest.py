@@ -1,6 +1,7 @@
 """A whole gateway in the test's own loop, with a real nats-server, real SQL and scripted workers."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ from gateway.settings import GatewaySettings, ModelSettings
 from protocol import artifacts, subjects
 from protocol.bus import Bus
 from protocol.errors import ApiError, BusTimeout
-from protocol.messages import PROTOCOL_VERSION, ModelCard, RequestRecord, UsageRecord, decode_usage
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    DeadLetter,
+    ModelCard,
+    RequestRecord,
+    UsageRecord,
+    decode_dead_letter,
+    decode_usage,
+)
 from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer_json
@@ -99,13 +108,23 @@ class GatewayUnderTest:
             await client.close()
 
     async def records(self, count: int = 1) -> list[RequestRecord]:
-        """The usage stream's records, once there are ``count``; duplicates would be among them."""
-        found: list[UsageRecord] = []
+        """The usage stream's records of requests, once there are ``count``; duplicates would be among them."""
+        found: list[RequestRecord] = []
         async with asyncio.timeout(20):
             while len(found) < count:
-                found = await self.usage()
+                found = [record for record in await self.usage() if isinstance(record, RequestRecord)]
                 await asyncio.sleep(0.02)
-        return [record for record in found if isinstance(record, RequestRecord)]
+        return found
+
+    async def dead_letter(self) -> DeadLetter:
+        """The first letter of the dead-letter stream, once it is there."""
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    answer = await self.bus.api(f"STREAM.MSG.GET.{subjects.DEAD_LETTER_STREAM}", {"seq": 1})
+                    return decode_dead_letter(base64.b64decode(answer["message"]["data"]))
+                except (ApiError, BusTimeout):
+                    await asyncio.sleep(0.02)
 
     async def usage(self) -> list[UsageRecord]:
         """All that the usage stream holds now, of gateways and workers."""

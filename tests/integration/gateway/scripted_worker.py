@@ -56,6 +56,7 @@ class Attempt:
     async def accept(self, lost: bool = False) -> None:
         names = (self.worker.worker_id, "pool-a", "provider-a", "region-a")
         await self._add(Accepted(self.job.request_id, self.job.attempt, 0, *names, 1.0), lost)
+        await ack(self.worker.bus, self.delivery)
 
     def tokens_frame(self, text: str, ids: tuple[int, ...], **rest: Any) -> Tokens:
         self.made_tokens += len(ids)

@@ -1,16 +1,19 @@
 """Frames and workers that get lost: the caller sees a pause, nothing twice and nothing missing."""
 
 import asyncio
+import json
 
 import httpx
 import openai
 import pytest
 
+from gateway.dispatch import lookups as lookups_module
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.messages import Accepted, Cancel, Resend, Tokens, unpack_token_ids
+from protocol.messages import Accepted, AttemptRecord, Cancel, Resend, Tokens, unpack_token_ids
+from protocol.pull import ack
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart, until, until_async
-from tests.integration.gateway.scripted_worker import Attempt, answer_hello
+from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.nats_server import NatsServer
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -104,11 +107,145 @@ async def test_a_dead_worker_is_a_pause(start_gateway: Start) -> None:
     asking = asyncio.create_task(stream_text(gateway))
     await until(lambda: first.attempts and first.attempts[0].made_tokens)
     second = await gateway.add_worker("w2", script=go_on)
-    await first._consumer.stop()  # or it might pull the second attempt too
+    first.takes_jobs = False  # or it might pull the second attempt too
     assert await asking == "one two"
     assert [attempt.job.attempt for attempt in (*first.attempts, *second.attempts)] == [1, 2]
     [record] = await gateway.records()
     assert (record.attempts, record.completion_tokens) == (2, 2)
+
+
+@pytest.mark.parametrize("server_tells", [True, False], ids=["event", "no responders"])
+async def test_a_killed_worker_is_a_short_pause(
+    start_gateway: Start, nats_url: str, monkeypatch: pytest.MonkeyPatch, server_tells: bool
+) -> None:
+    """Its connection is gone: the server says so, or answers that nobody listens. No heartbeat has to be missed."""
+    if not server_tells:  # as where its configuration does not import the event
+        monkeypatch.setattr(subjects, "DISCONNECTS", "nobody.says.this")
+    monkeypatch.setattr("gateway.dispatch.registry.HEARTBEAT_LIMIT_S", 1000.0)
+    gateway = await start_gateway()
+    bus = await Bus.connect(nats_url, name=subjects.connection_name("w1"))
+
+    async def die(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.tokens("one ", (1,))
+        await bus.client.flush()
+        await bus.close()
+
+    async def go_on(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.tokens("two", (2,), finish_reason="stop")
+        await attempt.finish()
+
+    first = ScriptedWorker(bus, MODEL, "w1", die)
+    await first.start()
+    raw = await gateway.client().chat.completions.with_raw_response.create(
+        model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    second = await gateway.add_worker("w2", script=go_on)
+    events = [line async for line in raw.http_response.aiter_lines() if line]
+    assert "".join(texts_of(events)) == "one two"
+    assert events[-2:] == [": spillway attempts=2", "data: [DONE]"]
+    assert json.loads(events[-3].removeprefix("data: "))["spillway"] == {"attempts": 2}
+    await first.stop()
+    assert second.attempts[0].job.avoid == ("w1",)
+    [request] = await gateway.records()
+    assert (request.attempts, request.completion_tokens, request.outcome) == (2, 2, "ok")
+    [attempt] = [record for record in await gateway.usage() if isinstance(record, AttemptRecord)]
+    assert (attempt.attempt, attempt.worker_id, attempt.outcome, attempt.error_code) == (
+        1,
+        "w1",
+        "failed",
+        "worker_lost",
+    )
+    assert (attempt.completion_tokens, attempt.tier, attempt.engine) == (1, "spot", "scripted")
+
+
+def texts_of(events: list[str]) -> list[str]:
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    return [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+
+
+async def test_a_job_that_somebody_took_and_nobody_has_goes_on(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker died between its acknowledgement and its first frame, or that frame was lost with it."""
+    monkeypatch.setattr(lookups_module, "QUIET_S", 0.1)
+    monkeypatch.setattr(lookups_module, "LOOK_GAP_S", 0.1)
+    gateway = await start_gateway(max_attempts=1)
+
+    async def swallow_the_first(attempt: Attempt) -> None:
+        if attempt.job.attempt == 1:
+            await ack(attempt.worker.bus, attempt.delivery)
+        else:
+            await answer_hello(attempt)
+
+    worker = await gateway.add_worker(script=swallow_the_first)
+    assert await stream_text(gateway) == "Hello world"  # nobody's failure: it costs no attempt
+    assert [attempt.job.attempt for attempt in worker.attempts] == [1, 2]
+
+
+async def test_a_job_that_waits_for_long_is_left_alone(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups_module, "QUIET_S", 0.1)
+    monkeypatch.setattr(lookups_module, "LOOK_GAP_S", 0.1)
+    looks: list[bool] = []
+    is_stored = lookups_module.Lookups.is_stored
+
+    async def counted(self: lookups_module.Lookups, message_id: str, sequence: int) -> bool:
+        looks.append(await is_stored(self, message_id, sequence))
+        return looks[-1]
+
+    monkeypatch.setattr(lookups_module.Lookups, "is_stored", counted)
+    gateway = await start_gateway()
+    asking = asyncio.create_task(stream_text(gateway))
+    await until(lambda: len(looks) >= 2)
+    worker = await gateway.add_worker()
+    assert await asking == "Hello world"
+    assert [attempt.job.attempt for attempt in worker.attempts] == [1]
+    assert looks[:2] == [True, True]
+
+
+async def test_a_stop_string_split_over_a_crash(start_gateway: Start) -> None:
+    """Text that may be the beginning of a stop string was held back by the worker that is gone."""
+    gateway = await start_gateway()
+
+    async def split(attempt: Attempt) -> None:
+        await attempt.accept()
+        if attempt.job.attempt == 1:
+            await attempt.tokens("go ", (1,))
+            await attempt.tokens("", (2, 3))  # "EN" is held back: it may become "END"
+            await attempt.fail("engine_died", "boom", retryable=True)
+        else:
+            await attempt.tokens("", (4,), finish_reason="stop")
+            await attempt.finish()
+
+    worker = await gateway.add_worker(script=split)
+    answer = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, stop=["END"], max_tokens=9)
+    assert answer.choices[0].message.content == "go "
+    [point] = worker.attempts[1].job.resume
+    assert (unpack_token_ids(point.token_ids), point.text_chars) == ([1, 2, 3], 3)
+    # The limit is that of the whole answer: whoever resumes takes off what is there.
+    assert worker.attempts[1].job.sampling.max_tokens == 9
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+async def test_what_goes_on_for_nobody_is_told_to_stop_again(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.dispatch.orphans.REPEAT_S", 0.1)
+    gateway = await start_gateway()
+    worker = await gateway.add_worker(script=until_cancelled)
+    worker.deaf = True
+    asking = asyncio.create_task(stream_text(gateway))
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
+    monkeypatch.setattr("gateway.dispatch.request.CANCEL_LIMIT_S", 0.0)  # and it is soon nobody's
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await gateway.records()
+    so_far = len(worker.controls)
+    await until(lambda: len([c for c in worker.controls[so_far:] if isinstance(c, Cancel)]) >= 3)
+    worker.deaf = False
+    await until(worker.attempts[0].cancelled.is_set)
 
 
 async def test_a_worker_that_answers_no_probe_is_given_up(start_gateway: Start) -> None:
@@ -144,6 +281,11 @@ async def test_attempts_are_exhausted(start_gateway: Start) -> None:
     assert [attempt.job.attempt for attempt in worker.attempts] == [1, 2, 3]
     [record] = await gateway.records()
     assert (record.attempts, record.outcome, record.error_code) == (3, "failed", "attempts_exhausted")
+    letter = await gateway.dead_letter()
+    assert (letter.request_id, letter.model, letter.gateway_id) == (record.request_id, MODEL, "g0")
+    assert [(failure.attempt, failure.worker_id, failure.code, failure.reason) for failure in letter.failures] == [
+        (number, "w1", "engine_died", "boom") for number in (1, 2, 3)
+    ]
 
 
 async def test_frames_of_others_are_fenced_out(start_gateway: Start) -> None:

@@ -109,8 +109,14 @@ async def test_a_dead_background_task_ends_the_process(
 
     monkeypatch.setattr(Dispatcher, "run", run_until_told)
     gateway = await start_gateway()
+    worker = await gateway.add_worker(script=until_cancelled)
+    asking = asyncio.create_task(gateway.client().chat.completions.create(model=MODEL, messages=HELLO))
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
     die.set()
     assert gateway.task is not None
-    with caplog.at_level(logging.CRITICAL), pytest.RaisesGroup(GatewayDied):
+    with caplog.at_level(logging.CRITICAL), pytest.RaisesGroup(GatewayDied, flatten_subgroups=True):
         await gateway.task
     assert "the dispatcher died" in caplog.text
+    [record] = await gateway.records()  # nobody it had admitted is forgotten
+    assert (record.outcome, record.error_code) == ("failed", "shutting_down")
+    await asyncio.gather(asking, return_exceptions=True)

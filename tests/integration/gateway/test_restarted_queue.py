@@ -51,18 +51,22 @@ async def dispatcher(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple[Dispa
     await bus.close()
 
 
+async def pulls_from(bus: Bus, lane: str) -> tuple[PullConsumer, asyncio.Queue[Delivery]]:
+    taken: asyncio.Queue[Delivery] = asyncio.Queue()
+    consumer = subjects.job_consumer("m", lane)
+    pulls = PullConsumer(bus, subjects.INTERACTIVE_STREAM, consumer, taken.put, tier="spot")
+    await pulls.start()
+    return pulls, taken
+
+
 async def test_a_leaving_caller_takes_nobody_elses_job_along(
     dispatcher: tuple[Dispatcher, Bus], nats_server: NatsServer
 ) -> None:
     """Request "old" was message 1 before the restart; message 1 is now the job of "new"."""
     gateway, bus = dispatcher
-    taken: asyncio.Queue[Delivery] = asyncio.Queue()
-    pulls = PullConsumer(
-        bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer("m", subjects.HIGH_LANES[0]), taken.put
-    )
-    await pulls.start()
     async with asyncio.timeout(LIMIT_S):
         old = gateway.open(admission("old"))
+        pulls, taken = await pulls_from(bus, old.ticket.lane)
         await pulls.pull(1)
         await taken.get()
         frame = m.Accepted("old", 1, 0, "w", "p", "p", "r", 0.0)
@@ -70,14 +74,14 @@ async def test_a_leaving_caller_takes_nobody_elses_job_along(
         while old.worker_id is None:
             await asyncio.sleep(0.01)
         new = gateway.open(admission("new"))
-        while new.stream_sequence != 2:
+        while new.current.stream_sequence != 2:
             await asyncio.sleep(0.01)
         nats_server.kill()
         nats_server.start()
-        while new.stream_sequence != 1:
+        while new.current.stream_sequence != 1:
             await asyncio.sleep(0.01)
         gateway.close(old, 200)
         await asyncio.sleep(0.05)  # time for a wrong deletion to leave before our pull does
-        pulls.forget_pulls()
+        pulls, taken = await pulls_from(bus, new.ticket.lane)
         await pulls.pull(1)
         assert m.decode_job((await taken.get()).payload).request_id == "new"
