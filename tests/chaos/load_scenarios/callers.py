@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.scripted_answers import ScriptedAnswers
 from benchmarks.stream_client import Answer, Exchange, Patience, exchange, read
 from tests.chaos.client import http_request
-from tests.chaos.ledger import settled_rows
+from tests.chaos.ledger import SETTLE_LIMIT_S, LedgerRow, settled_rows
 from tests.chaos.mix import SUBJECTS
 from tests.chaos.report import Report
 from tests.chaos.system import MODEL, System
@@ -136,18 +136,28 @@ class Callers:
             report.miscounted += 1
             report.offend(f"usage says {asked.answer.completion_tokens} of {asked.tokens} tokens", asked.request_id)
 
+    async def _rows_of(self, request_ids: Iterable[str]) -> dict[str, LedgerRow]:
+        """All rows there are, once those of the requests are there or the ledger has had its time."""
+        deadline_s = time.monotonic() + SETTLE_LIMIT_S
+        wanted = set(request_ids)
+        rows = await settled_rows(self._system.database, wanted)
+        while not wanted <= rows.keys() and time.monotonic() < deadline_s:
+            await asyncio.sleep(READY_POLL_S)
+            rows = await settled_rows(self._system.database, wanted)
+        return rows
+
     async def _judge_ledger(self, report: Report) -> None:
         """One row per admitted request; those whose head the caller did not wait for are told by the rows alone."""
         by_id = {asked.request_id: asked for asked in self.asked if asked.request_id and asked.record.status == 200}
         headless = sum(asked.was_left and asked.request_id is None for asked in self.asked)
-        rows = await settled_rows(self._system.database, {request_id for request_id in by_id if request_id})
+        rows = await self._rows_of(by_id.keys())
         report.accepted, report.ledger_rows = len(by_id), len(rows)
         nobodys = rows.keys() - by_id.keys()
         if len(nobodys) > headless:
             report.double_billed += len(nobodys) - headless
             report.offend(f"{len(nobodys)} ledger rows of nobody, and only {headless} left without a head")
         for request_id, asked in by_id.items():
-            row = rows.get(request_id or "")
+            row = rows.get(request_id)
             if row is None:
                 report.unrecorded += 1
                 report.offend("no ledger row", request_id)
