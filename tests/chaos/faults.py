@@ -18,6 +18,7 @@ from tests.chaos.system import MODEL, System
 from tests.chaos.workers import LiveWorker
 from tests.nats_server import NatsServer
 
+READY_WORKERS = 3  # that serve when a fault strikes, as far as there are so many: a rescue needs a rescuer
 VICTIM_LIMIT_S = 60.0  # until somebody is in mid-stream
 FREEZE_S = (2.0, 6.0)
 SILENCE_S = (2.0, 6.0)
@@ -52,15 +53,17 @@ class Chaos:
     poisoned: list[asyncio.Task[Call]] = field(default_factory=list)
 
     async def victim(self) -> LiveWorker:
-        """A worker in the midst of at least one stream; a stream's worker is chosen as often as it has streams."""
+        """A worker in the midst of at least one stream; a worker is chosen as often as it has streams."""
+        farm, watcher = self.system.farm, self.system.watcher
+        needed = min(READY_WORKERS, self.system.shape.workers)
         deadline_s = time.monotonic() + VICTIM_LIMIT_S
         while time.monotonic() < deadline_s:
-            live = self.system.farm.live
-            busy = [w for r in self.load.mid_stream(lambda _: True) if (w := self.system.watcher.worker_of(r)) in live]
-            if busy:
-                return live[self.rng.choice(sorted(busy))]
+            ready = {worker_id: worker for worker_id, worker in farm.live.items() if watcher.has_beaten(worker_id)}
+            busy = [w for r in self.load.mid_stream(lambda _: True) if (w := watcher.worker_of(r)) in ready]
+            if busy and len(ready) >= needed:
+                return ready[self.rng.choice(sorted(busy))]
             await asyncio.sleep(0.005)
-        raise AssertionError(f"no worker was in mid-stream for {VICTIM_LIMIT_S:g} s")
+        raise AssertionError(f"for {VICTIM_LIMIT_S:g} s no worker was in mid-stream while enough others served")
 
     def strike(self, kind: str, worker: LiveWorker | None = None, of: Callable[[str], bool] | None = None) -> Strike:
         """Write a fault down, just before it strikes."""
