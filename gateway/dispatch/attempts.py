@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,6 +36,12 @@ class CurrentAttempt:
     asked_s: float = float("-inf")  # when frames were last asked for again
     probes: int = 0  # without an answer
     reported_tokens: int | None = None  # as the worker counts, once it has said so
+
+
+def counted_codes(failures: Iterable[AttemptFailure]) -> str:
+    """The codes of failed attempts, for people: ``worker_lost, 2 x engine_error``."""
+    counts = Counter([failure.code for failure in failures])
+    return ", ".join([code if n == 1 else f"{n} x {code}" for code, n in counts.items()])
 
 
 class AttemptLog:
@@ -91,6 +98,5 @@ class AttemptLog:
 
     def why(self) -> str:
         """The whole story, in one line."""
-        counts = Counter([failure.code for failure in self.failures])
-        codes = ", ".join([code if n == 1 else f"{n} x {code}" for code, n in counts.items()])
+        codes = counted_codes(self.failures)
         return f"{len(self.failures)} attempts failed ({codes}); the last: {self.failures[-1].reason}"

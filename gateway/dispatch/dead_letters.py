@@ -1,17 +1,20 @@
-"""Dead letters on their way into the DLQ stream: published until stored, within bounds."""
+"""Dead letters into the DLQ stream, published until stored, within bounds; and out of it."""
 
 import asyncio
+import base64
 import logging
 from typing import Final
 
 from protocol import subjects
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
-from protocol.errors import BusError, PayloadTooLarge
-from protocol.messages import DeadLetter, encode
+from protocol.errors import ApiError, BusError, PayloadTooLarge
+from protocol.messages import DeadLetter, decode_dead_letter, encode
+from protocol.topology import STREAM_NOT_FOUND
 
 MAX_WAITING: Final = 1000  # beyond, a letter is only logged: requests that fail by the thousand are news enough
 STORE_LIMIT_S: Final = 120.0
+NO_MESSAGE_FOUND: Final = 10037  # JetStream
 
 log = logging.getLogger(__name__)
 
@@ -49,3 +52,27 @@ class DeadLetters:
             else:
                 return
             await asyncio.sleep(wait_s)
+
+
+async def newest_dead_letters(bus: Bus, limit: int) -> list[DeadLetter]:
+    """The last letters, newest first. Raises BusError, or ProtocolError for those of another version."""
+    stream = subjects.DEAD_LETTER_STREAM
+    try:
+        state = (await bus.api(f"STREAM.INFO.{stream}"))["state"]
+    except ApiError as error:
+        if error.code == STREAM_NOT_FOUND:  # no gateway has been there yet
+            return []
+        raise
+    first, last = int(state["first_seq"]), int(state["last_seq"])
+    letters = [await _letter(bus, sequence) for sequence in range(last, max(first, last - limit + 1) - 1, -1)]
+    return [letter for letter in letters if letter is not None]
+
+
+async def _letter(bus: Bus, sequence: int) -> DeadLetter | None:
+    try:
+        answer = await bus.api(f"STREAM.MSG.GET.{subjects.DEAD_LETTER_STREAM}", {"seq": sequence})
+    except ApiError as error:
+        if error.code == NO_MESSAGE_FOUND:  # somebody has deleted it
+            return None
+        raise
+    return decode_dead_letter(base64.b64decode(answer["message"]["data"]))

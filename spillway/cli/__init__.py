@@ -3,6 +3,7 @@
 import typer
 
 from spillway.cli import keys, processes, setup
+from spillway.cli.dead_letters import dead_letters
 from spillway.cli.usage import usage
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app.command("gateway")(processes.gateway)
 app.command("worker")(processes.worker)
 app.command("ledger")(processes.ledger)
 app.command("usage")(usage)
+app.command("dead-letters")(dead_letters)
 
 keys_app = typer.Typer(help="Create, list and revoke API keys.", no_args_is_help=True)
 keys_app.command("create")(keys.create)

@@ -1,7 +1,6 @@
 """A whole gateway in the test's own loop, with a real nats-server, real SQL and scripted workers."""
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from pydantic import SecretStr
 
 from gateway.auth.keys import create_key
 from gateway.db.engine import create_engine
+from gateway.dispatch.dead_letters import newest_dead_letters
 from gateway.main import run
 from gateway.settings import GatewaySettings, ModelSettings
 from protocol import artifacts, subjects
@@ -24,7 +24,6 @@ from protocol.messages import (
     ModelCard,
     RequestRecord,
     UsageRecord,
-    decode_dead_letter,
     decode_usage,
 )
 from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
@@ -120,11 +119,10 @@ class GatewayUnderTest:
         """The first letter of the dead-letter stream, once it is there."""
         async with asyncio.timeout(20):
             while True:
-                try:
-                    answer = await self.bus.api(f"STREAM.MSG.GET.{subjects.DEAD_LETTER_STREAM}", {"seq": 1})
-                    return decode_dead_letter(base64.b64decode(answer["message"]["data"]))
-                except (ApiError, BusTimeout):
-                    await asyncio.sleep(0.02)
+                letters = await newest_dead_letters(self.bus, limit=1)
+                if letters:
+                    return letters[0]
+                await asyncio.sleep(0.02)
 
     async def usage(self) -> list[UsageRecord]:
         """All that the usage stream holds now, of gateways and workers."""

@@ -1,0 +1,89 @@
+"""``spillway dead-letters``: requests that were given up after their last attempt, and why."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from gateway.dispatch.attempts import counted_codes
+from gateway.dispatch.dead_letters import newest_dead_letters
+from protocol.bus import Bus
+from protocol.messages import DeadLetter
+from spillway.cli.context import ConfigOption, DataOption, fail, out, run_async, running_or_config
+
+CONNECT_LIMIT_S: Final = 5.0
+TABLE_WIDTH_CHARS: Final = 140
+
+
+class Format(StrEnum):
+    """How the letters are printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def dead_letters(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many, newest first.")] = 20,
+    output: Annotated[Format, typer.Option("--format", "-f", help="How to print them.")] = Format.TABLE,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """List requests that failed on every worker that tried them, with each attempt's reason.
+
+    Their prompts and answers are not kept. A letter stays for 30 days. The queue server must be running. The table
+    counts each request's attempts by their codes; JSON has every attempt with its worker, reason and tokens.
+    """
+    resolved = running_or_config(config, data)
+    urls = list(resolved.nats.urls)
+    if not urls:
+        raise fail("nats.urls: no queue server is configured, and no `spillway up` is running here")
+
+    async def main() -> None:
+        bus = await Bus.connect(urls, name="spillway dead-letters", first_limit_s=CONNECT_LIMIT_S)
+        try:
+            letters = await newest_dead_letters(bus, limit)
+        finally:
+            await bus.close()
+        _print(letters, output)
+
+    run_async(main)
+
+
+def _print(letters: Sequence[DeadLetter], output: Format) -> None:
+    if output is Format.JSON:
+        out.print_json(json.dumps([_facts(letter) for letter in letters]))
+    elif not letters:
+        out.print("no dead letters")
+    else:
+        # A pipe has no width, and a narrow terminal wraps better than rich cuts.
+        Console(width=max(out.width, TABLE_WIDTH_CHARS)).print(_table(letters))
+
+
+def _facts(letter: DeadLetter) -> dict[str, Any]:
+    facts: dict[str, Any] = msgspec.to_builtins(letter)
+    # Defaults are left out on the wire; scripts want every field.
+    facts["failures"] = [msgspec.structs.asdict(failure) for failure in letter.failures]
+    return facts
+
+
+def _table(letters: Sequence[DeadLetter]) -> Table:
+    table = Table("given up (UTC)", "request", "model", "tenant", "attempts", "reasons", box=SIMPLE_HEAD)
+    for letter in letters:
+        given_up = datetime.fromtimestamp(letter.given_up_unix_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        row = (
+            given_up,
+            letter.request_id,
+            letter.model,
+            letter.tenant,
+            str(len(letter.failures)),
+            counted_codes(letter.failures),
+        )
+        table.add_row(*row)
+    return table
