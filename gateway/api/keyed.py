@@ -91,7 +91,10 @@ class KeyedRequests:
         self._bus.on_reconnect(self._claim_again)
 
     async def _claim_again(self) -> None:
-        # The queue server may have lost the bucket, or a key may have come while it was away.
+        # The queue server may have lost the bucket, whose sequence numbers then begin anew, so that the old ones name
+        # others' claims; or a key may have come while it was away.
+        for run in self._runs:
+            run.claim_sequence = None
         for run in list(self._runs):
             claim = await self._claims.take(run.name, run.fingerprint, over=None)
             if claim is not None and claim.gateway_id == self._gateway_id and claim.sequence is not None:

@@ -328,7 +328,12 @@ async def test_claims_outlive_the_bucket(start_gateway: Start, nats_server: Nats
             return False
         return bool(info["state"]["messages"])
 
+    async def is_connected() -> bool:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{other.url}/readyz")).status_code == 200
+
     await until_async(has_claim)
+    await until_async(is_connected)
     heard = asyncio.Event()
     second = asyncio.create_task(stream(other, key=owner.key, heard=heard))
     await heard.wait()

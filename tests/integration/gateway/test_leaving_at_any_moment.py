@@ -1,6 +1,7 @@
 """Hundreds of callers that leave at random moments, against a real worker: nothing of them stays anywhere."""
 
 import asyncio
+import gc
 import json
 import random
 import urllib.request
@@ -13,6 +14,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from gateway.api.exchange import Exchange
+from gateway.dispatch.request import OpenRequest
+from gateway.idempotency.runs import Run
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol import subjects
 from protocol.bus import Bus
@@ -25,7 +29,7 @@ CALLERS = 300
 AT_ONCE = 60
 LONGEST_STAY_S = 0.4
 SEQUENCES = 8  # fewer than callers: most leave while they are queued
-ANSWER_TOKENS = 40
+ANSWER_TOKENS = (10, 8000)  # some are answered in time, and the others would keep the engine busy for half a minute
 STEP_S = 0.004
 
 
@@ -50,6 +54,11 @@ def count_subscriptions(port: int) -> int:
         return sum(int(connection["subscriptions"]) for connection in json.load(answer)["connections"])
 
 
+def count_objects(*kinds: type) -> int:
+    gc.collect()
+    return sum(isinstance(thing, kinds) for thing in gc.get_objects())
+
+
 class Callers:
     """Raw connections, so that a caller can leave in the middle of anything."""
 
@@ -62,7 +71,11 @@ class Callers:
     async def come_and_go(self, number: int) -> None:
         stay_s = self._random.uniform(0, LONGEST_STAY_S)
         sends_all = self._random.random() > 0.1
-        fields = {"model": MODEL, "stream": self._random.random() < 0.5, "max_tokens": ANSWER_TOKENS}
+        fields = {
+            "model": MODEL,
+            "stream": self._random.random() < 0.5,
+            "max_tokens": self._random.choice(ANSWER_TOKENS),
+        }
         messages = [{"role": "user", "content": f"Caller {number}"}]
         body = json.dumps({"messages": messages, "ignore_eos": True, **fields}).encode()
         head = (
@@ -141,6 +154,8 @@ async def test_nothing_stays_of_callers_that_leave(served: GatewayUnderTest, mon
     heart.last = None
     await until(heart.is_idle)
     await until(lambda: len(asyncio.all_tasks()) <= tasks_before)
+    await until(lambda: count_objects(Exchange, Run) == 0)
+    assert count_objects(OpenRequest) <= 1  # the dispatcher's sweep may have looked at it last
     assert count_subscriptions(monitor_port) == subscriptions_before
     await check_records(served)
 
