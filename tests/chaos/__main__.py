@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tests.chaos.load_scenarios import LOAD_SCENARIOS
-from tests.chaos.load_scenarios.plan import LoadPlan
+from tests.chaos.load_scenarios.plan import LoadPlan, run_load
 from tests.chaos.report import Report
 from tests.chaos.run import ChaosError, Plan, run
 from tests.chaos.scenarios import SCENARIOS
@@ -93,7 +93,9 @@ def _run_load(name: str, arguments: argparse.Namespace, console: Console) -> Rep
     console.print(f"{name}: {scenario.about}")
     with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder:
         began_s = time.monotonic()
-        report = uvloop.run(scenario.run((arguments.keep and arguments.keep / name) or Path(folder) / "run", plan))
+        report = uvloop.run(
+            run_load(scenario, plan, (arguments.keep and arguments.keep / name) or Path(folder) / "run")
+        )
         report.duration_s = time.monotonic() - began_s
     return _tell(report, console)
 

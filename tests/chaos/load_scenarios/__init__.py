@@ -10,18 +10,21 @@ otherwise the machine would be measured (``machine_busy_percent`` says how busy 
 """
 
 from tests.chaos.load_scenarios import shares, spike
-from tests.chaos.load_scenarios.disconnect import disconnect
+from tests.chaos.load_scenarios.disconnect import DISCONNECT_SHAPE, disconnect
 from tests.chaos.load_scenarios.plan import LoadScenario
-from tests.chaos.load_scenarios.tiers import tiers
+from tests.chaos.load_scenarios.shares import FAIR_SHAPE, WEIGHTS_SHAPE
+from tests.chaos.load_scenarios.spike import NOBODY_SHAPE, SPIKE_SHAPE
+from tests.chaos.load_scenarios.tiers import TIERS_SHAPE, tiers
+from tests.chaos.system import Shape
 
 LOAD_SCENARIOS = {
-    "spike": LoadScenario("ten times the capacity", spike.spike, seconds=30),
-    "zero-workers": LoadScenario("no worker at all for a while", spike.zero_workers, seconds=60, count=120),
-    "nats-idle": LoadScenario("the queue server dies while nothing runs", spike.nats_idle, seconds=1, count=10),
-    "fair": LoadScenario("two tenants of equal weight, one asks ten times as much", shares.fair, seconds=20),
-    "weights": LoadScenario("two tenants of weights 3 and 1", shares.weights, seconds=20),
-    "light-tenant": LoadScenario("one tenant's spike beside another's few", shares.light_tenant, seconds=40),
-    "batch": LoadScenario("batch jobs fill every pool", shares.batch, seconds=40),
-    "tiers": LoadScenario("a cheap pool dies and comes back", tiers, seconds=10, count=5),
-    "disconnect": LoadScenario("callers hang up at any moment", disconnect, seconds=0, count=1000),
+    "spike": LoadScenario("ten times the capacity", SPIKE_SHAPE, spike.spike, 30),
+    "zero-workers": LoadScenario("no worker at all for a while", NOBODY_SHAPE, spike.zero_workers, 60, 120),
+    "nats-idle": LoadScenario("the queue server dies while nothing runs", Shape(workers=1), spike.nats_idle, 1, 10),
+    "fair": LoadScenario("two tenants of equal weight, one asks ten times as much", FAIR_SHAPE, shares.fair, 20),
+    "weights": LoadScenario("two tenants of weights 3 and 1", WEIGHTS_SHAPE, shares.weights, 20),
+    "light-tenant": LoadScenario("one tenant's spike beside another's few", FAIR_SHAPE, shares.light_tenant, 40),
+    "batch": LoadScenario("batch jobs fill every pool", FAIR_SHAPE, shares.batch, 40),
+    "tiers": LoadScenario("a cheap pool dies and comes back", TIERS_SHAPE, tiers, 10, 5),
+    "disconnect": LoadScenario("callers hang up at any moment", DISCONNECT_SHAPE, disconnect, 0, 1000),
 }

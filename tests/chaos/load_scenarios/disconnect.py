@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,16 +17,14 @@ from benchmarks.stream_client import Exchange
 from protocol import subjects
 from protocol.messages import Accepted, Failed, Finished, decode_step
 from tests.chaos.load_scenarios.callers import Asked, Callers
-from tests.chaos.load_scenarios.plan import LoadPlan, expect
+from tests.chaos.load_scenarios.plan import Ceiling, LoadPlan, Stage, expect
 from tests.chaos.report import Report, percentile
 from tests.chaos.run import IDLE_LIMIT_S
 from tests.chaos.system import Shape, System
 
-SLOTS = 16
-TOKEN_S = 0.02
+DISCONNECT_SHAPE = Shape(workers=1, max_sequences=16)
 TOKENS = 50
-SERVICE_S = TOKENS * TOKEN_S
-CALLERS_AT_ONCE = 24  # more than slots: some leave while they wait
+CALLERS_PER_SLOT = 1.5  # some leave while they wait
 WARM_UP = 60  # disconnects before memory is looked at
 RUNNING_LIMIT_MS = 200.0
 QUEUED_LIMIT_MS = 50.0
@@ -52,27 +49,23 @@ class Ends:
                 self.ended_s[frame.request_id] = now_s
 
 
-async def disconnect(folder: Path, plan: LoadPlan) -> Report:
+async def disconnect(stage: Stage) -> None:
     """``plan.count`` callers hang up, half of them surely in the queue, half at any moment."""
-    report = Report(plan.name, plan.seed, plan.count)
-    rng = random.Random(f"disconnect {plan.seed}")
-    async with System(folder, Shape(workers=1, max_sequences=SLOTS, inter_token_s=TOKEN_S)) as system:
-        callers, ends = Callers(system, plan.seed), Ends()
-        await system.bus.subscribe(subjects.frames_subject("*"), ends.on_step)
-        await callers.wait_until_served()
-        await _leave_anywhen(callers, min(WARM_UP, plan.count), rng)
-        await _leave_queued(system, callers, min(WARM_UP, plan.count) // 4, rng)
-        await _until_idle(report, system)
-        before = await _held(system)
-        started = len(callers.asked)
-        await _leave_anywhen(callers, plan.count // 2, rng)
-        left = [asked for asked in callers.asked[started:] if asked.was_left]
-        queued_ms = await _leave_queued(system, callers, plan.count - plan.count // 2, rng)
-        await _until_idle(report, system)
-        _judge(report, plan, _freed_ms(report, left, ends), queued_ms)
-        _judge_growth(report, before, await _held(system))
-        await callers.reckon(report)
-    return report
+    system, callers, plan, report = stage.system, stage.callers, stage.plan, stage.report
+    rng, ends = random.Random(f"disconnect {plan.seed}"), Ends()
+    await system.bus.subscribe(subjects.frames_subject("*"), ends.on_step)
+    await _leave_anywhen(system, callers, min(WARM_UP, plan.count), rng)
+    await _leave_queued(system, callers, min(WARM_UP, plan.count) // 4, rng)
+    await _until_idle(report, system)
+    before = await _held(system)
+    started = len(callers.asked)
+    await _leave_anywhen(system, callers, plan.count // 2, rng)
+    left = [asked for asked in callers.asked[started:] if asked.was_left]
+    queued_ms = await _leave_queued(system, callers, plan.count - plan.count // 2, rng)
+    await _until_idle(report, system)
+    report.faults += sum(asked.was_left for asked in callers.asked)
+    _judge(report, plan, _freed_ms(report, left, ends), queued_ms)
+    _judge_growth(report, before, await _held(system))
 
 
 def _judge(report: Report, plan: LoadPlan, running_ms: list[float], queued_ms: list[float]) -> None:
@@ -86,12 +79,17 @@ def _judge(report: Report, plan: LoadPlan, running_ms: list[float], queued_ms: l
         expect(report, f"{name}_freed_ms_max", percentile(values, 100) or 0.0, at_most=plan.slack * limit_ms)
 
 
+def slots_of(system: System) -> int:
+    """How many requests can run at once."""
+    return system.shape.workers * system.shape.max_sequences
+
+
 # --- hanging up -------------------------------------------------------------------------------------------------------
 
 
-async def _leave_anywhen(callers: Callers, count: int, rng: random.Random) -> None:
+async def _leave_anywhen(system: System, callers: Callers, count: int, rng: random.Random) -> None:
     """So many ask and leave, at a random moment between the request and a little after the answer's end."""
-    gate = asyncio.Semaphore(CALLERS_AT_ONCE)
+    gate = asyncio.Semaphore(round(CALLERS_PER_SLOT * slots_of(system)))
 
     async def one(after_s: float) -> None:
         async with gate:
@@ -99,7 +97,7 @@ async def _leave_anywhen(callers: Callers, count: int, rng: random.Random) -> No
             asyncio.get_running_loop().call_later(after_s, leave.set)
             await callers.ask(tokens=TOKENS, leave=leave)
 
-    longest_s = SERVICE_S * CALLERS_AT_ONCE / SLOTS
+    longest_s = CALLERS_PER_SLOT * Ceiling(system.shape, TOKENS).service_s
     await asyncio.gather(*(one(rng.uniform(0.0, longest_s)) for _ in range(count)))
 
 
@@ -152,11 +150,11 @@ async def _full_engine(system: System, callers: Callers) -> AsyncIterator[None]:
 
     holders = [
         asyncio.create_task(callers.ask(tokens=TOKENS, wish="[[stall after=1]]", leave=leave, on_piece=on_piece))
-        for _ in range(SLOTS)
+        for _ in range(slots_of(system))
     ]
     try:
         async with asyncio.timeout(WAIT_LIMIT_S):
-            for _ in range(SLOTS):
+            for _ in range(slots_of(system)):
                 await running.acquire()
         yield
     finally:

@@ -1,11 +1,13 @@
-"""What a load scenario is, and how its figures are judged."""
+"""What a load scenario is, how it is run, and how its figures are judged."""
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.load_scenarios.callers import Callers
 from tests.chaos.report import Report
+from tests.chaos.system import Shape, System
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,59 @@ class LoadPlan:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """What a scenario plays with."""
+
+    system: System
+    callers: Callers
+    plan: LoadPlan
+    report: Report
+
+
+@dataclass(frozen=True)
 class LoadScenario:
     """One kind of load. ``seconds`` and ``count`` are those of the published figures."""
 
     about: str
-    run: Callable[[Path, LoadPlan], Coroutine[Any, Any, Report]]
+    shape: Shape
+    play: Callable[[Stage], Coroutine[Any, Any, None]]
     seconds: float
     count: int = 0
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What scripted engines can do at most, with answers of so many tokens."""
+
+    shape: Shape
+    tokens: int
+
+    @property
+    def service_s(self) -> float:
+        """How long an answer takes once it runs."""
+        return self.tokens * self.shape.inter_token_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """With every slot taken."""
+        return self.shape.workers * self.shape.max_sequences / self.shape.inter_token_s
+
+    @property
+    def requests_per_s(self) -> float:
+        """Likewise."""
+        return self.tokens_per_s / self.tokens
+
+
+async def run_load(scenario: LoadScenario, plan: LoadPlan, folder: Path) -> Report:
+    """Play a scenario in an empty folder, and judge all answers and the ledger."""
+    report = Report(plan.name, plan.seed, 0)
+    async with System(folder, scenario.shape) as system:
+        callers = Callers(system, plan.seed)
+        if scenario.shape.workers:
+            await callers.wait_until_served()
+        await scenario.play(Stage(system, callers, plan, report))
+        await callers.reckon(report)
+    return report
 
 
 def expect(report: Report, name: str, value: float, *, at_most: float) -> None:

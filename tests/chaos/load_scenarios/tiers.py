@@ -4,15 +4,14 @@ import asyncio
 import itertools
 import signal
 import time
-from pathlib import Path
 
 from sqlalchemy import func, select
 
 from gateway.db.models import AttemptRow
 from pool_worker.settings import GateSettings
 from tests.chaos.load_scenarios.callers import Asked, Callers
-from tests.chaos.load_scenarios.plan import LoadPlan, expect
-from tests.chaos.report import Report, percentile
+from tests.chaos.load_scenarios.plan import Stage, expect
+from tests.chaos.report import percentile
 from tests.chaos.system import Shape, System
 from tests.chaos.workers import LiveWorker
 
@@ -23,6 +22,7 @@ TOKEN_S = 0.025
 TOKENS = 40
 SEQUENCES = 16
 RATE_PER_S = 0.3 * len(CHEAP_SLOTS) * SEQUENCES / (TOKENS * TOKEN_S)
+TIERS_SHAPE = Shape(workers=0, max_sequences=SEQUENCES, inter_token_s=TOKEN_S)  # the scenario starts its own
 GATE = GateSettings(backlog_jobs=32, oldest_s=5.0)
 TAKEOVER_LIMIT_S = 1.0
 AFTER_KILL_S = 1.5  # how long requests keep coming once nobody but the dear pool is left
@@ -30,38 +30,34 @@ POLL_S = 0.02
 SEEN_LIMIT_S = 10.0
 
 
-async def tiers(folder: Path, plan: LoadPlan) -> Report:
+async def tiers(stage: Stage) -> None:
     """``plan.count`` times: a while of health, the cheap pool killed in mid-stream, the cheap pool back."""
-    report = Report(plan.name, plan.seed, 0)
-    async with System(folder, Shape(workers=0, max_sequences=SEQUENCES, inter_token_s=TOKEN_S)) as system:
-        callers = Callers(system, plan.seed)
-        cheap = await _spawn_cheap(system)
-        dear = await system.farm.spawn(DEAR_SLOT, {"pool": DEAR, "tier": "on-demand", "gate": GATE}, replace=False)
-        await callers.wait_until_served()
-        await _settle(system, [*cheap, dear])
-        new_gaps_ms: list[float] = []
-        cut_gaps_ms: list[float] = []
-        jobs_in_health = 0
-        for _ in range(plan.count):
-            jobs_in_health += await _in_health(system, callers, plan.seconds, dear)
-            killed_s, asked = await _kill_cheap(callers, cheap)
-            report.faults += len(cheap)
-            cut_gaps_ms += [_first_token_after_s(one, killed_s) * 1000 for one in asked if _was_cut(one, killed_s)]
-            new_gaps_ms += [one.ttft_s * 1000 for one in asked if killed_s <= one.record.due_s]
-            cheap = await _spawn_cheap(system)
-            await _settle(system, cheap)
+    system, callers, plan, report = stage.system, stage.callers, stage.plan, stage.report
+    cheap = await _spawn_cheap(system)
+    dear = await system.farm.spawn(DEAR_SLOT, {"pool": DEAR, "tier": "on-demand", "gate": GATE}, replace=False)
+    await callers.wait_until_served()
+    await _settle(system, [*cheap, dear])
+    new_ms: list[float] = []
+    cut_ms: list[float] = []
+    jobs_in_health = 0
+    for _ in range(plan.count):
         jobs_in_health += await _in_health(system, callers, plan.seconds, dear)
-        report.gaps_ms["cheap pool killed"] = cut_gaps_ms
-        expect(report, "dear_jobs_in_health", jobs_in_health, at_most=0)
-        limit_ms = plan.slack * TAKEOVER_LIMIT_S * 1000
-        expect(report, "cut_streams_ms_max", percentile(cut_gaps_ms, 100) or 0.0, at_most=limit_ms)
-        expect(report, "new_requests_ttft_ms_max", percentile(new_gaps_ms, 100) or 0.0, at_most=limit_ms)
-        report.extras |= {"cut_streams": len(cut_gaps_ms), "new_requests": len(new_gaps_ms)}
-        if not cut_gaps_ms:
-            report.offend("no stream was cut: nothing was tested")
-        await callers.reckon(report)
-        report.extras["attempts_by_pool"] = await _attempts_by_pool(system)
-    return report
+        killed_s, asked = await _kill_cheap(callers, cheap)
+        report.faults += len(cheap)
+        cut_ms += [_longest_pause_ms(one, killed_s) for one in asked if _was_cut(one, killed_s)]
+        new_ms += [one.ttft_s * 1000 for one in asked if killed_s <= one.record.due_s]
+        cheap = await _spawn_cheap(system)
+        await _settle(system, cheap)
+    jobs_in_health += await _in_health(system, callers, plan.seconds, dear)
+    if not cut_ms:
+        report.offend("no stream was cut: nothing was tested")
+    expect(report, "dear_jobs_in_health", jobs_in_health, at_most=0)
+    limit_ms = plan.slack * TAKEOVER_LIMIT_S * 1000
+    expect(report, "cut_streams_ms_max", percentile(cut_ms, 100) or 0.0, at_most=limit_ms)
+    expect(report, "new_requests_ttft_ms_max", percentile(new_ms, 100) or 0.0, at_most=limit_ms)
+    report.gaps_ms["cheap pool killed"] = cut_ms
+    report.extras |= {"cut_streams": len(cut_ms), "new_requests": len(new_ms)}
+    report.extras["attempts_by_pool"] = await _attempts_by_pool(system)
 
 
 async def _spawn_cheap(system: System) -> list[LiveWorker]:
@@ -104,11 +100,11 @@ def _was_cut(asked: Asked, killed_s: float) -> bool:
     return bool(texts) and texts[0][0] < killed_s < texts[-1][0]
 
 
-def _first_token_after_s(asked: Asked, killed_s: float) -> float:
-    """The longest pause that ends after the kill: what was on its way at the kill still arrives at once."""
+def _longest_pause_ms(asked: Asked, killed_s: float) -> float:
+    """What the kill cost a stream. What was on its way at that moment still arrived, so the first token is no measure."""
     arrivals_s = [arrived_s for arrived_s, _ in asked.answer.texts]
-    pauses = [later - max(earlier, killed_s) for earlier, later in itertools.pairwise(arrivals_s) if later > killed_s]
-    return max(pauses)
+    pauses_s = [later - max(earlier, killed_s) for earlier, later in itertools.pairwise(arrivals_s) if later > killed_s]
+    return max(pauses_s) * 1000
 
 
 async def _attempts_by_pool(system: System) -> dict[str, int]:
