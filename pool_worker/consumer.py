@@ -58,8 +58,7 @@ class LanePulls:
         """Make the pulls of ``lane``; ``on_empty`` is called when it had nothing more for one."""
         self.lane = lane
         self.consumer_name = subjects.job_consumer(lane.model, lane.name)
-        self.is_refused = False  # the watch ended with nothing, long before its time: the consumer is gone
-        self.rests_until_s = 0.0  # monotonic clock
+        self.rests_until_s = 0.0  # monotonic clock: nothing is asked of it before
         self._on_delivery = on_delivery
         self._on_empty = on_empty
         self._watched_s = 0.0  # monotonic clock; 0: the last pull was no watch, or it has brought something
@@ -84,7 +83,6 @@ class LanePulls:
     def forget(self) -> None:
         """Write off all parked pulls."""
         self._pulls.forget_pulls()
-        self.is_refused = False
 
     async def _take(self, delivery: Delivery) -> None:
         if self._watched_s and not self.coming():
@@ -93,7 +91,10 @@ class LanePulls:
         await self._on_delivery(self, delivery)
 
     def _end(self) -> None:
-        self.is_refused = 0 < time.monotonic() - self._watched_s < WATCH_EXPIRES_S / 2 and not self.coming()
+        now_s = time.monotonic()
+        if 0 < now_s - self._watched_s < WATCH_EXPIRES_S / 2 and not self.coming():
+            # The watch has brought nothing and ended long before its time: the consumer is gone, or without a leader.
+            self.rests_until_s = now_s + AFTER_FAILURE_S
         self._watch_jobs = 1
         self._on_empty(self)
 
@@ -216,10 +217,6 @@ class Consumer:
             await wait_for_consumer(self._bus, lane.consumer_name)
 
     async def _refill(self) -> None:
-        if any(lane.is_refused for lane in self._lanes.values()):
-            self.forget_pulls()
-            await asyncio.sleep(AFTER_FAILURE_S)
-            return
         places = self.room()
         now_s = time.monotonic()
         lanes = [

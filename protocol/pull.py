@@ -165,5 +165,5 @@ class PullConsumer:
     def _log_status(self, message: Msg) -> None:
         headers = message.headers or {}
         status = headers.get("Status", "")
-        if status not in {"404", "408"}:  # nothing there; expired
+        if status not in {"404", "408", "503"}:  # nothing there; expired; no consumer, or one without a leader
             log.warning("pull from %s ended: %s %s", self._api_subject, status, headers.get("Description", ""))

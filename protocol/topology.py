@@ -23,7 +23,7 @@ HEARTBEAT_LIMIT_S: Final = 1.5  # a worker unheard of for longer counts as dead
 REGISTRY_TTL_S: Final = 10
 # A worker acknowledges a job when it accepts it: from then on its gateway watches over it. So this is only the time
 # from a delivery to its acceptance, after which the job goes to somebody else.
-ACK_WAIT_S: Final = 1.5
+ACK_WAIT_S: Final = 0.75
 TIER_GROUP: Final = "tier"
 # The server gives a job to the parked pull of the lowest number: cheapest first, and instantly the next where one dies.
 PULL_PRIORITIES: Final = {"spot": 0, "reserved": 3, "on-demand": 6, "hosted": 9}
