@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nats.aio.msg import Msg
+
 from benchmarks.scripted_answers import ScriptedAnswers
 from benchmarks.stream_client import Answer, Exchange, Patience, exchange, read
+from protocol.messages import decode_job
 from tests.chaos.client import http_request
 from tests.chaos.ledger import SETTLE_LIMIT_S, LedgerRow, settled_rows
 from tests.chaos.mix import SUBJECTS
@@ -19,6 +22,7 @@ from tests.chaos.report import Report
 from tests.chaos.system import MODEL, System
 
 PATH = "/v1/chat/completions"
+JOB_SUBJECTS = "rq.>"
 READY_LIMIT_S = 60.0
 READY_POLL_S = 0.1
 PATIENCE = Patience(idle_s=60.0, total_s=900.0)
@@ -59,6 +63,14 @@ class Callers:
         self._answers = ScriptedAnswers()
         self._rng = random.Random(f"callers {seed}")
         self._numbers = itertools.count(1)
+        self._queued: set[str] = set()
+
+    async def listen(self) -> None:
+        """Learn from the queue's own subjects what is put into it, also for those that do not wait for a head."""
+        await self._system.bus.subscribe(JOB_SUBJECTS, self._on_job)
+
+    async def _on_job(self, message: Msg) -> None:
+        self._queued.add(decode_job(message.data).request_id)
 
     async def wait_until_served(self) -> None:
         """Ask until there is an answer: the model's card may still be on its way."""
@@ -147,23 +159,23 @@ class Callers:
         return rows
 
     async def _judge_ledger(self, report: Report) -> None:
-        """One row per admitted request; those whose head the caller did not wait for are told by the rows alone."""
+        """One row per admitted request: those whose head a caller has seen, and those that were put into the queue."""
         by_id = {asked.request_id: asked for asked in self.asked if asked.request_id and asked.record.status == 200}
-        headless = sum(asked.was_left and asked.request_id is None for asked in self.asked)
-        rows = await self._rows_of(by_id.keys())
-        report.accepted, report.ledger_rows = len(by_id), len(rows)
-        nobodys = rows.keys() - by_id.keys()
-        if len(nobodys) > headless:
-            report.double_billed += len(nobodys) - headless
-            report.offend(f"{len(nobodys)} ledger rows of nobody, and only {headless} left without a head")
-        for request_id, asked in by_id.items():
-            row = rows.get(request_id)
-            if row is None:
-                report.unrecorded += 1
-                report.offend("no ledger row", request_id)
-            elif not _is_billed_right(asked, row.completion_tokens):
+        admitted = by_id.keys() | self._queued
+        rows = await self._rows_of(admitted)
+        report.accepted, report.ledger_rows = len(admitted), len(rows)
+        for request_id in admitted - rows.keys():
+            report.unrecorded += 1
+            report.offend("no ledger row", request_id)
+        for request_id, row in rows.items():
+            asked = by_id.get(request_id)
+            if asked is not None and not _is_billed_right(asked, row.completion_tokens):
                 report.miscounted += 1
+                report.double_billed += row.completion_tokens > asked.tokens
                 report.offend(f"{row.completion_tokens} tokens billed of {asked.tokens}", request_id)
+            elif request_id not in admitted and row.completion_tokens:  # admitted, and left before it was queued
+                report.double_billed += 1
+                report.offend("a ledger row of nobody", request_id)
 
 
 def _is_billed_right(asked: Asked, billed: int) -> bool:

@@ -70,6 +70,7 @@ async def run_load(scenario: LoadScenario, plan: LoadPlan, folder: Path) -> Repo
     report = Report(plan.name, plan.seed, 0)
     async with System(folder, scenario.shape) as system:
         callers = Callers(system, plan.seed)
+        await callers.listen()
         if scenario.shape.workers:
             await callers.wait_until_served()
         await scenario.play(Stage(system, callers, plan, report))

@@ -101,7 +101,7 @@ def _was_cut(asked: Asked, killed_s: float) -> bool:
 
 
 def _longest_pause_ms(asked: Asked, killed_s: float) -> float:
-    """What the kill cost a stream. What was on its way at that moment still arrived, so the first token is no measure."""
+    """What the kill cost a stream. What was on its way then still arrived, so the first token is no measure."""
     arrivals_s = [arrived_s for arrived_s, _ in asked.answer.texts]
     pauses_s = [later - max(earlier, killed_s) for earlier, later in itertools.pairwise(arrivals_s) if later > killed_s]
     return max(pauses_s) * 1000
