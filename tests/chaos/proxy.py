@@ -52,7 +52,7 @@ class CutProxy:
         self._writers -= {writer, far_writer}
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):  # the latter is uvloop's word for a transport that is cut
             while data := await self._unless_silent(reader.read(CHUNK_BYTES)):
                 writer.write(data)
                 await writer.drain()

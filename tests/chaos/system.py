@@ -178,7 +178,7 @@ class System:
     async def _start_workers(self, config: Config) -> None:
         url_of_slot = None
         if self.shape.proxied:
-            for slot in range(self.shape.workers):
+            for slot in range(self.shape.workers + 1):  # one is for a worker that a fault adds
                 self.proxies[slot] = CutProxy(self.queue_servers[0].port)
                 await self.proxies[slot].start()
                 self._stack.callback(self.proxies[slot].stop)
