@@ -26,5 +26,5 @@ that overlaps the fault.
     system.py     the processes            workers.py    worker processes, forked fast
     load.py       the closed loop          client.py     one HTTP exchange      mix.py    what is asked
     watcher.py    who runs which request   oracle.py     answers compared       ledger.py rows counted
-    report.py     figures and verdict
+    report.py     figures and verdict      load_scenarios/  spikes, shares, tiers, callers who hang up
 """
