@@ -164,6 +164,7 @@ class Callers:
         admitted = by_id.keys() | self._queued
         rows = await self._rows_of(admitted)
         report.accepted, report.ledger_rows = len(admitted), len(rows)
+        report.extras["left_before_queued"] = len(rows.keys() - admitted)  # rows without a token, for completeness
         for request_id in admitted - rows.keys():
             report.unrecorded += 1
             report.offend("no ledger row", request_id)
@@ -173,7 +174,7 @@ class Callers:
                 report.miscounted += 1
                 report.double_billed += row.completion_tokens > asked.tokens
                 report.offend(f"{row.completion_tokens} tokens billed of {asked.tokens}", request_id)
-            elif request_id not in admitted and row.completion_tokens:  # admitted, and left before it was queued
+            elif request_id not in admitted and row.completion_tokens:
                 report.double_billed += 1
                 report.offend("a ledger row of nobody", request_id)
 
