@@ -15,7 +15,7 @@ from tests.chaos.load_scenarios import LOAD_SCENARIOS
 from tests.chaos.load_scenarios.plan import LoadPlan, run_load
 from tests.chaos.report import Report
 from tests.chaos.run import ChaosError, Plan, run
-from tests.chaos.scenarios import SCENARIOS
+from tests.chaos.scenarios import SCENARIOS, for_engine
 
 EPILOG = """
 examples
@@ -60,7 +60,7 @@ def main() -> int:
             reports.append(_run_load(name, arguments, console))
             continue
         scenario = SCENARIOS[name]
-        plan = Plan(name, scenario, arguments.seed, arguments.faults or scenario.faults, arguments.engine)
+        plan = Plan(name, for_engine(scenario, arguments.engine), arguments.seed, arguments.faults or scenario.faults)
         try:
             reports.append(_run(plan, arguments.keep and arguments.keep / name, console))
         except ChaosError as error:
@@ -82,7 +82,7 @@ def _run(plan: Plan, keep: Path | None, console: Console) -> Report:
 
     with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, bar:
         report = uvloop.run(run(plan, keep or Path(folder) / "run", progress))
-    report.extras["engine"] = plan.engine
+    report.extras["engine"] = plan.scenario.shape.engine
     return _tell(report, console)
 
 

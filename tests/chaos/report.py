@@ -168,8 +168,8 @@ def measure_gaps(report: Report, strikes: Sequence[Strike], calls: Sequence[Call
     by_id = {reply.request_id: call for call in calls for reply in call.replies}
     for strike in strikes:
         for request_id in strike.streams:
-            call = by_id.get(request_id)
-            gap_s = None if call is None else _gap_s(strike, request_id, call.arrivals(), watcher)
+            struck = by_id.get(request_id)
+            gap_s = None if struck is None else _gap_s(strike, request_id, struck.arrivals(), watcher)
             if gap_s is not None:
                 report.gaps_ms[strike.kind].append(gap_s * 1000)
 

@@ -23,7 +23,7 @@ from tests.chaos.report import (
     measure_gaps,
 )
 from tests.chaos.scenarios import Scenario
-from tests.chaos.system import MODEL, EngineKind, System
+from tests.chaos.system import MODEL, System
 
 READY_LIMIT_S = 60.0
 IDLE_LIMIT_S = 15.0  # after the last answer, nothing may go on running for nobody
@@ -44,7 +44,6 @@ class Plan:
     scenario: Scenario
     seed: int
     faults: int
-    engine: EngineKind = "scripted"
     distinct: int = 48  # different questions
     kinds: tuple[str, ...] = ()  # instead of drawing them by the scenario's weights
 
@@ -59,8 +58,9 @@ class Plan:
 async def run(plan: Plan, folder: Path, progress: Progress = lambda _what, _done, _of: None) -> Report:
     """Run a plan in an empty folder. Raises ChaosError if the system does not even work undisturbed."""
     began_s = time.monotonic()
-    shape = replace(plan.scenario.shape, engine=plan.engine)
-    asked = questions(plan.seed, plan.distinct, MODEL, scripted=plan.engine == "scripted", tokens=ANSWER_TOKENS)
+    shape = plan.scenario.shape
+    is_scripted = shape.engine == "scripted"
+    asked = questions(plan.seed, plan.distinct, MODEL, scripted=is_scripted, tokens=ANSWER_TOKENS)
     async with System(folder, shape) as system:
         load = Load(system.ports, system.api_key, may_retry=shape.gateways > 1)
         try:
@@ -75,7 +75,7 @@ async def run(plan: Plan, folder: Path, progress: Progress = lambda _what, _done
         report.orphans = await system.watcher.wait_until_idle(set(system.farm.live), IDLE_LIMIT_S)
         if report.orphans:
             report.offend(f"{report.orphans} requests still run for nobody {IDLE_LIMIT_S:g} s after the last answer")
-        await _reckon(report, chaos, load.calls[before:], oracle_calls, exact_logprobs=plan.engine == "scripted")
+        await _reckon(report, chaos, load.calls[before:], oracle_calls, exact_logprobs=is_scripted)
         report.extras["workers_started"] = system.farm.started
         report.duration_s = time.monotonic() - began_s
         _add_log_lines(report, system)

@@ -1,8 +1,8 @@
 """The scenarios: which faults, how often, on how many of what."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tests.chaos.system import Shape
+from tests.chaos.system import EngineKind, Shape
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,15 @@ SCENARIOS = {
         Shape(gateways=2, proxied=True),
     ),
 }
+
+REAL_CALLERS = 6
+REAL_EVERY_S = 1.0
+
+
+def for_engine(scenario: Scenario, engine: EngineKind) -> Scenario:
+    """The scenario with that engine: a real one shares few cores among all workers, and takes seconds to load."""
+    shape = replace(scenario.shape, engine=engine)
+    if engine == "scripted":
+        return replace(scenario, shape=shape)
+    callers, every_s = min(scenario.callers, REAL_CALLERS), max(scenario.every_s, REAL_EVERY_S)
+    return replace(scenario, shape=shape, callers=callers, every_s=every_s)
