@@ -27,7 +27,7 @@ after 60 s without a byte, as nginx and AWS's load balancers do by default. What
 *Failures* are all but the answered and the miscounted. Latency counts from the time at which a request was due, retries
 included, over the answered ones. Nothing here needs much CPU; the report says how busy the whole machine was.
 
-    python -m benchmarks.failure_comparison [--quick] [--only SYSTEM]… [--fault spike|kills]
+    python -m benchmarks.failure_comparison [--quick] [--only SYSTEM]… [--fault spike|kills] [--idle-s 60]
 """
 
 import argparse
@@ -116,10 +116,11 @@ class Outcome:
 class Callers:
     """Requests at fixed times, each by a caller of its own."""
 
-    def __init__(self, system: ComparedSystem, fault: Fault, answers: ScriptedAnswers) -> None:
+    def __init__(self, system: ComparedSystem, fault: Fault, patience: Patience) -> None:
         self._system = system
         self._fault = fault
-        self._answers = answers
+        self._patience = patience
+        self._answers = ScriptedAnswers()
         self._random = random.Random(SEED)
 
     async def run(self) -> list[Outcome]:
@@ -139,7 +140,7 @@ class Callers:
         chance = random.Random(number)
         for retry in range(RETRIES + 1):
             port = self._system.ports[(number + retry) % len(self._system.ports)]
-            record = await exchange(port, self._request(port, prompt), Patience(), due_s=due_s)
+            record = await exchange(port, self._request(port, prompt), self._patience, due_s=due_s)
             if retry == RETRIES or not _is_retried(record):
                 break
             await asyncio.sleep(_backoff_s(record, retry, chance))
@@ -205,17 +206,17 @@ async def _kill_in_turn(system: ComparedSystem, period_s: float, kills: list[flo
         number += 1
 
 
-async def measure(name: str, fault: Fault) -> dict[str, Any]:
+async def measure(name: str, fault: Fault, patience: Patience) -> dict[str, Any]:
     """One system under one fault."""
     with tempfile.TemporaryDirectory(prefix="spillway-failures-") as folder:
         async with SYSTEMS[name](Path(folder), fault.shape) as system:
-            await Callers(system, Fault(fault.shape, 8, 0.5, 2), ScriptedAnswers()).run()  # warm up
+            await Callers(system, Fault(fault.shape, 8, 0.5, 2), patience).run()  # warm up
             kills: list[float] = []
             killer = None
             if fault.kill_period_s is not None:
                 killer = asyncio.create_task(_kill_in_turn(system, fault.kill_period_s, kills), name="killer")
             psutil.cpu_percent()
-            outcomes = await Callers(system, fault, ScriptedAnswers()).run()
+            outcomes = await Callers(system, fault, patience).run()
             busy = psutil.cpu_percent()
             if killer is not None:
                 killer.cancel()
@@ -254,7 +255,8 @@ def print_table(fault: str, results: dict[str, dict[str, Any]], console: Console
 async def main(arguments: argparse.Namespace) -> None:
     console = Console(highlight=False, width=150)
     report: dict[str, Any] = {"benchmark": "failure_comparison", "quick": arguments.quick, "seed": SEED, **machine()}
-    names = arguments.only or list(SYSTEMS)
+    names, patience = arguments.only or list(SYSTEMS), Patience(idle_s=arguments.idle_s)
+    report["idle_s"] = patience.idle_s
     if any(name.startswith("litellm") for name in names):
         report["litellm_version"] = await asyncio.to_thread(litellm.install)
     for fault_name in [arguments.fault] if arguments.fault else list(FAULTS):
@@ -262,7 +264,7 @@ async def main(arguments: argparse.Namespace) -> None:
         report[fault_name] = {}
         for name in names:
             console.print(f"[dim]{fault_name}: {name}[/dim]")
-            report[fault_name][name] = await measure(name, fault)
+            report[fault_name][name] = await measure(name, fault, patience)
         print_table(fault_name, report[fault_name], console)
     print(json.dumps(report))
 
@@ -272,4 +274,5 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; no figures to publish")
     parser.add_argument("--only", action="append", choices=list(SYSTEMS), help="only this system; may be repeated")
     parser.add_argument("--fault", choices=list(FAULTS))
+    parser.add_argument("--idle-s", type=float, default=60.0, help="silence after which a caller's connection is cut")
     uvloop.run(main(parser.parse_args()))

@@ -36,13 +36,13 @@ general_settings: {{master_key: {master_key}, disable_spend_logs: true, disable_
 """
 
 # Two servers of one model, as its pages on reliability recommend: retries go to the other server, a failing one is left
-# alone for a while, and there is a group to fall back to. ``continues`` is off by default: it goes on with cut streams
-# by asking a server to continue the text, where the model is declared to be able to.
+# alone for a while (as long as it does by default), and there is a group to fall back to. ``continues`` is off by
+# default: it goes on with cut streams by asking a server to continue the text, where a model is declared able to.
 FAILOVER_CONFIG: Final = """\
 model_list:
 {deployments}
 router_settings:
-  {{num_retries: 3, allowed_fails: 1, cooldown_time: 5, timeout: 600, fallbacks: [{{scripted: [again]}}],
+  {{num_retries: 3, timeout: 600, fallbacks: [{{scripted: [again]}}],
    enable_mid_stream_fallback_continuation: {continues}}}
 litellm_settings: {{set_verbose: false, request_timeout: 600, telemetry: false}}
 general_settings: {{master_key: {master_key}, disable_spend_logs: true, disable_error_logs: true}}
