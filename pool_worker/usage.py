@@ -2,6 +2,8 @@
 
 from typing import Final, Literal
 
+from msgspec.structs import asdict
+
 from pool_worker.attempt import Attempt
 from pool_worker.settings import WorkerSettings
 from protocol.messages import PROTOCOL_VERSION, AttemptRecord
@@ -35,4 +37,7 @@ def attempt_record(
         ttft_ms=attempt.ttft_ms,
         total_ms=attempt.elapsed_ms(),
         usd_per_hour=settings.usd_per_hour,
+        resumed_tokens=sum(len(point.token_ids) // 4 for point in attempt.job.resume),
+        received_unix_ms=attempt.job.accepted_unix_ms,
+        **(asdict(attempt.job.origin) if attempt.job.origin else {}),
     )

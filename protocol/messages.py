@@ -73,6 +73,16 @@ class ResumePoint(Struct, frozen=True, omit_defaults=True):
     finish_reason: str | None = None  # set: this choice is complete and must not be run again
 
 
+class Origin(Struct, frozen=True, omit_defaults=True):
+    """Where a request came in: what its record needs if its gateway dies without leaving one."""
+
+    gateway_id: str
+    endpoint: str  # "chat.completions" | "completions"
+    key_id: str
+    key_name: str
+    stream: bool
+
+
 class Job(Struct, frozen=True, omit_defaults=True):
     """One attempt at one request: everything a worker needs to make its tokens."""
 
@@ -92,6 +102,7 @@ class Job(Struct, frozen=True, omit_defaults=True):
     traceparent: str | None = None  # W3C trace context
     weight: float = 1.0  # the tenant's share of the workers, against other tenants'
     avoid: tuple[str, ...] = ()  # workers on which earlier attempts failed: these take it only if nobody else can
+    origin: Origin | None = None
 
 
 # --- frames: worker → gateway -----------------------------------------------------------------------------------------
@@ -295,6 +306,13 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
     ttft_ms: float | None  # pull → first token
     total_ms: float  # pull → end
     usd_per_hour: float
+    resumed_tokens: int = 0  # output tokens that it began with, over all choices
+    received_unix_ms: int = 0  # when the gateway received the request
+    gateway_id: str | None = None  # this and what follows: its Origin
+    endpoint: str | None = None
+    key_id: str | None = None
+    key_name: str | None = None
+    stream: bool | None = None
 
 
 UsageRecord = RequestRecord | AttemptRecord

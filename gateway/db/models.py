@@ -47,7 +47,11 @@ class ApiKeyRow(Base):
 
 
 class RequestRow(Base):
-    """One admitted request: a RequestRecord of the gateway, written once by the ledger writer."""
+    """One admitted request: a RequestRecord of the gateway, written once by the ledger writer.
+
+    For a gateway that died without leaving one, the ledger writer makes it of the request's last attempt
+    (``error_code`` "gateway_lost", ``http_status`` 0). A record that comes all the same takes its place.
+    """
 
     __tablename__ = "requests"
     __table_args__ = (
@@ -65,7 +69,7 @@ class RequestRow(Base):
     key_name: Mapped[str]  # the key's name at that time
     stream: Mapped[bool]  # whether the caller asked for a stream
     outcome: Mapped[str]  # "ok" | "cancelled" | "failed"
-    http_status: Mapped[int]  # as sent; 499 for a caller that left before the headers
+    http_status: Mapped[int]  # as sent; 499 for a caller that left before the headers; 0: unknown, its gateway died
     error_code: Mapped[str | None]  # protocol.errors.ErrorCode of a failed request
     finish_reason: Mapped[str | None]  # of choice 0: "stop" | "length"
     prompt_tokens: Mapped[int]  # counted by the gateway with the model's own tokenizer
@@ -110,3 +114,11 @@ class AttemptRow(Base):
     ttft_ms: Mapped[float | None]  # pull → first token; NULL: none
     total_ms: Mapped[float]  # pull → end
     usd_per_hour: Mapped[float]  # the worker's price at that time
+    # The request's own, for the row of one whose gateway died (gateway.ledger.abandoned); NULL before version 0002.
+    resumed_tokens: Mapped[int | None]  # output tokens that this try began with
+    received_unix_ms: Mapped[int | None]
+    gateway_id: Mapped[str | None]
+    endpoint: Mapped[str | None]
+    key_id: Mapped[str | None]
+    key_name: Mapped[str | None]
+    stream: Mapped[bool | None]

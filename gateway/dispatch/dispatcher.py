@@ -262,7 +262,7 @@ class Dispatcher:
     def record_lost_attempt(self, request: OpenRequest, outcome: str, code: str | None, now_s: float) -> None:
         """Leave the usage record of the current attempt, whose worker may not be able to."""
         worker = self._registry.last_beat(request.worker_id or "")
-        record = lost_attempt_record(request, worker, outcome, code, now_s)
+        record = lost_attempt_record(request, worker, outcome, code, gateway_id=self._settings.gateway_id, now_s=now_s)
         # An id of our own: the worker's message, if it comes, may carry other records too.
         record_id = f"{record.request_id}.{record.attempt}.{record.worker_id}.lost"
         self._outbox.put(record_id, encode(record))

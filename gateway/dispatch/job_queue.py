@@ -7,6 +7,7 @@ from typing import Final
 
 from gateway.dispatch.lookups import Lookups
 from gateway.dispatch.mailbox import Failure
+from gateway.dispatch.record import origin_of
 from gateway.dispatch.request import OpenRequest, State
 from protocol import subjects
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES, delete_object, put_object
@@ -32,6 +33,7 @@ class JobQueue:
     def __init__(self, bus: Bus, lookups: Lookups, gateway_id: str) -> None:
         self._bus = bus
         self._lookups = lookups
+        self._gateway_id = gateway_id
         self._reply_subject = subjects.frames_subject(gateway_id)
         self._in_flight = asyncio.Semaphore(MAX_PUBLISHES_IN_FLIGHT)
 
@@ -98,6 +100,7 @@ class JobQueue:
             traceparent=admission.traceparent,
             weight=admission.weight,
             avoid=request.log.avoid,
+            origin=origin_of(admission, self._gateway_id),
         )
 
     async def withdraw(self, sequence: int) -> None:

@@ -3,11 +3,19 @@
 import time
 from typing import Final
 
+from msgspec.structs import asdict
+
+from gateway.dispatch.admission import Admission
 from gateway.dispatch.request import OpenRequest
-from protocol.messages import PROTOCOL_VERSION, AttemptRecord, DeadLetter, Heartbeat, RequestRecord
+from protocol.messages import PROTOCOL_VERSION, AttemptRecord, DeadLetter, Heartbeat, Origin, RequestRecord
 
 CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
 UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbeat came
+
+
+def origin_of(admission: Admission, gateway_id: str) -> Origin:
+    """What a record of the request needs to say, should this gateway not live to say it."""
+    return Origin(gateway_id, admission.endpoint, admission.key_id, admission.key_name, admission.stream)
 
 
 def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
@@ -41,7 +49,13 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
 
 
 def lost_attempt_record(
-    request: OpenRequest, worker: Heartbeat | None, outcome: str, code: str | None, now_s: float
+    request: OpenRequest,
+    worker: Heartbeat | None,
+    outcome: str,
+    code: str | None,
+    *,
+    gateway_id: str,
+    now_s: float,
 ) -> AttemptRecord:
     """The record of the current attempt, as far as the gateway has seen it: for a worker that may not leave one.
 
@@ -73,6 +87,9 @@ def lost_attempt_record(
         ttft_ms=_ms_between(accepted_s, current.first_token_s),
         total_ms=total_ms,
         usd_per_hour=worker.usd_per_hour if worker else 0.0,
+        resumed_tokens=current.tokens_before,
+        received_unix_ms=request.admission.received_unix_ms,
+        **asdict(origin_of(request.admission, gateway_id)),
     )
 
 

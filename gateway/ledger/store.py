@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import AttemptRow, Base, RequestRow
+from protocol.errors import ErrorCode
 from protocol.messages import AttemptRecord, RequestRecord, UsageRecord
 
 # SQLSTATE classes 22 (data exception) and 23 (integrity constraint violation): this row will never be accepted.
@@ -32,9 +33,9 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
     try:
         async with engine.begin() as connection:
             if requests:
-                await connection.execute(_insert_new(RequestRow, engine.dialect.name), requests)
+                await connection.execute(_insert_request(engine.dialect.name), requests)
             if attempts:
-                await connection.execute(_insert_new(AttemptRow, engine.dialect.name), attempts)
+                await connection.execute(insert_new(AttemptRow, engine.dialect.name), attempts)
     except OverflowError as error:  # sqlite3's own, for integers beyond 64 bits
         raise RecordRefused(describe(error)) from error
     except SQL_ERRORS as error:
@@ -49,9 +50,24 @@ def _row(record: UsageRecord) -> dict[str, Any]:
     return row
 
 
-def _insert_new(table: type[Base], dialect: str) -> Insert:
-    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    return insert(table).on_conflict_do_nothing()
+def insert_new(table: type[Base], dialect: str) -> Insert:
+    """An insert that passes over rows whose key is there."""
+    return _insert(table, dialect).on_conflict_do_nothing()
+
+
+def _insert_request(dialect: str) -> Insert:
+    """The same; but a gateway's own word takes the place of what was said for it (gateway.ledger.abandoned)."""
+    insert = _insert(RequestRow, dialect)
+    columns = [column.name for column in RequestRow.__table__.columns if not column.primary_key]
+    return insert.on_conflict_do_update(
+        index_elements=["request_id"],
+        set_={name: insert.excluded[name] for name in columns},
+        where=RequestRow.error_code == ErrorCode.GATEWAY_LOST,
+    )
+
+
+def _insert(table: type[Base], dialect: str) -> postgresql.Insert | sqlite.Insert:
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -19,6 +19,7 @@ from msgspec import Struct
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.errors import DatabaseUnavailable
+from gateway.ledger.abandoned import AbandonedRequests
 from gateway.ledger.store import RecordRefused, store_records
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
@@ -29,6 +30,7 @@ from protocol.pull import Delivery, PullConsumer
 
 IDLE_WAIT_S: Final = 0.5  # how soon an expired pull is noticed and asked again
 PURGE_PERIOD_S: Final = 60.0
+ABANDONED_PERIOD_S: Final = 5.0
 MAX_BATCHES_OUTSTANDING: Final = 2  # one being written while the next arrives
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,9 @@ class LedgerWriter:
         self._held: deque[Delivery] = deque()  # bounded by what _pull_into_room asks for
         self._unwritten: list[_Entry] = []  # what is handed back in the end: at most what was held when told to stop
         self._purged_s = 0.0  # monotonic clock
+        self._abandoned = AbandonedRequests(engine)
+        self._looked_back = False
+        self._looked_s = 0.0  # for requests of gateways that died; monotonic clock
         self._arrived = asyncio.Event()  # set at the first record held, at a full batch, and when stopping
         self._consumer = PullConsumer(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery)
 
@@ -69,6 +74,7 @@ class LedgerWriter:
                 await self._wait_for_batch()
                 await self._write_batch()
                 await self._purge_what_is_written()
+                await self._record_abandoned()
         finally:
             wake.cancel()
             await self._consumer.stop()
@@ -136,6 +142,19 @@ class LedgerWriter:
         except BusError as error:
             log.warning("written usage could not be dropped from the stream, will try again: %s", error)
 
+    async def _record_abandoned(self) -> None:
+        """Now and then, write the rows of requests whose gateway has died."""
+        if time.monotonic() - self._looked_s < ABANDONED_PERIOD_S:
+            return
+        self._looked_s = time.monotonic()
+        try:
+            if not self._looked_back:
+                await self._abandoned.look_back()
+                self._looked_back = True
+            await self._abandoned.record_overdue()
+        except DatabaseUnavailable as error:
+            log.warning("requests of gateways that died could not be recorded, will try again: %s", error)
+
     async def _decoded(self, delivery: Delivery) -> _Entry | None:
         try:
             return _Entry(delivery, decode_usage(delivery.payload))
@@ -161,6 +180,7 @@ class LedgerWriter:
         for wait_s in backoff_s():
             try:
                 await store_records(self._engine, records)
+                self._abandoned.note(records)
                 break
             except DatabaseUnavailable as error:
                 failures += 1

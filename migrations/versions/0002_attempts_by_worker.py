@@ -1,7 +1,12 @@
-"""attempts: one row for each worker that tried. A message of the queue that comes twice may be run by two workers."""
+"""attempts: one row for each worker that tried, with what a request's row needs if its gateway dies.
+
+A message of the queue that comes twice may be run by two workers.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
+import sqlalchemy as sa
 from alembic import op
 
 revision: str = "0002"
@@ -9,12 +14,28 @@ down_revision: str | None = "0001"
 branch_labels: str | Sequence[str] | None = None
 depends_on: str | Sequence[str] | None = None
 
+COLUMNS: dict[str, sa.types.TypeEngine[Any]] = {
+    "resumed_tokens": sa.BigInteger(),
+    "received_unix_ms": sa.BigInteger(),
+    "gateway_id": sa.Text(),
+    "endpoint": sa.Text(),
+    "key_id": sa.Text(),
+    "key_name": sa.Text(),
+    "stream": sa.Boolean(),
+}
+
 
 def upgrade() -> None:
     _set_key("request_id", "attempt", "worker_id")
+    with op.batch_alter_table("attempts") as table:
+        for name, kind in COLUMNS.items():
+            table.add_column(sa.Column(name, kind, nullable=True))
 
 
 def downgrade() -> None:
+    with op.batch_alter_table("attempts") as table:
+        for name in COLUMNS:
+            table.drop_column(name)
     # Of two workers with the same attempt, one stays: the older key has no room for both.
     op.execute(
         "DELETE FROM attempts WHERE EXISTS (SELECT 1 FROM attempts AS other"

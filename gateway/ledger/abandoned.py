@@ -1,0 +1,118 @@
+"""Requests whose gateway died: their rows, made of what their workers have recorded.
+
+Every admitted request has a row, and its gateway publishes it at the end. A gateway that is killed takes along the
+records of what it held and of its last milliseconds; the attempts remain, for workers run, or give up, whatever it had
+queued. So an attempt that nobody will follow up and that has no request's row within ``ABANDONED_AFTER_S`` leaves one.
+A record that comes all the same (its gateway was only cut off from the queue) takes that row's place.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, RowMapping, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from gateway.db.models import AttemptRow, RequestRow
+from gateway.ledger.store import insert_new
+from protocol.errors import ErrorCode
+from protocol.messages import RequestRecord, UsageRecord
+
+ABANDONED_AFTER_S: Final = 30.0
+LOOK_BACK_S: Final = 900.0  # of a writer that starts: the last one may have died with attempts in mind
+MAX_AWAITED: Final = 100_000  # requests; beyond it the oldest are looked for in SQL at once
+CHUNK_REQUESTS: Final = 500
+STATUS_UNKNOWN: Final = 0
+
+log = logging.getLogger(__name__)
+
+
+class AbandonedRequests:
+    """Awaits the record of each request whose last attempt, by its outcome, was the last."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._awaited: dict[str, float] = {}  # request id → monotonic clock of its attempt's commit; oldest first
+
+    def note(self, records: Iterable[UsageRecord]) -> None:
+        """Take notice of records that are in SQL now."""
+        now_s = time.monotonic()
+        for record in records:
+            if isinstance(record, RequestRecord):
+                self._awaited.pop(record.request_id, None)
+            elif _ends_its_request(record.outcome, record.error_code):
+                self._awaited[record.request_id] = now_s
+
+    async def look_back(self) -> None:
+        """Await the records that an earlier writer may have awaited. Raises DatabaseUnavailable."""
+        since_unix_ms = int((time.time() - LOOK_BACK_S) * 1000)
+        statement = select(AttemptRow.request_id).where(AttemptRow.started_unix_ms >= since_unix_ms, ~_has_row())
+        try:
+            async with self._engine.connect() as connection:
+                for request_id in await connection.scalars(statement.limit(MAX_AWAITED)):
+                    self._awaited[request_id] = time.monotonic()
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+    async def record_overdue(self) -> None:
+        """Write the rows of those that have waited long enough. Raises DatabaseUnavailable; then call again."""
+        overdue = self._overdue(time.monotonic())
+        try:
+            for start in range(0, len(overdue), CHUNK_REQUESTS):
+                request_ids = overdue[start : start + CHUNK_REQUESTS]
+                async with self._engine.begin() as connection:
+                    rows = await _abandoned_rows(connection, request_ids)
+                    if rows:
+                        await connection.execute(insert_new(RequestRow, self._engine.dialect.name), rows)
+                        log.warning("%d requests of gateways that died are recorded by their attempts", len(rows))
+                for request_id in request_ids:
+                    del self._awaited[request_id]
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+    def _overdue(self, now_s: float) -> list[str]:
+        surplus = len(self._awaited) - MAX_AWAITED
+        overdue: list[str] = []
+        for number, (request_id, since_s) in enumerate(self._awaited.items()):
+            if now_s - since_s < ABANDONED_AFTER_S and number >= surplus:
+                break
+            overdue.append(request_id)
+        return overdue
+
+
+def _ends_its_request(outcome: str, error_code: str | None) -> bool:
+    """Whether no attempt follows one that ended so. After most failures one does, and leaves a record in its turn."""
+    return outcome != "failed" or error_code == ErrorCode.GATEWAY_LOST
+
+
+def _has_row() -> ColumnElement[bool]:
+    return select(RequestRow.request_id).where(RequestRow.request_id == AttemptRow.request_id).exists()
+
+
+async def _abandoned_rows(connection: AsyncConnection, request_ids: Sequence[str]) -> list[dict[str, Any]]:
+    statement = (
+        select(AttemptRow)
+        .where(AttemptRow.request_id.in_(request_ids), AttemptRow.gateway_id.is_not(None), ~_has_row())
+        .order_by(AttemptRow.attempt, AttemptRow.started_unix_ms)
+    )
+    last = {attempt["request_id"]: attempt for attempt in (await connection.execute(statement)).mappings()}
+    return [_row(a) for a in last.values() if _ends_its_request(a["outcome"], a["error_code"])]
+
+
+def _row(attempt: RowMapping) -> dict[str, Any]:
+    """A request's row, as far as its last attempt tells."""
+    started_ms = max(0.0, attempt["started_unix_ms"] - attempt["received_unix_ms"])
+    copied = (
+        "request_id gateway_id received_unix_ms endpoint model key_id key_name stream outcome prompt_tokens"
+        " cached_tokens pool provider region"
+    )
+    return {name: attempt[name] for name in copied.split()} | {
+        "http_status": STATUS_UNKNOWN,
+        "error_code": ErrorCode.GATEWAY_LOST,
+        "completion_tokens": attempt["resumed_tokens"] + attempt["completion_tokens"],
+        "attempts": attempt["attempt"],
+        "queue_ms": started_ms,
+        "total_ms": started_ms + attempt["total_ms"],
+    }
