@@ -1,12 +1,14 @@
 """How one worker divides itself among the lanes of a real queue."""
 
 import asyncio
+import json
 from collections import Counter
 
 import pytest
+from nats.aio.msg import Msg
 
 from protocol import messages as m
-from protocol import subjects
+from protocol import subjects, topology
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for
 
 
@@ -137,3 +139,18 @@ async def test_lanes_that_were_made_anew_are_served_again(gateway: PlayingGatewa
         for lane in subjects.LANES:
             attempt = await gateway.publish(gateway.job(), lane=lane)
             assert isinstance(await gateway.end_of(attempt), m.Finished)
+
+
+async def test_no_pull_lasts_longer_than_a_job_may_be_kept_by_a_frozen_worker(
+    gateway: PlayingGateway, nats_url: str
+) -> None:
+    pulls: list[dict[str, int]] = []
+
+    async def look(message: Msg) -> None:
+        pulls.append(json.loads(message.data))
+
+    await gateway.bus.subscribe(f"$JS.API.CONSUMER.MSG.NEXT.{subjects.INTERACTIVE_STREAM}.*", look)
+    async with running_worker(settings_for(nats_url)):
+        await gateway.end_of(await gateway.ask())
+    assert len(pulls) >= len(subjects.LANES)
+    assert max(pull.get("expires", 0) for pull in pulls) / topology.NS + topology.ACK_WAIT_S < 4.0
