@@ -11,6 +11,7 @@ class Stop:
     def __init__(self, drain_s: float, signal_limit_s: float = math.inf) -> None:
         """Nobody has asked yet. No drain lasts longer than ``drain_s``, one after a signal ``signal_limit_s``."""
         self.requested = asyncio.Event()
+        self.hurried = asyncio.Event()  # by a second signal
         self.deadline_s = math.inf  # monotonic clock
         self._drain_s = drain_s
         self._signal_limit_s = signal_limit_s
@@ -24,5 +25,7 @@ class Stop:
 
     def on_signal(self) -> None:
         """Take SIGTERM or SIGINT: the first asks to stop, every further one to do so at once."""
+        if self._was_signalled:
+            self.hurried.set()
         self.request(0.0 if self._was_signalled else self._signal_limit_s)
         self._was_signalled = True

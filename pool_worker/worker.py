@@ -33,6 +33,7 @@ from protocol.outbox import Outbox
 
 STOP_PULLING_LIMIT_S: Final = 1.0
 OUTBOX_FLUSH_LIMIT_S: Final = 10.0  # at shutdown
+HURRIED_FLUSH_LIMIT_S: Final = 1.0  # after a second signal
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +99,19 @@ class Worker:
         finally:
             self._executor.fail_all(ErrorCode.INTERNAL_ERROR, "the worker failed")  # nothing is left in good times
             await self._publisher.flush()
-            await self._outbox.flush(OUTBOX_FLUSH_LIMIT_S)
+            await self._flush_outbox(stop)
             await self._heart.remove()
             for task in sending:
                 task.cancel()
+
+    async def _flush_outbox(self, stop: Stop) -> None:
+        flushing = asyncio.create_task(self._outbox.flush(OUTBOX_FLUSH_LIMIT_S))
+        hurried = asyncio.create_task(stop.hurried.wait())
+        await asyncio.wait({flushing, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not flushing.done():
+            flushing.cancel()
+            await self._outbox.flush(HURRIED_FLUSH_LIMIT_S)
 
     async def _work(self, stop: Stop, on_ready: Callable[[], None] | None) -> None:
         async with asyncio.TaskGroup() as work:

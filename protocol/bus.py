@@ -157,8 +157,8 @@ class Bus:
                 await self._flush()
                 if not self.client.is_closed:
                     await self.client.close()
-        except TimeoutError:
-            log.warning("the connection to NATS did not end in time and is cut")
+        except (TimeoutError, OSError) as error:  # OSError: it was lost already, with something unsent
+            log.warning("the connection to NATS did not end in order and is cut: %s", error or "too slow")
             self.client.abort()
 
     async def _flush(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from pool_worker import orphans
+from pool_worker.worker import OUTBOX_FLUSH_LIMIT_S
 from protocol import messages as m
 from protocol import subjects
 from protocol.bus import Bus
@@ -112,6 +113,21 @@ async def test_a_second_signal_hands_everything_back_at_once(gateway: PlayingGat
     assert code == 0, log
     assert all(map(is_handed_back, ends))
     assert await gateway.stored_attempts() == 8
+
+
+async def test_a_second_signal_waits_for_no_queue_server(gateway: PlayingGateway, nats_server: NatsServer) -> None:
+    process = start_process(settings_for(nats_server.url, drain_s=50.0, **SLOW))
+    try:
+        await gateway.tokens_of(await gateway.ask(**LONG), 3)
+        nats_server.kill()
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        code, log = await asyncio.wait_for(finish(process), OUTBOX_FLUSH_LIMIT_S / 2)
+    finally:
+        process.kill()
+    assert code == 0, log
+    assert "1 records" in log
 
 
 async def test_all_last_frames_leave_before_the_connection_closes(gateway: PlayingGateway, nats_url: str) -> None:

@@ -70,6 +70,15 @@ async def test_closing_towards_a_vanished_peer_ends(nats_server: NatsServer, mon
             await bus.close()
 
 
+async def test_closing_while_the_server_is_away_ends_with_something_unsent(nats_server: NatsServer) -> None:
+    bus = await Bus.connect(nats_server.url, name="test")
+    nats_server.kill()
+    await wait_until(lambda: not bus.connected)
+    await bus.publish("somewhere", b"unsent")
+    await bus.close()
+    assert bus.client.is_closed
+
+
 async def test_a_server_that_turns_clients_away_for_a_while_gets_them_back(nats_server: NatsServer) -> None:
     clients = [await Bus.connect(nats_server.url, name=f"test-{number}") for number in range(2)]
     nats_server.reload("max_connections: 1\n")  # it sends one of them an -ERR, and each of that one's new tries too
