@@ -32,8 +32,8 @@ from protocol.pull import Delivery, PullConsumer
 from protocol.topology import consumer_exists
 
 REFILL_CHECK_S: Final = 0.1  # how often room is noticed that nobody told of
-# The watches of a frozen worker swallow jobs until they expire. Each comes back after ACK_WAIT_S, and where this worker is
-# the cheapest it gets it again: such a job waits for the sum of both, at worst.
+# The watches of a frozen worker swallow jobs until they expire. Each comes back after ACK_WAIT_S, and where this worker
+# is the cheapest it gets it again: such a job waits for the sum of both, at worst.
 WATCH_EXPIRES_S: Final = 3.0
 MAX_WATCH_JOBS: Final = 8
 BUSY_WATCH_S: Final = 0.1  # a watch that is used up within it is twice as large the next time
