@@ -55,6 +55,7 @@ class AttemptLog:
     def __init__(self, max_attempts: int) -> None:
         self.failures: list[AttemptFailure] = []
         self._max_attempts = max_attempts
+        self._shunned: list[str] = []
         self._real = 0
         self._fruitless = 0  # real ones since the last that made tokens, that one included
         self._free = 0  # free ones since then
@@ -69,6 +70,10 @@ class AttemptLog:
         else:
             self._real += 1
             self._fruitless += 1
+
+    def shun(self, worker_id: str) -> None:
+        """Avoid a worker that was wrong not to accept."""
+        self._shunned.append(worker_id)
 
     @property
     def exhausted(self) -> bool:
@@ -85,16 +90,17 @@ class AttemptLog:
 
         The jitter parts a request that kills its workers from those that ran beside it.
         """
-        if self._fruitless < 2:
+        in_a_row = max(self._fruitless, len(self._shunned))
+        if in_a_row < 2:
             return 0.0
-        longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._fruitless - 2))
+        longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (in_a_row - 2))
         return longest_s * random.uniform(0.5, 1.0)  # noqa: S311
 
     @property
     def avoid(self) -> tuple[str, ...]:
         """Workers on which an attempt failed. Those that left in order are not among them."""
         failed = [failure.worker_id for failure in self.failures if failure.code not in FREE_CODES]
-        return tuple(dict.fromkeys([worker_id for worker_id in failed if worker_id is not None]))
+        return tuple(dict.fromkeys([worker_id for worker_id in (*failed, *self._shunned) if worker_id is not None]))
 
     def why(self) -> str:
         """The whole story, in one line."""

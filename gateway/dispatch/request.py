@@ -29,7 +29,7 @@ from gateway.dispatch.attempts import AttemptLog, CurrentAttempt
 from gateway.dispatch.choices import Choices
 from gateway.dispatch.deadlines import Patience, overdue
 from gateway.dispatch.mailbox import MAX_UNREAD_EVENTS, Ended, Failure, Mailbox, StillWaiting
-from gateway.dispatch.verdicts import verdict_of
+from gateway.dispatch.verdicts import is_premature, verdict_of
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens
@@ -173,7 +173,7 @@ class OpenRequest:
         elif isinstance(frame, Finished):
             self._on_finished(frame, now_s)
         else:
-            self._on_failed(frame, now_s)
+            self._on_failed(worker_id, frame, now_s)
 
     def _on_accepted(self, worker_id: str, frame: Accepted, now_s: float) -> None:
         self.state = State.RUNNING
@@ -213,12 +213,14 @@ class OpenRequest:
         self.cached_tokens = frame.cached_tokens
         self._end("ok", None, now_s)
 
-    def _on_failed(self, frame: Failed, now_s: float) -> None:
-        if frame.retryable:
-            self._attempt_failed(frame.code, frame.message, now_s, ended_there=True)
+    def _on_failed(self, worker_id: str, frame: Failed, now_s: float) -> None:
+        if is_premature(frame, self.queue_deadline_s, now_s):
+            self.log.shun(worker_id)
+        elif not frame.retryable:
+            self.current.reported_tokens = frame.completion_tokens
+            self._end("failed", verdict_of(frame, self.admission, now_s), now_s)
             return
-        self.current.reported_tokens = frame.completion_tokens
-        self._end("failed", verdict_of(frame, self.admission, now_s), now_s)
+        self._attempt_failed(frame.code, frame.message, now_s, ended_there=True)
 
     def _on_gap(self, worker_id: str, now_s: float) -> None:
         current = self.current
@@ -320,7 +322,8 @@ class OpenRequest:
         self.state = State.STOPPING
         self.outcome, self.failure = outcome, failure
         self._actions.withdraw(self)
-        self.ticket.leave_queue()
+        if not was_running:  # it takes up nothing any more: whoever leaves may come back at once
+            self.ticket.close()
         self._stop_deadline_s = now_s + (CANCEL_LIMIT_S if was_running else WITHDRAW_LINGER_S)
         self._send_cancel(now_s)
         self._tell_caller(Ended(failure))
@@ -384,8 +387,7 @@ class OpenRequest:
             self._attempt_failed(ErrorCode.WORKER_LOST, "lost frames were not sent again", now_s)
         elif now_s - current.heard_s >= SILENCE_LIMIT_S and now_s - current.asked_s >= PROBE_PERIOD_S:
             if current.probes >= MAX_PROBES:
-                reason = f"worker {current.worker_id} does not answer"
-                self._attempt_failed(ErrorCode.WORKER_LOST, reason, now_s)
+                self._attempt_failed(ErrorCode.WORKER_LOST, f"worker {current.worker_id} does not answer", now_s)
             else:
                 self.probe(now_s)
 

@@ -11,6 +11,11 @@ CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
 PROMPT_PARAMS: Final = {"chat.completions": "messages", "completions": "prompt"}
 
 
+def is_premature(frame: Failed, queue_deadline_s: float, now_s: float) -> bool:
+    """Whether a worker takes the request's wait for over while it is not: its clock is wrong, and others may do."""
+    return frame.code == ErrorCode.DEADLINE_EXCEEDED and now_s < queue_deadline_s - CLOCK_SKEW_S
+
+
 def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
     """The failure that the caller sees."""
     code = _known_code(frame.code)

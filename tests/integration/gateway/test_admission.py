@@ -56,6 +56,22 @@ async def test_without_workers_requests_wait_and_then_finish(start_gateway: Star
     assert [record.outcome for record in await gateway.records(2)] == ["ok", "ok"]
 
 
+async def test_who_leaves_the_queue_may_come_back_at_once(start_gateway: Start) -> None:
+    gateway = await start_gateway(tenants={"test 0": {"max_in_flight": 1}})
+    async with httpx.AsyncClient(timeout=30) as client:
+        async with streaming(gateway, client) as first:
+            assert first.status_code == 200
+            assert (await send(gateway, json=BODY)).status_code == 429
+            await until_async(lambda: _is_queued(gateway, 1))
+        await until_async(lambda: _is_queued(gateway, 0))
+        async with streaming(gateway, client) as second:
+            assert second.status_code == 200
+
+
+async def _is_queued(gateway: GatewayUnderTest, count: int) -> bool:
+    return sum((await queued_jobs(gateway)).values()) == count
+
+
 async def test_contended(start_gateway: Start) -> None:
     gateway = await start_gateway(limits={"max_queued_requests": 1})
     await busy_worker(gateway)

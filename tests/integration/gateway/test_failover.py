@@ -381,3 +381,17 @@ async def until_queued(gateway: GatewayUnderTest) -> None:
             if info["state"]["messages"]:
                 return
             await asyncio.sleep(0.01)
+
+
+async def test_a_worker_whose_clock_is_wrong_fails_nobody(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+
+    async def late_at_first(attempt: Attempt) -> None:
+        if attempt.job.attempt < 3:
+            await attempt.fail("deadline_exceeded", "the deadline passed in the queue", retryable=False)
+        else:
+            await answer_hello(attempt)
+
+    worker = await gateway.add_worker(script=late_at_first)
+    assert await stream_text(gateway) == "Hello world"
+    assert [attempt.job.avoid for attempt in worker.attempts] == [(), ("w1",), ("w1",)]

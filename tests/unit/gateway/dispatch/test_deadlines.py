@@ -98,6 +98,20 @@ def test_a_worker_that_finds_the_wait_over_says_so_in_its_own_words() -> None:
     assert request.failure.code is ErrorCode.QUEUE_WAIT_TIMEOUT
 
 
+def test_a_worker_with_a_wrong_clock_does_not_decide() -> None:
+    request = opened(queue_wait_s=10.0)
+    request.on_frame("w", Failed("req_1", 1, 0, "deadline_exceeded", "", retryable=False), 5.0)
+    assert (request.failure, request.attempt, request.log.avoid) == (None, 2, ("w",))
+
+
+def test_where_nobody_has_a_right_clock_the_tries_are_spread_over_time() -> None:
+    request = opened()
+    while request.failure is None:
+        request.on_frame("w", Failed("req_1", request.attempt, 0, "deadline_exceeded", "", retryable=False), 5.0)
+    assert request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED
+    assert sum(request._actions.pauses) > 20  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("way_out", ["accepted", "vanished", "cancelled"])
 def test_whoever_leaves_the_queue_is_no_longer_counted(way_out: str) -> None:
     gate = control()
@@ -111,7 +125,7 @@ def test_whoever_leaves_the_queue_is_no_longer_counted(way_out: str) -> None:
     else:
         request.cancel(1.0)
     assert gate._backlog.total("m") == 0
-    assert gate._tenants["k"].in_flight == 1
+    assert gate._tenants == {} if way_out == "cancelled" else gate._tenants["k"].in_flight == 1
     request.cancel(1.0)
     request.on_tick(100.0, connected=True)
     assert request.state is State.ENDED
