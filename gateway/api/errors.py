@@ -22,6 +22,8 @@ ApiError                     500  server_error
 ClientDisconnected                nobody is left to be told
 """
 
+import math
+import random
 from typing import Final
 
 import msgspec
@@ -32,8 +34,16 @@ from protocol.errors import ErrorCode
 
 RETRY_SOON_S: Final = 1
 RETRY_LATER_S: Final = 5
+LONGEST_RETRY_S: Final = 60.0  # clients ignore what is longer
+RETRY_SPREAD: Final = 1.5  # the latest of those told to come back after a time, against the earliest
 
 _encode_json = msgspec.json.Encoder().encode
+
+
+def _spread_s(wait_s: float) -> float:
+    """A little more than ``wait_s``, and different for each caller: those refused together must not return together."""
+    latest_s = min(LONGEST_RETRY_S, wait_s * RETRY_SPREAD)
+    return random.uniform(latest_s / RETRY_SPREAD, latest_s)  # noqa: S311
 
 
 class ApiError(Exception):
@@ -62,7 +72,9 @@ class ApiError(Exception):
         if self.should_retry is not None:
             headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
         if self.retry_after_s is not None:
-            headers.append((b"retry-after", str(self.retry_after_s).encode()))
+            wait_s = _spread_s(self.retry_after_s)
+            headers.append((b"retry-after-ms", b"%d" % (wait_s * 1000)))  # the official SDKs look for this one first
+            headers.append((b"retry-after", b"%d" % math.ceil(wait_s)))
         return headers
 
 

@@ -34,10 +34,24 @@ def test_envelope_has_real_nulls_and_a_default_message() -> None:
 
 def test_a_better_estimate_goes_before_the_codes_own() -> None:
     error = RequestFailed(Failure(ErrorCode.TOO_MANY_QUEUED, "why", retry_after_s=42))
-    assert dict(error.headers()) == {b"x-should-retry": b"true", b"retry-after": b"42"}
+    headers = dict(error.headers())
+    assert headers[b"x-should-retry"] == b"true"
+    assert 40 <= int(headers[b"retry-after"]) <= 60
 
 
 def test_retry_headers() -> None:
     headers = dict(ModelNotReady().headers())
-    assert headers == {b"x-should-retry": b"true", b"retry-after": b"5"}
+    assert list(headers) == [b"x-should-retry", b"retry-after-ms", b"retry-after"]
     assert ApiError().headers() == []
+
+
+@pytest.mark.parametrize(("wait_s", "earliest_s", "latest_s"), [(1, 1, 1.5), (5, 5, 7.5), (50, 40, 60), (60, 40, 60)])
+def test_those_refused_together_do_not_return_together(wait_s: int, earliest_s: float, latest_s: float) -> None:
+    failure = Failure(ErrorCode.TOO_MANY_QUEUED, "why", retry_after_s=wait_s)
+    waits_s: list[float] = []
+    for _ in range(200):
+        headers = dict(RequestFailed(failure).headers())
+        waits_s.append(int(headers[b"retry-after-ms"]) / 1000)
+        assert waits_s[-1] <= int(headers[b"retry-after"]) <= min(60, waits_s[-1] + 1)
+    assert earliest_s <= min(waits_s) <= max(waits_s) <= latest_s
+    assert max(waits_s) - min(waits_s) > 0.8 * (latest_s - earliest_s)
