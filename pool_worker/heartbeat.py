@@ -7,6 +7,7 @@ from typing import Final
 
 from pool_worker.credit import Credit
 from pool_worker.executor import Executor
+from pool_worker.gate import Gate
 from pool_worker.settings import WorkerSettings
 from protocol import subjects
 from protocol.bus import Bus
@@ -23,12 +24,15 @@ log = logging.getLogger(__name__)
 class Heart:
     """Puts a Heartbeat into the registry again and again, until the entry is removed."""
 
-    def __init__(self, settings: WorkerSettings, bus: Bus, engine: str, executor: Executor, credit: Credit) -> None:
+    def __init__(
+        self, settings: WorkerSettings, bus: Bus, engine: str, *, executor: Executor, credit: Credit, gate: Gate
+    ) -> None:
         self._settings = settings
         self._bus = bus
         self._engine = engine
         self._executor = executor
         self._credit = credit
+        self._gate = gate
         self._subject = subjects.heartbeat_subject(settings.worker_id)
         self._started_unix_ms = _now_unix_ms()
         self._is_failing = False
@@ -59,6 +63,8 @@ class Heart:
 
     def _heartbeat(self) -> Heartbeat:
         settings, capacity = self._settings, self._credit.capacity
+        # Behind a closed gate nothing is free: nobody who will not wait is to be let in for the sake of it.
+        takes_jobs = any(map(self._gate.is_open, settings.models))
         return Heartbeat(
             v=PROTOCOL_VERSION,
             worker_id=settings.worker_id,
@@ -71,8 +77,8 @@ class Heart:
             usd_per_hour=settings.usd_per_hour,
             max_sequences=capacity.max_sequences,
             max_kv_tokens=capacity.max_kv_tokens,
-            free_sequences=self._credit.free_sequences,
-            free_kv_tokens=self._credit.free_kv_tokens,
+            free_sequences=self._credit.free_sequences if takes_jobs else 0,
+            free_kv_tokens=self._credit.free_kv_tokens if takes_jobs else 0,
             running=len(self._executor.held),
             started_unix_ms=self._started_unix_ms,
             sent_unix_ms=_now_unix_ms(),

@@ -82,7 +82,7 @@ class Worker:
             must_look=self._must_look,
         )
         self._control = ControlListener(bus, settings.worker_id, self._executor)
-        self._heart = Heart(settings, bus, engine.name, self._executor, credit)
+        self._heart = Heart(settings, bus, engine.name, executor=self._executor, credit=credit, gate=self._gate)
         self._drain = Drain(self._executor, self._peers.others_serving)
         self._gateways = GatewayWatch(bus, settings.worker_id, self._executor)
         self._cards = ModelCards(bus, engine, settings.models)

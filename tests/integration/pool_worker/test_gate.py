@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 
 from pool_worker.gate import Gate, is_behind
 from pool_worker.settings import GateSettings, WorkerSettings
 from protocol import messages as m
+from protocol import subjects
 from protocol.bus import Bus
 from tests.integration.pool_worker.playing_gateway import (
     MODEL,
@@ -160,3 +162,23 @@ async def test_a_dear_pool_helps_with_a_backlog(gateway: PlayingGateway, nats_ur
         many = [await gateway.ask(max_tokens=2) for _ in range(5)]
         await gateway.end_of_all(few + many)
         assert {worker_of(gateway, attempt) for attempt in few + many} == {"dear"}
+
+
+async def test_behind_a_closed_gate_no_place_is_offered(gateway: PlayingGateway, nats_url: str) -> None:
+    """Or gateways would let in callers who will not wait, for places that nobody fills."""
+    free: asyncio.Queue[int] = asyncio.Queue()
+
+    async def note(message: Msg) -> None:
+        if message.data:
+            free.put_nowait(m.decode_heartbeat(message.data).free_sequences)
+
+    async def until_free(places: int) -> None:
+        async with asyncio.timeout(SOON_S):
+            while await free.get() != places:
+                pass
+
+    await gateway.bus.subscribe(subjects.heartbeat_subject("dear"), note)
+    async with running_worker(pool(nats_url, "dear", "hosted", GateSettings(backlog_jobs=50), max_sequences=7)):
+        async with running_worker(pool(nats_url, "cheap", "spot")):
+            await until_free(0)
+        await until_free(7)
