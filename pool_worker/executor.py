@@ -199,7 +199,7 @@ class Executor:
                 packed = await get_object(self._bus, subjects.PROMPTS_BUCKET, prompt_object)
         except (BusError, TimeoutError) as error:
             del self._fetches[attempt.id]
-            message = f"the prompt could not be fetched: {error or 'too slow'}"
+            message = f"the prompt could not be fetched: {str(error) or 'too slow'}"
             self._fail(attempt, ErrorCode.INTERNAL_ERROR, message, retryable=True)
         else:
             del self._fetches[attempt.id]

@@ -3,6 +3,7 @@
 A tokenizer's object name holds its digest, so an object never changes and both sides may keep it for ever.
 """
 
+import asyncio
 import hashlib
 import logging
 from typing import Final
@@ -16,6 +17,7 @@ from protocol.errors import BusError
 from protocol.messages import ModelCard, decode_model_card, encode
 
 MAX_INLINE_PROMPT_BYTES: Final = 256 * 1024  # packed token ids; beyond it the prompt travels by reference
+GET_LIMIT_S: Final = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +28,20 @@ async def put_object(bus: Bus, bucket: str, name: str, data: bytes) -> None:
         store = await bus.jetstream.object_store(bucket)
         await store.put(name, data)
     except (NatsError, TimeoutError) as error:
-        raise BusError(f"cannot store object {bucket}/{name}: {error or type(error).__name__}") from error
+        raise BusError(f"cannot store object {bucket}/{name}: {str(error) or type(error).__name__}") from error
 
 
 async def get_object(bus: Bus, bucket: str, name: str) -> bytes:
-    """Fetch an object. Raises BusError, also when it is not there."""
+    """Fetch an object. Raises BusError, also when it is not there, or its parts do not come within ``GET_LIMIT_S``.
+
+    They never come if somebody stores the object anew just then: its old parts are gone, and still awaited.
+    """
     try:
-        store = await bus.jetstream.object_store(bucket)
-        result = await store.get(name)
+        async with asyncio.timeout(GET_LIMIT_S):
+            store = await bus.jetstream.object_store(bucket)
+            result = await store.get(name)
     except (NatsError, TimeoutError) as error:
-        raise BusError(f"cannot fetch object {bucket}/{name}: {error or type(error).__name__}") from error
+        raise BusError(f"cannot fetch object {bucket}/{name}: {str(error) or type(error).__name__}") from error
     if result.data is None:
         raise BusError(f"object {bucket}/{name} is empty")
     return result.data
@@ -49,7 +55,7 @@ async def delete_object(bus: Bus, bucket: str, name: str) -> None:
     except (NotFoundError, ObjectNotFoundError):
         return
     except (NatsError, TimeoutError) as error:
-        raise BusError(f"cannot delete object {bucket}/{name}: {error or type(error).__name__}") from error
+        raise BusError(f"cannot delete object {bucket}/{name}: {str(error) or type(error).__name__}") from error
 
 
 def tokenizer_object_name(tokenizer_json: bytes) -> str:
@@ -65,7 +71,7 @@ async def publish_model_card(bus: Bus, card: ModelCard, tokenizer_json: bytes) -
     except (NotFoundError, ObjectNotFoundError):
         await put_object(bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object, tokenizer_json)
     except (NatsError, TimeoutError) as error:
-        raise BusError(f"cannot look up {card.tokenizer_object}: {error or type(error).__name__}") from error
+        raise BusError(f"cannot look up {card.tokenizer_object}: {str(error) or type(error).__name__}") from error
     reply = await bus.request(subjects.model_card_subject(card.model), encode(card), timeout_s=2.0)
     if b'"error"' in reply.data:
         raise BusError(f"cannot store the card of {card.model}: {reply.data.decode()}")
@@ -79,5 +85,5 @@ async def read_model_card(bus: Bus, model: str) -> ModelCard | None:
     except NotFoundError:
         return None
     except (NatsError, TimeoutError) as error:
-        raise BusError(f"cannot read the card of {model}: {error or type(error).__name__}") from error
+        raise BusError(f"cannot read the card of {model}: {str(error) or type(error).__name__}") from error
     return decode_model_card(entry.value) if entry.value else None

@@ -187,7 +187,7 @@ class Bus:
         try:
             await self.client.publish(subject, payload, reply, headers)
         except NatsError as error:
-            raise BusError(f"cannot publish to {subject}: {error or type(error).__name__}") from error
+            raise BusError(f"cannot publish to {subject}: {str(error) or type(error).__name__}") from error
 
     async def request(
         self, subject: str, payload: bytes, *, headers: dict[str, str] | None = None, timeout_s: float

@@ -113,7 +113,7 @@ class LocalEngine:
         try:
             engine, tokenizer = load(self._settings)
         except Exception as error:  # noqa: BLE001 - whatever a model folder can do wrong, the operator shall read it
-            reason = EngineDiedError(f"{self._settings.path} cannot be loaded: {error or type(error).__name__}")
+            reason = EngineDiedError(f"{self._settings.path} cannot be loaded: {str(error) or type(error).__name__}")
             self._call(self._end_loading, reason)
             return
         info = engine.info
