@@ -7,10 +7,12 @@ Every refusal that follows from the state of the workers is "contended" (429) wh
 import asyncio
 import math
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from gateway.admission.backlog import Backlog
 from gateway.admission.capacity import Capacity, ModelCapacity
+from gateway.admission.elsewhere import LanesElsewhere
 from gateway.admission.estimate import Place, batch_position, interactive_position, place_of
 from gateway.admission.shards import candidate_lanes, choose_lane
 from gateway.admission.ticket import Ticket
@@ -23,6 +25,7 @@ from gateway.settings import GatewaySettings, TenantSettings
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
+from protocol.lanes import LaneInUse
 
 POLL_PERIOD_S: Final = 0.5  # while something waits or has lately come
 IDLE_POLL_PERIOD_S: Final = 2.0
@@ -42,6 +45,7 @@ class AdmissionControl:
         self._tenant_settings = settings.tenants
         self._backlog = Backlog(bus, models)
         self._capacity = Capacity(models)
+        self._elsewhere = LanesElsewhere(bus, settings.gateway_id)
         self._registry = registry
         registry.on_beat = self._capacity.heard
         self._models: dict[str, ModelUse] = {}
@@ -50,11 +54,14 @@ class AdmissionControl:
         self._last_entry_s = float("-inf")
 
     async def run(self) -> None:
-        """Ask for the backlog and measure the rates of service; never returns."""
+        """Ask for the backlog, measure the rates of service, share the lanes in use; never returns."""
+        await self._elsewhere.start()
         last_s = time.monotonic()
         while True:
             await self._backlog.poll()
+            await self._elsewhere.tell(self._lanes_in_use())
             now_s = time.monotonic()
+            self._elsewhere.forget_old(now_s)
             self._capacity.keep(self._registry.alive, now_s)
             self._measure(now_s - last_s)
             last_s = now_s
@@ -68,6 +75,11 @@ class AdmissionControl:
             self._capacity.of(model).measure(elapsed_s, contended=contended)
             (self._contended.add if waits else self._contended.discard)(model)
 
+    def _lanes_in_use(self) -> Iterator[LaneInUse]:
+        for tenant, use in self._tenants.items():
+            for model, lane in use.lanes():
+                yield LaneInUse(tenant, model, lane)
+
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def weight_of(self, principal: Principal) -> float:
@@ -76,7 +88,7 @@ class AdmissionControl:
 
     def refusal(self, admission: Admission) -> Failure | None:
         """Why this request cannot be admitted just now; None if it can. From memory, a few microseconds."""
-        refusal = self._tenant_refusal(admission)
+        refusal = self._in_flight_refusal(admission)
         if refusal is not None:
             return refusal
         capacity = self._capacity.of(admission.model)
@@ -87,21 +99,25 @@ class AdmissionControl:
         if capacity.free_sequences >= waiting + admission.sampling.n:
             return None
         if admission.do_not_queue:
-            return self._refused(capacity, ErrorCode.NO_FREE_PLACE, "no worker has a free place", admission)
-        return self._queue_refusal(admission, capacity, waiting)
+            message = "no worker has a free place, and the request is not to be queued"
+            return self._refused(capacity, ErrorCode.NO_FREE_PLACE, message, admission)
+        return self._tenant_queue_refusal(admission) or self._queue_refusal(admission, capacity, waiting)
 
-    def _tenant_refusal(self, admission: Admission) -> Failure | None:
+    def _in_flight_refusal(self, admission: Admission) -> Failure | None:
         use = self._tenants.get(admission.tenant)
-        if use is None:
+        most = self._settings_of(admission.tenant, admission.key_name).max_in_flight
+        if use is None or most is None or use.in_flight < most:
             return None
-        bounds = self._settings_of(admission.tenant, admission.key_name)
-        if bounds.max_in_flight is not None and use.in_flight >= bounds.max_in_flight:
-            message = f"this key may have {bounds.max_in_flight} requests in flight at a time"
-            return Failure(ErrorCode.TENANT_IN_FLIGHT, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)
-        if bounds.max_queued is not None and use.queued >= bounds.max_queued:
-            message = f"this key may have {bounds.max_queued} requests waiting at a time"
-            return Failure(ErrorCode.TENANT_QUEUED, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)
-        return None
+        message = f"this key may have {most} requests in flight at a time"
+        return Failure(ErrorCode.TENANT_IN_FLIGHT, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)
+
+    def _tenant_queue_refusal(self, admission: Admission) -> Failure | None:
+        use = self._tenants.get(admission.tenant)
+        most = self._settings_of(admission.tenant, admission.key_name).max_queued
+        if use is None or most is None or use.queued < most:
+            return None
+        message = f"this key may have {most} requests waiting at a time"
+        return Failure(ErrorCode.TENANT_QUEUED, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)
 
     def _queue_refusal(self, admission: Admission, capacity: ModelCapacity, waiting: int) -> Failure | None:
         limits, use = self._limits, self._models.get(admission.model)
@@ -115,10 +131,12 @@ class AdmissionControl:
             # A prompt beyond the bound by itself is let in when none waits: it would never be, otherwise.
             tokens, prompt_bytes = use.tokens(batch=admission.batch), use.bytes(batch=admission.batch)
             if tokens and tokens + admission.prompt_tokens > limits.max_queued_prompt_tokens:
-                message = "too many prompt tokens wait for this model already"
+                message = (
+                    f"{tokens} prompt tokens wait for this model already, too many to add {admission.prompt_tokens}"
+                )
                 return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_TOKENS, message, admission)
             if prompt_bytes and prompt_bytes + len(admission.prompt_ids) > limits.max_queued_bytes:
-                message = "too many bytes of prompts wait for this model already"
+                message = f"{prompt_bytes} bytes of prompts wait for this model already, too many to add this one"
                 return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_BYTES, message, admission)
         rate = capacity.jobs_per_s
         if rate is None or (waiting + 1) / rate <= admission.queue_wait_s:
@@ -131,6 +149,7 @@ class AdmissionControl:
 
     def _refused(self, capacity: ModelCapacity, code: ErrorCode, message: str, admission: Admission) -> Failure:
         if not capacity.workers:
+            message = "the request is not to be queued" if admission.do_not_queue else message
             return Failure(
                 ErrorCode.NO_WORKERS, f"no worker is alive, and {message}", retry_after_s=UNKNOWN_RETRY_AFTER_S
             )
@@ -151,10 +170,17 @@ class AdmissionControl:
         if admission.batch:
             return subjects.LOW_LANE
         candidates = candidate_lanes(admission.tenant)
-        use = self._tenants.get(admission.tenant)
-        current = use.lane_in_use(admission.model, candidates) if use is not None else None
+        current = self._lane_in_use(admission, candidates)
         first, second = (self._backlog.lane(admission.model, lane).waiting for lane in candidates)
         return choose_lane(candidates, (first, second), current)
+
+    def _lane_in_use(self, admission: Admission, candidates: tuple[str, str]) -> str | None:
+        """Where the tenant's jobs wait, here or at another gateway; all gateways go by the same order."""
+        tenant, model, use = admission.tenant, admission.model, self._tenants.get(admission.tenant)
+        for lane in candidates:
+            if (use is not None and use.uses(model, lane)) or self._elsewhere.use(LaneInUse(tenant, model, lane)):
+                return lane
+        return None
 
     def _place_of_next(self, admission: Admission) -> Place:
         lane = self._lane_of_next(admission)

@@ -117,9 +117,9 @@ class KeyedRequests:
     async def _question(self, exchange: Exchange, scope: Scope, read_body: ReadBody) -> Question:
         principal = exchange.authenticate(self._keys)
         key = exchange.headers[IDEMPOTENCY_KEY].decode("latin-1")
-        if not key or len(key) > MAX_KEY_CHARS or not key.isprintable():
+        if not key or len(key) > MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
             raise InvalidParameter(
-                f"The Idempotency-Key header must have 1 to {MAX_KEY_CHARS} printable characters.",
+                f"The Idempotency-Key header must have 1 to {MAX_KEY_CHARS} printable ASCII characters.",
                 param="Idempotency-Key",
             )
         body = await read_body(exchange)

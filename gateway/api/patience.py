@@ -16,7 +16,8 @@ def deadline_s(exchange: Exchange) -> float:
     if text is None:
         return float("inf")
     if not (text.isascii() and text.isdigit() and len(text) <= MAX_DEADLINE_DIGITS and int(text) > 0):
-        raise InvalidParameter(f"'{DEADLINE_HEADER}' must be a whole number of milliseconds.", param=DEADLINE_HEADER)
+        allowed = f"a whole number of milliseconds, at least 1, of {MAX_DEADLINE_DIGITS} digits at most"
+        raise InvalidParameter(f"'{DEADLINE_HEADER}' must be {allowed}.", param=DEADLINE_HEADER)
     return exchange.received_s + int(text) / 1000
 
 

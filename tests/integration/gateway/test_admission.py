@@ -72,6 +72,24 @@ async def _is_queued(gateway: GatewayUnderTest, count: int) -> bool:
     return sum((await queued_jobs(gateway)).values()) == count
 
 
+async def test_a_tenants_jobs_wait_in_one_lane_whichever_gateway_they_came_to(start_gateway: Start) -> None:
+    first, second = await start_gateway(), await start_gateway()
+    as_first = {"authorization": f"Bearer {first.key}"}
+    async with httpx.AsyncClient(timeout=30) as client, streaming(first, client), streaming(first, client):
+
+        async def is_seen() -> bool:
+            async with streaming(second, client, service_tier="flex") as batch:
+                return bool(batch.headers["x-spillway-queue-position"] == "3")
+
+        async def shares_their_lane() -> bool:
+            async with streaming(second, client, headers=as_first):
+                lanes = await queued_jobs(first)
+                return [lanes[lane] for lane in subjects.HIGH_LANES if lane in lanes] == [3]
+
+        await until_async(is_seen)
+        await until_async(shares_their_lane, limit_s=8)
+
+
 async def test_contended(start_gateway: Start) -> None:
     gateway = await start_gateway(limits={"max_queued_requests": 1})
     await busy_worker(gateway)
@@ -142,6 +160,7 @@ async def test_deadlines_that_are_none(start_gateway: Start) -> None:
     for value in ("0", "-5", "1.5", "soon", "", "9" * 13):
         response = await send(gateway, json=BODY, headers={"x-spillway-deadline-ms": value})
         assert error_of(response) == (400, "invalid_value", "x-spillway-deadline-ms")
+        assert "at least 1, of 12 digits at most" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

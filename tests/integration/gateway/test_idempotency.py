@@ -207,14 +207,14 @@ async def test_a_different_body_is_a_conflict(start_gateway: Start) -> None:
     assert len(worker.attempts) == 1
 
 
-@pytest.mark.parametrize("key", ["", "x" * 256, "a\tb"])
+@pytest.mark.parametrize("key", ["", "x" * 256, "a\tb", "\u00e9"])
 async def test_an_impossible_key(start_gateway: Start, key: str) -> None:
     gateway = await start_gateway()
     async with httpx.AsyncClient(base_url=gateway.url) as client:
         answer = await client.post(
             "/v1/chat/completions",
             json={"model": MODEL, "messages": HELLO},
-            headers={"authorization": f"Bearer {gateway.key}", "idempotency-key": key},
+            headers=httpx.Headers({"authorization": f"Bearer {gateway.key}", "idempotency-key": key}, encoding="utf-8"),
         )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "Idempotency-Key"

@@ -111,7 +111,9 @@ def test_retry_after_is_never_more_than_a_minute() -> None:
 
 def test_callers_that_will_not_wait() -> None:
     gate = control()
-    assert refused(gate, do_not_queue=True).code is ErrorCode.NO_WORKERS
+    nobody = refused(gate, do_not_queue=True)
+    assert nobody.code is ErrorCode.NO_WORKERS
+    assert nobody.message == "no worker is alive, and the request is not to be queued"
     gate._capacity.heard(beat(free=1))
     assert gate.refusal(admission("next", do_not_queue=True)) is None
     ticket = gate.enter(admission("first"))
@@ -131,6 +133,15 @@ def test_bounds_and_weights_of_tenants() -> None:
     assert gate.refusal(admission("3", key_name="shop")) is None
     ticket.close()
     assert gate._tenants == {}
+
+
+def test_a_tenants_request_with_a_free_place_does_not_wait() -> None:
+    gate = control(tenants={"shop": {"max_queued": 1}})
+    gate._capacity.heard(beat(free=2))
+    gate.enter(admission("1", key_name="shop"))  # on its way to a worker
+    assert gate.refusal(admission("2", key_name="shop")) is None
+    gate.enter(admission("2", key_name="shop"))
+    assert refused(gate, key_name="shop").code is ErrorCode.TENANT_QUEUED
 
 
 def test_places_in_fair_lanes() -> None:
