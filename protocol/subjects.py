@@ -35,6 +35,9 @@ ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"
 # Core NATS, no payload: API keys have changed in SQL, load them again.
 KEYS_CHANGED_SUBJECT: Final = "config.keys.changed"
 
+# Core NATS: each gateway tells the others which lanes its tenants' jobs wait in.
+LANES_IN_USE: Final = "lanes.in-use"
+
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 

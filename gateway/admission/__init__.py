@@ -2,5 +2,6 @@
 
 heartbeats ──> capacity ──┐
 stream info ─> backlog ───┼──> control ──> refusal, or a ticket with its lane and place
-tenants ─────> shards ────┘
+tenants ─────> shards ────┤
+gateways ────> elsewhere ─┘
 """

@@ -27,8 +27,8 @@ def candidate_lanes(tenant: str) -> tuple[str, str]:
 def choose_lane(candidates: tuple[str, str], waiting: tuple[int, int], current: str | None) -> str:
     """The lane for a tenant's next job.
 
-    ``waiting`` are the jobs in each candidate; ``current`` is the lane in which the tenant has jobs waiting already:
-    it stays there, for a second lane would give it a second share.
+    ``waiting`` are the jobs in each candidate; ``current`` is the lane in which the tenant has jobs waiting already,
+    at whichever gateway: it stays there, for a second lane would give it a second share.
     """
     if current is not None:
         return current

@@ -1,6 +1,7 @@
 """What the admitted requests take up at this gateway, counted per model and per tenant."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from gateway.dispatch.admission import Admission
 
@@ -51,9 +52,10 @@ class TenantUse:
         if not self._queued[model, lane]:
             del self._queued[model, lane]
 
-    def lane_in_use(self, model: str, lanes: tuple[str, ...]) -> str | None:
-        """The first of these lanes in which the tenant has a job of this model waiting."""
-        for lane in lanes:
-            if (model, lane) in self._queued:
-                return lane
-        return None
+    def uses(self, model: str, lane: str) -> bool:
+        """Whether the tenant has a job of this model waiting in this lane."""
+        return (model, lane) in self._queued
+
+    def lanes(self) -> Iterable[tuple[str, str]]:
+        """Models and lanes of all that wait."""
+        return self._queued.keys()

@@ -1,0 +1,61 @@
+"""In which lanes tenants have jobs waiting at other gateways: heard from these, and told to them."""
+
+import logging
+import time
+from collections.abc import Iterable
+from itertools import islice
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError, ProtocolError
+from protocol.lanes import LaneInUse, LanesInUse, decode_lanes, encode
+
+VALID_S: Final = 2.0  # some periods of telling: one lost message changes nothing
+MAX_TOLD: Final = 4096  # lanes in use in one message, some 100 bytes each
+
+log = logging.getLogger(__name__)
+
+
+class LanesElsewhere:
+    """What the other gateways have lately told."""
+
+    def __init__(self, bus: Bus, gateway_id: str) -> None:
+        self._bus = bus
+        self._gateway_id = gateway_id
+        self._heard: dict[str, tuple[float, frozenset[LaneInUse]]] = {}  # by gateway, with the time
+        self._has_told = False
+
+    async def start(self) -> None:
+        """Listen. Raises BusError."""
+        await self._bus.subscribe(subjects.LANES_IN_USE, self._on_message)
+
+    async def _on_message(self, message: Msg) -> None:
+        try:
+            told = decode_lanes(message.data)
+        except ProtocolError as error:
+            log.warning("another gateway's lanes: %s", error)
+            return
+        if told.gateway_id != self._gateway_id:
+            self._heard[told.gateway_id] = time.monotonic(), frozenset(told.lanes)
+
+    async def tell(self, in_use: Iterable[LaneInUse]) -> None:
+        """Let the others know of ours; silence says that there are none, once that has been said."""
+        lanes = tuple(islice(in_use, MAX_TOLD))
+        if lanes or self._has_told:
+            try:
+                await self._bus.publish(subjects.LANES_IN_USE, encode(LanesInUse(self._gateway_id, lanes)))
+            except BusError as error:  # told again soon
+                log.debug("the lanes in use could not be told: %s", error)
+        self._has_told = bool(lanes)
+
+    def use(self, lane: LaneInUse) -> bool:
+        """Whether one of the others has jobs of this tenant waiting there."""
+        return any(lane in lanes for _, lanes in self._heard.values())
+
+    def forget_old(self, now_s: float) -> None:
+        """Drop what was said too long ago."""
+        for gateway_id in [one for one, (heard_s, _) in self._heard.items() if now_s - heard_s > VALID_S]:
+            del self._heard[gateway_id]
