@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gateway.settings import IdempotencySettings, LimitSettings
 from spillway.config import Config, load_config
 from tests.unit.deploy.description import (
     COMPOSE_FILE,
@@ -36,6 +37,18 @@ def config_of(service_name: str) -> Config:
     return load_config(
         ROOT / "deploy/compose/spillway.toml", env={key: str(value) for key, value in environment.items()}
     )
+
+
+def test_the_examples_in_comments_are_settings_that_exist(tmp_path: Path) -> None:
+    text = (ROOT / "deploy/compose/spillway.toml").read_text()
+    uncommented = tmp_path / "spillway.toml"
+    uncommented.write_text(re.sub(r"^# (\[|\w+ = )", r"\1", text, flags=re.MULTILINE))
+    config = load_config(uncommented, env={})
+    assert (config.gateway.limits, config.gateway.idempotency) == (LimitSettings(), IdempotencySettings())
+    assert config.tenants["team-a"].weight == 3.0
+    pool = config.pools["demo"]
+    assert pool.gate is not None
+    assert pool.notice == "aws"
 
 
 def test_files_follow_the_compose_specification() -> None:
