@@ -8,11 +8,12 @@ their frozen settings from the methods of ``Config``.
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, get_args, get_origin
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSource
@@ -47,6 +48,8 @@ DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
 DEMO_MODEL_PATH: Final = Path(__file__).resolve().parent.parent / "models" / DEMO_MODEL_NAME
 ENV_PREFIX: Final = "SPILLWAY_"
+
+_ENGINES: Final[dict[str, type[BaseModel]]] = {"spillway": LocalEngineSettings, "scripted": ScriptedEngineSettings}
 
 
 class ConfigError(Exception):
@@ -260,7 +263,8 @@ def _validated(
         merged = _merge(_merge(base, _MappingEnvSource(environment)()), overrides or {})
         return Config(**merged)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {_explain(problem)}" for problem in error.errors())) from error
+        problems = [f"{_place(problem, where, environment)}: {_explain(problem)}" for problem in error.errors()]
+        raise ConfigError("\n".join(problems)) from error
     except SettingsError as error:
         raise ConfigError(f"environment: {error}") from error
 
@@ -273,13 +277,41 @@ def _refuse_unknown_sections(env: Mapping[str, str]) -> None:
             raise ConfigError(f"environment: {name}: there is no section {section.lower()!r}")
 
 
+def _place(problem: Mapping[str, Any], where: str, env: Mapping[str, str]) -> str:
+    """The variable that holds the value at fault, or else ``where``."""
+    variable = ENV_PREFIX + "__".join(_keys(problem)).upper()
+    return f"environment: {variable}" if variable in env else where
+
+
 def _explain(problem: Mapping[str, Any]) -> str:
-    # A tagged union's tag stands in the location between "engine" and the key; it is no key of the file.
-    keys = [
-        str(part) for part in problem["loc"] if part not in {"spillway", "scripted"} or problem["loc"][0] == "models"
-    ]
+    keys = _keys(problem)
     message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        message = f"there is no such key; there are: {', '.join(_keys_beside(problem['loc']))}"
+    elif problem["type"] == "union_tag_not_found":
+        message = f"'kind' is required: {', '.join(_ENGINES)}"
     return f"{'.'.join(keys)}: {message}" if keys else message
+
+
+def _keys(problem: Mapping[str, Any]) -> list[str]:
+    # A tagged union's tag stands in the location between "engine" and the key; it is no key of the file.
+    parts = problem["loc"]
+    return [str(part) for n, part in enumerate(parts) if n != 3 or parts[0] != "pools" or parts[2] != "engine"]
+
+
+def _keys_beside(location: Sequence[int | str]) -> list[str]:
+    """The keys that exist where the last one of ``location`` does not."""
+    here: Any = Config
+    for part in location[:-1]:
+        if isinstance(here, UnionType):
+            here = _ENGINES[str(part)]
+        elif get_origin(here) is dict:
+            here = get_args(here)[1]
+        else:
+            here = here.model_fields[str(part)].annotation
+            if NoneType in get_args(here):
+                here = get_args(here)[0]
+    return list(here.model_fields)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,9 @@ from spillway.up import up as run_up
 def up(
     config: ConfigOption = None,
     data: DataOption = None,
-    port: Annotated[int | None, typer.Option(help="HTTP port of the gateway (0: any free one).")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="HTTP port of the gateway (0: any free one).")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Serve this model: a folder, a Hugging Face name, or `scripted` (a fake engine).")
     ] = None,

@@ -86,7 +86,19 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (('tier = "spot"', 'tier = "cheapest"'), "pools.cheap.tier: Input should be 'spot'"),
-        (('path = "org/small"', 'pathh = "x"'), "pools.cheap.engine.pathh: Extra inputs are not permitted"),
+        (
+            ('path = "org/small"', 'pathh = "x"'),
+            "pools.cheap.engine.pathh: there is no such key; there are: kind, path, dtype,",
+        ),
+        (('kind = "spillway"', ""), "pools.cheap.engine: 'kind' is required: spillway, scripted"),
+        (
+            ("usd_per_hour = 0.4", "gate = { backlog = 3 }"),
+            "pools.cheap.gate.backlog: there is no such key; there are: backlog_jobs, oldest_s",
+        ),
+        (
+            ("[nats]", "[tenants.shop]\nwieght = 1\n[nats]"),
+            "tenants.shop.wieght: there is no such key; there are: weight, max_in_flight, max_queued",
+        ),
         (('kind = "spillway"', 'kind = "magic"'), "pools.cheap.engine"),
         (('models = ["small"]', 'models = ["large"]'), "pools.cheap.models: 'large' is not one of [models]: small"),
         (('aliases = ["gpt-4o-mini"]', 'aliases = ["small"]'), "models: small is named twice"),
@@ -94,13 +106,16 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
             ("context_length = 2048", "context_length = -1"),
             "models.small.context_length: Input should be greater than 0",
         ),
-        (("context_length = 2048", "context_lenght = 1"), "models.small.context_lenght: Extra inputs"),
+        (
+            ("context_length = 2048", "context_lenght = 1"),
+            "models.small.context_lenght: there is no such key; there are: context_length, ",
+        ),
         (("[nats]", "[tenants.shop]\nweight = 0\n[nats]"), "tenants.shop.weight: Input should be greater than 0"),
         (
             ("[nats]", "[gateway.limits]\nmax_queued_requests = 0\n[nats]"),
             "gateway.limits.max_queued_requests: Input should be greater than 0",
         ),
-        (("[nats]", "[natz]"), "natz: Extra inputs are not permitted"),
+        (("[nats]", "[natz]"), "natz: there is no such key; there are: data_dir, gateway, nats, "),
         (("data_dir =", "data_dir"), "spillway.toml"),
     ],
 )
@@ -120,8 +135,18 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
 def test_a_misspelt_variable_is_not_ignored(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="SPILLWAY_GATEWAYS__PORT"):
         load(tmp_path, GOOD, {"SPILLWAY_GATEWAYS__PORT": "1"})
-    with pytest.raises(ConfigError, match="gateway.prot"):
+    with pytest.raises(ConfigError, match="environment: SPILLWAY_GATEWAY__PROT: gateway.prot"):
         load(tmp_path, GOOD, {"SPILLWAY_GATEWAY__PROT": "1"})
+
+
+def test_an_error_says_whether_the_file_or_the_environment_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^environment: SPILLWAY_GATEWAY__PORT: gateway.port: Input should be"):
+        load(tmp_path, GOOD, {"SPILLWAY_GATEWAY__PORT": "many"})
+
+
+def test_a_pool_may_be_named_like_an_engine(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pools\.spillway\.tier"):
+        load(tmp_path, GOOD.replace("pools.cheap", "pools.spillway").replace('tier = "spot"', 'tier = "x"'))
 
 
 def test_missing_file_and_missing_pool_are_told(tmp_path: Path) -> None:
