@@ -40,7 +40,9 @@ class NatsServer:
     def start(self) -> None:
         binary = Path(sys.executable).with_name("nats-server")
         config = self._write_config()
-        self._process = subprocess.Popen([str(binary), "-c", str(config), "-l", str(self.folder / "nats.log")])
+        command = [str(binary), "-c", str(config), "-l", str(self.folder / "nats.log")]
+        # In a session of its own: Ctrl-C ends the tests, and these end it.
+        self._process = subprocess.Popen(command, start_new_session=True)
         self._wait_until_listening()
 
     def _write_config(self) -> Path:

@@ -80,6 +80,7 @@ class PostgresServer:
                 user=self._user,
                 group=self._user,
                 extra_groups=self._groups,
+                start_new_session=True,  # Ctrl-C ends the tests, and these end it
             )
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and self._process.poll() is None:

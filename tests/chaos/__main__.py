@@ -1,20 +1,23 @@
 """``python -m tests.chaos``: see the package's docstring for what is promised and how it is judged."""
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvloop
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tests.chaos.load_scenarios import LOAD_SCENARIOS
 from tests.chaos.load_scenarios.plan import LoadPlan, run_load
 from tests.chaos.report import Report
-from tests.chaos.run import ChaosError, Plan, run
+from tests.chaos.run import ChaosError, Plan, Progress, run
 from tests.chaos.scenarios import SCENARIOS, for_engine
 
 EPILOG = """
@@ -26,8 +29,10 @@ examples
   make chaos SCENARIO=kill KILLS=1000 SEED=1        the same from make
 
 The last line is one JSON object. The exit code is 0 if every promise was kept, 1 if one was broken (the first offences
-are shown with the processes' own log lines; --keep DIR keeps all logs), 2 if the system did not even work undisturbed.
+are shown with the processes' own log lines; --keep DIR keeps all logs), 2 if the system did not even work undisturbed,
+130 if it was interrupted: Ctrl-C and SIGTERM end all processes first.
 """
+INTERRUPTED = 130
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,15 +49,29 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=1, help="of questions, schedule and victims")
     parser.add_argument("--faults", type=int, help="how many strike; default: the scenario's own number")
-    parser.add_argument("--engine", choices=["scripted", "spillway"], default="scripted", help="what makes the tokens")
+    parser.add_argument(
+        "--engine", choices=["scripted", "spillway"], default="scripted", help="what makes the tokens; loads: scripted"
+    )
     parser.add_argument("--seconds", type=float, help="how long a load is offered; default: the scenario's own time")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs, queue and ledger in this new folder")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.scenario in LOAD_SCENARIOS and arguments.engine != "scripted":
+        parser.error(f"{arguments.scenario} is a load: it needs an engine whose speed is known, the scripted one")
+    return arguments
 
 
 def main() -> int:
     arguments = parse_arguments()
-    console = Console(stderr=True)
+    # asyncio ends everything in order on SIGINT, also where a shell ignores that for us; a SIGTERM shall do no less.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return _run_all(arguments, Console(stderr=True))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run_all(arguments: argparse.Namespace, console: Console) -> int:
     names = [*SCENARIOS, *LOAD_SCENARIOS] if arguments.scenario == "all" else [arguments.scenario]
     reports: list[Report] = []
     for name in names:
@@ -70,17 +89,7 @@ def main() -> int:
 
 
 def _run(plan: Plan, keep: Path | None, console: Console) -> Report:
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
-    tasks: dict[str, TaskID] = {}
-
-    def progress(what: str, done: int, of: int) -> None:
-        if what not in tasks:
-            tasks[what] = bar.add_task(what, total=of)
-        bar.update(tasks[what], completed=done)
-
-    with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, bar:
+    with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, _progress_shown(console) as progress:
         report = uvloop.run(run(plan, keep or Path(folder) / "run", progress))
     report.extras["engine"] = plan.scenario.shape.engine
     return _tell(report, console)
@@ -90,14 +99,28 @@ def _run_load(name: str, arguments: argparse.Namespace, console: Console) -> Rep
     scenario = LOAD_SCENARIOS[name]
     seconds, count = arguments.seconds or scenario.seconds, arguments.faults or scenario.count
     plan = LoadPlan(name, arguments.seed, seconds, count)
-    console.print(f"{name}: {scenario.about}")
-    with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder:
+    keep = arguments.keep and arguments.keep / name
+    with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, _progress_shown(console) as progress:
         began_s = time.monotonic()
-        report = uvloop.run(
-            run_load(scenario, plan, (arguments.keep and arguments.keep / name) or Path(folder) / "run")
-        )
+        report = uvloop.run(run_load(scenario, plan, keep or Path(folder) / "run", progress))
         report.duration_s = time.monotonic() - began_s
+    report.extras["engine"] = scenario.shape.engine
     return _tell(report, console)
+
+
+@contextmanager
+def _progress_shown(console: Console) -> Iterator[Progress]:
+    """A bar for each thing that goes on: so many done of so many; loads show answers of requests so far."""
+    columns = ("{task.description}", rich_progress.BarColumn(), rich_progress.MofNCompleteColumn())
+    tasks: dict[str, rich_progress.TaskID] = {}
+    with rich_progress.Progress(*columns, rich_progress.TimeElapsedColumn(), console=console) as bar:
+
+        def show(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what)
+            bar.update(tasks[what], completed=done, total=of)
+
+        yield show
 
 
 def _tell(report: Report, console: Console) -> Report:

@@ -37,6 +37,7 @@ class Strike:
     at_s: float  # monotonic
     worker_id: str | None  # None: no single worker
     streams: list[str]  # the requests in mid-stream that it concerns
+    in_flight: int  # requests asked and not answered, of all callers
     mended_s: float | None = None
     may_stay: bool = False  # whether streams may go on with the same worker
     port: int | None = None  # of the gateway that was killed
@@ -69,7 +70,8 @@ class Chaos:
         """Write a fault down, just before it strikes."""
         worker_id = worker.worker_id if worker else None
         concerned = of or (lambda request: worker_id is None or self.system.watcher.worker_of(request) == worker_id)
-        strike = Strike(kind, time.monotonic(), worker_id, self.load.mid_stream(concerned))
+        streams, in_flight = self.load.mid_stream(concerned), len(self.load.open)
+        strike = Strike(kind, time.monotonic(), worker_id, streams, in_flight)
         self.strikes.append(strike)
         return strike
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,16 +98,23 @@ class Report:
                 "dead_letters": self.dead_letters,
                 "attempts_max": self.attempts_max,
                 "duration_s": round(self.duration_s, 1),
-                **self.extras,
+                "broken": len(self.offences),
+                **{name: _for_json(value) for name, value in self.extras.items()},
             }
         )
 
     def show(self, console: Console) -> None:
-        """Print the gaps by kind of fault, and the first offences."""
+        """Print the gaps by kind of fault, the scenario's own figures, and the first offences."""
         table = Table("fault", "gaps", "p50 ms", "p99 ms", "max ms", title=f"{self.scenario}, seed {self.seed}")
         for kind, gaps in sorted(self.gaps_ms.items()):
             table.add_row(kind, str(len(gaps)), *(str(percentile(gaps, p)) for p in (50, 99, 100)))
-        console.print(table)
+        if self.gaps_ms:
+            console.print(table)
+        console.print(
+            f"{self.scenario}: {self.requests} requests, {self.errors} errors, {self.ledger_rows} ledger rows"
+        )
+        for name, value in self.extras.items():
+            console.print(f"  {name:<32} {value}", markup=False)
         for offence in self.offences[:5]:
             console.print(f"BROKEN: {offence.what} {offence.request_id or ''}\n{offence.details}", markup=False)
         if len(self.offences) > 5:
@@ -120,6 +127,11 @@ def percentile(values: Sequence[float], per_cent: float) -> float | None:
         return None
     ordered = sorted(values)
     return round(ordered[max(0, math.ceil(len(ordered) * per_cent / 100) - 1)], 1)
+
+
+def _for_json(value: object) -> object:
+    """JSON has no infinity: what never came is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -191,6 +203,17 @@ def _longest_pause_s(arrivals_s: list[float], from_s: float, until_s: float) -> 
         if later > from_s and earlier < until_s + PAUSE_WINDOW_S
     ]
     return max(pauses, default=None)
+
+
+def judge_gaps(report: Report, limits_ms: Mapping[str, Mapping[float, float]]) -> None:
+    """Hold the gaps to their bounds, given by kind of fault and percentile; without a gap nothing has been proven."""
+    for kind, bounds_ms in limits_ms.items():
+        for per_cent, limit_ms in bounds_ms.items():
+            gap_ms = percentile(report.gaps_ms.get(kind, ()), per_cent)
+            if gap_ms is None:
+                report.offend(f"{kind} struck no stream")
+            elif gap_ms > limit_ms:
+                report.offend(f"{per_cent:g} % of the gaps after {kind} must be {limit_ms:g} ms at most: {gap_ms:g} ms")
 
 
 # --- ledger -----------------------------------------------------------------------------------------------------------

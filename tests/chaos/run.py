@@ -18,6 +18,7 @@ from tests.chaos.report import (
     accepted_ids,
     excused_ids,
     judge_answers,
+    judge_gaps,
     judge_ledger,
     judge_poisoned,
     measure_gaps,
@@ -30,6 +31,10 @@ IDLE_LIMIT_S = 15.0  # after the last answer, nothing may go on running for nobo
 SHUTTLE_S = 2.0  # load goes on after the last fault
 ANSWER_TOKENS = (30, 90)
 Progress = Callable[[str, int, int], None]  # what, done, of how many
+
+
+def no_progress(_what: str, _done: int, _of: int) -> None:
+    """Tell nobody."""
 
 
 class ChaosError(Exception):
@@ -55,7 +60,7 @@ class Plan:
         return [(kind, rng.uniform(0.5, 1.5) * scenario.every_s) for kind in kinds]
 
 
-async def run(plan: Plan, folder: Path, progress: Progress = lambda _what, _done, _of: None) -> Report:
+async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Report:
     """Run a plan in an empty folder. Raises ChaosError if the system does not even work undisturbed."""
     began_s = time.monotonic()
     shape = plan.scenario.shape
@@ -76,9 +81,11 @@ async def run(plan: Plan, folder: Path, progress: Progress = lambda _what, _done
         if report.orphans:
             report.offend(f"{report.orphans} requests still run for nobody {IDLE_LIMIT_S:g} s after the last answer")
         await _reckon(report, chaos, load.calls[before:], oracle_calls, exact_logprobs=is_scripted)
+        judge_gaps(report, plan.scenario.gap_limits_ms)
         report.extras["workers_started"] = system.farm.started
+        report.extras["in_flight_min"] = min((strike.in_flight for strike in chaos.strikes), default=0)
         report.duration_s = time.monotonic() - began_s
-        _add_log_lines(report, system)
+        add_log_lines(report, system)
     return report
 
 
@@ -125,10 +132,11 @@ async def _reckon(
     measure_gaps(report, chaos.strikes, calls, system.watcher)
     excused = excused_ids(everything, chaos.strikes)
     rows = await settled_rows(system.database, accepted_ids(everything) - excused)
-    tokens_of = {n: rows[call.request_id or ""].completion_tokens for n, call in oracle_calls.items()}
+    undisturbed = {n: row for n, call in oracle_calls.items() if (row := rows.get(call.request_id or ""))}
+    tokens_of = {n: row.completion_tokens for n, row in undisturbed.items()}
     for number, call in oracle_calls.items():
         usage = oracle[number].usage
-        if usage is not None and usage["completion_tokens"] != tokens_of[number]:
+        if usage is not None and usage["completion_tokens"] != tokens_of.get(number):
             report.offend("an undisturbed answer's usage and its ledger row differ", call.request_id)
     judge_ledger(report, everything, rows, tokens_of, excused)
     if poisoned:
@@ -136,8 +144,10 @@ async def _reckon(
         judge_poisoned(report, poisoned, int(state["messages"]))
 
 
-def _add_log_lines(report: Report, system: System) -> None:
-    """Give the first offence what the processes said about it, while their logs are still there."""
+def add_log_lines(report: Report, system: System) -> None:
+    """Give the first offences what the processes said about them, while their logs are still there."""
+    if report.offences and (died := "\n".join(system.log_lines('"critical"'))):
+        report.offend("processes complained", details=died)
     for number, offence in enumerate(report.offences[:3]):
         if offence.request_id is not None:
             runs = "\n".join(map(str, system.watcher.runs.get(offence.request_id, ())))

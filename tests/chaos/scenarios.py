@@ -1,5 +1,6 @@
 """The scenarios: which faults, how often, on how many of what."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tests.chaos.system import EngineKind, Shape
@@ -15,12 +16,19 @@ class Scenario:
     every_s: float  # mean time from one fault's end to the next
     shape: Shape = field(default_factory=Shape)
     callers: int = 16
+    gap_limits_ms: Mapping[str, Mapping[float, float]] = field(default_factory=dict)  # by kind of fault and percentile
 
 
 SCENARIOS = {
-    "kill": Scenario("SIGKILL a worker in mid-stream", {"kill": 1}, 1000, 0.25),
-    "freeze": Scenario("SIGSTOP a worker for seconds, then SIGCONT", {"freeze": 1}, 20, 0.5),
-    "drain": Scenario("SIGTERM a worker: hand back with state", {"drain": 1}, 100, 0.3),
+    "kill": Scenario(
+        "SIGKILL a worker in mid-stream", {"kill": 1}, 1000, 0.25, gap_limits_ms={"kill": {50: 150, 99: 2000}}
+    ),
+    "freeze": Scenario(
+        "SIGSTOP a worker for seconds, then SIGCONT", {"freeze": 1}, 20, 0.5, gap_limits_ms={"freeze": {100: 5000}}
+    ),
+    "drain": Scenario(
+        "SIGTERM a worker: hand back with state", {"drain": 1}, 100, 0.3, gap_limits_ms={"drain": {99: 1000}}
+    ),
     "cut": Scenario("break or silence a worker's connection", {"cut": 2, "silence": 1}, 40, 0.5, Shape(proxied=True)),
     "slow": Scenario("a worker that is 20 times slower", {"slow": 1}, 10, 0.5),
     "poison": Scenario("jobs that kill every worker", {"poison": 1}, 10, 1.0, Shape(max_attempts=4)),

@@ -24,6 +24,7 @@ from tests.postgres import TEMPLATE, PostgresServer
 
 MODEL = "chaos"
 STOP_LIMIT_S = 45.0
+SHUTDOWN_S = 1.0  # of gateways: callers are only left at the end of a run that is interrupted
 EngineKind = Literal["scripted", "spillway"]
 
 
@@ -41,7 +42,7 @@ class Shape:
     max_sequences: int = 64  # per worker
     drain_s: float = 0.3  # shorter than most streams last, so that a drain hands back
     max_attempts: int = 30  # the cap is a matter of poisonous jobs; a chaotic minute may kill one stream often
-    gateway_settings: dict[str, Any] = field(default_factory=dict)  # further keys of [gateway]
+    gateway_timeouts: dict[str, float] = field(default_factory=dict)  # further keys of [gateway.timeouts]
     worker_settings: dict[str, Any] = field(default_factory=dict)  # further keys of [pools.chaos]
     tenants: dict[str, float] = field(default_factory=dict)  # further API keys and their weights
 
@@ -135,7 +136,11 @@ class System:
         for number, port in enumerate(self.ports):
             config = {
                 "data_dir": str(self.folder),
-                "gateway": {"port": port, "max_attempts": shape.max_attempts, **shape.gateway_settings},
+                "gateway": {
+                    "port": port,
+                    "max_attempts": shape.max_attempts,
+                    "timeouts": {"shutdown_s": SHUTDOWN_S, **shape.gateway_timeouts},
+                },
                 "nats": {
                     "urls": [server.url for server in self.queue_servers],
                     "queue": {"replicas": 3 if shape.cluster else 1},

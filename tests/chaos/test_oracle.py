@@ -10,9 +10,10 @@ from tests.chaos.client import Reply
 from tests.chaos.faults import Strike
 from tests.chaos.ledger import LedgerRow
 from tests.chaos.load import Call
+from tests.chaos.load_scenarios.plan import expect
 from tests.chaos.mix import Question, questions
 from tests.chaos.oracle import Answer, BadAnswer, Choice, Difference, compare, read
-from tests.chaos.report import Report, judge_answers, judge_ledger, measure_gaps
+from tests.chaos.report import Report, judge_answers, judge_gaps, judge_ledger, measure_gaps
 from tests.chaos.watcher import Run, Watcher
 
 STREAMED = Question(1, "/v1/chat/completions", {"stream": True})
@@ -110,7 +111,7 @@ def test_a_gap_ends_with_the_next_workers_first_token() -> None:
     watcher = Watcher({"req_1": [Run(0.5, "w1", 1), Run(3.2, "w2", 2)]})
     call = Call(STREAMED, [reply(*[chunk("x")] * 6)])  # tokens arrive at 0, 1, … 5
     report = Report("test", 1, 1)
-    measure_gaps(report, [Strike("kill", 2.5, "w1", ["req_1"])], [call], watcher)
+    measure_gaps(report, [Strike("kill", 2.5, "w1", ["req_1"], 1)], [call], watcher)
     assert report.gaps_ms["kill"] == [pytest.approx(1500)]  # the token at 3.0 was under way when w1 died
 
 
@@ -121,3 +122,27 @@ def test_the_same_seed_asks_the_same_questions() -> None:
     assert make(1) == make(1) != make(2)
     keys = {key for question in make(1) for key in question.body}
     assert {"stop", "logprobs", "n", "seed", "stream", "stream_options", "prompt", "messages"} <= keys
+
+
+@pytest.mark.parametrize(("gaps_ms", "broken"), [([100.0, 151.0], 0), ([151.0, 151.0], 1), ([100.0, 100.0, 2001.0], 1)])
+def test_gaps_are_held_to_their_bounds(gaps_ms: list[float], broken: int) -> None:
+    report = Report("kill", 1, 2)
+    report.gaps_ms["kill"] = gaps_ms
+    judge_gaps(report, {"kill": {50: 150, 99: 2000}})
+    assert len(report.offences) == broken
+
+
+def test_a_fault_that_struck_no_stream_proves_nothing() -> None:
+    report = Report("kill", 1, 2)
+    judge_gaps(report, {"kill": {50: 150}})
+    assert not report.kept
+
+
+@pytest.mark.parametrize(("value", "kept"), [(1.0, True), (1.001, False), (None, False), (float("inf"), False)])
+def test_a_figure_beyond_its_bound_or_without_a_measurement_is_a_broken_promise(
+    value: float | None, kept: bool
+) -> None:
+    report = Report("load", 1, 0)
+    expect(report, "figure", value, at_most=1.0)
+    assert report.kept is kept
+    assert "Infinity" not in report.line()

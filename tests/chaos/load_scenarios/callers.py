@@ -1,7 +1,6 @@
 """Open-loop callers: each request at its time, whatever became of the earlier ones, and every answer looked at."""
 
 import asyncio
-import itertools
 import random
 import re
 import time
@@ -16,7 +15,7 @@ from benchmarks.scripted_answers import ScriptedAnswers
 from benchmarks.stream_client import Answer, Exchange, Patience, exchange, read
 from protocol.messages import decode_job
 from tests.chaos.client import http_request
-from tests.chaos.ledger import SETTLE_LIMIT_S, LedgerRow, settled_rows
+from tests.chaos.ledger import settled_rows
 from tests.chaos.mix import SUBJECTS
 from tests.chaos.report import Report
 from tests.chaos.system import MODEL, System
@@ -59,10 +58,10 @@ class Callers:
 
     def __init__(self, system: System, seed: int) -> None:
         self.asked: list[Asked] = []
+        self.started = 0
         self._system = system
         self._answers = ScriptedAnswers()
         self._rng = random.Random(f"callers {seed}")
-        self._numbers = itertools.count(1)
         self._queued: set[str] = set()
 
     async def listen(self) -> None:
@@ -92,8 +91,8 @@ class Callers:
         on_piece: Callable[[Exchange], None] | None = None,
     ) -> Asked:
         """Ask one question and wait for the end of its answer. ``wish`` goes to the scripted engine."""
-        number = next(self._numbers)
-        prompt = f"Question {number}: what of {self._rng.choice(SUBJECTS)}? [[tokens={tokens}]]{wish}"
+        self.started += 1
+        prompt = f"Question {self.started}: what of {self._rng.choice(SUBJECTS)}? [[tokens={tokens}]]{wish}"
         body: dict[str, Any] = {
             "model": MODEL,
             "max_tokens": tokens,
@@ -144,25 +143,18 @@ class Callers:
             report.difference.repeated += max(0, len(given) - len(wanted))
             report.difference.changed += len(given) == len(wanted)
             report.offend("another answer than the undisturbed one", asked.request_id, f"{wanted}\n{given}")
-        elif asked.answer.completion_tokens != asked.tokens:
+            return
+        report.first_token_ms.append(asked.ttft_s * 1000)
+        if asked.answer.completion_tokens != asked.tokens:
             report.miscounted += 1
             report.offend(f"usage says {asked.answer.completion_tokens} of {asked.tokens} tokens", asked.request_id)
-
-    async def _rows_of(self, request_ids: Iterable[str]) -> dict[str, LedgerRow]:
-        """All rows there are, once those of the requests are there or the ledger has had its time."""
-        deadline_s = time.monotonic() + SETTLE_LIMIT_S
-        wanted = set(request_ids)
-        rows = await settled_rows(self._system.database, wanted)
-        while not wanted <= rows.keys() and time.monotonic() < deadline_s:
-            await asyncio.sleep(READY_POLL_S)
-            rows = await settled_rows(self._system.database, wanted)
-        return rows
 
     async def _judge_ledger(self, report: Report) -> None:
         """One row per admitted request: those whose head a caller has seen, and those that were put into the queue."""
         by_id = {asked.request_id: asked for asked in self.asked if asked.request_id and asked.record.status == 200}
         admitted = by_id.keys() | self._queued
-        rows = await self._rows_of(admitted)
+        rows = await settled_rows(self._system.database, admitted)
+        report.attempts_max = max((row.attempts for row in rows.values()), default=0)
         report.accepted, report.ledger_rows = len(admitted), len(rows)
         report.extras["left_before_queued"] = len(rows.keys() - admitted)  # rows without a token, for completeness
         for request_id in admitted - rows.keys():

@@ -1,5 +1,6 @@
 """What a load scenario is, how it is run, and how its figures are judged."""
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,10 @@ from typing import Any
 
 from tests.chaos.load_scenarios.callers import Callers
 from tests.chaos.report import Report
+from tests.chaos.run import IDLE_LIMIT_S, Progress, add_log_lines, no_progress
 from tests.chaos.system import Shape, System
+
+PROGRESS_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -65,21 +69,44 @@ class Ceiling:
         return self.tokens_per_s / self.tokens
 
 
-async def run_load(scenario: LoadScenario, plan: LoadPlan, folder: Path) -> Report:
-    """Play a scenario in an empty folder, and judge all answers and the ledger."""
+async def run_load(scenario: LoadScenario, plan: LoadPlan, folder: Path, progress: Progress = no_progress) -> Report:
+    """Play a scenario in an empty folder, and judge all answers, what still runs, and the ledger."""
     report = Report(plan.name, plan.seed, 0)
     async with System(folder, scenario.shape) as system:
         callers = Callers(system, plan.seed)
         await callers.listen()
         if scenario.shape.workers:
             await callers.wait_until_served()
-        await scenario.play(Stage(system, callers, plan, report))
+        ticker = asyncio.create_task(_tell_progress(callers, plan.name, progress))
+        try:
+            await scenario.play(Stage(system, callers, plan, report))
+        finally:
+            ticker.cancel()
+        await expect_idle(report, system)
         await callers.reckon(report)
+        add_log_lines(report, system)
     return report
 
 
-def expect(report: Report, name: str, value: float, *, at_most: float) -> None:
-    """Put a figure and its bound into the report; beyond the bound it is a broken promise."""
-    report.extras[name] = round(value, 3)
-    if not value <= at_most:
+async def _tell_progress(callers: Callers, name: str, progress: Progress) -> None:
+    while True:
+        progress(name, len(callers.asked), callers.started)
+        await asyncio.sleep(PROGRESS_PERIOD_S)
+
+
+def expect(report: Report, name: str, value: float | None, *, at_most: float) -> None:
+    """Put a figure and its bound into the report; beyond the bound, or without a figure, it is a broken promise."""
+    report.extras[name] = None if value is None else round(value, 3)
+    report.extras[f"{name}_limit"] = round(at_most, 3)
+    if value is None:
+        report.offend(f"nothing was measured for {name}")
+    elif not value <= at_most:
         report.offend(f"{name} is {value:.3f}, and may be {at_most:.3f} at most")
+
+
+async def expect_idle(report: Report, system: System) -> None:
+    """Nothing may go on running for nobody."""
+    orphans = await system.watcher.wait_until_idle(set(system.farm.live), IDLE_LIMIT_S)
+    report.orphans += orphans
+    if orphans:
+        report.offend(f"{orphans} requests still run for nobody {IDLE_LIMIT_S:g} s after the last answer")

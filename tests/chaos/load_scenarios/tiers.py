@@ -49,12 +49,10 @@ async def tiers(stage: Stage) -> None:
         cheap = await _spawn_cheap(system)
         await _settle(system, cheap)
     jobs_in_health += await _in_health(system, callers, plan.seconds, dear)
-    if not cut_ms:
-        report.offend("no stream was cut: nothing was tested")
     expect(report, "dear_jobs_in_health", jobs_in_health, at_most=0)
     limit_ms = plan.slack * TAKEOVER_LIMIT_S * 1000
-    expect(report, "cut_streams_ms_max", percentile(cut_ms, 100) or 0.0, at_most=limit_ms)
-    expect(report, "new_requests_ttft_ms_max", percentile(new_ms, 100) or 0.0, at_most=limit_ms)
+    expect(report, "cut_streams_ms_max", percentile(cut_ms, 100), at_most=limit_ms)
+    expect(report, "new_requests_ttft_ms_max", percentile(new_ms, 100), at_most=limit_ms)
     report.gaps_ms["cheap pool killed"] = cut_ms
     report.extras |= {"cut_streams": len(cut_ms), "new_requests": len(new_ms)}
     report.extras["attempts_by_pool"] = await _attempts_by_pool(system)
