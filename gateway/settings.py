@@ -13,7 +13,7 @@ class Settings(BaseModel):
 
 
 PositiveInt = Annotated[int, Field(gt=0)]
-PositiveSeconds = Annotated[float, Field(gt=0)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity
 
 
 class ModelSettings(Settings):

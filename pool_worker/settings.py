@@ -13,7 +13,7 @@ class Settings(BaseModel):
 
 PositiveInt = Annotated[int, Field(gt=0)]
 HttpAddress = Annotated[str, Field(pattern="^https?://")]
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=31_536_000)]  # a year: timers take no infinity
 Share = Annotated[float, Field(ge=0, lt=1)]
 NoticeKind = Literal["none", "aws", "gcp", "azure", "runpod", "salad"]
 Tier = Literal["spot", "reserved", "on-demand", "hosted"]

@@ -115,6 +115,14 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
             ("[nats]", "[gateway.limits]\nmax_queued_requests = 0\n[nats]"),
             "gateway.limits.max_queued_requests: Input should be greater than 0",
         ),
+        (
+            ("[nats]", "[gateway.timeouts]\nqueue_wait_s = inf\n[nats]"),
+            "gateway.timeouts.queue_wait_s: Input should be less than or equal to",
+        ),
+        (
+            ("usd_per_hour = 0.4", "drain_s = inf"),
+            "pools.cheap.drain_s: Input should be less than or equal to",
+        ),
         (("[nats]", "[natz]"), "natz: there is no such key; there are: data_dir, gateway, nats, "),
         (("data_dir =", "data_dir"), "spillway.toml"),
     ],
