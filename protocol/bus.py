@@ -249,7 +249,13 @@ class Bus:
         return _checked(msgspec.json.decode(reply.data))
 
     async def delete_message(self, stream: str, sequence: int) -> bool:
-        """Delete one message from a stream; False if it is gone already. Raises BusTimeout or ApiError."""
+        """Delete one message from a stream; False if it is gone already.
+
+        Raises BusTimeout, ApiError, or BusError at once while there is no connection: the client would send it later,
+        when a server that has lost the stream may have given the number to another message.
+        """
+        if not self.connected:
+            raise BusError(f"cannot delete message {sequence} of {stream}: not connected")
         try:
             await self.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})
         except ApiError as error:

@@ -165,6 +165,26 @@ async def test_after_a_crash_of_the_server_the_hooks_run_and_the_queue_works_aga
     await taker.wait_for(1)
 
 
+async def test_a_deletion_does_not_outlive_its_connection(bus: Bus, nats_url: str, nats_server: NatsServer) -> None:
+    other = await Bus.connect(nats_url, name="other")
+    sequence = await publish(bus, 1)
+    nats_server.kill()
+    async with asyncio.timeout(WAIT_S):
+        while bus.connected or other.connected:
+            await asyncio.sleep(0.01)
+    with pytest.raises(BusError, match="not connected"):
+        await bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
+    nats_server.start()
+    async with asyncio.timeout(WAIT_S):
+        while not (bus.connected and other.connected):
+            await asyncio.sleep(0.01)
+    await topology.apply(other, [MODEL], topology.QueueBounds())
+    assert await publish(other, 1) == sequence  # another job has the number now
+    await bus.client.flush()
+    assert await other.delete_message(subjects.INTERACTIVE_STREAM, sequence)  # it was still there
+    await other.close()
+
+
 async def test_model_cards_and_tokenizers_are_stored_once_and_found(bus: Bus) -> None:
     tokenizer = b'{"a": "' + b"x" * 300_000 + b'"}'
     card = ModelCard(PROTOCOL_VERSION, MODEL, 1024, artifacts.tokenizer_object_name(tokenizer), "{{ messages }}")
