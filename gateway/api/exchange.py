@@ -1,5 +1,6 @@
 """One HTTP exchange in plain ASGI: its headers, its id, and the ways to answer."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -16,6 +17,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
+UNREAD_LIMIT_S: Final = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
 JSON_TYPE: Final = (b"content-type", b"application/json")
 SSE_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -97,15 +99,21 @@ class Exchange:
 
     async def answer_json(self, body: bytes, request: OpenRequest | None = None) -> None:
         """Send a whole JSON answer."""
-        await self.start(200, [JSON_TYPE, (b"content-length", b"%d" % len(body))], request)
-        await self.write(body, more=False)
+        await self._answer_whole(200, body, [], request)
 
     async def answer_error(self, error: ApiError, request: OpenRequest | None = None) -> None:
         """Send a whole error answer."""
-        body = error.envelope()
-        headers = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *error.headers()]
-        await self.start(error.status, headers, request)
-        await self.write(body, more=False)
+        await self._answer_whole(error.status, error.envelope(), error.headers(), request)
+
+    async def _answer_whole(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], request: OpenRequest | None
+    ) -> None:
+        try:
+            async with asyncio.timeout(UNREAD_LIMIT_S):
+                await self.start(status, [JSON_TYPE, (b"content-length", b"%d" % len(body)), *headers], request)
+                await self.write(body, more=False)
+        except TimeoutError:
+            self.abort()
 
     def abort(self) -> None:
         """Break the connection off at once, dropping what the client has not read."""

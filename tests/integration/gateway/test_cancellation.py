@@ -1,12 +1,14 @@
 """Callers that leave: the work is stopped everywhere and what was made is recorded once, exactly."""
 
 import asyncio
+import json
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from gateway.api import exchange as exchange_module
 from protocol import subjects
 from protocol.pull import ack
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
@@ -193,3 +195,27 @@ async def test_leaving_before_the_body_is_here(start_gateway: Start) -> None:
     writer.transport.abort()
     await gateway.client().chat.completions.create(model=MODEL, messages=HELLO)
     assert len(await gateway.records()) == len(worker.attempts) == 1
+
+
+async def test_answers_that_nobody_reads_hold_nothing_up(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "UNREAD_LIMIT_S", 0.2)
+    gateway = await start_gateway()
+
+    async def much(attempt: Attempt) -> None:
+        await attempt.accept()
+        for _ in range(100):
+            await attempt.tokens("x" * 100_000)
+        await attempt.tokens("x", finish_reason="stop")
+        await attempt.finish()
+
+    await gateway.add_worker(script=much)
+    body = json.dumps({"model": MODEL, "messages": HELLO}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\n"
+    asking = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    address = urlsplit(gateway.url)
+    _, writer = await asyncio.open_connection(address.hostname, address.port, limit=1024)
+    writer.write(asking)  # more than the sockets hold, so that the second answer has to wait
+    assert len(await gateway.records(1)) == 1
+    writer.write(asking)
+    assert len(await gateway.records(2)) == 2
+    writer.transport.abort()
