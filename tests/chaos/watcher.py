@@ -51,6 +51,10 @@ class Watcher:
         """Whether the worker has ever told of itself."""
         return worker_id in self._beats
 
+    def beat_of(self, worker_id: str) -> Heartbeat:
+        """What the worker has last told of itself; it must have."""
+        return self._beats[worker_id][1]
+
     def busy_sequences(self, worker_ids: set[str]) -> int:
         """How many requests these workers say they hold."""
         return sum(beat.running for worker_id, (_, beat) in self._beats.items() if worker_id in worker_ids)

@@ -178,6 +178,10 @@ async def _messages(system: System) -> int:
 async def _until_idle(report: Report, system: System) -> None:
     """Nothing runs and nothing waits; what still does after a while has leaked."""
     await expect_idle(report, system)
+    for worker_id in system.farm.live:
+        beat = system.watcher.beat_of(worker_id)
+        if (beat.free_sequences, beat.free_kv_tokens) != (beat.max_sequences, beat.max_kv_tokens):
+            report.offend(f"an idle worker says that something is taken: {beat}")
     with contextlib.suppress(TimeoutError):
         await _until_queued(system, 0)
         return

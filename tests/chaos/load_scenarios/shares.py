@@ -16,6 +16,7 @@ TOKENS = 32
 FEW_TOKENS = 4
 FAIR_SHAPE = Shape(workers=2, max_sequences=10, inter_token_s=0.05, tenants={BUSY: 1.0, QUIET: 1.0})
 WEIGHTS_SHAPE = Shape(workers=2, max_sequences=10, inter_token_s=0.05, tenants={BUSY: 3.0, QUIET: 1.0})
+MIN_FLOOD = 0.8  # of capacity: what others must be kept busy with, or nothing is proven; a tenth is reserved
 ALONE_S = 10.0  # how long it is measured how it is without others
 BEFORE_PER_S = 2.0
 
@@ -62,13 +63,16 @@ async def light_tenant(stage: Stage) -> None:
     ceiling = Ceiling(stage.system.shape, TOKENS)
     alone = await callers.offer(BEFORE_PER_S, ALONE_S, tokens=TOKENS, tenant=QUIET)
     leave = asyncio.Event()
+    first_s = time.perf_counter()
     heavy = asyncio.create_task(
         callers.offer(10 * ceiling.requests_per_s, plan.seconds, tokens=TOKENS, tenant=BUSY, leave=leave)
     )
     await asyncio.sleep(ceiling.service_s)  # until the spike holds every slot
     light = await callers.offer(1.0, plan.seconds - ceiling.service_s, tokens=TOKENS, tenant=QUIET)
+    until_s = time.perf_counter()
     leave.set()
     await heavy
+    _expect_flood(stage, ceiling, first_s + ceiling.service_s, until_s)
     bound_ms = plan.slack * (2 * _ttft_p95(report, "alone", alone) + ceiling.service_s * 1000)
     expect(report, "light_ttft_ms_p95", percentile(ttfts_ms(light), 95), at_most=bound_ms)
 
@@ -88,15 +92,17 @@ async def batch(stage: Stage) -> None:
     until_s = time.perf_counter()
     leave.set()
     await flood
-    report.extras["batch_tokens_per_s"] = round(
-        served_tokens(callers.asked, first_s + ceiling.service_s, until_s)[BUSY]
-        / (until_s - first_s - ceiling.service_s),
-        1,
-    )
-    report.extras["capacity_tokens_per_s"] = ceiling.tokens_per_s
+    _expect_flood(stage, ceiling, first_s + ceiling.service_s, until_s)
     step_ms = stage.system.shape.inter_token_s * 1000
     bound_ms = plan.slack * (1.5 * _ttft_p95(report, "idle", idle) + step_ms)
     expect(report, "interactive_ttft_ms_p95", percentile(ttfts_ms(interactive), 95), at_most=bound_ms)
+
+
+def _expect_flood(stage: Stage, ceiling: Ceiling, from_s: float, until_s: float) -> None:
+    rate = served_tokens(stage.callers.asked, from_s, until_s)[BUSY] / (until_s - from_s)
+    stage.report.extras |= {"flood_tokens_per_s": round(rate, 1), "capacity_tokens_per_s": ceiling.tokens_per_s}
+    limit = stage.plan.slack / MIN_FLOOD
+    expect(stage.report, "capacity_over_flood", ceiling.tokens_per_s / max(rate, 1.0), at_most=limit)
 
 
 def _ttft_p95(report: Report, name: str, asked: Sequence[Asked]) -> float:
