@@ -45,6 +45,7 @@ from typing import Any, Final
 import psutil
 import uvloop
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from benchmarks import load_client
@@ -63,6 +64,7 @@ MAX_BACKOFF_S: Final = 8.0
 MAX_RETRY_AFTER_S: Final = 60.0
 ENGINES: Final = 2
 SUCCESSES: Final = frozenset({"answered", "miscounted"})
+PROGRESS_PERIOD_S: Final = 0.5
 TAIL_PIECES: Final = 3
 TAIL_BYTES: Final = 400
 WORDS: Final = ("why", "does", "the", "river", "rise", "over", "a", "dam", "when", "its", "gates", "hold", "water")
@@ -122,13 +124,14 @@ class Callers:
         self._patience = patience
         self._answers = ScriptedAnswers()
         self._random = random.Random(SEED)
+        self.count = round(fault.rate_per_s * fault.seconds)
+        self.ended = 0
 
     async def run(self) -> list[Outcome]:
         """Call, and return when the last caller has seen the end."""
-        count = round(self._fault.rate_per_s * self._fault.seconds)
         first_s = time.perf_counter()
         calls = []
-        for number in range(count):
+        for number in range(self.count):
             due_s = first_s + number / self._fault.rate_per_s
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             words = " ".join(self._random.choices(WORDS, k=12))
@@ -144,6 +147,7 @@ class Callers:
             if retry == RETRIES or not _is_retried(record):
                 break
             await asyncio.sleep(_backoff_s(record, retry, chance))
+        self.ended += 1
         expected = self._expected(prompt)
         tail = b"".join(piece for _, piece in record.pieces[-TAIL_PIECES:])[-TAIL_BYTES:].decode(errors="replace")
         return Outcome(verdict(record, expected), record.latency_s, retry, tail)
@@ -206,7 +210,13 @@ async def _kill_in_turn(system: ComparedSystem, period_s: float, kills: list[flo
         number += 1
 
 
-async def measure(name: str, fault: Fault, patience: Patience) -> dict[str, Any]:
+async def _show_progress(callers: Callers, status: Status) -> None:
+    while True:
+        status.update(f"{callers.ended} of {callers.count} requests have ended")
+        await asyncio.sleep(PROGRESS_PERIOD_S)
+
+
+async def measure(name: str, fault: Fault, patience: Patience, status: Status) -> dict[str, Any]:
     """One system under one fault."""
     with tempfile.TemporaryDirectory(prefix="spillway-failures-") as folder:
         async with SYSTEMS[name](Path(folder), fault.shape) as system:
@@ -215,9 +225,12 @@ async def measure(name: str, fault: Fault, patience: Patience) -> dict[str, Any]
             killer = None
             if fault.kill_period_s is not None:
                 killer = asyncio.create_task(_kill_in_turn(system, fault.kill_period_s, kills), name="killer")
+            callers = Callers(system, fault, patience)
+            progress = asyncio.create_task(_show_progress(callers, status), name="progress")
             psutil.cpu_percent()
-            outcomes = await Callers(system, fault, patience).run()
+            outcomes = await callers.run()
             busy = psutil.cpu_percent()
+            progress.cancel()
             if killer is not None:
                 killer.cancel()
                 await asyncio.gather(killer, return_exceptions=True)
@@ -264,7 +277,8 @@ async def main(arguments: argparse.Namespace) -> None:
         report[fault_name] = {}
         for name in names:
             console.print(f"[dim]{fault_name}: {name}[/dim]")
-            report[fault_name][name] = await measure(name, fault, patience)
+            with console.status("starting") as status:
+                report[fault_name][name] = await measure(name, fault, patience, status)
         print_table(fault_name, report[fault_name], console)
     print(json.dumps(report))
 
