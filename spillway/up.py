@@ -200,7 +200,7 @@ async def _run_processes(
         everything: list[Restartable] = [*children, *([nats] if nats else [])]
         await _unless_stopped(asyncio.gather(*(keep_running(process, say) for process in everything)), stop)
     finally:
-        say("stopping: requests that are running may still end; this can take as long as their time limits allow")
+        say(f"stopping: requests that are running may still end, within {children[0].stop_limit_s:g} s")
         # The gateway first, so that nothing new comes in and what runs can end; the ledger last, to write it all down.
         for child in [children[0], *children[2:], children[1]]:
             await child.stop()

@@ -276,6 +276,7 @@ class Dispatcher:
         if len(request.admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES:
             self._spawn(self._queue.drop_prompt(request))
         if request.failure is not None and request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED:
+            log.error("request %s is given up: %s", request.request_id, request.failure.message)
             self._spawn(self._dead_letters.publish(dead_letter(request, self._settings.gateway_id)))
         self._settle(request)
 

@@ -101,7 +101,8 @@ async def usage_report(
                     raise ReportTooLarge(f"more than {MAX_ROWS} rows or {MAX_DAYS} days: narrow the time or the groups")
             return rows
     except SQL_ERRORS as error:
-        raise DatabaseUnavailable(f"cannot report usage: {describe(error)}") from error
+        where = engine.url.render_as_string(hide_password=True)
+        raise DatabaseUnavailable(f"cannot report usage from {where}: {describe(error)}") from error
 
 
 def _group_columns(group_by: Sequence[GroupBy]) -> list[_Column]:

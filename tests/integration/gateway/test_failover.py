@@ -265,7 +265,7 @@ async def test_a_worker_that_answers_no_probe_is_given_up(start_gateway: Start) 
     assert isinstance(worker.controls[-1], Cancel)
 
 
-async def test_attempts_are_exhausted(start_gateway: Start) -> None:
+async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await start_gateway(max_attempts=3)
 
     async def fail(attempt: Attempt) -> None:
@@ -281,6 +281,7 @@ async def test_attempts_are_exhausted(start_gateway: Start) -> None:
     assert [attempt.job.attempt for attempt in worker.attempts] == [1, 2, 3]
     [record] = await gateway.records()
     assert (record.attempts, record.outcome, record.error_code) == (3, "failed", "attempts_exhausted")
+    assert f"request {record.request_id} is given up: 3 attempts failed (3 x engine_died)" in caplog.text
     letter = await gateway.dead_letter()
     assert (letter.request_id, letter.model, letter.gateway_id) == (record.request_id, MODEL, "g0")
     assert [(failure.attempt, failure.worker_id, failure.code, failure.reason) for failure in letter.failures] == [

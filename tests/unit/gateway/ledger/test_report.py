@@ -121,6 +121,6 @@ async def test_percentiles_are_exact_over_many_values(engine: AsyncEngine) -> No
 
 async def test_a_database_without_tables_is_unavailable(tmp_path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path}/empty.db")
-    with pytest.raises(DatabaseUnavailable, match="requests"):
+    with pytest.raises(DatabaseUnavailable, match=r"empty\.db: .*requests"):
         await usage_report(engine)
     await engine.dispose()
