@@ -29,8 +29,8 @@ examples
   make chaos SCENARIO=kill KILLS=1000 SEED=1        the same from make
 
 The last line is one JSON object. The exit code is 0 if every promise was kept, 1 if one was broken (the first offences
-are shown with the processes' own log lines; --keep DIR keeps all logs), 2 if the system did not even work undisturbed,
-130 if it was interrupted: Ctrl-C and SIGTERM end all processes first.
+are shown with the processes' own log lines; --keep DIR keeps all logs), 2 if there is no verdict, because the system did
+not even work undisturbed, 130 if it was interrupted: Ctrl-C and SIGTERM end all processes first.
 """
 INTERRUPTED = 130
 
@@ -73,22 +73,22 @@ def main() -> int:
 
 def _run_all(arguments: argparse.Namespace, console: Console) -> int:
     names = [*SCENARIOS, *LOAD_SCENARIOS] if arguments.scenario == "all" else [arguments.scenario]
-    reports: list[Report] = []
-    for name in names:
-        if name in LOAD_SCENARIOS:
-            reports.append(_run_load(name, arguments, console))
-            continue
-        scenario = SCENARIOS[name]
-        plan = Plan(name, for_engine(scenario, arguments.engine), arguments.seed, arguments.faults or scenario.faults)
-        try:
-            reports.append(_run(plan, arguments.keep and arguments.keep / name, console))
-        except ChaosError as error:
-            console.print(f"error: {error}", style="red", markup=False)
-            return 2
-    return 0 if all(report.kept for report in reports) else 1
+    return max([_exit_code(name, arguments, console) for name in names])
 
 
-def _run(plan: Plan, keep: Path | None, console: Console) -> Report:
+def _exit_code(name: str, arguments: argparse.Namespace, console: Console) -> int:
+    run_it = _run_load if name in LOAD_SCENARIOS else _run_faults
+    try:
+        return 0 if run_it(name, arguments, console).kept else 1
+    except (ChaosError, AssertionError, TimeoutError) as error:
+        console.print(f"{name}: error: {str(error) or type(error).__name__}", style="red", markup=False)
+        return 2
+
+
+def _run_faults(name: str, arguments: argparse.Namespace, console: Console) -> Report:
+    scenario = for_engine(SCENARIOS[name], arguments.engine)
+    plan = Plan(name, scenario, arguments.seed, arguments.faults or scenario.faults)
+    keep = arguments.keep and arguments.keep / name
     with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, _progress_shown(console) as progress:
         report = uvloop.run(run(plan, keep or Path(folder) / "run", progress))
     report.extras["engine"] = plan.scenario.shape.engine
