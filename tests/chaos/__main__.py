@@ -29,8 +29,8 @@ examples
   make chaos SCENARIO=kill KILLS=1000 SEED=1        the same from make
 
 The last line is one JSON object. The exit code is 0 if every promise was kept, 1 if one was broken (the first offences
-are shown with the processes' own log lines; --keep DIR keeps all logs), 2 if there is no verdict, because the system did
-not even work undisturbed, 130 if it was interrupted: Ctrl-C and SIGTERM end all processes first.
+are shown with the processes' own log lines; --keep DIR keeps all logs), 2 if there is no verdict, because the system
+did not even work undisturbed, 130 if it was interrupted: Ctrl-C and SIGTERM end all processes first.
 """
 INTERRUPTED = 130
 
