@@ -429,7 +429,7 @@ def test_whatever_is_lost_or_repeated_the_text_comes_out_once(seed: int, loss: f
 
 def _disturb_until_it_ends(seed: int, loss: float, n: int, length: int) -> None:
     dice = random.Random(seed)
-    request, actions = open_request(n=n, max_attempts=1000, first_token_s=1e9, inter_token_s=1e9, total_s=1e9)
+    request, actions = open_request(n=n, max_attempts=1000, first_token_s=1e7, inter_token_s=1e7, total_s=1e7)
     wanted = [[f"{index}.{k} " for k in range(length)] for index in range(n)]
     now_s = 0.0
     while request.state is not State.ENDED:
