@@ -78,6 +78,10 @@ class NatsServer:
     def stop(self) -> None:
         self._end(signal.SIGTERM)
 
+    def leave_in_order(self) -> None:
+        """Lame-duck mode, until it has ended."""
+        self._end(signal.SIGUSR2)
+
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:
             return
@@ -92,7 +96,7 @@ class NatsCluster:
     SIZE = 3
     READY_LIMIT_S = 30.0
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, further_config: str = "") -> None:
         self.servers = []
         routes = [free_port() for _ in range(self.SIZE)]
         for number, port in enumerate(routes):
@@ -102,7 +106,8 @@ class NatsCluster:
             server = NatsServer(
                 own,
                 f"server_name: n{number}\n"
-                f"cluster {{ name: test, listen: 127.0.0.1:{port}, routes: [{others}], no_advertise: true }}\n",
+                f"cluster {{ name: test, listen: 127.0.0.1:{port}, routes: [{others}], no_advertise: true }}\n"
+                + further_config,
             )
             self.servers.append(server)
 
@@ -124,6 +129,10 @@ class NatsCluster:
     def stop(self, number: int) -> None:
         """SIGTERM: the server hands its leaderships over first."""
         self.servers[number].stop()
+
+    async def leave_in_order(self, number: int) -> None:
+        """Lame-duck mode: the server hands its leaderships over, sends its clients away one by one, and ends."""
+        await asyncio.to_thread(self.servers[number].leave_in_order)
 
     def stop_all(self) -> None:
         for server in self.servers:
