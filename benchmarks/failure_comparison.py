@@ -34,6 +34,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -289,4 +290,8 @@ if __name__ == "__main__":
     parser.add_argument("--only", action="append", choices=list(SYSTEMS), help="only this system; may be repeated")
     parser.add_argument("--fault", choices=list(FAULTS))
     parser.add_argument("--idle-s", type=float, default=60.0, help="silence after which a caller's connection is cut")
-    uvloop.run(main(parser.parse_args()))
+    arguments = parser.parse_args()
+    # asyncio ends all processes in order on SIGINT, also where a shell ignores that for us; a SIGTERM shall do no less.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    uvloop.run(main(arguments))
