@@ -100,7 +100,7 @@ class GatewaySettings(Settings):
     timeouts: TimeoutSettings = TimeoutSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
     queue: QueueSettings = QueueSettings()
-    max_attempts: PositiveInt = 4
+    max_attempts: PositiveInt = 6
 
 
 class LedgerSettings(Settings):

@@ -61,7 +61,7 @@ class GatewaySection(Settings):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: any free port
-    max_attempts: PositiveInt = 4
+    max_attempts: PositiveInt = 6
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
