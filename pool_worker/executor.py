@@ -194,15 +194,17 @@ class Executor:
             self._submit(attempt, attempt.job.prompt_ids)
 
     async def _fetch_and_submit(self, attempt: Attempt, prompt_object: str) -> None:
+        packed, why_not = None, ""
         try:
             async with asyncio.timeout(PROMPT_FETCH_LIMIT_S):
                 packed = await get_object(self._bus, subjects.PROMPTS_BUCKET, prompt_object)
         except (BusError, TimeoutError) as error:
-            del self._fetches[attempt.id]
-            message = f"the prompt could not be fetched: {str(error) or 'too slow'}"
-            self._fail(attempt, ErrorCode.INTERNAL_ERROR, message, retryable=True)
+            why_not = f"the prompt could not be fetched: {str(error) or 'too slow'}"
+        if self._fetches.pop(attempt.id, None) is None:
+            return  # ended meanwhile: a cancellation is lost if it meets the answer (asyncio.wait_for of Python 3.11)
+        if packed is None:
+            self._fail(attempt, ErrorCode.INTERNAL_ERROR, why_not, retryable=True)
         else:
-            del self._fetches[attempt.id]
             self._submit(attempt, packed)
         self._publisher.wake()
 

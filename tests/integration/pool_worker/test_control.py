@@ -1,7 +1,13 @@
 """What a gateway may ask of a running worker, and how a worker stops."""
 
+import asyncio
+import contextlib
+
+import pytest
+
+from pool_worker import executor
 from protocol import messages as m
-from protocol.errors import ErrorCode
+from protocol.errors import BusError, ErrorCode
 from tests.integration.pool_worker.playing_gateway import PlayingGateway, running_worker, settings_for
 
 SLOW = {"inter_token_s": 0.01}
@@ -46,6 +52,33 @@ async def test_a_job_that_waits_in_the_worker_can_be_cancelled(gateway: PlayingG
         assert isinstance(await gateway.end_of(await gateway.ask("a third", max_tokens=3)), m.Finished)
         await gateway.control("w1", m.Cancel(*running))
         await gateway.end_of(running)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_cancel_may_meet_the_prompts_arrival(
+    gateway: PlayingGateway, nats_url: str, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """As with asyncio.wait_for of Python 3.11: it takes the answer that has just come, and forgets the cancellation."""
+    is_fetching = asyncio.Event()
+
+    async def get_object(*_: object) -> bytes:
+        is_fetching.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        if not is_there:
+            raise BusError("no such object")
+        return m.pack_token_ids([1])
+
+    monkeypatch.setattr(executor, "get_object", get_object)
+    async with running_worker(settings_for(nats_url, max_sequences=1)):
+        attempt = await gateway.ask(prompt_object="p", prompt_ids=b"", prompt_tokens=1)
+        await is_fetching.wait()
+        await gateway.control("w1", m.Cancel(*attempt))
+        finished = await gateway.end_of(attempt)
+        assert isinstance(await gateway.end_of(await gateway.ask("another")), m.Finished)
+    assert isinstance(finished, m.Finished)
+    assert finished.cancelled
+    assert len(gateway.frames[attempt]) == 2
 
 
 async def test_lost_frames_are_sent_again(gateway: PlayingGateway, nats_url: str) -> None:
