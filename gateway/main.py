@@ -81,12 +81,17 @@ async def run(
         # What is there now stays: without it, full collections skip the several 100,000 objects of our libraries.
         gc.collect()
         gc.freeze()
-        with _signals_set(stop):
-            await _serve(services, outbox, on_ready, stop)
+        hurry = asyncio.Event()
+        with _signals_set(stop, hurry):
+            await _serve(services, outbox, on_ready, stop, hurry)
 
 
 async def _serve(
-    services: Services, outbox: Outbox, on_ready: Callable[[int], None] | None, stop: asyncio.Event
+    services: Services,
+    outbox: Outbox,
+    on_ready: Callable[[int], None] | None,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
 ) -> None:
     listener = _listen(services.settings.host, services.settings.port)
     port = listener.getsockname()[1]
@@ -107,7 +112,7 @@ async def _serve(
             on_ready(port)
         await stop.wait()
         log.info("shutting down: %d requests in flight", services.dispatcher.in_flight)
-        await services.dispatcher.drain(services.settings.timeouts.shutdown_s)
+        await services.dispatcher.drain(services.settings.timeouts.shutdown_s, hurry)
         server.should_exit = True
         await serving
         for task in background:
@@ -161,12 +166,17 @@ def _is_news(record: logging.LogRecord) -> bool:
     return record.msg != "ASGI callable returned without completing response."
 
 
+def _take_signal(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    (hurry if stop.is_set() else stop).set()
+
+
 @contextlib.contextmanager
-def _signals_set(stop: asyncio.Event) -> Iterator[None]:
+def _signals_set(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT ask to stop; a further one, to do so at once."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, _take_signal, stop, hurry)
     try:
         yield
     finally:

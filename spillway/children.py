@@ -24,6 +24,7 @@ RESTART_WINDOW_S: Final = 60.0
 MAX_RESTARTS_PER_WINDOW: Final = 5
 FIRST_RESTART_WAIT_S: Final = 0.5
 LAST_WORDS: Final = 5
+SIGNALS_APART_S: Final = 0.2  # two that come at once are one
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +121,23 @@ class Child:
         await self._copier
         return code
 
-    async def stop(self) -> None:
-        """End it by SIGTERM, or by SIGKILL after its limit. Safe to call in any state."""
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """End it by SIGTERM, by a second one at ``hurry``, or by SIGKILL after its limit. Safe to call in any state."""
         if self._process is None:
             return
-        await stop_process(self._process, self.name, self.stop_limit_s)
+        hurrying = asyncio.create_task(self._hurry(hurry), name=f"hurry-{self.name}")
+        try:
+            await stop_process(self._process, self.name, self.stop_limit_s)
+        finally:
+            hurrying.cancel()
         await self.wait()
+
+    async def _hurry(self, hurry: asyncio.Event) -> None:
+        await hurry.wait()
+        if self._process is not None and self._process.returncode is None:
+            await asyncio.sleep(SIGNALS_APART_S)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
 
     def last_words(self) -> str:
         """The last lines of its output."""

@@ -44,6 +44,17 @@ class Running:
     data_dir: Path
 
 
+class _End:
+    """What signals ask for."""
+
+    def __init__(self) -> None:
+        self.wanted = asyncio.Event()
+        self.hurried = asyncio.Event()  # by a second signal
+
+    def on_signal(self) -> None:
+        (self.hurried if self.wanted.is_set() else self.wanted).set()
+
+
 def run_dir_of(data_dir: Path) -> Path:
     """Where a running ``up`` keeps its lock, its children's ready files and the configuration it resolved."""
     return data_dir / "run"
@@ -55,11 +66,14 @@ def resolved_config_path(data_dir: Path) -> Path:
 
 
 async def up(config: Config, say: Callable[[str], None], on_running: Callable[[Running], None]) -> None:
-    """Run everything until SIGINT or SIGTERM. Raises UpError, ChildError, EmbeddedNatsError, or a database error."""
-    stop = asyncio.Event()
+    """Run everything until SIGINT or SIGTERM; a further one ends what still runs at once.
+
+    Raises UpError, ChildError, EmbeddedNatsError, or a database error.
+    """
+    end = _End()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end.on_signal)
     with _data_dir_lock(config.data_dir):
         nats = (
             None
@@ -74,7 +88,7 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
             say("database: applying migrations")
             await asyncio.to_thread(upgrade, resolved.database_url)
             api_key = await _first_key(resolved)
-            await _run_processes(nats, _children(resolved), stop, say, lambda: on_running(_running(resolved, api_key)))
+            await _run_processes(nats, _children(resolved), end, say, lambda: on_running(_running(resolved, api_key)))
         finally:
             resolved_config_path(config.data_dir).unlink(missing_ok=True)
             if nats is not None:
@@ -186,7 +200,7 @@ def _children(config: Config) -> list[Child]:
 async def _run_processes(
     nats: EmbeddedNats | None,
     children: list[Child],
-    stop: asyncio.Event,
+    end: _End,
     say: Callable[[str], None],
     on_ready: Callable[[], None],
 ) -> None:
@@ -194,16 +208,16 @@ async def _run_processes(
         for child in children:
             await child.start()
         ready = asyncio.gather(*(_say_when_ready(child, say) for child in children))
-        if not await _unless_stopped(ready, stop):
+        if not await _unless_stopped(ready, end.wanted):
             return
         on_ready()
         everything: list[Restartable] = [*children, *([nats] if nats else [])]
-        await _unless_stopped(asyncio.gather(*(keep_running(process, say) for process in everything)), stop)
+        await _unless_stopped(asyncio.gather(*(keep_running(process, say) for process in everything)), end.wanted)
     finally:
-        say(f"stopping: requests that are running may still end, within {children[0].stop_limit_s:g} s")
+        say(f"stopping: running requests may end, within {children[0].stop_limit_s:g} s; Ctrl-C again ends them now")
         # The gateway first, so that nothing new comes in and what runs can end; the ledger last, to write it all down.
         for child in [children[0], *children[2:], children[1]]:
-            await child.stop()
+            await child.stop(end.hurried)
 
 
 async def _say_when_ready(child: Child, say: Callable[[str], None]) -> None:

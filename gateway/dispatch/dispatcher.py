@@ -119,14 +119,14 @@ class Dispatcher:
         for request in list(self._by_worker.get(worker_id, {}).values()):
             request.worker_lost(code, reason, now_s)
 
-    async def drain(self, limit_s: float) -> None:
-        """Take nothing new, let open requests finish for ``limit_s``, then fail the rest explicitly."""
+    async def drain(self, limit_s: float, hurry: asyncio.Event | None = None) -> None:
+        """Take nothing new, let open requests finish for ``limit_s`` or until ``hurry``, then fail the rest."""
         self._draining = True
-        await self._wait_until_settled(limit_s)
+        await self._wait_until_settled(limit_s, hurry or asyncio.Event())
         failure = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         for request in list(self._open.values()):
             request.fail(failure, time.monotonic())
-        await self._wait_until_settled(SETTLE_LIMIT_S)
+        await self._wait_until_settled(SETTLE_LIMIT_S, asyncio.Event())
         self.settle_all()
 
     def settle_all(self) -> None:
@@ -140,9 +140,9 @@ class Dispatcher:
             request.give_up_waiting(time.monotonic())
             self._settle(request)
 
-    async def _wait_until_settled(self, limit_s: float) -> None:
+    async def _wait_until_settled(self, limit_s: float, hurry: asyncio.Event) -> None:
         deadline_s = time.monotonic() + limit_s
-        while self._unsettled and time.monotonic() < deadline_s:  # noqa: ASYNC110  # happens once, at the end
+        while self._unsettled and time.monotonic() < deadline_s and not hurry.is_set():  # noqa: ASYNC110  # happens once, at the end
             await asyncio.sleep(DRAIN_POLL_S)
 
     # --- what the HTTP side calls -------------------------------------------------------------------------------------

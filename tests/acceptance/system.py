@@ -40,9 +40,13 @@ class System:
     def model(self) -> str:
         return next(iter(json.loads((self.data_dir / "run" / "config.json").read_text())["models"]))
 
+    @property
+    def _log_path(self) -> Path:
+        return self.data_dir.parent / f"{self.data_dir.name}.out"
+
     def start(self) -> None:
         command = [sys.executable, "-m", "spillway", "up", "--port", str(self.port), "--data", str(self.data_dir)]
-        log_path = self.data_dir.parent / f"{self.data_dir.name}.out"
+        log_path = self._log_path
         with log_path.open("w") as log:
             self._process = subprocess.Popen(
                 [*command, *self.arguments], stdout=log, stderr=subprocess.STDOUT, text=True, env=clean_environment()
@@ -54,6 +58,16 @@ class System:
             assert time.monotonic() < deadline, f"not running in time:\n{log_path.read_text()}\n{self.logs()}"
             time.sleep(0.05)
             self.output = log_path.read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def wait_for_output(self, text: str) -> None:
+        deadline = time.monotonic() + STOP_LIMIT_S
+        while text not in (output := self._log_path.read_text()):
+            assert time.monotonic() < deadline, f"it never said {text!r}:\n{output}"
+            time.sleep(0.05)
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> int:
         assert self._process is not None

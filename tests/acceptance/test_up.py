@@ -36,6 +36,30 @@ def test_usage_and_keys_survive_a_restart_and_ctrl_c_ends_every_child(tmp_path: 
     assert [row["completion_tokens"] for row in system.usage()] == [10]
 
 
+def test_a_second_ctrl_c_ends_what_still_runs(tmp_path: Path) -> None:
+    patient = tmp_path / "spillway.toml"
+    patient.write_text(
+        "[gateway.timeouts]\nshutdown_s = 600\n[models.scripted]\n"
+        '[pools.local]\nmodels = ["scripted"]\nprovider = "here"\nregion = "here"\ntier = "spot"\nusd_per_hour = 0\n'
+        '[pools.local.engine]\nkind = "scripted"\nfaults_from_prompt = true\n'
+    )
+    system = System(tmp_path / "data", ["--config", str(patient)])
+    system.start()
+    try:
+        stalling = {"model": "scripted", "messages": [{"role": "user", "content": "[[stall after=2]]"}], "stream": True}
+        with system.http() as http, http.stream("POST", "/v1/chat/completions", json=stalling) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            system.send(signal.SIGINT)
+            system.wait_for_output("stopping")
+            system.send(signal.SIGINT)
+            assert any('"shutting_down"' in line for line in lines)
+        assert system.stop(signal.SIGINT) == 0
+    finally:
+        system.kill_if_running()
+    assert [row["failed"] for row in system.usage()] == [1]
+
+
 def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
     for system in run_system(tmp_path / "data", ["--model", "scripted"]):
         for command in (" worker ", " gateway ", " ledger "):
