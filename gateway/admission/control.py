@@ -150,10 +150,11 @@ class AdmissionControl:
     def _refused(self, capacity: ModelCapacity, code: ErrorCode, message: str, admission: Admission) -> Failure:
         if not capacity.workers:
             message = "the request is not to be queued" if admission.do_not_queue else message
-            return Failure(
-                ErrorCode.NO_WORKERS, f"no worker is alive, and {message}", retry_after_s=UNKNOWN_RETRY_AFTER_S
-            )
-        return Failure(code, message, retry_after_s=self.retry_after_s(admission))
+            code, message = ErrorCode.NO_WORKERS, f"no worker is alive, and {message}"
+            retry_after_s = UNKNOWN_RETRY_AFTER_S
+        else:
+            retry_after_s = self.retry_after_s(admission)
+        return Failure(code, message, retry_after_s=retry_after_s, is_wanted=admission.do_not_queue)
 
     def retry_after_s(self, admission: Admission) -> int:
         """When a place may be free for such a request, in whole seconds from 1 to 60."""

@@ -262,5 +262,5 @@ class RequestFailed(ApiError):
         kind = FAILURES[failure.code]
         self.status = kind.status
         self.type = kind.type
-        self.should_retry = kind.should_retry
+        self.should_retry = False if failure.is_wanted else kind.should_retry
         self.retry_after_s = failure.retry_after_s or kind.retry_after_s

@@ -47,7 +47,7 @@ def _overdue_in_queue(admission: Admission, attempt: CurrentAttempt, deadline_s:
     if now_s >= deadline_s:
         return Failure(ErrorCode.QUEUE_WAIT_TIMEOUT, f"no worker took the request within {waited_s:.1f} s")
     if admission.do_not_queue and attempt.number == 1 and waited_s >= ACCEPT_LIMIT_S:
-        return Failure(ErrorCode.NO_FREE_PLACE, "no worker took the request at once", retry_after_s=1)
+        return Failure(ErrorCode.NO_FREE_PLACE, "no worker took the request at once", retry_after_s=1, is_wanted=True)
     return None
 
 

@@ -18,6 +18,7 @@ class Failure(Struct, frozen=True):
     message: str
     param: str | None = None
     retry_after_s: int | None = None  # where something better is known than the code's own
+    is_wanted: bool = False  # the caller has asked to be refused: its client shall not try again by itself
 
 
 class Ended(Struct, frozen=True):

@@ -172,8 +172,9 @@ async def test_callers_that_will_not_wait(start_gateway: Start, stream: bool) ->
     worker = await busy_worker(gateway)
     contended = await send(gateway, json=body)
     assert error_of(contended) == (429, "no_free_place", None)
-    assert contended.headers["x-should-retry"] == "true"
-    assert contended.headers["retry-after"]
+    for refusal in (nobody, contended):
+        assert refusal.headers["x-should-retry"] == "false"
+        assert refusal.headers["retry-after"]
     worker.free_sequences = 1  # so it says, but nobody takes the job
 
     async def is_admitted() -> bool:
