@@ -194,8 +194,12 @@ class Consumer:
             return 0
         return self._credit.jobs_to_pull(is_batch=is_batch)
 
+    def _is_open(self, lane: Lane) -> bool:
+        # Whoever resumes has waited already, and maybe only this pool has a worker on which it has not failed.
+        return lane.name == subjects.RESUME_LANE or self._gate.is_open(lane.model)
+
     def _has_place(self, lane: Lane) -> bool:
-        return self._gate.is_open(lane.model) and self.room(is_batch=lane.rank == LOW_RANK) > 0
+        return self._is_open(lane) and self.room(is_batch=lane.rank == LOW_RANK) > 0
 
     # --- pulling -----------------------------------------------------------------------------------------------------
 
@@ -221,9 +225,7 @@ class Consumer:
     async def _refill(self) -> None:
         places = self.room()
         now_s = time.monotonic()
-        lanes = [
-            lane for lane in self._lanes.values() if lane.rests_until_s <= now_s and self._gate.is_open(lane.lane.model)
-        ]
+        lanes = [lane for lane in self._lanes.values() if lane.rests_until_s <= now_s and self._is_open(lane.lane)]
         if not places or not lanes:
             return
         if places < len(lanes) or any(lane.lane.waiting for lane in lanes):

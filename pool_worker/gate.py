@@ -1,7 +1,7 @@
 """A dear pool takes no jobs while a cheaper tier does well.
 
 Pull priorities alone give every job to the cheapest worker that has room for it; the gate also lets jobs wait a little
-for a cheaper worker to get room.
+for a cheaper worker to get room. Requests that resume pass every gate.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ the work      engine steps, pulls, heartbeat, cards   ends by a drain, or when o
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from pool_worker import notices
 from pool_worker.attempt import Attempt
@@ -34,6 +34,7 @@ from protocol.outbox import Outbox
 STOP_PULLING_LIMIT_S: Final = 1.0
 OUTBOX_FLUSH_LIMIT_S: Final = 10.0  # at shutdown
 HURRIED_FLUSH_LIMIT_S: Final = 1.0  # after a second signal
+CANCEL_AGAIN_S: Final = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +129,7 @@ class Worker:
             await asyncio.wait({stepping, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
             pulling.cancel()
             await self._end_work(stop)
-            for task in (told_to_stop, stepping, *keeping):
-                task.cancel()
+            await _cancel({pulling, told_to_stop, stepping, *keeping})
         if not stepping.cancelled():
             raise stepping.result()
 
@@ -179,3 +179,11 @@ class Worker:
     async def _on_reconnected(self) -> None:
         self._consumer.forget_pulls()
         self._cards.publish_again()
+
+
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel until all have ended: Python 3.11's ``wait_for`` forgets a cancellation that meets its answer."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_S)

@@ -164,6 +164,21 @@ async def test_a_dear_pool_helps_with_a_backlog(gateway: PlayingGateway, nats_ur
         assert {worker_of(gateway, attempt) for attempt in few + many} == {"dear"}
 
 
+async def test_whoever_resumes_passes_a_closed_gate_where_the_cheap_worker_has_failed(
+    gateway: PlayingGateway, nats_url: str
+) -> None:
+    async with (
+        running_worker(pool(nats_url, "cheap", "spot")),
+        running_worker(pool(nats_url, "dear", "hosted", GateSettings(backlog_jobs=50))),
+    ):
+        assert await ask(gateway, 1) == {"cheap"}
+        for number in range(10):
+            job = gateway.job(attempt=2, request_id=f"resumed{number}", avoid=("cheap",), max_tokens=2)
+            attempt = await gateway.publish(job, lane=subjects.RESUME_LANE)
+            await gateway.end_of_all([attempt])
+            assert worker_of(gateway, attempt) == "dear"
+
+
 async def test_behind_a_closed_gate_no_place_is_offered(gateway: PlayingGateway, nats_url: str) -> None:
     """Or gateways would let in callers who will not wait, for places that nobody fills."""
     free: asyncio.Queue[int] = asyncio.Queue()
