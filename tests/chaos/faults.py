@@ -40,7 +40,6 @@ class Strike:
     in_flight: int  # requests asked and not answered, of all callers
     mended_s: float | None = None
     may_stay: bool = False  # whether streams may go on with the same worker
-    port: int | None = None  # of the gateway that was killed
 
 
 @dataclass(slots=True)
@@ -211,7 +210,6 @@ async def gateway(chaos: Chaos) -> None:
     number = chaos.rng.randrange(len(chaos.system.gateways))
     elsewhere = chaos.load.requests_at({port for n, port in enumerate(chaos.system.ports) if n != number})
     strike = chaos.strike("gateway", of=elsewhere.__contains__)
-    strike.port = chaos.system.ports[number]
     await _kill_child(chaos, chaos.system.gateways[number], strike, SERVER_AWAY_S)
 
 

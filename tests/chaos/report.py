@@ -5,7 +5,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.chaos.oracle import Answer, Difference, compare
 from tests.chaos.watcher import Watcher
 
 PAUSE_WINDOW_S = 10.0  # after a fault is mended, a pause still counts as its consequence
-RECORD_DELAY_S = 1.0  # from the end of an answer to its record in the queue
 LOGPROB_TOLERANCE = 1e-3  # a real engine's sums depend on who shares its batch
 
 
@@ -52,7 +50,6 @@ class Report:
     double_billed: int = 0
     orphans: int = 0
     cut: int = 0  # requests that a killed gateway took along; their callers asked again
-    unwritten: int = 0  # accepted requests whose rows a killed gateway took along
     poisoned: int = 0
     dead_letters: int = 0
     attempts_max: int = 0
@@ -94,7 +91,6 @@ class Report:
                 "miscounted": self.miscounted,
                 "orphans": self.orphans,
                 "cut": self.cut,
-                "unwritten": self.unwritten,
                 "dead_letters": self.dead_letters,
                 "attempts_max": self.attempts_max,
                 "duration_s": round(self.duration_s, 1),
@@ -234,31 +230,18 @@ def cut_replies(calls: Sequence[Call]) -> list[Reply]:
     return [reply for call in calls for reply in call.replies[:-1] if reply.sent_s is not None]
 
 
-def excused_ids(calls: Sequence[Call], strikes: Sequence[Strike]) -> set[str]:
-    """The requests whose records died with their gateway: those it held, and those it had answered just before."""
-    excused = {reply.request_id for reply in cut_replies(calls) if reply.request_id is not None}
-    for strike in strikes:
-        for call in calls:
-            ended_s = call.reply.ended_s
-            if call.port == strike.port and ended_s is not None and 0 <= strike.at_s - ended_s < RECORD_DELAY_S:
-                excused.add(call.request_id or "")
-    return excused
-
-
 def judge_ledger(
     report: Report,
     calls: Sequence[Call],
     rows: dict[str, LedgerRow],
     tokens_of: dict[int, int],
-    excused: AbstractSet[str] = frozenset(),
 ) -> None:
     """One row per accepted request, with the undisturbed answer's tokens."""
     report.cut = len(cut_replies(calls))
     accepted = accepted_ids(calls)
     report.accepted, report.ledger_rows = len(accepted), len(rows)
-    report.unwritten = len((accepted & excused) - rows.keys())
     report.attempts_max = max((row.attempts for row in rows.values()), default=0)
-    for request_id in accepted - rows.keys() - excused:
+    for request_id in accepted - rows.keys():
         report.unrecorded += 1
         report.offend("no ledger row", request_id)
     nobodys = rows.keys() - accepted

@@ -16,7 +16,6 @@ from tests.chaos.oracle import Answer
 from tests.chaos.report import (
     Report,
     accepted_ids,
-    excused_ids,
     judge_answers,
     judge_gaps,
     judge_ledger,
@@ -130,15 +129,14 @@ async def _reckon(
     oracle: dict[int, Answer] = {n: call.answer for n, call in oracle_calls.items() if call.answer is not None}
     judge_answers(report, calls, oracle, exact_logprobs=exact_logprobs)
     measure_gaps(report, chaos.strikes, calls, system.watcher)
-    excused = excused_ids(everything, chaos.strikes)
-    rows = await settled_rows(system.database, accepted_ids(everything) - excused)
+    rows = await settled_rows(system.database, accepted_ids(everything))
     undisturbed = {n: row for n, call in oracle_calls.items() if (row := rows.get(call.request_id or ""))}
     tokens_of = {n: row.completion_tokens for n, row in undisturbed.items()}
     for number, call in oracle_calls.items():
         usage = oracle[number].usage
         if usage is not None and usage["completion_tokens"] != tokens_of.get(number):
             report.offend("an undisturbed answer's usage and its ledger row differ", call.request_id)
-    judge_ledger(report, everything, rows, tokens_of, excused)
+    judge_ledger(report, everything, rows, tokens_of)
     if poisoned:
         state = (await system.bus.api(f"STREAM.INFO.{subjects.DEAD_LETTER_STREAM}"))["state"]
         judge_poisoned(report, poisoned, int(state["messages"]))
