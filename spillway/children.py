@@ -121,11 +121,11 @@ class Child:
         await self._copier
         return code
 
-    async def stop(self, hurry: asyncio.Event) -> None:
+    async def stop(self, hurry: asyncio.Event | None = None) -> None:
         """End it by SIGTERM, by a second one at ``hurry``, or by SIGKILL after its limit. Safe to call in any state."""
         if self._process is None:
             return
-        hurrying = asyncio.create_task(self._hurry(hurry), name=f"hurry-{self.name}")
+        hurrying = asyncio.create_task(self._hurry(hurry or asyncio.Event()), name=f"hurry-{self.name}")
         try:
             await stop_process(self._process, self.name, self.stop_limit_s)
         finally:
