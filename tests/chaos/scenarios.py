@@ -31,7 +31,7 @@ SCENARIOS = {
     ),
     "cut": Scenario("break or silence a worker's connection", {"cut": 2, "silence": 1}, 40, 0.5, Shape(proxied=True)),
     "slow": Scenario("a worker that is 20 times slower", {"slow": 1}, 10, 0.5),
-    "poison": Scenario("jobs that kill every worker", {"poison": 1}, 10, 1.0, Shape(max_attempts=4)),
+    "poison": Scenario("jobs that kill every worker", {"poison": 1}, 10, 1.0),
     "nats": Scenario("SIGKILL and restart the queue server", {"nats": 1}, 10, 3.0, callers=200),
     "cluster": Scenario("SIGKILL the leader of three", {"cluster": 1}, 5, 5.0, Shape(cluster=True)),
     "ledger": Scenario("SIGKILL the ledger writer", {"ledger": 1}, 10, 1.0),

@@ -41,7 +41,7 @@ class Shape:
     inter_token_s: float = 0.02  # of the scripted engine
     max_sequences: int = 64  # per worker
     drain_s: float = 0.3  # shorter than most streams last, so that a drain hands back
-    max_attempts: int = 30  # the cap is a matter of poisonous jobs; a chaotic minute may kill one stream often
+    max_attempts: int = 6  # the default
     gateway_timeouts: dict[str, float] = field(default_factory=dict)  # further keys of [gateway.timeouts]
     worker_settings: dict[str, Any] = field(default_factory=dict)  # further keys of [pools.chaos]
     tenants: dict[str, float] = field(default_factory=dict)  # further API keys and their weights
