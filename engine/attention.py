@@ -17,6 +17,8 @@ from torch import Tensor
 from engine.errors import UnsupportedModel
 
 ATTENTION_NAME = "spillway_packed"  # what the function is registered as
+MIN_SHARED_TOKENS = 64  # from here on, reading a prefix once for several sequences pays for putting the parts together
+MAX_PARTS = 4  # of a fragmented context; more of them are copied together first
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +93,15 @@ class KVPool:
 
         A view where one run holds them all, which is the usual case; a copy otherwise.
         """
-        keys, values = self._layers[layer]
-        parts = [(run.start + low, high - low) for run, low, high in _overlaps(runs, first, end)]
+        parts = [self.view(layer, part) for part in _slots(runs, first, end)]
         if len(parts) == 1:
-            start, length = parts[0]
-            return keys.narrow(2, start, length), values.narrow(2, start, length)
-        return (
-            torch.cat([keys.narrow(2, start, length) for start, length in parts], dim=2),
-            torch.cat([values.narrow(2, start, length) for start, length in parts], dim=2),
-        )
+            return parts[0]
+        return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
+
+    def view(self, layer: int, slots: range) -> tuple[Tensor, Tensor]:
+        """Return the keys and values (1, Hkv, len(slots), D) at slots that follow each other."""
+        keys, values = self._layers[layer]
+        return keys.narrow(2, slots.start, len(slots)), values.narrow(2, slots.start, len(slots))
 
 
 def _overlaps(runs: list[range], first: int, end: int) -> Iterator[tuple[range, int, int]]:
@@ -112,6 +114,11 @@ def _overlaps(runs: list[range], first: int, end: int) -> Iterator[tuple[range, 
         offset += len(run)
 
 
+def _slots(runs: list[range], first: int, end: int) -> list[range]:
+    """Return the slots of the tokens first … end-1, as runs."""
+    return [run[low:high] for run, low, high in _overlaps(runs, first, end)]
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The rows of one sequence in a packed batch."""
@@ -122,7 +129,12 @@ class Segment:
 
 
 class PackedBatch:
-    """One step's sequences, packed one after the other."""
+    """One step's sequences, packed one after the other.
+
+    Sequences that decode (one row each) and begin with the same slots, because they share a cached prefix, attend to
+    these together: the prefix is read once for all. What a sequence sees of its own comes on top; softmaxes over
+    parts of a context are put together by their log-sum-exps.
+    """
 
     def __init__(self, pool: KVPool, segments: list[Segment]) -> None:
         self._pool = pool
@@ -130,6 +142,8 @@ class PackedBatch:
         self._rows = [segment.rows for segment in segments]
         self._slots = torch.tensor([slot for segment in segments for slot in _new_slots(segment)])
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # by (segment, window): the same in every layer
+        self._groups = _sharing(segments)
+        self._plans: dict[int | None, _DecodePlan] = {}  # by window
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values, then attend; see AttentionBatch."""
@@ -137,21 +151,52 @@ class PackedBatch:
         _, query_heads, total_rows, head_dim = query.shape
         kv_heads = key.shape[1]
         grouped = query.view(kv_heads, query_heads // kv_heads, total_rows, head_dim).permute(2, 0, 1, 3)
+        queries = torch.split(grouped, self._rows)
+        shared = self._attend_shared(layer, queries, options)
         outputs = [
-            self._attend_segment(layer, number, rows, options)
-            for number, rows in enumerate(torch.split(grouped, self._rows))
+            self._attend_decoding(layer, number, rows, shared.get(number), options)
+            if self._rows[number] == 1
+            else self._attend_chunk(layer, number, rows, options)
+            for number, rows in enumerate(queries)
         ]
         return torch.cat(outputs).view(1, total_rows, query_heads, head_dim)
 
-    def _attend_segment(self, layer: int, number: int, query: Tensor, options: AttentionOptions) -> Tensor:
+    def _attend_shared(
+        self, layer: int, queries: tuple[Tensor, ...], options: AttentionOptions
+    ) -> dict[int, "_Attended"]:
+        """Attend to each shared prefix with the rows of all who share it; return each one's share, by its number."""
+        attended: dict[int, _Attended] = {}
+        for prefix, members in self._plan(options.window).groups:
+            rows = torch.cat([queries[number] for number in members])  # (members, Hkv, G, D)
+            count, kv_heads, groups, dim = rows.shape
+            stacked = rows.transpose(0, 1).reshape(1, kv_heads, count * groups, dim)
+            output, lse = _attend(stacked, *self._pool.view(layer, prefix), options, mask=None, causal=False)
+            outputs = output.view(kv_heads, count, groups, dim).transpose(0, 1).split(1)
+            lses = lse.view(kv_heads, count, groups).transpose(0, 1).split(1)
+            attended |= dict(zip(members, zip(outputs, lses, strict=True), strict=True))
+        return attended
+
+    def _attend_decoding(
+        self, layer: int, number: int, query: Tensor, shared: "_Attended | None", options: AttentionOptions
+    ) -> Tensor:
+        """Attend with the one query row (1, Hkv, G, D) of a sequence; return the same shape."""
+        parts = self._plan(options.window).own[number]
+        if len(parts) > MAX_PARTS:
+            segment = self._segments[number]
+            first = segment.context - sum(map(len, parts))
+            keys_and_values = [self._pool.read(layer, segment.runs, first, segment.context)]
+        else:
+            keys_and_values = [self._pool.view(layer, part) for part in parts]
+        # The G query heads that share a key/value head become the rows of one small product.
+        attended = [_attend(query, keys, values, options, mask=None, causal=False) for keys, values in keys_and_values]
+        output, lse = _merge(attended if shared is None else [shared, *attended])
+        return _apply_sinks(output, lse, options.sinks)
+
+    def _attend_chunk(self, layer: int, number: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """Attend with the query rows (rows, Hkv, G, D) of one sequence; return the same shape."""
         segment = self._segments[number]
         first = _first_visible(segment, options.window)
         keys, values = self._pool.read(layer, segment.runs, first, segment.context)
-        if segment.rows == 1:
-            # The G query heads that share a key/value head become the rows of one small product.
-            output, lse = _attend(query, keys, values, options, mask=None, causal=False)
-            return _apply_sinks(output, lse, options.sinks)
         # Here G is the batch dimension, over which keys and values are merely repeated views.
         groups = query.shape[2]
         causal = segment.rows == segment.context and first == 0 and not _window_cuts(segment, options.window)
@@ -165,6 +210,22 @@ class PackedBatch:
         )
         return _apply_sinks(output.permute(2, 1, 0, 3), lse.permute(2, 1, 0), options.sinks)
 
+    def _plan(self, window: int | None) -> "_DecodePlan":
+        """What is read together, and what each decoding sequence reads on its own: the same in all layers."""
+        if window not in self._plans:
+            groups = [
+                (prefix, members)
+                for prefix, members in self._groups
+                if not any(_window_cuts(self._segments[number], window) for number in members)
+            ]
+            shared = {number: len(prefix) for prefix, members in groups for number in members}
+            own = [
+                _slots(segment.runs, max(_first_visible(segment, window), shared.get(number, 0)), segment.context)
+                for number, segment in enumerate(self._segments)
+            ]
+            self._plans[window] = _DecodePlan(groups, own)
+        return self._plans[window]
+
     def _mask(self, number: int, first: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [rows, context - first] of a chunk that has tokens before it or a window."""
         if (number, window) not in self._masks:
@@ -176,6 +237,41 @@ class PackedBatch:
                 visible &= keys > queries - window
             self._masks[number, window] = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
         return self._masks[number, window]
+
+
+_Attended = tuple[Tensor, Tensor]  # output (1, Hkv, G, D) and log-sum-exp of the scores (1, Hkv, G)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodePlan:
+    groups: list[tuple[range, list[int]]]  # shared slots, and the segments that share them
+    own: list[list[range]]  # by segment: the slots it reads on its own
+
+
+def _sharing(segments: list[Segment]) -> list[tuple[range, list[int]]]:
+    """Find the decoding segments that begin with the same slots, and the slots that are common to each group."""
+    by_start: dict[int, list[int]] = {}
+    for number, segment in enumerate(segments):
+        if segment.rows == 1:
+            by_start.setdefault(segment.runs[0].start, []).append(number)
+    groups = []
+    for start, members in by_start.items():
+        # The last token's own slot is nobody else's.
+        shared = min(min(len(segments[number].runs[0]), segments[number].context - 1) for number in members)
+        if len(members) > 1 and shared >= MIN_SHARED_TOKENS:
+            groups.append((range(start, start + shared), members))
+    return groups
+
+
+def _merge(parts: list[_Attended]) -> _Attended:
+    """Put softmaxes over parts of a context together, as flash attention does."""
+    if len(parts) == 1:
+        return parts[0]
+    total = torch.logsumexp(torch.stack([lse for _, lse in parts]), dim=0)
+    output = torch.zeros_like(parts[0][0])
+    for part, lse in parts:
+        output += part * torch.exp(lse - total)[..., None].to(part.dtype)
+    return output, total
 
 
 def _new_slots(segment: Segment) -> Iterator[int]:

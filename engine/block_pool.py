@@ -1,91 +1,156 @@
-"""The KV pool's bookkeeping: which blocks are free and how often each is used. Imports no torch.
+"""The KV pool's bookkeeping: which blocks are free, used or cached, and by whom. Imports no torch.
 
-A block is `block_size` tokens of keys and values in every layer; the pool knows only the blocks' numbers. Reference
-counts let sequences share blocks; the prefix cache will keep released blocks findable by the hash of their tokens,
-and its place is `release`.
+A block is `block_size` tokens of keys and values in every layer; the pool knows only the blocks' numbers.
 
-The allocator prefers one contiguous run: attention on a CPU reads a run in place and has to copy anything else.
+            allocate                          release, without a key
+    blank ────────────> used (1 or more owners) ─────────────────────> blank
+      ^                  │  ^                                             ^
+      │ evicted, the     │  │ match                                       │
+      │ longest unused   v  │                                             │
+      └──────────────── cached (no owner, found by its key) ──────────────┘ forget
+
+A key names the tokens of a block and all tokens before it (`prefix_keys`), so whoever has the same prompt finds its
+blocks, used or cached. Cached blocks are free: they are merely the last to be given away.
+
+The allocator prefers one contiguous run: attention on a CPU reads a run in place.
 """
 
 from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
 
 from engine.errors import EngineCorrupted
 
 
 class BlockPool:
-    """Blocks 0 … total-1, each free or used by one or more owners. free + used = total, always."""
+    """Blocks 0 … total-1. blank + cached + used = total, always."""
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
         self.total_blocks = total_blocks
         self.block_size = block_size
         self._references = [0] * total_blocks
-        self._free_blocks = total_blocks
-        # Maximal free runs as (first block, one past the last), in order; never two that touch.
-        self._free_runs: list[tuple[int, int]] = [(0, total_blocks)] if total_blocks else []
+        self._keys: list[bytes | None] = [None] * total_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._cached: dict[int, None] = {}  # the longest unused first
+        self._blank_blocks = total_blocks
+        # Maximal blank runs as (first block, one past the last), in order; never two that touch.
+        self._blank_runs: list[tuple[int, int]] = [(0, total_blocks)] if total_blocks else []
 
     @property
     def free_blocks(self) -> int:
-        """Blocks nobody uses."""
-        return self._free_blocks
+        """Blocks nobody uses, blank or cached."""
+        return self._blank_blocks + len(self._cached)
+
+    @property
+    def blank_blocks(self) -> int:
+        """Blocks that can be given away without forgetting anything."""
+        return self._blank_blocks
 
     @property
     def used_blocks(self) -> int:
         """Blocks with at least one owner."""
-        return self.total_blocks - self._free_blocks
+        return self.total_blocks - self.free_blocks
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
-    def allocate(self, count: int) -> list[range]:
-        """Take `count` blocks as few runs as possible; the caller owns one reference to each.
+    def allocate(self, count: int, after: int | None = None) -> list[range]:
+        """Take `count` blocks in as few runs as possible, the first right after block `after` if that one is blank.
 
-        Raises ValueError if fewer are free: ask `free_blocks` first.
+        The caller owns one reference to each. Cached blocks are forgotten where the blank ones do not suffice. Raises
+        ValueError if fewer are free: ask `free_blocks` first.
         """
-        if count > self._free_blocks:
-            raise ValueError(f"{count} blocks asked for, {self._free_blocks} free")
+        if count > self.free_blocks:
+            raise ValueError(f"{count} blocks asked for, {self.free_blocks} free")
+        while self._blank_blocks < count:
+            self._evict(next(iter(self._cached)))
         runs: list[range] = []
+        if after is not None and count and (run := self._take_at(after + 1, count)):
+            runs.append(run)
+            count -= len(run)
         while count > 0:
             runs.append(self._take_run(count))
             count -= len(runs[-1])
-        return sorted(runs, key=lambda run: run.start)
+        return runs
 
-    def retain(self, runs: list[range]) -> None:
-        """Add an owner to blocks that are in use."""
-        for run in runs:
-            for block in run:
-                if self._references[block] < 1:
-                    raise EngineCorrupted(f"block {block} was retained while free")
-                self._references[block] += 1
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest known prefix of a chain of keys. Nobody's references change."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
-    def release(self, runs: list[range]) -> None:
-        """Drop one owner of each block; blocks without owners become free."""
-        for run in runs:
-            for block in run:
+    def retain(self, blocks: Sequence[int]) -> None:
+        """Add an owner to blocks that are used or cached."""
+        for block in blocks:
+            if self._references[block] == 0:
+                if block not in self._cached:
+                    raise EngineCorrupted(f"block {block} was retained while blank")
+                del self._cached[block]
+            self._references[block] += 1
+
+    def release(self, runs: Sequence[range]) -> None:
+        """Drop one owner of each block. Of those that stay findable, the prompt's first will be evicted last."""
+        for run in reversed(runs):
+            for block in reversed(run):
                 self._release_block(block)
 
+    def register(self, block: int, key: bytes) -> None:
+        """Let a used block be found by its key, unless another already is."""
+        if self._references[block] < 1:
+            raise EngineCorrupted(f"block {block} was given a key while free")
+        if key not in self._block_of and self._keys[block] is None:
+            self._keys[block] = key
+            self._block_of[key] = block
+
+    def forget(self, runs: Sequence[range]) -> None:
+        """Let these blocks be found no more: what they hold is not to be trusted."""
+        for run in runs:
+            for block in run:
+                if block in self._cached:
+                    self._evict(block)
+                else:
+                    self._drop_key(block)
+
     def check(self) -> None:
-        """Raise EngineCorrupted unless counts, runs and references agree."""
-        free = [block for start, stop in self._free_runs for block in range(start, stop)]
-        if len(free) != self._free_blocks or any(self._references[block] for block in free):
-            raise EngineCorrupted("the free runs disagree with the reference counts")
+        """Raise EngineCorrupted unless counts, runs, references and keys agree."""
+        blank = [block for start, stop in self._blank_runs for block in range(start, stop)]
+        if len(blank) != self._blank_blocks or any(self._references[b] or self._keys[b] for b in blank):
+            raise EngineCorrupted("the blank runs disagree with the references or keys")
+        if any(self._references[block] or not self._keys[block] for block in self._cached):
+            raise EngineCorrupted("a cached block is used, or has no key")
         if sum(1 for count in self._references if count) != self.used_blocks:
-            raise EngineCorrupted("free and used blocks do not add up to the total")
-        if any(left[1] >= right[0] for left, right in zip(self._free_runs, self._free_runs[1:], strict=False)):
-            raise EngineCorrupted("the free runs overlap or touch")
+            raise EngineCorrupted("blank, cached and used blocks do not add up to the total")
+        if any(left[1] >= right[0] for left, right in zip(self._blank_runs, self._blank_runs[1:], strict=False)):
+            raise EngineCorrupted("the blank runs overlap or touch")
+        if {key: block for block, key in enumerate(self._keys) if key is not None} != self._block_of:
+            raise EngineCorrupted("keys and blocks disagree")
+
+    def _take_at(self, start: int, count: int) -> range | None:
+        """Take up to `count` blocks from the blank run that begins at `start`, if one does."""
+        at = bisect_right(self._blank_runs, (start, 0))
+        if at == len(self._blank_runs) or self._blank_runs[at][0] != start:
+            return None
+        return self._take_from(at, count)
 
     def _take_run(self, count: int) -> range:
-        """Best fit: the smallest free run that holds `count`, else the whole of the largest."""
-        lengths = [stop - start for start, stop in self._free_runs]
+        """Best fit: the smallest blank run that holds `count`, else the whole of the largest."""
+        lengths = [stop - start for start, stop in self._blank_runs]
         fitting = [i for i, length in enumerate(lengths) if length >= count]
         chosen = min(fitting, key=lengths.__getitem__) if fitting else max(range(len(lengths)), key=lengths.__getitem__)
-        start, stop = self._free_runs.pop(chosen)
+        return self._take_from(chosen, count)
+
+    def _take_from(self, chosen: int, count: int) -> range:
+        start, stop = self._blank_runs.pop(chosen)
         taken = range(start, min(start + count, stop))
         if taken.stop < stop:
-            self._free_runs.insert(chosen, (taken.stop, stop))
+            self._blank_runs.insert(chosen, (taken.stop, stop))
         for block in taken:
             self._references[block] = 1
-        self._free_blocks -= len(taken)
+        self._blank_blocks -= len(taken)
         return taken
 
     def _release_block(self, block: int) -> None:
@@ -93,14 +158,27 @@ class BlockPool:
             raise EngineCorrupted(f"block {block} was released while free")
         self._references[block] -= 1
         if self._references[block] == 0:
-            self._free_blocks += 1
-            self._merge_free(block)
+            if self._keys[block] is None:
+                self._become_blank(block)
+            else:
+                self._cached[block] = None
 
-    def _merge_free(self, block: int) -> None:
-        at = bisect_right(self._free_runs, (block, block))
+    def _evict(self, block: int) -> None:
+        del self._cached[block]
+        self._drop_key(block)
+        self._become_blank(block)
+
+    def _drop_key(self, block: int) -> None:
+        key, self._keys[block] = self._keys[block], None
+        if key is not None:
+            del self._block_of[key]
+
+    def _become_blank(self, block: int) -> None:
+        self._blank_blocks += 1
+        at = bisect_right(self._blank_runs, (block, block))
         start, stop = block, block + 1
-        if at < len(self._free_runs) and self._free_runs[at][0] == stop:
-            stop = self._free_runs.pop(at)[1]
-        if at > 0 and self._free_runs[at - 1][1] == start:
-            start = self._free_runs.pop(at - 1)[0]
-        insort(self._free_runs, (start, stop))
+        if at < len(self._blank_runs) and self._blank_runs[at][0] == stop:
+            stop = self._blank_runs.pop(at)[1]
+        if at > 0 and self._blank_runs[at - 1][1] == start:
+            start = self._blank_runs.pop(at - 1)[0]
+        insort(self._blank_runs, (start, stop))

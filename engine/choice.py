@@ -88,7 +88,14 @@ class Choice:
 
     def _output(self, token_ids: list[int], text: str, logprobs: list[TokenLogprob] | None) -> SequenceOutput:
         return SequenceOutput(
-            self.request_id, self.index, token_ids, text, logprobs, self.finish_reason, self.stop_reason
+            self.request_id,
+            self.index,
+            token_ids,
+            text,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            cached_tokens=self.sequence.cached_tokens or 0,
         )
 
     def _read(self, token_id: int) -> str:

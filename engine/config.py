@@ -24,6 +24,7 @@ class EngineConfig:
     max_batched_tokens: int = 512  # tokens computed in one step
     kv_bytes: int = 1 << 30  # most memory the KV pool may take; less is taken where max_sequences can never use it
     block_size: int = 16  # tokens in one KV block
+    prefix_cache: bool = True  # keep the blocks of ended sequences for prompts that begin with the same tokens
     # Of torch, within one operation; None: all processors but one. With as many threads as processors, every other busy
     # process makes all threads wait for the one it displaced: measured 10 times slower and worse on two shared cores.
     threads: int | None = None

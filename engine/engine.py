@@ -4,9 +4,8 @@
                   scheduler  runner    sampler  choice
 
 Synchronous and not thread-safe: one thread makes the engine and calls everything. (Making it in another thread works,
-but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a third.) Prefix cache,
-preemption, grammars and GPUs attach to the block pool's release, the scheduler's admission, the sampler's processors
-and the attention function.
+but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a third.) Grammars and GPUs
+attach to the sampler's processors and the attention function.
 """
 
 import os
@@ -25,7 +24,7 @@ from engine.model_loader import load_model, max_model_len, prepare_model
 from engine.model_runner import ModelRunner
 from engine.sampler import Sample, sample
 from engine.scheduler import Scheduler, Sequence
-from engine.types import EngineInfo, EngineLoad, GenerationRequest, SequenceOutput
+from engine.types import EngineCounters, EngineInfo, EngineLoad, GenerationRequest, SequenceOutput
 
 
 class LLMEngine:
@@ -46,7 +45,10 @@ class LLMEngine:
         self.info = _engine_info(model, tokenizer, config, layer_shapes=layer_shapes, parameters=parameters, name=name)
         self._block_pool = BlockPool(self.info.kv_tokens // config.block_size, config.block_size)
         self._scheduler = Scheduler(
-            self._block_pool, max_sequences=config.max_sequences, max_batched_tokens=config.max_batched_tokens
+            self._block_pool,
+            max_sequences=config.max_sequences,
+            max_batched_tokens=config.max_batched_tokens,
+            prefix_cache=config.prefix_cache,
         )
         self._max_waiting = config.max_waiting
         kv_pool = KVPool(layer_shapes, self.info.kv_tokens, model.dtype)
@@ -98,10 +100,17 @@ class LLMEngine:
         """Whether a step would yield or compute anything."""
         return bool(self._choices or self._ready)
 
+    @property
+    def counters(self) -> EngineCounters:
+        """What it has done so far."""
+        return self._scheduler.counters
+
     def load(self) -> EngineLoad:
         """Return how full the engine is."""
         running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
-        free_blocks = self._block_pool.free_blocks - self._scheduler.reserved_by_waiting()
+        free_blocks = self._block_pool.total_blocks - sum(
+            self._block_pool.blocks_for(sequence.max_total_tokens) for sequence in self._choice_of
+        )
         return EngineLoad(
             running=running,
             waiting=waiting,
@@ -118,7 +127,7 @@ class LLMEngine:
             logits = self._runner.forward(chunks)
             sampling = [chunk.sequence for chunk in chunks if chunk.samples]
             for chunk in chunks:
-                chunk.sequence.computed_tokens += chunk.tokens
+                self._scheduler.computed(chunk)
             choices = [self._choice_of[sequence] for sequence in sampling]
             samples = sample(logits, [choice.sampling_row for choice in choices]) if choices else []
             outputs += [self._advance(choice, one) for choice, one in zip(choices, samples, strict=True)]
@@ -130,24 +139,25 @@ class LLMEngine:
         """Take the sampled token through the text stage; an error there ends this choice, not the loop."""
         if sampled.token_id is None:
             output = choice.end("error", "the model's logits are not finite")
-        else:
-            try:
-                output = choice.advance(sampled.token_id, sampled.logprobs)
-            except Exception as error:  # noqa: BLE001 - whatever one request's text does, its batch-mates go on
-                output = choice.end("error", f"{type(error).__name__}: {error}")
+            self._retire(choice, forget=True)
+            return output
+        try:
+            output = choice.advance(sampled.token_id, sampled.logprobs)
+        except Exception as error:  # noqa: BLE001 - whatever one request's text does, its batch-mates go on
+            output = choice.end("error", f"{type(error).__name__}: {error}")
         if choice.finish_reason is not None:
             self._retire(choice)
         return output
 
-    def _retire(self, choice: Choice) -> None:
-        self._forget(choice)
+    def _retire(self, choice: Choice, *, forget: bool = False) -> None:
+        self._forget(choice, forget=forget)
         live = self._choices[choice.request_id]
         live.remove(choice)
         if not live:
             del self._choices[choice.request_id]
 
-    def _forget(self, choice: Choice) -> None:
-        self._scheduler.remove(choice.sequence)
+    def _forget(self, choice: Choice, *, forget: bool = False) -> None:
+        self._scheduler.remove(choice.sequence, forget=forget)
         del self._choice_of[choice.sequence]
 
     def _check_idle(self) -> None:

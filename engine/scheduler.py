@@ -1,19 +1,29 @@
 """Which tokens the next step computes. Imports no torch.
 
 One rule, and no prefill or decode phase: each step lets every sequence's computed tokens catch up with the tokens it
-has, inside a budget of tokens. A long prompt is computed in chunks beside the others' single tokens; a resumed
-sequence is one with more tokens to catch up on.
+has, inside a budget of tokens. A long prompt is computed in chunks beside the others' single tokens; a resumed or
+preempted sequence is one with more tokens to catch up on, and one whose prompt is cached has fewer.
 
-    waiting ──admitted: blocks reserved for its whole length──> running ──removed: blocks released──> gone
+    waiting ──admitted: cached blocks taken over, others allocated──> running ──removed: blocks released──> gone
+       ^                                                                 │
+       └──────────────────── preempted: blocks released ─────────────────┘
 
-Admission reserves the blocks for prompt and max_tokens together, so a running sequence can never be short of memory
-and nothing has to be preempted.
+Memory. A sequence gets blocks for its whole length while that costs nothing. Where memory is short it gets them as it
+grows, and is admitted only if everybody could grow by `LOOKAHEAD_TOKENS`. If they all grow further, the newest gives
+way: it releases its blocks and waits, before all others, to compute them again, from what of them is still cached. The
+oldest can always go on, because the whole pool can hold any single sequence.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from engine.block_pool import BlockPool
+from engine.prefix_keys import extend_keys
+from engine.types import EngineCounters
+
+LOOKAHEAD_TOKENS: Final = 64
+MAX_PASSED_OVER: Final = 64  # waiting sequences that are looked at to find one that need not wait for another's prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -22,9 +32,12 @@ class Sequence:
 
     token_ids: list[int]  # prompt and output; grows by one with each sampled token
     prompt_tokens: int  # how many of token_ids are the prompt
-    max_total_tokens: int  # prompt and max_tokens: what is reserved
+    max_total_tokens: int  # prompt and max_tokens
     computed_tokens: int = 0  # how many of token_ids have their keys and values in the pool
     block_runs: list[range] = field(default_factory=list)  # its blocks, in order of its tokens; empty while waiting
+    block_keys: list[bytes] = field(default_factory=list)  # of its whole blocks of tokens, as far as they were needed
+    findable_blocks: int = 0  # how many of its blocks, from the first, were offered to the cache
+    cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
 
     @property
     def output_tokens(self) -> int:
@@ -35,6 +48,19 @@ class Sequence:
     def pending_tokens(self) -> int:
         """Tokens still to be computed."""
         return len(self.token_ids) - self.computed_tokens
+
+    @property
+    def held_blocks(self) -> int:
+        """How many blocks it has."""
+        return sum(map(len, self.block_runs))
+
+    def block_at(self, number: int) -> int:
+        """Return its block `number`, counted from its first token."""
+        for run in self.block_runs:
+            if number < len(run):
+                return run[number]
+            number -= len(run)
+        raise IndexError(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +79,31 @@ class Chunk:
 class Scheduler:
     """First come, first served; at most `max_sequences` run and `max_batched_tokens` are computed in one step."""
 
-    def __init__(self, block_pool: BlockPool, *, max_sequences: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, block_pool: BlockPool, *, max_sequences: int, max_batched_tokens: int, prefix_cache: bool = True
+    ) -> None:
         self.block_pool = block_pool
         self.max_sequences = max_sequences
         self.max_batched_tokens = max_batched_tokens
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # the longest admitted first
+        self.counters = EngineCounters()
+        self._prefix_cache = prefix_cache
+        self._coming: dict[bytes, int] = {}  # keys of blocks that running sequences will have computed; how many each
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the caller has made sure that the whole pool could hold it."""
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running, and release its blocks."""
-        (self.running if sequence.block_runs else self.waiting).remove(sequence)
-        self.block_pool.release(sequence.block_runs)
-        sequence.block_runs = []
+    def remove(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Forget a sequence, waiting or running, and release its blocks; with `forget`, what they hold as well."""
+        if sequence.block_runs:
+            self.running.remove(sequence)
+            if forget:
+                self.block_pool.forget(sequence.block_runs)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
 
     def schedule(self) -> list[Chunk]:
         """Choose the next step's chunks, oldest sequence first.
@@ -78,27 +113,153 @@ class Scheduler:
         """
         budget = self.max_batched_tokens
         chunks: list[Chunk] = []
-        for sequence in self.running:
-            if budget == 0:
-                return chunks
-            chunks.append(Chunk(sequence, min(sequence.pending_tokens, budget)))
-            budget -= chunks[-1].tokens
-        while budget > 0 and (admitted := self._admit_next()):
+        preemptions = self.counters.preemptions
+        number = 0
+        while budget > 0 and number < len(self.running):  # whoever gives way is at the end
+            sequence = self.running[number]
+            tokens = min(sequence.pending_tokens, budget)
+            if self._secure(sequence, sequence.computed_tokens + tokens):
+                chunks.append(Chunk(sequence, tokens))
+                budget -= tokens
+            number += 1
+        while budget > 0 and preemptions == self.counters.preemptions and (admitted := self._admit_next()):
             chunks.append(Chunk(admitted, min(admitted.pending_tokens, budget)))
             budget -= chunks[-1].tokens
         return chunks
 
-    def reserved_by_waiting(self) -> int:
-        """Blocks that the waiting sequences will take."""
-        return sum(self.block_pool.blocks_for(sequence.max_total_tokens) for sequence in self.waiting)
+    def computed(self, chunk: Chunk) -> None:
+        """Take note that a chunk's keys and values are in the pool, and let others find its whole blocks."""
+        sequence = chunk.sequence
+        sequence.computed_tokens += chunk.tokens
+        self.counters.computed_tokens += chunk.tokens
+        if not self._prefix_cache:
+            return
+        whole_blocks = sequence.computed_tokens // self.block_pool.block_size
+        if whole_blocks > sequence.findable_blocks:
+            self._no_longer_coming(sequence.block_keys[sequence.findable_blocks : whole_blocks])
+            extend_keys(sequence.block_keys, sequence.token_ids, self.block_pool.block_size)
+            for number in range(sequence.findable_blocks, whole_blocks):
+                self.block_pool.register(sequence.block_at(number), sequence.block_keys[number])
+            sequence.findable_blocks = whole_blocks
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _secure(self, sequence: Sequence, tokens: int) -> bool:
+        """Make sure that a running sequence has blocks for so many tokens; False if it had to give way itself."""
+        missing = self.block_pool.blocks_for(tokens) - sequence.held_blocks
+        while missing > self.block_pool.free_blocks:
+            if self._trim():
+                continue
+            newest = self.running[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        if missing > 0:
+            self._give(sequence, missing)
+        return True
+
+    def _give(self, sequence: Sequence, blocks: int) -> None:
+        runs = sequence.block_runs
+        for run in self.block_pool.allocate(blocks, after=runs[-1][-1] if runs else None):
+            if runs and runs[-1].stop == run.start:
+                runs[-1] = range(runs[-1].start, run.stop)
+            else:
+                runs.append(run)
+
+    def _trim(self) -> bool:
+        """Take back what running sequences do not need yet; False if there is nothing of the kind."""
+        has_trimmed = False
+        for sequence in self.running:
+            surplus = sequence.held_blocks - self.block_pool.blocks_for(len(sequence.token_ids))
+            while surplus > 0:
+                run = sequence.block_runs.pop()
+                kept, dropped = run[: max(0, len(run) - surplus)], run[max(0, len(run) - surplus) :]
+                if kept:
+                    sequence.block_runs.append(kept)
+                self.block_pool.release([dropped])
+                surplus -= len(dropped)
+                has_trimmed = True
+        return has_trimmed
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.counters.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._no_longer_coming(sequence.block_keys[sequence.findable_blocks :])
+        self.block_pool.release(sequence.block_runs)
+        sequence.block_runs = []
+        sequence.computed_tokens = sequence.findable_blocks = 0
+
+    # --- admission ----------------------------------------------------------------------------------------------------
 
     def _admit_next(self) -> Sequence | None:
-        if not self.waiting or len(self.running) >= self.max_sequences:
+        """Admit the first that waits, except those whose next blocks somebody is computing just now."""
+        if len(self.running) >= self.max_sequences:
             return None
-        blocks = self.block_pool.blocks_for(self.waiting[0].max_total_tokens)
-        if blocks > self.block_pool.free_blocks:
-            return None
-        sequence = self.waiting.popleft()
-        sequence.block_runs = self.block_pool.allocate(blocks)
+        for number, sequence in enumerate(self.waiting):
+            if number == MAX_PASSED_OVER:
+                return None
+            findable = self._worth_finding(sequence)
+            blocks = self.block_pool.match(findable)
+            if len(blocks) < len(findable) and findable[len(blocks)] in self._coming:
+                continue
+            self.block_pool.retain(blocks)
+            if not self._fits(sequence, len(blocks)):
+                self.block_pool.release(_runs_of(blocks))
+                return None
+            del self.waiting[number]
+            self._admit(sequence, blocks)
+            return sequence
+        return None
+
+    def _worth_finding(self, sequence: Sequence) -> list[bytes]:
+        """The keys of its blocks without the last token's: at least one token must be computed to have logits."""
+        if self._prefix_cache:
+            extend_keys(sequence.block_keys, sequence.token_ids, self.block_pool.block_size)
+        return sequence.block_keys[: (len(sequence.token_ids) - 1) // self.block_pool.block_size]
+
+    def _fits(self, sequence: Sequence, found_blocks: int) -> bool:
+        """Whether it and all running sequences could grow by LOOKAHEAD_TOKENS, after all that can be taken back."""
+        promised = sum(self._wanted_blocks(other) - other.held_blocks for other in self.running)
+        return self._wanted_blocks(sequence) - found_blocks <= self.block_pool.free_blocks - promised
+
+    def _wanted_blocks(self, sequence: Sequence) -> int:
+        tokens = min(sequence.max_total_tokens, len(sequence.token_ids) + LOOKAHEAD_TOKENS)
+        return self.block_pool.blocks_for(tokens)
+
+    def _admit(self, sequence: Sequence, found_blocks: list[int]) -> None:
+        sequence.block_runs = _runs_of(found_blocks)
+        sequence.computed_tokens = len(found_blocks) * self.block_pool.block_size
+        sequence.findable_blocks = len(found_blocks)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.computed_tokens, sequence.prompt_tokens)
+            self.counters.cached_tokens += sequence.cached_tokens
+        for key in sequence.block_keys[len(found_blocks) :]:
+            self._coming[key] = self._coming.get(key, 0) + 1
+        missing = self.block_pool.blocks_for(sequence.max_total_tokens) - len(found_blocks)
+        if missing > self.block_pool.blank_blocks:
+            missing = self._wanted_blocks(sequence) - len(found_blocks)
+            while missing > self.block_pool.free_blocks and self._trim():
+                pass
+        self._give(sequence, missing)
         self.running.append(sequence)
-        return sequence
+
+    def _no_longer_coming(self, keys: list[bytes]) -> None:
+        for key in keys:
+            self._coming[key] -= 1
+            if not self._coming[key]:
+                del self._coming[key]
+
+
+def _runs_of(blocks: list[int]) -> list[range]:
+    """Join blocks that follow each other."""
+    runs: list[range] = []
+    for block in blocks:
+        if runs and runs[-1].stop == block:
+            runs[-1] = range(runs[-1].start, block + 1)
+        else:
+            runs.append(range(block, block + 1))
+    return runs

@@ -77,6 +77,7 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for the model's own end
     error: str | None = None  # why, when finish_reason is "error"
+    cached_tokens: int = 0  # of the prompt: how many were found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,24 @@ class EngineInfo:
     device: str
     vocab_size: int  # width of the logits
     parameters: int  # of the model, counted once where shared
+
+
+def sequences_that_fit(info: EngineInfo, *, shortest: int = 256) -> dict[int, int]:
+    """Return, for lengths from `shortest` doubling up to the longest, how many such sequences run at once."""
+    lengths = []
+    while shortest < info.max_model_len:
+        lengths.append(shortest)
+        shortest *= 2
+    return {length: min(info.max_sequences, info.kv_tokens // length) for length in (*lengths, info.max_model_len)}
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What the engine has done since it was made; all only grow."""
+
+    computed_tokens: int = 0  # passed through the model
+    cached_tokens: int = 0  # of prompts, found in the prefix cache instead
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class Attempt:
     """What the worker knows of one attempt; all its frames, encoded, until some time after its end."""
 
     __slots__ = (
+        "cached_tokens",
         "completion_tokens",
         "cost",
         "frames",
@@ -56,6 +57,7 @@ class Attempt:
         self.started_unix_ms = int(time.time() * 1000)
         self.queue_ms = float(max(0, self.started_unix_ms - delivery.stored_unix_ms))
         self.ttft_ms: float | None = None
+        self.cached_tokens = 0  # of the prompt: what the engine did not have to compute for the first token
         self.completion_tokens = 0  # made here, over all choices
         self.made = [0] * job.sampling.n  # of these, by choice
         self.was_cancelled = False
@@ -129,7 +131,7 @@ class Attempt:
                 len(self.frames),
                 cancelled=self.was_cancelled,
                 prompt_tokens=self.prompt_tokens,
-                cached_tokens=0,
+                cached_tokens=self.cached_tokens,
                 completion_tokens=self.completion_tokens,
                 ttft_ms=self.ttft_ms or 0.0,
             )

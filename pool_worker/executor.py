@@ -248,6 +248,8 @@ class Executor:
         if not (output.token_ids or output.text or output.finish_reason):
             return
         self.tokens_made += len(output.token_ids)
+        if attempt.ttft_ms is None:
+            attempt.cached_tokens = output.cached_tokens
         logprobs = None if output.logprobs is None else tuple(map(_wire_logprob, output.logprobs))
         frame = attempt.tokens(output.index, tuple(output.token_ids), output.text, output.finish_reason, logprobs)
         self._publisher.send(attempt.job.reply_subject, frame)

@@ -30,6 +30,10 @@ class LocalEngineSettings(Settings):
     max_sequences: PositiveInt = 64
     max_batched_tokens: PositiveInt = 2048  # per step
     kv_mib: PositiveInt | None = None
+    # How many times the KV memory is promised to jobs, which rarely become as long as they may. Where they do, the
+    # newest give way and are computed again.
+    kv_overcommit: Annotated[float, Field(ge=1, le=16)] = 1.5
+    prefix_cache: bool = True  # prompts that begin like an earlier one are not computed again
     threads: PositiveInt | None = None
 
 

@@ -31,7 +31,7 @@ def attempt_record(
         outcome=outcome,
         error_code=error_code,
         prompt_tokens=attempt.prompt_tokens,
-        cached_tokens=0,
+        cached_tokens=attempt.cached_tokens,
         completion_tokens=attempt.completion_tokens,
         queue_ms=attempt.queue_ms,
         ttft_ms=attempt.ttft_ms,

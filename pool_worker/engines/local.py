@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine import EngineConfig, LLMEngine, RequestRejected
-from engine.types import GenerationRequest, SequenceOutput
+from engine.types import GenerationRequest, SequenceOutput, sequences_that_fit
 from pool_worker.engines.base import Capacity, EngineDiedError, Refusal
 from pool_worker.settings import LocalEngineSettings
 from protocol.artifacts import tokenizer_object_name
@@ -118,7 +118,10 @@ class LocalEngine:
             return
         info = engine.info
         log.info("loaded %s: %s", self._settings.path, info)
-        capacity = Capacity(info.max_sequences, info.kv_tokens, info.max_model_len)
+        fits = ", ".join(f"{count} of {length}" for length, count in sequences_that_fit(info).items())
+        log.info("%d tokens of KV memory hold so many sequences of so many tokens: %s", info.kv_tokens, fits)
+        promised_tokens = int(info.kv_tokens * self._settings.kv_overcommit)
+        capacity = Capacity(info.max_sequences, promised_tokens, info.max_model_len)
         self._call(self._end_loading, (capacity, tokenizer))
         try:
             self._step_until_stopped(engine)
@@ -184,6 +187,7 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
         max_sequences=settings.max_sequences,
         max_batched_tokens=settings.max_batched_tokens,
         threads=settings.threads,
+        prefix_cache=settings.prefix_cache,
         **{name: value for name, value in chosen.items() if value is not None},
     )
 

@@ -1,7 +1,8 @@
-"""free + used = total and no block has two owners by accident, whatever is asked of the pool and the scheduler."""
+"""No block is lost, given twice or found under a wrong name, whatever is asked of the pool and the scheduler."""
 
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,24 +11,42 @@ from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
 from engine.errors import EngineCorrupted
+from engine.prefix_keys import extend_keys
 from engine.scheduler import Chunk, Scheduler, Sequence
 
 BLOCKS = 24
+BLOCK_SIZE = 4
+
+operations = st.tuples(
+    st.sampled_from(["allocate", "retain", "release", "register", "find", "forget"]), st.integers(0, 30)
+)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "retain", "release"]), st.integers(0, 30)), max_size=60))
-def test_blocks_are_never_lost_or_given_twice(operations: list[tuple[str, int]]) -> None:
-    pool = BlockPool(BLOCKS, block_size=4)
+@given(st.lists(operations, max_size=80))
+def test_blocks_are_never_lost_or_given_twice(events: list[tuple[str, int]]) -> None:
+    pool = BlockPool(BLOCKS, BLOCK_SIZE)
     owners: list[list[range]] = []
-    for name, number in operations:
+    for name, number in events:
         if name == "allocate" and 0 < number <= pool.free_blocks:
             owners.append(pool.allocate(number))
             assert sum(map(len, owners[-1])) == number
-        elif name == "retain" and owners:
-            owners.append(owners[number % len(owners)])
-            pool.retain(owners[-1])
-        elif name == "release" and owners:
-            pool.release(owners.pop(number % len(owners)))
+        elif name == "find":
+            found = pool.match([b"%d" % number])
+            pool.retain(found)
+            owners.append([range(block, block + 1) for block in found])
+        elif owners:
+            runs = owners[number % len(owners)]
+            blocks = [block for run in runs for block in run]
+            if name == "retain":
+                owners.append(runs)
+                pool.retain(blocks)
+            elif name == "register" and blocks:
+                pool.register(blocks[0], b"%d" % (number % 5))
+            elif name == "forget":
+                pool.forget(runs)
+                assert not any(set(pool.match([b"%d" % key])) & set(blocks) for key in range(5))
+            elif name == "release":
+                pool.release(owners.pop(number % len(owners)))
         pool.check()
         used = {block for runs in owners for run in runs for block in run}
         assert pool.used_blocks == len(used)
@@ -38,7 +57,7 @@ def test_blocks_are_never_lost_or_given_twice(operations: list[tuple[str, int]])
 
 
 def test_a_fitting_run_is_preferred_to_pieces() -> None:
-    pool = BlockPool(10, block_size=4)
+    pool = BlockPool(10, BLOCK_SIZE)
     small, keep, _ = pool.allocate(2), pool.allocate(1), pool.allocate(3)
     pool.release(small)
     assert pool.allocate(4) == [range(6, 10)]
@@ -48,26 +67,86 @@ def test_a_fitting_run_is_preferred_to_pieces() -> None:
         pool.allocate(2)
 
 
-def test_double_release_and_retaining_free_blocks_are_caught() -> None:
-    pool = BlockPool(4, block_size=4)
+def test_a_sequence_grows_in_place_where_it_can() -> None:
+    pool = BlockPool(10, BLOCK_SIZE)
+    first, second = pool.allocate(3), pool.allocate(3)
+    assert pool.allocate(2, after=second[-1][-1]) == [range(6, 8)]
+    assert pool.allocate(1, after=first[-1][-1]) == [range(8, 9)], "what follows is another's"
+    assert pool.allocate(1, after=9) == [range(9, 10)], "nothing follows the last block"
+
+
+def test_cached_blocks_are_found_until_their_room_is_needed_the_longest_unused_first() -> None:
+    pool = BlockPool(6, BLOCK_SIZE)
+    old, new = pool.allocate(2), pool.allocate(2)
+    for block, key in zip([0, 1, 2, 3], [b"a", b"b", b"c", b"d"], strict=True):
+        pool.register(block, key)
+    pool.release(old)
+    pool.release(new)
+    assert (pool.free_blocks, pool.blank_blocks) == (6, 2)
+    assert pool.match([b"a", b"b", b"x"]) == [0, 1]
+    pool.allocate(3)
+    assert pool.match([b"a", b"b"]) == [0], "the end of a chain goes before its beginning"
+    pool.retain(pool.match([b"a"]))
+    pool.allocate(2)
+    assert pool.match([b"a"]) == [0]
+    assert pool.match([b"c"]) == [], "what is used does not go"
+
+
+def test_of_two_blocks_with_the_same_tokens_one_is_found() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    pool.allocate(2)
+    pool.register(0, b"a")
+    pool.register(1, b"a")
+    pool.release([range(2)])
+    assert pool.match([b"a"]) == [0]
+    assert pool.blank_blocks == 1
+
+
+def test_misuse_is_caught() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
     runs = pool.allocate(1)
     pool.release(runs)
     with pytest.raises(EngineCorrupted):
         pool.release(runs)
     with pytest.raises(EngineCorrupted):
-        pool.retain(runs)
+        pool.retain([0])
+    with pytest.raises(EngineCorrupted):
+        pool.register(0, b"a")
+
+
+def test_a_key_depends_on_every_token_up_to_the_end_of_its_block() -> None:
+    def keys_of(*token_ids: int) -> list[bytes]:
+        keys: list[bytes] = []
+        extend_keys(keys, token_ids, 2)
+        return keys
+
+    assert len(keys_of(1, 2, 3)) == 1
+    assert keys_of(1, 2, 3, 4)[0] == keys_of(1, 2)[0]
+    assert len({keys_of(1, 2, 3, 4)[1], keys_of(9, 2, 3, 4)[1], keys_of(1, 2, 3, 9)[1], keys_of(3, 4)[0]}) == 4
+    grown = keys_of(1, 2)
+    extend_keys(grown, [1, 2, 3, 4, 5], 2)
+    assert grown == keys_of(1, 2, 3, 4)
 
 
 class Simulation:
-    """A scheduler, and an engine that computes nothing."""
+    """A scheduler, and an engine whose keys and values are the tokens that they depend on."""
 
-    def __init__(self, max_sequences: int, max_batched_tokens: int) -> None:
-        self.pool = BlockPool(BLOCKS, block_size=4)
-        self.scheduler = Scheduler(self.pool, max_sequences=max_sequences, max_batched_tokens=max_batched_tokens)
+    def __init__(self, max_sequences: int, max_batched_tokens: int, *, prefix_cache: bool = True) -> None:
+        self.pool = BlockPool(BLOCKS, BLOCK_SIZE)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_sequences=max_sequences,
+            max_batched_tokens=max_batched_tokens,
+            prefix_cache=prefix_cache,
+        )
         self.live: list[Sequence] = []
+        self.content: dict[int, tuple[int, ...]] = {}  # by slot
+        self.computed = 0
 
-    def add(self, prompt: int, output: int) -> None:
-        self.live.append(Sequence([5] * prompt, prompt_tokens=prompt, max_total_tokens=prompt + output))
+    def add(self, prompt: int, output: int, token: int) -> None:
+        """Half of all prompts begin like others."""
+        token_ids = [7] * (prompt // 2) + [token] * (prompt - prompt // 2)
+        self.live.append(Sequence(token_ids, prompt_tokens=prompt, max_total_tokens=prompt + output))
         self.scheduler.add(self.live[-1])
 
     def abort(self, number: int) -> None:
@@ -80,8 +159,10 @@ class Simulation:
         chunks = self.scheduler.schedule()
         self.check_plan(chunks, streaming)
         for chunk in chunks:
+            self.compute(chunk)
+        for chunk in chunks:
             samples = chunk.samples
-            chunk.sequence.computed_tokens += chunk.tokens
+            self.scheduler.computed(chunk)
             if samples:
                 chunk.sequence.token_ids.append(7)
             if len(chunk.sequence.token_ids) == chunk.sequence.max_total_tokens:
@@ -89,41 +170,103 @@ class Simulation:
                 self.live.remove(chunk.sequence)
         self.check_blocks()
 
+    def compute(self, chunk: Chunk) -> None:
+        """Each token finds the keys and values of all before it, and leaves its own."""
+        sequence = chunk.sequence
+        for position in range(sequence.computed_tokens + chunk.tokens):
+            slot = sequence.block_at(position // BLOCK_SIZE) * BLOCK_SIZE + position % BLOCK_SIZE
+            own = tuple(sequence.token_ids[: position + 1])
+            if position >= sequence.computed_tokens:
+                self.content[slot] = own
+                self.computed += 1
+            assert self.content[slot] == own, "the keys and values of other tokens"
+
     def check_plan(self, chunks: list[Chunk], streaming: list[Sequence]) -> None:
-        assert sum(chunk.tokens for chunk in chunks) <= self.scheduler.max_batched_tokens
-        assert len(self.scheduler.running) <= self.scheduler.max_sequences
+        scheduler = self.scheduler
+        assert sum(chunk.tokens for chunk in chunks) <= scheduler.max_batched_tokens
+        assert len(scheduler.running) <= scheduler.max_sequences
         assert chunks or not self.live, "nobody advances though somebody waits"
         advancing = [chunk.sequence for chunk in chunks]
-        assert all(sequence in advancing for sequence in streaming), "a long prompt stalls a stream"
+        stalled = [s for s in streaming if s in scheduler.running and s not in advancing]
+        assert not stalled, "a long prompt stalls a stream"
         for chunk in chunks:
+            assert chunk.sequence in scheduler.running
             assert 1 <= chunk.tokens <= chunk.sequence.pending_tokens
-            assert chunk.sequence.computed_tokens + chunk.tokens <= 4 * sum(map(len, chunk.sequence.block_runs))
+            assert chunk.sequence.computed_tokens + chunk.tokens <= BLOCK_SIZE * chunk.sequence.held_blocks
 
     def check_blocks(self) -> None:
         self.pool.check()
-        owned = [block for sequence in self.scheduler.running for run in sequence.block_runs for block in run]
-        assert len(owned) == len(set(owned)) == self.pool.used_blocks
+        owners = Counter(block for sequence in self.scheduler.running for run in sequence.block_runs for block in run)
+        assert len(owners) == self.pool.used_blocks
+        assert all(self.pool._references[block] == count for block, count in owners.items())
         assert not any(sequence.block_runs for sequence in self.scheduler.waiting)
 
+    def finish(self) -> None:
+        steps_left = 20 * sum(sequence.max_total_tokens for sequence in self.live)
+        while self.live:
+            assert steps_left > 0, "it does not come to an end"
+            self.step()
+            steps_left -= 1
+        assert self.pool.free_blocks == BLOCKS
+        assert not self.scheduler._coming
 
-requests = st.tuples(st.just("add"), st.integers(1, 40), st.integers(1, 20))  # prompt and output tokens
+
+requests = st.tuples(st.just("add"), st.integers(1, 40), st.integers(1, 50), st.integers(1, 3))
 aborts = st.tuples(st.just("abort"), st.integers(0, 50))
+events_of_a_day = st.lists(st.one_of(requests, aborts, st.just(("step",))), max_size=80)
 
 
 @settings(deadline=None)
-@given(st.lists(st.one_of(requests, aborts, st.just(("step",))), max_size=80), st.integers(1, 5), st.integers(5, 16))
+@given(events_of_a_day, st.integers(1, 5), st.integers(5, 16), st.integers(0, 60), st.booleans())
 def test_scheduler_serves_everyone_within_its_budgets(
-    events: list[tuple[Any, ...]], max_sequences: int, max_batched_tokens: int
+    events: list[tuple[Any, ...]], max_sequences: int, max_batched_tokens: int, lookahead: int, prefix_cache: bool
 ) -> None:
-    simulation = Simulation(max_sequences, max_batched_tokens)
-    for name, *numbers in events:
-        getattr(simulation, name)(*numbers)
-    steps_left = sum(sequence.max_total_tokens for sequence in simulation.live)  # each step computes a token
-    while simulation.live:
-        assert steps_left > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", lookahead)
+        simulation = Simulation(max_sequences, max_batched_tokens, prefix_cache=prefix_cache)
+        for name, *numbers in events:
+            getattr(simulation, name)(*numbers)
+        simulation.finish()
+
+
+def test_a_prompt_that_is_being_computed_is_computed_once() -> None:
+    simulation = Simulation(max_sequences=8, max_batched_tokens=8)
+    for _ in range(4):
+        simulation.add(prompt=22, output=1, token=7)
+    simulation.finish()
+    assert simulation.computed == 22 + 3 * 2, "all but the last block is found"
+
+
+def test_with_the_cache_off_everybody_computes_all() -> None:
+    simulation = Simulation(max_sequences=8, max_batched_tokens=8, prefix_cache=False)
+    for _ in range(4):
+        simulation.add(prompt=22, output=1, token=7)
+    simulation.finish()
+    assert simulation.computed == 4 * 22
+
+
+def test_whoever_waits_for_anothers_prompt_holds_up_nobody() -> None:
+    simulation = Simulation(max_sequences=8, max_batched_tokens=32)
+    for prompt, token in ((20, 7), (20, 7), (2, 1)):
+        simulation.add(prompt, output=1, token=token)
+    second = simulation.live[1]
+    simulation.step()
+    assert simulation.live == [second], "the third has overtaken it"
+    simulation.finish()
+
+
+def test_the_newest_gives_way_and_goes_on_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 0)
+    simulation = Simulation(max_sequences=8, max_batched_tokens=8)  # computed again in chunks
+    for token in (1, 2, 3):
+        simulation.add(prompt=20, output=44, token=token)
+    first, second, third = simulation.live
+    while not simulation.scheduler.counters.preemptions:
         simulation.step()
-        steps_left -= 1
-    assert simulation.pool.free_blocks == BLOCKS
+    assert simulation.scheduler.running == [first, second]
+    simulation.add(prompt=4, output=4, token=4)
+    assert list(simulation.scheduler.waiting) == [third, simulation.live[-1]]
+    simulation.finish()
 
 
 def test_bookkeeping_needs_no_torch() -> None:

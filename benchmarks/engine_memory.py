@@ -1,0 +1,155 @@
+"""What the prefix cache saves and what preemption costs, on a CPU.
+
+- *shared prefix*: 32 requests at once, 512 tokens that all have in common and 32 of their own, 32 new tokens each. Time
+  to first token of each, counted from handing over, and output tokens per second; with the cache off, an empty cache
+  ("cold": the prefix is computed once, by the first), and once more with the prefix in it ("warm").
+- *overload*: 64 requests of random lengths (prompts of 32 to 256 tokens, 16 to 256 new ones, 256 asked for) into memory
+  for a quarter of them. Reserving each one's whole length is compared with growing and preempting. The recompute tax
+  is the share of tokens computed more than once.
+
+The model is that of ``engine_throughput``: a Llama of 68 M random float32 parameters. Needs no network.
+
+    python -m benchmarks.engine_memory [--threads 2]
+"""
+
+import argparse
+import copy
+import json
+import random
+import statistics
+import subprocess
+import time
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+import engine.scheduler
+from benchmarks.engine_throughput import make_model
+from engine import EngineConfig, GenerationRequest, LLMEngine, SamplingParams
+
+SEED = 21
+SHARING, PREFIX_TOKENS, OWN_TOKENS, NEW_TOKENS = 32, 512, 32, 32
+OVERLOAD, PROMPTS, OUTPUTS, MAX_TOKENS = 64, (32, 256), (16, 256), 256
+BLOCK_SIZE = 16
+
+
+def make_engine(model: LlamaForCausalLM, **config: int | bool) -> LLMEngine:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    return LLMEngine(copy.deepcopy(model), tokenizer, EngineConfig(block_size=BLOCK_SIZE, **config))
+
+
+def random_tokens(source: random.Random, count: int) -> list[int]:
+    return [source.randrange(1, 32_000) for _ in range(count)]
+
+
+def wave(engine: LLMEngine, requests: list[GenerationRequest]) -> dict[str, float]:
+    """Hand all over at once; return TTFT and throughput."""
+    start_s = time.perf_counter()
+    for request in requests:
+        engine.add_request(request)
+    first_s: dict[str, float] = {}
+    produced = 0
+    while engine.has_unfinished():
+        for output in engine.step():
+            produced += len(output.token_ids)
+            first_s.setdefault(output.request_id, time.perf_counter() - start_s)
+    ordered = sorted(first_s.values())
+    return {
+        "ttft_ms_mean": round(1000 * statistics.mean(ordered), 1),
+        "ttft_ms_max": round(1000 * ordered[-1], 1),
+        "tokens_per_s": round(produced / (time.perf_counter() - start_s), 1),
+    }
+
+
+def shared_prefix(model: LlamaForCausalLM, threads: int) -> dict[str, dict[str, float]]:
+    source = random.Random(SEED)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+    def requests(prefix: list[int]) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(str(number), prefix + random_tokens(source, OWN_TOKENS), params)
+            for number in range(SHARING)
+        ]
+
+    without = make_engine(model, max_sequences=SHARING, threads=threads, prefix_cache=False)
+    cached = make_engine(model, max_sequences=SHARING, threads=threads)
+    wave(without, requests(random_tokens(source, PREFIX_TOKENS)))  # warms up
+    prefix = random_tokens(source, PREFIX_TOKENS)
+    return {
+        "off": wave(without, requests(prefix)),
+        "cold": wave(cached, requests(prefix)),
+        "warm": wave(cached, requests(prefix)),
+    }
+
+
+def overload(model: LlamaForCausalLM, threads: int) -> dict[str, dict[str, float]]:
+    source = random.Random(SEED)
+    wanted = [(source.randint(*PROMPTS), source.randint(*OUTPUTS)) for _ in range(OVERLOAD)]
+    prompts = [random_tokens(source, prompt) for prompt, _ in wanted]
+    config = model.config
+    bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    kv_bytes = bytes_per_token * sum(prompt + MAX_TOKENS for prompt, _ in wanted) // 4
+    usual_lookahead = engine.scheduler.LOOKAHEAD_TOKENS
+    found = {}
+    for name, lookahead in {"reserve": MAX_TOKENS, "preempt": usual_lookahead}.items():
+        engine.scheduler.LOOKAHEAD_TOKENS = lookahead
+        under_test = make_engine(model, max_sequences=OVERLOAD, threads=threads, kv_bytes=kv_bytes)
+        for number, (prompt, (_, output)) in enumerate(zip(prompts, wanted, strict=True)):
+            # The engine is told of the longest answer only; where it ends is not known beforehand.
+            params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+            under_test.add_request(GenerationRequest(f"{number}.{output}", prompt, params))
+        found[name] = until_the_end(under_test, sum(prompt + output for prompt, output in wanted) - OVERLOAD)
+    engine.scheduler.LOOKAHEAD_TOKENS = usual_lookahead
+    return found
+
+
+def until_the_end(under_test: LLMEngine, needed_tokens: int) -> dict[str, float]:
+    start_s = time.perf_counter()
+    made: dict[str, int] = {}
+    while under_test.has_unfinished():
+        for output in under_test.step():
+            name = output.request_id
+            made[name] = made.get(name, 0) + len(output.token_ids)
+            if output.finish_reason is None and made[name] >= int(name.partition(".")[2]):
+                under_test.abort(name)
+    seconds = time.perf_counter() - start_s
+    counters = under_test.counters
+    return {
+        "seconds": round(seconds, 1),
+        "tokens_per_s": round(sum(made.values()) / seconds, 1),
+        "preemptions": counters.preemptions,
+        "recompute_tax": round(counters.computed_tokens / needed_tokens - 1, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    model = make_model()
+    prefix = shared_prefix(model, args.threads)
+    for name, figures in prefix.items():
+        print(f"shared prefix, cache {name:<5} {figures}")
+    loads = overload(model, args.threads)
+    for name, figures in loads.items():
+        print(f"overload, {name:<8} {figures}")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    print(
+        json.dumps(
+            {
+                "benchmark": "engine_memory",
+                "threads": args.threads,
+                "torch": torch.__version__,
+                "commit": commit.stdout.strip() or None,
+                "shared_prefix": prefix,
+                "overload": loads,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What is cached, shared, preempted or fragmented changes no answer."""
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, GptOssConfig, LlamaConfig, PreTrainedModel
+
+from engine import GenerationRequest, LLMEngine, SamplingParams
+from tests.unit.engine.tiny_models import (
+    SHAPE,
+    VOCAB_SIZE,
+    Answer,
+    Answers,
+    collect,
+    drain,
+    llama,
+    make_engine,
+    make_model,
+    run,
+)
+
+SHARED = tuple(random.Random(1).randrange(20, VOCAB_SIZE) for _ in range(90))
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return llama()
+
+
+def request(name: str, prompt: tuple[int, ...], **params: Any) -> GenerationRequest:
+    return GenerationRequest(
+        name, prompt, SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "temperature": 0.0} | params)
+    )
+
+
+def sharing(count: int, **params: Any) -> list[GenerationRequest]:
+    """Requests whose prompts begin alike."""
+    return [request(f"r{number}", (*SHARED, 20 + number, 30 + number), **params) for number in range(count)]
+
+
+def tokens_of(answers: Answers) -> dict[tuple[str, int], list[int]]:
+    return {name: answer.token_ids for name, answer in answers.items()}
+
+
+def alone(model: PreTrainedModel, requests: list[GenerationRequest]) -> dict[tuple[str, int], list[int]]:
+    """What each yields in an engine of its own that caches nothing."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for one in requests:
+        found |= tokens_of(run(make_engine(model, prefix_cache=False), one))
+    return found
+
+
+SLIDING: dict[str, Any] = SHAPE | {"sliding_window": 48, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SHAPE),
+        Gemma2Config(**SLIDING, query_pre_attn_scalar=16, attn_logit_softcapping=20.0),  # windows and softcaps
+        GptOssConfig(**SLIDING, num_local_experts=2, num_experts_per_tok=1),  # sinks
+    ],
+    ids=["llama", "gemma2", "gpt-oss"],
+)
+def test_a_shared_prefix_changes_no_answer(config: Any) -> None:
+    model = make_model(config)
+    requests = sharing(5)
+    expected = alone(model, requests)
+    engine = make_engine(model)
+    assert tokens_of(run(engine, *requests)) == expected
+    assert tokens_of(run(engine, *requests)) == expected, "with everything cached"
+
+
+def test_what_was_found_is_reported(model: PreTrainedModel) -> None:
+    engine = make_engine(model)
+    first, second = sharing(2)
+    engine.add_request(first)
+    assert {output.cached_tokens for output in engine.step()} <= {0}
+    drain(engine)
+    engine.add_request(second)
+    found = [output.cached_tokens for output in engine.step()]
+    assert found == [len(SHARED) // 4 * 4], "its whole blocks"
+    drain(engine)
+
+
+def test_choices_share_their_prompt(model: PreTrainedModel) -> None:
+    engine = make_engine(model)
+    params: dict[str, Any] = {"n": 4, "temperature": 1.3, "seed": 5}
+    [one] = sharing(1, **params)
+    expected = tokens_of(run(make_engine(model, prefix_cache=False), one))
+    engine.add_request(one)
+    steps = 0
+    while not engine.step() and engine.has_unfinished():
+        steps += 1
+    assert steps == len(one.prompt_ids) // 24, "the prompt was computed once, in chunks"
+    rest = drain(engine)
+    assert all(expected[name][1:] == ids or expected[name] == ids for name, ids in tokens_of(rest).items())
+
+
+def test_a_resumed_choice_finds_its_own_tokens(model: PreTrainedModel) -> None:
+    """A request comes back to the worker that had it: what it had computed is still there."""
+    engine = make_engine(model)
+    [one] = sharing(1)
+    whole = tokens_of(run(engine, one))["r0", 0]
+    longer = request("again", (*one.prompt_ids, *whole[:11]))
+    engine.add_request(longer)
+    [output] = engine.step()
+    assert output.token_ids == [whole[11]]
+    assert output.cached_tokens == (len(one.prompt_ids) + 11 - 1) // 4 * 4
+    drain(engine)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_in_little_memory_changes_no_answer(
+    model: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrivals and cancels while memory holds a fraction of what everybody wants."""
+    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 4)
+    source = random.Random(seed)
+    requests = [
+        request(
+            f"r{number}",
+            (*SHARED[: source.choice([0, 20, 60])], *(source.randrange(20, VOCAB_SIZE) for _ in range(9))),
+            max_tokens=source.randrange(5, 60),
+            **source.choice([{}, {"temperature": 1.2, "seed": number}]),
+        )
+        for number in range(16)
+    ]
+    expected = alone(model, requests)
+    engine = make_engine(model, kv_bytes=64 * bytes_per_block(model))
+    answers = drain_in_a_storm(engine, requests, source)
+    assert engine.counters.preemptions > 0, "there was room for all"
+    for name, answer in answers.items():
+        assert answer.token_ids == expected[name][: len(answer.token_ids)]
+        assert answer.finish_reason == "cancelled" or answer.token_ids == expected[name]
+    assert engine._block_pool.used_blocks == 0
+
+
+def bytes_per_block(model: PreTrainedModel) -> int:
+    config = model.config
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * 4
+
+
+def drain_in_a_storm(engine: LLMEngine, requests: list[GenerationRequest], source: random.Random) -> Answers:
+    answers: Answers = defaultdict(Answer)
+    coming = list(requests)
+    cancelled = 0
+    while coming or engine.has_unfinished():
+        if coming and source.random() < 0.5:
+            engine.add_request(coming.pop(0))
+        if source.random() < 0.02 and cancelled < 4 and engine._choices:
+            engine.abort(source.choice(list(engine._choices)))
+            cancelled += 1
+        collect(answers, engine.step())
+        engine._block_pool.check()
+    return answers
+
+
+def test_what_is_not_finite_is_found_by_nobody(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(model)
+    first, second = sharing(2)
+    forward = engine._runner.forward
+    monkeypatch.setattr(engine._runner, "forward", lambda chunks: torch.full_like(forward(chunks), float("nan")))
+    assert run(engine, first)["r0", 0].finish_reason == "error"
+    monkeypatch.undo()
+    engine.add_request(second)
+    outputs = []
+    while not outputs:
+        outputs = engine.step()
+    assert outputs[0].cached_tokens == 0
+    drain(engine)
