@@ -171,9 +171,9 @@ class PackedBatch:
             count, kv_heads, groups, dim = rows.shape
             stacked = rows.transpose(0, 1).reshape(1, kv_heads, count * groups, dim)
             output, lse = _attend(stacked, *self._pool.view(layer, prefix), options, mask=None, causal=False)
-            outputs = output.view(kv_heads, count, groups, dim).transpose(0, 1).split(1)
-            lses = lse.view(kv_heads, count, groups).transpose(0, 1).split(1)
-            attended |= dict(zip(members, zip(outputs, lses, strict=True), strict=True))
+            outputs = output.view(kv_heads, count, groups, dim).transpose(0, 1)
+            lses = lse.view(kv_heads, count, groups).transpose(0, 1)
+            attended |= {number: (outputs[at : at + 1], lses[at : at + 1]) for at, number in enumerate(members)}
         return attended
 
     def _attend_decoding(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.detokenizer import Detokenizer, TokenText
+from engine.grammar import Matcher
 from engine.sampler import RawLogprobs, SamplingRow
 from engine.scheduler import Sequence
 from engine.stop_strings import StopStrings
@@ -21,7 +22,7 @@ from engine.types import (
 class Choice:
     """Choice `index` of a request: its sequence, its row in the sampler, and the state of its text.
 
-    open ──stop token, stop string, max_tokens──> finished
+    open ──stop token, stop string, grammar complete, max_tokens──> finished
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class Choice:
     tokens: TokenText
     detokenizer: Detokenizer
     stops: StopStrings
+    matcher: Matcher | None  # of its grammar
     chars_to_skip: int = 0  # text of a resumed choice that the client already has
     produced_tokens: int = 0  # output tokens that went through `_read`
     finish_reason: FinishReason | None = None
@@ -40,7 +42,14 @@ class Choice:
 
     @classmethod
     def start(
-        cls, request: GenerationRequest, index: int, eos_ids: frozenset[int], tokens: TokenText, vocab_size: int
+        cls,
+        request: GenerationRequest,
+        index: int,
+        eos_ids: frozenset[int],
+        tokens: TokenText,
+        *,
+        vocab_size: int,
+        matcher: Matcher | None,
     ) -> "Choice":
         """Make a choice of a checked request, resumed where the request says so."""
         params = request.sampling
@@ -56,11 +65,14 @@ class Choice:
             index=index,
             params=params,
             sequence=sequence,
-            sampling_row=SamplingRow(params, index, sequence, eos_ids | frozenset(params.stop_token_ids), vocab_size),
+            sampling_row=SamplingRow(
+                params, index, sequence, eos_ids | frozenset(params.stop_token_ids), vocab_size, matcher=matcher
+            ),
             eos_ids=eos_ids,
             tokens=tokens,
             detokenizer=tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens),
             stops=StopStrings(params.stop),
+            matcher=matcher,
             chars_to_skip=resume.text_chars,
         )
 
@@ -101,14 +113,17 @@ class Choice:
     def _read(self, token_id: int) -> str:
         """Take one output token into the text state; return new text for the client."""
         self.produced_tokens += 1
+        if self.matcher is not None:
+            self.matcher.consume(token_id)
         if token_id in self.eos_ids or token_id in self.params.stop_token_ids:
             self.finish_reason = "stop"
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
             return self._unseen(self._flush())
         text = self._pass_stops(self.detokenizer.push(token_id))
-        if self.finish_reason is None and self.produced_tokens >= self.params.max_tokens:
+        is_complete = self.matcher is not None and self.matcher.is_complete
+        if self.finish_reason is None and (is_complete or self.produced_tokens >= self.params.max_tokens):
             text += self._flush()
-            self.finish_reason = self.finish_reason or "length"
+            self.finish_reason = self.finish_reason or ("stop" if is_complete else "length")
         return self._unseen(text)
 
     def _pass_stops(self, text: str) -> str:

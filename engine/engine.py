@@ -4,8 +4,8 @@
                   scheduler  runner    sampler  choice
 
 Synchronous and not thread-safe: one thread makes the engine and calls everything. (Making it in another thread works,
-but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a third.) Grammars and GPUs
-attach to the sampler's processors and the attention function.
+but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a third.) A GPU attaches
+to the attention function.
 """
 
 import os
@@ -20,9 +20,10 @@ from engine.choice import Choice
 from engine.config import EngineConfig
 from engine.detokenizer import TokenText
 from engine.errors import ConfigError, EngineCorrupted, RequestRejected
+from engine.grammar import GrammarCompiler, Matcher
 from engine.model_loader import load_model, max_model_len, prepare_model
 from engine.model_runner import ModelRunner
-from engine.sampler import Sample, sample
+from engine.sampler import NOT_FINITE, Sample, sample
 from engine.scheduler import Scheduler, Sequence
 from engine.types import EngineCounters, EngineInfo, EngineLoad, GenerationRequest, SequenceOutput
 
@@ -54,6 +55,7 @@ class LLMEngine:
         kv_pool = KVPool(layer_shapes, self.info.kv_tokens, model.dtype)
         self._runner = ModelRunner(model, kv_pool, config.block_size)
         self._tokens = TokenText(tokenizer)
+        self._grammars = GrammarCompiler(tokenizer, self.info.vocab_size, self.info.eos_token_ids)
         self._eos_ids = frozenset(self.info.eos_token_ids)
         self._choices: dict[str, list[Choice]] = {}  # the unfinished ones of each request
         self._choice_of: dict[Sequence, Choice] = {}
@@ -79,7 +81,14 @@ class LLMEngine:
         if len(self._scheduler.waiting) + request.sampling.n > self._max_waiting:
             raise RequestRejected("n", f"more than {self._max_waiting} choices would be waiting")
         choices = [
-            Choice.start(request, index, self._eos_ids, self._tokens, self.info.vocab_size)
+            Choice.start(
+                request,
+                index,
+                self._eos_ids,
+                self._tokens,
+                vocab_size=self.info.vocab_size,
+                matcher=self._matcher(request),
+            )
             for index in range(request.sampling.n)
         ]
         self._ready += [output for choice in choices if (output := choice.replay()) is not None]
@@ -89,6 +98,10 @@ class LLMEngine:
         for choice in live:
             self._choice_of[choice.sequence] = choice
             self._scheduler.add(choice.sequence)
+
+    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        grammar = request.sampling.grammar
+        return None if grammar is None else self._grammars.matcher(grammar)
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; the next step yields "cancelled" for each of its live choices. Idempotent."""
@@ -138,8 +151,8 @@ class LLMEngine:
     def _advance(self, choice: Choice, sampled: Sample) -> SequenceOutput:
         """Take the sampled token through the text stage; an error there ends this choice, not the loop."""
         if sampled.token_id is None:
-            output = choice.end("error", "the model's logits are not finite")
-            self._retire(choice, forget=True)
+            output = choice.end("error", sampled.error)
+            self._retire(choice, forget=sampled.error == NOT_FINITE)
             return output
         try:
             output = choice.advance(sampled.token_id, sampled.logprobs)

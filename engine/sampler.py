@@ -1,6 +1,6 @@
 """Turns logits into tokens: penalties, bias, temperature, truncation, the draw, and logprobs.
 
-Order, as in vLLM: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p, draw. Logprobs are of the raw
+Order: logit_bias, penalties, grammar, min_tokens, temperature, min_p, top_k, top_p, draw. Logprobs are of the raw
 logits. Every random row is drawn by inverting its cumulative distribution at one uniform number keyed by (seed, choice,
 position), so rows do not influence each other.
 """
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.grammar import GrammarError, Matcher
 from engine.noise import uniform
 from engine.scheduler import Sequence
 from engine.types import SamplingParams
 
+NOT_FINITE = "the model's logits are not finite"
 _TOP_P_CANDIDATES = 256  # tokens sorted at first to find where top_p cuts; the few rows that need more are sorted whole
 
 
@@ -22,10 +24,18 @@ class SamplingRow:
     """One choice's sampling parameters and state, for its row of the logits."""
 
     def __init__(
-        self, params: SamplingParams, index: int, sequence: Sequence, stop_ids: frozenset[int], vocab_size: int
+        self,
+        params: SamplingParams,
+        index: int,
+        sequence: Sequence,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        *,
+        matcher: Matcher | None = None,
     ) -> None:
         """`stop_ids` may not be sampled before min_tokens."""
         self.params = params
+        self._matcher = matcher
         self.sequence = sequence
         self._seed = random.getrandbits(63) if params.seed is None else params.seed
         self._index = index
@@ -40,24 +50,29 @@ class SamplingRow:
             for token_id in sequence.token_ids[sequence.prompt_tokens :]:
                 self._output_counts[token_id] += 1
         self.is_greedy = params.temperature == 0.0
-        self.is_plain = not (params.logit_bias or params.min_tokens or self._output_counts is not None)
+        self.is_plain = not (params.logit_bias or params.min_tokens or self._output_counts is not None or matcher)
 
     def uniform(self) -> float:
         """Return the uniform number for the next token."""
         return uniform(self._seed, self._index, self.sequence.output_tokens)
 
     def process(self, logits: Tensor) -> None:
-        """Apply bias, min_tokens and penalties to this row's logits [V], in place."""
+        """Apply bias, min_tokens, penalties and grammar to this row's logits [V], in place. Raises GrammarError."""
         params = self.params
         logits[self._bias_ids] += self._bias
-        if self.sequence.output_tokens < params.min_tokens:
-            logits[self._min_tokens_banned] = float("-inf")
         if self._output_counts is not None:
             seen = self._in_prompt | (self._output_counts > 0)
             penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
             logits.copy_(torch.where(seen, penalised, logits))
             logits -= params.frequency_penalty * self._output_counts
             logits -= params.presence_penalty * (self._output_counts > 0)
+        if self._matcher is not None:
+            self._matcher.forbid(logits)
+        if self.sequence.output_tokens < params.min_tokens:
+            ends = logits[self._min_tokens_banned]
+            logits[self._min_tokens_banned] = float("-inf")
+            if self._matcher is not None and logits.max() == float("-inf"):  # the grammar lets nothing else follow
+                logits[self._min_tokens_banned] = ends
 
     def record(self, token_id: int) -> None:
         """Count a sampled token."""
@@ -75,10 +90,11 @@ class RawLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was sampled for one row; `token_id` is None where the logits hold NaN or infinity."""
+    """What was sampled for one row; `token_id` is None where `error` says why there is none."""
 
     token_id: int | None
     logprobs: RawLogprobs | None
+    error: str | None = None
 
 
 def sample(logits: Tensor, rows: list[SamplingRow]) -> list[Sample]:
@@ -86,24 +102,36 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[Sample]:
     largest, greedy = logits.max(dim=-1)
     is_finite = torch.isfinite(largest).tolist()  # NaN and +inf surface as the largest; so does a row of only -inf
     tokens: list[int] = greedy.tolist()
+    errors = {i: NOT_FINITE for i, is_fine in enumerate(is_finite) if not is_fine}
     chosen = [i for i, row in enumerate(rows) if is_finite[i] and not (row.is_greedy and row.is_plain)]
     if chosen:
-        for i, token_id in zip(chosen, _sample_processed(logits[chosen], [rows[i] for i in chosen]), strict=True):
+        sampled, failed = _sample_processed(logits[chosen], [rows[i] for i in chosen])
+        for i, token_id in zip(chosen, sampled, strict=True):
             tokens[i] = token_id
+        errors |= {chosen[at]: error for at, error in failed.items()}
     logprobs = _raw_logprobs(logits, rows, tokens)
     samples = []
     for i, row in enumerate(rows):
-        if is_finite[i]:
+        if i in errors:
+            samples.append(Sample(None, None, errors[i]))
+        else:
             row.record(tokens[i])
-        samples.append(Sample(tokens[i] if is_finite[i] else None, logprobs.get(i)))
+            samples.append(Sample(tokens[i], logprobs.get(i)))
     return samples
 
 
-def _sample_processed(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
-    """Sample rows that are random or have processors; `logits` is theirs to change."""
+def _sample_processed(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], dict[int, str]]:
+    """Sample rows that are random or have processors; `logits` is theirs to change.
+
+    Returns a token for each row, and why for those that have none.
+    """
+    failed: dict[int, str] = {}
     for i, row in enumerate(rows):
         if not row.is_plain:
-            row.process(logits[i])
+            try:
+                row.process(logits[i])
+            except GrammarError as error:
+                failed[i] = f"the grammar could not be followed: {error}"
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     if drawn:
@@ -111,7 +139,7 @@ def _sample_processed(logits: Tensor, rows: list[SamplingRow]) -> list[int]:
         noise = torch.tensor([rows[i].uniform() for i in drawn], dtype=torch.float64)
         for i, token_id in zip(drawn, _draw(logits[drawn], params, noise), strict=True):
             tokens[i] = token_id
-    return tokens
+    return tokens, failed
 
 
 def _draw(logits: Tensor, params: list[SamplingParams], noise: Tensor) -> list[int]:

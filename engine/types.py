@@ -5,6 +5,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like."""
+
+    kind: GrammarKind
+    source: str  # empty for json_object
+    field: str = "response_format"  # of the request: who asked for it, for errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +40,7 @@ class SamplingParams:
     ignore_eos: bool = False  # the model's own end-of-text tokens do not end a choice
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k most probable (k may be 0)
     skip_special_tokens: bool = True  # special tokens leave no text
+    grammar: Grammar | None = None  # every answer follows it; one that is complete ends
 
 
 @dataclass(frozen=True, slots=True)

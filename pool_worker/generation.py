@@ -1,6 +1,10 @@
 """A job of the queue as a request to the engine."""
 
-from engine.types import GenerationRequest, ResumePoint, SamplingParams
+from typing import cast, get_args
+
+from engine.types import GenerationRequest, Grammar, GrammarKind, ResumePoint, SamplingParams
+from protocol.errors import ProtocolError
+from protocol.grammar import Grammar as WireGrammar
 from protocol.messages import Job, Sampling, unpack_token_ids
 
 
@@ -20,7 +24,7 @@ def generation_request(request_id: str, job: Job, prompt_ids: list[int]) -> Gene
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """Translate the wire's sampling parameters."""
+    """Translate the wire's sampling parameters. Raises ProtocolError for a grammar of a kind that is not known."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -39,4 +43,11 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
         skip_special_tokens=sampling.skip_special_tokens,
+        grammar=None if sampling.grammar is None else _grammar(sampling.grammar),
     )
+
+
+def _grammar(grammar: WireGrammar) -> Grammar:
+    if grammar.kind not in get_args(GrammarKind):
+        raise ProtocolError(f"a grammar of the unknown kind {grammar.kind!r}")
+    return Grammar(cast("GrammarKind", grammar.kind), grammar.source, grammar.field)

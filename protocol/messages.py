@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol.errors import ProtocolError
+from protocol.grammar import Grammar
 
 PROTOCOL_VERSION: Final = 1
 
@@ -62,6 +63,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
 
 class ResumePoint(Struct, frozen=True, omit_defaults=True):

@@ -37,7 +37,7 @@ def sampling_of(request: GenerationRequest, max_tokens: int) -> Sampling:
         given["stop"] = tuple(request.stop)
     if request.stop_token_ids:
         given["stop_token_ids"] = tuple(request.stop_token_ids)
-    return Sampling(max_tokens=max_tokens, logprobs=_logprobs(request), **given)
+    return Sampling(max_tokens=max_tokens, logprobs=_logprobs(request), grammar=request.grammar, **given)
 
 
 def _logprobs(request: GenerationRequest) -> int | None:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from gateway.api.errors import InvalidParameter, MalformedJson
+from gateway.api.output_format import ResponseFormat, StructuredOutputs
+from protocol.grammar import Grammar
 
 MAX_STOP_STRINGS: Final = 16
 MAX_LOGPROBS: Final = 20
@@ -32,10 +34,8 @@ _UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "structured_outputs": (),
     "structural_tag": (),
     "logits_processors": (),
-    "response_format": ({"type": "text"},),
 }
 _UNSUPPORTED_IN_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_UNSUPPORTED_EVERYWHERE,
@@ -192,6 +192,14 @@ class GenerationRequest(Body):
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     do_not_queue: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What every answer must look like; None: anything."""
+        wanted = self.structured_outputs or self.response_format
+        return None if wanted is None else wanted.grammar()
 
     @property
     def is_batch(self) -> bool:
@@ -301,6 +309,10 @@ def _refuse_contradictions(request: GenerationRequest) -> None:
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidParameter(
             "'best_of' other than 'n' is not supported.", param="best_of", code="unsupported_parameter"
+        )
+    if request.structured_outputs is not None and request.response_format is not None:
+        raise InvalidParameter(
+            "'structured_outputs' and 'response_format' exclude each other.", param="structured_outputs"
         )
     if request.stream_options is not None and not request.stream:
         raise InvalidParameter("'stream_options' is only allowed when 'stream' is true.", param="stream_options")

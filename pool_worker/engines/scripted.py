@@ -195,11 +195,16 @@ class ScriptedEngine:
         )
         return card, tokenizer_json
 
+    def _check(self, request: GenerationRequest) -> None:
+        check_request(request, self._info)
+        if request.sampling.grammar is not None:
+            raise RequestRejected(request.sampling.grammar.field, "the scripted engine's words follow no grammar")
+
     def submit(self, request: GenerationRequest) -> None:
         """See ``base.Engine``."""
         self._wake.set()
         try:
-            check_request(request, self._info)
+            self._check(request)
         except RequestRejected as error:
             self._ready.append(
                 Refusal(request.request_id, 0, [], "", finish_reason="error", error=error.message, param=error.field)

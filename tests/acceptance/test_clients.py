@@ -3,10 +3,12 @@
 import json
 import shlex
 import subprocess
+from typing import Literal
 
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.acceptance.system import System
 
@@ -154,6 +156,34 @@ def test_unknown_model_is_404(client: openai.OpenAI) -> None:
     assert "gpt-9" in caught.value.message
 
 
+class Reading(BaseModel):
+    """What an application wants to know."""
+
+    model_config = ConfigDict(extra="forbid")
+    river: Literal["Elbe", "Rhine"]
+    level_cm: int = Field(ge=0, le=999)
+    gates: list[bool] = Field(min_length=2, max_length=2)
+
+
+def test_an_answer_parsed_into_a_class(client: openai.OpenAI, demo: System) -> None:
+    parsed = client.chat.completions.parse(
+        model=demo.model, messages=QUESTION, response_format=Reading, temperature=1.5, seed=1, max_tokens=400
+    )
+    [choice] = parsed.choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Reading)
+    streamed = "".join(
+        chunk.choices[0].delta.content or ""
+        for chunk in client.chat.completions.create(
+            model=demo.model,
+            messages=QUESTION,
+            stream=True,
+            extra_body={"structured_outputs": {"choice": ["open", "closed"]}},
+        )
+    )
+    assert streamed in {"open", "closed"}
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
@@ -163,7 +193,11 @@ def test_unknown_model_is_404(client: openai.OpenAI) -> None:
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"stop": 5}, "stop"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}},
+            "response_format",
+        ),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),

@@ -6,6 +6,7 @@ import pytest
 from gateway.api.errors import BadRequest, InvalidParameter, MalformedJson
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import parse_chat, parse_completion, parse_tokenize
+from protocol.grammar import Grammar
 from protocol.messages import Sampling
 
 USER = {"role": "user", "content": "Hi"}
@@ -127,7 +128,20 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
         ({"seed": 2**70}, "seed"),
         ({"best_of": 2}, "best_of"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"guided_json": {}}, "guided_json"),
         ({"service_tier": "scale"}, "service_tier"),
@@ -158,6 +172,35 @@ def test_chat_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
 )
 def test_values_that_ask_for_nothing_unsupported(fields: dict[str, Any]) -> None:
     assert parse_chat(chat(**fields)).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object", "")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"a": 1}, "strict": True},
+                }
+            },
+            Grammar("json_schema", '{"a": 1}'),
+        ),
+        ({"structured_outputs": {"json": {"a": 1}}}, Grammar("json_schema", '{"a": 1}', "structured_outputs")),
+        ({"structured_outputs": {"json": '{"a": 1}'}}, Grammar("json_schema", '{"a": 1}', "structured_outputs")),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+", "structured_outputs")),
+        ({"structured_outputs": {"choice": ["a.b", "c"]}}, Grammar("regex", r"a\.b|c", "structured_outputs")),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, Grammar("lark", "start: /a/", "structured_outputs")),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "", "structured_outputs")),
+    ],
+)
+def test_what_answers_must_look_like(fields: dict[str, Any], grammar: Grammar | None) -> None:
+    request = parse_chat(chat(**fields))
+    assert request.grammar == grammar
+    assert sampling_of(request, 10).grammar == grammar
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,11 @@
+"""What callers may ask of an answer's form."""
+
+from msgspec import Struct
+
+
+class Grammar(Struct, frozen=True, omit_defaults=True):
+    """What every answer must look like."""
+
+    kind: str  # "json_schema" | "json_object" | "regex" | "lark"
+    source: str  # empty for json_object
+    field: str = "response_format"  # of the request: who asked for it, for errors

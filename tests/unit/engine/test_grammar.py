@@ -1,0 +1,166 @@
+"""Answers that must look like something: they do, at any temperature, also resumed anywhere."""
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from transformers import LlamaConfig, PreTrainedModel
+
+from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams
+from engine.types import Grammar, GrammarKind
+from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, make_engine, make_model, run
+
+SCHEMAS = 500
+VOCABULARY = byte_level_tokenizer().get_vocab()
+# A model of random weights would fill pages with white space, which JSON allows nearly everywhere.
+SPARING = {id_: -4.0 for text, id_ in VOCABULARY.items() if not text.strip("\u0120\u010a\u010d\u0109")}
+PROMPT = tuple(byte_level_tokenizer()("hello world", add_special_tokens=False)["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model(LlamaConfig(**SHAPE | {"max_position_embeddings": 4096}))
+
+
+@pytest.fixture(scope="module")
+def engine(model: PreTrainedModel) -> LLMEngine:
+    return make_engine(model, max_sequences=64, max_batched_tokens=512, kv_bytes=32 << 20)
+
+
+def request(name: str, kind: GrammarKind, source: str, **params: Any) -> GenerationRequest:
+    resume = params.pop("resume", ())
+    usual: dict[str, Any] = {"max_tokens": 3000, "temperature": 1.5, "seed": 7, "logit_bias": SPARING}
+    return GenerationRequest(name, PROMPT, SamplingParams(**usual | params, grammar=Grammar(kind, source)), resume)
+
+
+def answer_of(engine: LLMEngine, kind: GrammarKind, source: str, **params: Any) -> Answer:
+    return run(engine, request("r", kind, source, **params))["r", 0]
+
+
+def schema_of(source: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema whose values are finite, so that an answer of random tokens comes to its end."""
+    leaves = ["string", "integer", "boolean", "null", "enum", "const", "pattern"]
+    kind = source.choice(leaves if depth > 2 else [*leaves, "object", "object", "array", "anyOf"])
+    if kind == "object" or depth == 0:
+        names = source.sample(["a", "name", "größe", "x y", 'quo"te', "0"], source.randint(1, 4))
+        return {
+            "type": "object",
+            "properties": {name: schema_of(source, depth + 1) for name in names},
+            "required": source.sample(names, source.randint(0, len(names))),
+            "additionalProperties": False,
+        }
+    if kind == "array":
+        most = source.randint(0, 3)
+        return {"type": "array", "items": schema_of(source, depth + 1), "minItems": min(1, most), "maxItems": most}
+    if kind == "anyOf":
+        return {"anyOf": [schema_of(source, depth + 1) for _ in range(2)]}
+    low = source.randint(-1000, 1000)
+    return {
+        "string": {"type": "string", "minLength": source.randint(0, 2), "maxLength": source.randint(2, 9)},
+        "integer": {"type": "integer", "minimum": low, "maximum": low + source.randint(0, 5000)},
+        "boolean": {"type": "boolean"},
+        "null": {"type": "null"},
+        "enum": {"enum": ["red", 3, None, "grün"]},
+        "const": {"const": {"k": [1, True]}},
+        "pattern": {"type": "string", "pattern": "^[a-f]{1,4}-[0-9]{2}$"},
+    }[kind]
+
+
+def test_json_always_validates(engine: LLMEngine) -> None:
+    source = random.Random(2)
+    schemas = {f"s{number}": schema_of(source) for number in range(SCHEMAS)}
+    answers = run(engine, *(request(name, "json_schema", json.dumps(schema)) for name, schema in schemas.items()))
+    for (name, _), answer in answers.items():
+        assert answer.finish_reason == "stop", answer
+        jsonschema.validate(json.loads(answer.text), schemas[name])
+    assert len({answer.text for answer in answers.values()}) > SCHEMAS // 2
+
+
+def test_any_object(engine: LLMEngine) -> None:
+    # Where an answer has no bound of its own, it ends at max_tokens; the likeliest end is asked for here.
+    bias = dict.fromkeys(byte_level_tokenizer()("}", add_special_tokens=False)["input_ids"], 50.0)
+    assert json.loads(answer_of(engine, "json_object", "", logit_bias=bias).text) == {}
+
+
+@pytest.mark.parametrize("pattern", ["ab", "[0-9]{3}-[a-f]+x", "(yes|no|vielleicht ünd)"])
+def test_regular_expressions(engine: LLMEngine, pattern: str) -> None:
+    for seed in range(10):
+        answer = answer_of(engine, "regex", pattern, seed=seed)
+        assert answer.finish_reason == "stop"
+        assert re.fullmatch(pattern, answer.text)
+
+
+def test_context_free_grammars(engine: LLMEngine) -> None:
+    nested = 'start: "(" start ")" | "x"\n'
+    for seed in range(10):
+        text = answer_of(engine, "lark", nested, seed=seed).text
+        assert text.count("(") == text.count(")")
+        assert text.strip("()") == "x"
+
+
+BOUNDED = {
+    "type": "object",
+    "properties": {"level": {"type": "integer", "minimum": 0, "maximum": 555}, "gate": {"enum": ["open", "closed"]}},
+    "required": ["level", "gate"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0, "repetition_penalty": 1.2}, {"stop": ("5",)}])
+def test_resumed_anywhere_it_is_the_undisturbed_answer(engine: LLMEngine, params: dict[str, Any]) -> None:
+    schema = json.dumps(BOUNDED)
+    whole = answer_of(engine, "json_schema", schema, **params)
+    for position in range(len(whole.token_ids) + 1):
+        point = ResumePoint(0, tuple(whole.token_ids[:position]), 0)
+        resumed = answer_of(engine, "json_schema", schema, **params, resume=(point,))
+        assert whole.token_ids[:position] + resumed.token_ids == whole.token_ids
+        assert (resumed.text, resumed.finish_reason) == (whole.text, whole.finish_reason)
+
+
+def test_batch_mates_without_a_grammar_are_not_disturbed(model: PreTrainedModel, engine: LLMEngine) -> None:
+    free = GenerationRequest("free", PROMPT, SamplingParams(temperature=1.5, seed=3, max_tokens=40, ignore_eos=True))
+    alone = run(make_engine(model), free)["free", 0]
+    together = run(engine, request("bound", "regex", "[ab]{30}"), free, request("other", "regex", "[cd]{30}"))
+    assert together["free", 0] == alone
+    assert re.fullmatch("[ab]{30}", together["bound", 0].text)
+
+
+def test_a_complete_answer_ends_also_where_more_was_asked_for(engine: LLMEngine) -> None:
+    answer = answer_of(engine, "regex", "ab", min_tokens=20, ignore_eos=True)
+    assert (answer.text, answer.finish_reason) == ("ab", "stop")
+
+
+def test_an_optional_rest_ends_by_the_models_own_end(engine: LLMEngine) -> None:
+    answer = answer_of(engine, "regex", "ab*", logit_bias={EOS_ID: 100.0})
+    assert (answer.text, answer.finish_reason) == ("a", "stop")
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "because"),
+    [
+        ("json_schema", '{"type": "objekt"}', "objekt"),
+        ("json_schema", "{", "json"),
+        ("regex", "(", "unclosed"),
+        ("lark", "start: nothing", "nothing"),
+        ("regex", "a" * 200_001, "200000"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_the_fields_name(
+    engine: LLMEngine, kind: GrammarKind, source: str, because: str
+) -> None:
+    with pytest.raises(RequestRejected, match=because) as refused:
+        engine.add_request(request("r", kind, source))
+    assert refused.value.field == "response_format"
+    assert not engine.has_unfinished()
+
+
+def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
+    """Tokens of another worker that this one's grammar does not allow."""
+    strange = ResumePoint(0, tuple(byte_level_tokenizer()("zz", add_special_tokens=False)["input_ids"]), 0)
+    with pytest.raises(Exception, match="satisfy"):
+        engine.add_request(request("r", "regex", "[ab]{9}", resume=(strange,)))
+    assert not engine.has_unfinished()
+    assert answer_of(engine, "regex", "ab").text == "ab"
