@@ -7,7 +7,6 @@ tokens may follow. Compiling and masking release the GIL; a mask takes some 50 Â
 from collections import OrderedDict
 from typing import Final
 
-import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
@@ -21,6 +20,7 @@ MAX_COMPILED: Final = 64  # grammars kept for those who ask with the same one ag
 MAX_SOURCE_CHARS: Final = 200_000
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,20}"  # between the parts of JSON: some models never stop making it
 ANY_OBJECT: Final = '{"type": "object"}'
+_BITS: Final = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 
 
 class GrammarError(Exception):
@@ -40,11 +40,11 @@ class Matcher:
 
     def forbid(self, logits: Tensor) -> None:
         """Set the logits [V] of tokens that must not come next to minus infinity. Raises GrammarError."""
-        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        mask = bytearray(self._matcher.compute_bitmask())  # a bit for each token, the lowest first
         if self._matcher.is_error():
             raise GrammarError(self._matcher.get_error())
-        is_allowed = np.unpackbits(mask, count=len(logits), bitorder="little")
-        logits.masked_fill_(torch.from_numpy(is_allowed == 0), float("-inf"))
+        bits = torch.frombuffer(mask, dtype=torch.uint8)[:, None] & _BITS
+        logits.masked_fill_(bits.flatten()[: len(logits)] == 0, float("-inf"))
 
     def consume(self, token_id: int) -> None:
         """Take the next token. Raises GrammarError."""
