@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.detokenizer import Detokenizer, TokenText
+from engine.drafts import NgramDrafts
 from engine.grammar import Matcher
 from engine.sampler import RawLogprobs, SamplingRow
 from engine.scheduler import Sequence
@@ -35,6 +36,7 @@ class Choice:
     detokenizer: Detokenizer
     stops: StopStrings
     matcher: Matcher | None  # of its grammar
+    drafts: NgramDrafts | None
     chars_to_skip: int = 0  # text of a resumed choice that the client already has
     produced_tokens: int = 0  # output tokens that went through `_read`
     finish_reason: FinishReason | None = None
@@ -50,6 +52,7 @@ class Choice:
         *,
         vocab_size: int,
         matcher: Matcher | None,
+        draft_tokens: int,
     ) -> "Choice":
         """Make a choice of a checked request, resumed where the request says so."""
         params = request.sampling
@@ -60,19 +63,22 @@ class Choice:
             max_total_tokens=len(request.prompt_ids) + params.max_tokens,
         )
         eos_ids = frozenset() if params.ignore_eos else eos_ids
+        row = SamplingRow(
+            params, index, sequence, eos_ids | frozenset(params.stop_token_ids), vocab_size, matcher=matcher
+        )
         return cls(
             request_id=request.request_id,
             index=index,
             params=params,
             sequence=sequence,
-            sampling_row=SamplingRow(
-                params, index, sequence, eos_ids | frozenset(params.stop_token_ids), vocab_size, matcher=matcher
-            ),
+            sampling_row=row,
             eos_ids=eos_ids,
             tokens=tokens,
             detokenizer=tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens),
             stops=StopStrings(params.stop),
             matcher=matcher,
+            # What a processor does to a token depends on the tokens before it: only plain rows can be sampled ahead.
+            drafts=NgramDrafts(sequence.token_ids, draft_tokens) if draft_tokens and row.is_plain else None,
             chars_to_skip=resume.text_chars,
         )
 
@@ -90,6 +96,13 @@ class Choice:
         self.sequence.token_ids.append(token_id)
         text = self._read(token_id)
         return self._output([token_id], text, None if logprobs is None else [self._describe(token_id, logprobs)])
+
+    def guess(self) -> None:
+        """Give its sequence a draft, if it may have one and is about to yield a token."""
+        self.sequence.draft = []
+        if self.drafts is not None and self.sequence.pending_tokens == 1:
+            room = self.sequence.max_total_tokens - len(self.sequence.token_ids) - 1
+            self.sequence.draft = self.drafts.guess(room)
 
     def end(self, reason: FinishReason, error: str | None = None) -> SequenceOutput:
         """End the choice without a token."""

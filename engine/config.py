@@ -25,6 +25,7 @@ class EngineConfig:
     kv_bytes: int = 1 << 30  # most memory the KV pool may take; less is taken where max_sequences can never use it
     block_size: int = 16  # tokens in one KV block
     prefix_cache: bool = True  # keep the blocks of ended sequences for prompts that begin with the same tokens
+    draft_tokens: int = 0  # guesses computed beside the next token where a text repeats itself; 0: none
     # Of torch, within one operation; None: all processors but one. With as many threads as processors, every other busy
     # process makes all threads wait for the one it displaced: measured 10 times slower and worse on two shared cores.
     threads: int | None = None
@@ -35,6 +36,8 @@ class EngineConfig:
         for name in ("max_model_len", "threads"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
+        if self.draft_tokens < 0:
+            raise ConfigError("draft_tokens", f"must be at least 0, not {self.draft_tokens}")
         if self.max_batched_tokens < self.max_sequences:
             raise ConfigError("max_batched_tokens", "must be at least max_sequences, or running sequences would starve")
         if self.device != "cpu":

@@ -9,8 +9,10 @@ to the attention function.
 """
 
 import os
+from itertools import islice
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.admission import check_request
@@ -24,7 +26,7 @@ from engine.grammar import GrammarCompiler, Matcher
 from engine.model_loader import load_model, max_model_len, prepare_model
 from engine.model_runner import ModelRunner
 from engine.sampler import NOT_FINITE, Sample, sample
-from engine.scheduler import Scheduler, Sequence
+from engine.scheduler import Chunk, Scheduler, Sequence
 from engine.types import EngineCounters, EngineInfo, EngineLoad, GenerationRequest, SequenceOutput
 
 
@@ -52,6 +54,7 @@ class LLMEngine:
             prefix_cache=config.prefix_cache,
         )
         self._max_waiting = config.max_waiting
+        self._draft_tokens = config.draft_tokens
         kv_pool = KVPool(layer_shapes, self.info.kv_tokens, model.dtype)
         self._runner = ModelRunner(model, kv_pool, config.block_size)
         self._tokens = TokenText(tokenizer)
@@ -88,6 +91,7 @@ class LLMEngine:
                 self._tokens,
                 vocab_size=self.info.vocab_size,
                 matcher=self._matcher(request),
+                draft_tokens=self._draft_tokens,
             )
             for index in range(request.sampling.n)
         ]
@@ -135,18 +139,50 @@ class LLMEngine:
     def step(self) -> list[SequenceOutput]:
         """Compute one batch: at most one new token for every running choice."""
         outputs, self._ready = self._ready, []
+        if self._draft_tokens:
+            for sequence in self._scheduler.running:
+                self._choice_of[sequence].guess()
         chunks = self._scheduler.schedule()
         if chunks:
             logits = self._runner.forward(chunks)
-            sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+            sampling = [chunk for chunk in chunks if chunk.samples]
             for chunk in chunks:
                 self._scheduler.computed(chunk)
-            choices = [self._choice_of[sequence] for sequence in sampling]
-            samples = sample(logits, [choice.sampling_row for choice in choices]) if choices else []
-            outputs += [self._advance(choice, one) for choice, one in zip(choices, samples, strict=True)]
+            outputs += self._sample(sampling, logits)
         if not self._choices:
             self._check_idle()
         return outputs
+
+    def _sample(self, chunks: list[Chunk], logits: Tensor) -> list[SequenceOutput]:
+        """Choose the next token of each chunk's sequence, and those after it as long as the guesses are right."""
+        ahead = [number for chunk in chunks for number in range(1 + chunk.draft_tokens)]
+        rows = [self._choice_of[chunk.sequence].sampling_row for chunk in chunks for _ in range(1 + chunk.draft_tokens)]
+        samples = iter(sample(logits, rows, ahead) if rows else [])
+        outputs = []
+        for chunk in chunks:
+            sampled = list(islice(samples, 1 + chunk.draft_tokens))
+            outputs.append(
+                self._advance_through_draft(chunk, sampled)
+                if chunk.draft_tokens
+                else self._advance(self._choice_of[chunk.sequence], sampled[0])
+            )
+        return outputs
+
+    def _advance_through_draft(self, chunk: Chunk, samples: list[Sample]) -> SequenceOutput:
+        choice, sequence = self._choice_of[chunk.sequence], chunk.sequence
+        draft, sequence.draft = sequence.draft[: chunk.draft_tokens], []
+        output = self._advance(choice, samples[0])
+        right = 0
+        while choice.finish_reason is None and right < len(draft) and sequence.token_ids[-1] == draft[right]:
+            right += 1
+            self._scheduler.computed(Chunk(sequence, 1))
+            output.append(self._advance(choice, samples[right]))
+        self.counters.computed_tokens += len(draft) - right
+        self.counters.guessed_tokens += len(draft)
+        self.counters.right_tokens += right
+        if choice.drafts is not None:
+            choice.drafts.judge(len(draft), right)
+        return output
 
     def _advance(self, choice: Choice, sampled: Sample) -> SequenceOutput:
         """Take the sampled token through the text stage; an error there ends this choice, not the loop."""

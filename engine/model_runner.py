@@ -17,16 +17,20 @@ class ModelRunner:
         self._block_size = block_size
 
     def forward(self, chunks: list[Chunk]) -> Tensor:
-        """Compute the chunks and return float32 logits [sampling chunks, vocabulary], in the chunks' order."""
+        """Compute the chunks and return float32 logits [rows, vocabulary].
+
+        A chunk that samples has a row for its last token and one for each token of its draft, in the chunks' order.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         sampled_rows: list[int] = []
         for chunk in chunks:
             first, end = chunk.sequence.computed_tokens, chunk.sequence.computed_tokens + chunk.tokens
             tokens += chunk.sequence.token_ids[first:end]
-            positions += range(first, end)
             if chunk.samples:
-                sampled_rows.append(len(tokens) - 1)
+                sampled_rows += range(len(tokens) - 1, len(tokens) + chunk.draft_tokens)
+            tokens += chunk.sequence.draft[: chunk.draft_tokens]
+            positions += range(first, end + chunk.draft_tokens)
         logits: Tensor = self._model(
             input_ids=torch.tensor([tokens]),
             position_ids=torch.tensor([positions]),
@@ -39,4 +43,5 @@ class ModelRunner:
     def _segment(self, chunk: Chunk) -> Segment:
         size = self._block_size
         runs = [range(run.start * size, run.stop * size) for run in chunk.sequence.block_runs]
-        return Segment(chunk.tokens, chunk.sequence.computed_tokens + chunk.tokens, runs)
+        rows = chunk.tokens + chunk.draft_tokens
+        return Segment(rows, chunk.sequence.computed_tokens + rows, runs)

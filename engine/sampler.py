@@ -52,9 +52,9 @@ class SamplingRow:
         self.is_greedy = params.temperature == 0.0
         self.is_plain = not (params.logit_bias or params.min_tokens or self._output_counts is not None or matcher)
 
-    def uniform(self) -> float:
-        """Return the uniform number for the next token."""
-        return uniform(self._seed, self._index, self.sequence.output_tokens)
+    def uniform(self, ahead: int) -> float:
+        """Return the uniform number for the next token, or for one so many tokens `ahead` of it."""
+        return uniform(self._seed, self._index, self.sequence.output_tokens + ahead)
 
     def process(self, logits: Tensor) -> None:
         """Apply bias, min_tokens, penalties and grammar to this row's logits [V], in place. Raises GrammarError."""
@@ -97,15 +97,19 @@ class Sample:
     error: str | None = None
 
 
-def sample(logits: Tensor, rows: list[SamplingRow]) -> list[Sample]:
-    """Choose one token per row of float32 logits [R, V]."""
+def sample(logits: Tensor, rows: list[SamplingRow], ahead: list[int] | None = None) -> list[Sample]:
+    """Choose one token per row of float32 logits [R, V].
+
+    `ahead` says for each row how many tokens it is ahead of its sequence: more than 0 for what follows a guess.
+    """
+    ahead = ahead or [0] * len(rows)
     largest, greedy = logits.max(dim=-1)
     is_finite = torch.isfinite(largest).tolist()  # NaN and +inf surface as the largest; so does a row of only -inf
     tokens: list[int] = greedy.tolist()
     errors = {i: NOT_FINITE for i, is_fine in enumerate(is_finite) if not is_fine}
     chosen = [i for i, row in enumerate(rows) if is_finite[i] and not (row.is_greedy and row.is_plain)]
     if chosen:
-        sampled, failed = _sample_processed(logits[chosen], [rows[i] for i in chosen])
+        sampled, failed = _sample_processed(logits[chosen], [rows[i] for i in chosen], [ahead[i] for i in chosen])
         for i, token_id in zip(chosen, sampled, strict=True):
             tokens[i] = token_id
         errors |= {chosen[at]: error for at, error in failed.items()}
@@ -120,7 +124,7 @@ def sample(logits: Tensor, rows: list[SamplingRow]) -> list[Sample]:
     return samples
 
 
-def _sample_processed(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], dict[int, str]]:
+def _sample_processed(logits: Tensor, rows: list[SamplingRow], ahead: list[int]) -> tuple[list[int], dict[int, str]]:
     """Sample rows that are random or have processors; `logits` is theirs to change.
 
     Returns a token for each row, and why for those that have none.
@@ -136,7 +140,7 @@ def _sample_processed(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     if drawn:
         params = [rows[i].params for i in drawn]
-        noise = torch.tensor([rows[i].uniform() for i in drawn], dtype=torch.float64)
+        noise = torch.tensor([rows[i].uniform(ahead[i]) for i in drawn], dtype=torch.float64)
         for i, token_id in zip(drawn, _draw(logits[drawn], params, noise), strict=True):
             tokens[i] = token_id
     return tokens, failed

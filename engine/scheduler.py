@@ -37,6 +37,7 @@ class Sequence:
     block_runs: list[range] = field(default_factory=list)  # its blocks, in order of its tokens; empty while waiting
     block_keys: list[bytes] = field(default_factory=list)  # of its whole blocks of tokens, as far as they were needed
     findable_blocks: int = 0  # how many of its blocks, from the first, were offered to the cache
+    draft: list[int] = field(default_factory=list)  # guesses at what follows token_ids, for the next step only
     cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
 
     @property
@@ -65,10 +66,11 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute the next `tokens` tokens of `sequence`."""
+    """Compute the next `tokens` tokens of `sequence`, and after them `draft_tokens` of its draft."""
 
     sequence: Sequence
     tokens: int
+    draft_tokens: int = 0
 
     @property
     def samples(self) -> bool:
@@ -118,10 +120,12 @@ class Scheduler:
         while budget > 0 and number < len(self.running):  # whoever gives way is at the end
             sequence = self.running[number]
             tokens = min(sequence.pending_tokens, budget)
-            if self._secure(sequence, sequence.computed_tokens + tokens):
-                chunks.append(Chunk(sequence, tokens))
-                budget -= tokens
             number += 1
+            if self._secure(sequence, sequence.computed_tokens + tokens):
+                spare = budget - tokens - (len(self.running) - number)  # a token for everybody comes first
+                is_whole = tokens == sequence.pending_tokens
+                chunks.append(Chunk(sequence, tokens, self._secure_draft(sequence, spare) if is_whole else 0))
+                budget -= tokens + chunks[-1].draft_tokens
         while budget > 0 and preemptions == self.counters.preemptions and (admitted := self._admit_next()):
             chunks.append(Chunk(admitted, min(admitted.pending_tokens, budget)))
             budget -= chunks[-1].tokens
@@ -158,6 +162,16 @@ class Scheduler:
             self._give(sequence, missing)
         return True
 
+    def _secure_draft(self, sequence: Sequence, spare_tokens: int) -> int:
+        """Return how much of its draft there is room for and a block for everybody: none gives way to a guess."""
+        tokens = max(0, min(len(sequence.draft), spare_tokens))
+        missing = self.block_pool.blocks_for(len(sequence.token_ids) + tokens) - sequence.held_blocks
+        if missing > self.block_pool.free_blocks - len(self.running):
+            return 0
+        if missing > 0:
+            self._give(sequence, missing)
+        return tokens
+
     def _give(self, sequence: Sequence, blocks: int) -> None:
         runs = sequence.block_runs
         for run in self.block_pool.allocate(blocks, after=runs[-1][-1] if runs else None):
@@ -170,7 +184,8 @@ class Scheduler:
         """Take back what running sequences do not need yet; False if there is nothing of the kind."""
         has_trimmed = False
         for sequence in self.running:
-            surplus = sequence.held_blocks - self.block_pool.blocks_for(len(sequence.token_ids))
+            kept_tokens = len(sequence.token_ids) + len(sequence.draft)
+            surplus = sequence.held_blocks - self.block_pool.blocks_for(kept_tokens)
             while surplus > 0:
                 run = sequence.block_runs.pop()
                 kept, dropped = run[: max(0, len(run) - surplus)], run[max(0, len(run) - surplus) :]

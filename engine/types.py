@@ -90,6 +90,14 @@ class SequenceOutput:
     error: str | None = None  # why, when finish_reason is "error"
     cached_tokens: int = 0  # of the prompt: how many were found in the prefix cache
 
+    def append(self, later: "SequenceOutput") -> None:
+        """Join what the same step yielded after this."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
@@ -121,6 +129,8 @@ class EngineCounters:
 
     computed_tokens: int = 0  # passed through the model
     cached_tokens: int = 0  # of prompts, found in the prefix cache instead
+    guessed_tokens: int = 0  # computed beside the next token
+    right_tokens: int = 0  # of these, as many as were then sampled
     preemptions: int = 0
 
 

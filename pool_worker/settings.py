@@ -34,6 +34,9 @@ class LocalEngineSettings(Settings):
     # newest give way and are computed again.
     kv_overcommit: Annotated[float, Field(ge=1, le=16)] = 1.5
     prefix_cache: bool = True  # prompts that begin like an earlier one are not computed again
+    # How many tokens to guess and compute beside the next one where a text repeats itself (quotations, code); never
+    # changes an answer.
+    draft_tokens: Annotated[int, Field(ge=0, le=64)] = 0
     threads: PositiveInt | None = None
 
 

@@ -188,6 +188,7 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
         max_batched_tokens=settings.max_batched_tokens,
         threads=settings.threads,
         prefix_cache=settings.prefix_cache,
+        draft_tokens=settings.draft_tokens,
         **{name: value for name, value in chosen.items() if value is not None},
     )
 

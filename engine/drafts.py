@@ -1,0 +1,40 @@
+"""Guesses at the next tokens from what the sequence says already (n-gram speculation). Imports no torch.
+
+Where the last tokens have occurred before, what followed them then may follow again: quotations, code, lists. The guess
+is computed beside the next token, and every guessed token that the sampler then chooses as well is one step saved. The
+rest is thrown away, so the answer is exactly the one without guesses. As in vLLM's n-gram method and in prompt lookup
+decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
+"""
+
+from typing import Final
+
+NGRAM_TOKENS: Final = 3  # so many last tokens must have occurred before
+REST_TOKENS: Final = 16  # after a guess of which nothing came true, nothing is guessed for so many tokens
+
+
+class NgramDrafts:
+    """The guesses for one sequence, whose tokens it follows."""
+
+    def __init__(self, token_ids: list[int], most_tokens: int) -> None:
+        """Read `token_ids` now and, as it grows, at each guess; guess at most `most_tokens` at a time."""
+        self._token_ids = token_ids
+        self._most_tokens = most_tokens
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram → the index after its last occurrence but this one
+        self._read_tokens = NGRAM_TOKENS - 1  # tokens whose n-grams are known, but for the last
+        self._rests_until = 0  # tokens
+
+    def guess(self, most_tokens: int) -> list[int]:
+        """Return what may follow; nothing where nothing is known."""
+        tokens = self._token_ids
+        while self._read_tokens < len(tokens) - 1:
+            self._read_tokens += 1
+            self._after[tuple(tokens[self._read_tokens - NGRAM_TOKENS : self._read_tokens])] = self._read_tokens
+        if len(tokens) < max(NGRAM_TOKENS, self._rests_until):
+            return []
+        start = self._after.get(tuple(tokens[-NGRAM_TOKENS:]))
+        return [] if start is None else tokens[start : start + min(self._most_tokens, most_tokens)]
+
+    def judge(self, guessed: int, right: int) -> None:
+        """Take notice of how many of the guessed tokens came true."""
+        if guessed and not right:
+            self._rests_until = len(self._token_ids) + REST_TOKENS
