@@ -184,6 +184,16 @@ def test_an_answer_parsed_into_a_class(client: openai.OpenAI, demo: System) -> N
     assert streamed in {"open", "closed"}
 
 
+def test_cached_prompt_tokens_are_told(client: openai.OpenAI, demo: System) -> None:
+    long = [{"role": "user", "content": "Which gate is open, and which is closed? " * 8}]
+    usages = [client.chat.completions.create(model=demo.model, messages=long, max_tokens=2).usage for _ in range(2)]
+    assert usages[1] is not None
+    assert usages[1].prompt_tokens_details is not None
+    cached = usages[1].prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert 0 < cached < usages[1].prompt_tokens
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
