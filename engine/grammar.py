@@ -43,6 +43,8 @@ class Matcher:
         mask = bytearray(self._matcher.compute_bitmask())  # a bit for each token, the lowest first
         if self._matcher.is_error():
             raise GrammarError(self._matcher.get_error())
+        if mask.count(0) == len(mask):
+            raise GrammarError("no token of the vocabulary may come next")
         bits = torch.frombuffer(mask, dtype=torch.uint8)[:, None] & _BITS
         logits.masked_fill_(bits.flatten()[: len(logits)] == 0, float("-inf"))
 

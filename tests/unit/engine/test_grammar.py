@@ -3,13 +3,15 @@
 import json
 import random
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jsonschema
 import pytest
 from transformers import LlamaConfig, PreTrainedModel
 
 from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams
+from engine.grammar import Matcher
 from engine.types import Grammar, GrammarKind
 from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, make_engine, make_model, run
 
@@ -164,3 +166,14 @@ def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
         engine.add_request(request("r", "regex", "[ab]{9}", resume=(strange,)))
     assert not engine.has_unfinished()
     assert answer_of(engine, "regex", "ab").text == "ab"
+
+
+def test_where_no_token_may_follow_only_that_answer_fails(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a vocabulary that has not every byte."""
+    nothing = SimpleNamespace(compute_bitmask=lambda: bytes(len(VOCABULARY) // 8 + 1), is_error=lambda: False)
+    monkeypatch.setattr(engine._grammars, "matcher", lambda _grammar: Matcher(cast("Any", nothing)))
+    free = GenerationRequest("free", PROMPT, SamplingParams(temperature=1.5, seed=3, max_tokens=10, ignore_eos=True))
+    answers = run(engine, request("bound", "regex", "x", logprobs=1), free)
+    assert answers["bound", 0].finish_reason == "error"
+    assert "no token" in str(answers["bound", 0].error)
+    assert len(answers["free", 0].token_ids) == 10
