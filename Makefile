@@ -32,6 +32,7 @@ format: ## Format and mend what can be mended
 bench: ## Run the benchmarks (nothing else should run meanwhile); results belong into benchmarks/LOG.md
 	@scripts/setup.sh test
 	.venv/bin/python -m benchmarks.engine_throughput
+	.venv/bin/python -m benchmarks.engine_memory
 	.venv/bin/python -m benchmarks.gateway_overhead
 	.venv/bin/python -m benchmarks.ledger_ingest
 
