@@ -50,7 +50,7 @@ from rich.status import Status
 from rich.table import Table
 
 from benchmarks import load_client
-from benchmarks.gateway_overhead import machine, percentile
+from benchmarks.gateway_overhead import WORDS, machine, percentile
 from benchmarks.peers import litellm
 from benchmarks.peers.two_servers import SYSTEMS, ComparedSystem, EngineShape
 from benchmarks.scripted_answers import ScriptedAnswers
@@ -68,7 +68,6 @@ SUCCESSES: Final = frozenset({"answered", "miscounted"})
 PROGRESS_PERIOD_S: Final = 0.5
 TAIL_PIECES: Final = 3
 TAIL_BYTES: Final = 400
-WORDS: Final = ("why", "does", "the", "river", "rise", "over", "a", "dam", "when", "its", "gates", "hold", "water")
 
 
 @dataclass(frozen=True)

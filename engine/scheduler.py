@@ -175,10 +175,7 @@ class Scheduler:
     def _give(self, sequence: Sequence, blocks: int) -> None:
         runs = sequence.block_runs
         for run in self.block_pool.allocate(blocks, after=runs[-1][-1] if runs else None):
-            if runs and runs[-1].stop == run.start:
-                runs[-1] = range(runs[-1].start, run.stop)
-            else:
-                runs.append(run)
+            _append(runs, run)
 
     def _trim(self) -> bool:
         """Take back what running sequences do not need yet; False if there is nothing of the kind."""
@@ -273,8 +270,12 @@ def _runs_of(blocks: list[int]) -> list[range]:
     """Join blocks that follow each other."""
     runs: list[range] = []
     for block in blocks:
-        if runs and runs[-1].stop == block:
-            runs[-1] = range(runs[-1].start, block + 1)
-        else:
-            runs.append(range(block, block + 1))
+        _append(runs, range(block, block + 1))
     return runs
+
+
+def _append(runs: list[range], run: range) -> None:
+    if runs and runs[-1].stop == run.start:
+        runs[-1] = range(runs[-1].start, run.stop)
+    else:
+        runs.append(run)

@@ -17,12 +17,12 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from pool_worker.attempt import Attempt
-from pool_worker.backlog import read_backlog
 from pool_worker.credit import Credit
 from pool_worker.executor import Executor
 from pool_worker.gate import Gate
 from pool_worker.lanes import LOW_RANK, Lane, LaneShares, expected_tokens
 from protocol import pull, subjects
+from protocol.backlog import read_backlog
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from pool_worker.backlog import read_backlog
 from pool_worker.peers import Peers
 from pool_worker.settings import GateSettings, Tier
 from protocol import subjects
+from protocol.backlog import read_backlog
 from protocol.backoff import wait_for
 from protocol.bus import Bus
 from protocol.errors import ApiError, BusError
@@ -95,9 +95,8 @@ async def is_behind(bus: Bus, model: str, settings: GateSettings) -> bool:
 
 async def _oldest(bus: Bus, subject: str) -> dt.datetime | None:
     """Return when the stream took the first message of a subject that it still has; None if it has none any more."""
-    call = f"STREAM.MSG.GET.{subjects.INTERACTIVE_STREAM}"
     try:
-        answer = await bus.api(call, {"seq": 1, "next_by_subj": subject})
+        message = await bus.get_message(subjects.INTERACTIVE_STREAM, seq=1, next_by_subj=subject)
     except ApiError:
         return None
-    return dt.datetime.fromisoformat(answer["message"]["time"])
+    return None if message is None else dt.datetime.fromisoformat(message["time"])

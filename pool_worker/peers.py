@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-import msgspec
 from nats.aio.msg import Msg
 
 from protocol import subjects
 from protocol.bus import Bus
+from protocol.disconnects import decode_disconnect
 from protocol.errors import ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
 from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S, PULL_PRIORITIES
@@ -17,17 +17,6 @@ from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S, PULL_PRIORI
 INFORMED_AFTER_S: Final = 1.5 * HEARTBEAT_PERIOD_S  # of listening: by then every live worker has been heard
 
 log = logging.getLogger(__name__)
-
-
-class _Client(msgspec.Struct):
-    name: str = ""
-
-
-class _Disconnect(msgspec.Struct):
-    client: _Client
-
-
-_disconnect_decoder = msgspec.json.Decoder(_Disconnect)
 
 
 class Peers:
@@ -93,12 +82,11 @@ class Peers:
 
     async def _on_disconnect(self, message: Msg) -> None:
         try:
-            event = _disconnect_decoder.decode(message.data)
-        except msgspec.MsgspecError as error:
-            log.warning("an undecodable disconnect event: %s", error)
+            event = decode_disconnect(message.data)
+        except ProtocolError as error:
+            log.warning("%s", error)
             return
-        worker_id = subjects.worker_of_connection(event.client.name)
-        if worker_id is not None and self._forget(worker_id):
+        if event is not None and self._forget(event.worker_id):
             self._tell()
 
     async def _on_reconnected(self) -> None:

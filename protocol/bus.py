@@ -248,6 +248,19 @@ class Bus:
         reply = await self.request(f"$JS.API.{call}", payload, timeout_s=API_TIMEOUT_S)
         return _checked(msgspec.json.decode(reply.data))
 
+    async def get_message(self, stream: str, **query: int | str) -> dict[str, Any] | None:
+        """Read one message of a stream by what STREAM.MSG.GET takes (``seq``, …); None if there is none such.
+
+        Raises BusTimeout and ApiError.
+        """
+        try:
+            answer = await self.api(f"STREAM.MSG.GET.{stream}", query)
+        except ApiError as error:
+            if error.code == _NO_MESSAGE_FOUND:
+                return None
+            raise
+        return dict(answer["message"])
+
     async def delete_message(self, stream: str, sequence: int) -> bool:
         """Delete one message from a stream; False if it is gone already.
 
@@ -265,7 +278,8 @@ class Bus:
         return True
 
 
-_NO_SUCH_MESSAGE: Final = {10037, 10057, 10043}  # no message found, message delete failed, sequence not found
+_NO_MESSAGE_FOUND: Final = 10037
+_NO_SUCH_MESSAGE: Final = {_NO_MESSAGE_FOUND, 10057, 10043}  # message delete failed, sequence not found
 
 
 def _without_secrets(servers: list[str]) -> str:

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from protocol.errors import ProtocolError
+from protocol import wire
 
 MAX_PART_BYTES: Final = 64 * 1024
 PART_WAIT_S: Final = 1.0  # how long an owner keeps a question for which there is nothing new yet
@@ -66,23 +66,14 @@ _part_decoder = msgspec.msgpack.Decoder(Part)
 
 def decode_claim(payload: bytes) -> Claim:
     """Decode a Claim. Raises ProtocolError."""
-    try:
-        return _claim_decoder.decode(payload)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"undecodable claim: {error}") from error
+    return wire.decode(_claim_decoder, payload, "claim")
 
 
 def decode_ask(payload: bytes) -> AskPart:
     """Decode an AskPart. Raises ProtocolError."""
-    try:
-        return _ask_decoder.decode(payload)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"undecodable question: {error}") from error
+    return wire.decode(_ask_decoder, payload, "question")
 
 
 def decode_part(payload: bytes) -> Part:
     """Decode a Part. Raises ProtocolError."""
-    try:
-        return _part_decoder.decode(payload)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"undecodable part of an answer: {error}") from error
+    return wire.decode(_part_decoder, payload, "part of an answer")

@@ -9,7 +9,7 @@ every half second, and what it said last counts for a little longer.
 import msgspec
 from msgspec import Struct
 
-from protocol.errors import ProtocolError
+from protocol import wire
 
 
 class LaneInUse(Struct, frozen=True, array_like=True):
@@ -33,7 +33,4 @@ _decoder = msgspec.msgpack.Decoder(LanesInUse)
 
 def decode_lanes(payload: bytes) -> LanesInUse:
     """Decode a LanesInUse. Raises ProtocolError."""
-    try:
-        return _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"undecodable lanes: {error}") from error
+    return wire.decode(_decoder, payload, "lanes")

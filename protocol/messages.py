@@ -23,6 +23,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from protocol import wire
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
 
@@ -362,11 +363,8 @@ _usage_decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Dec
 _Message = TypeVar("_Message")
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_Message], payload: bytes) -> _Message:
-    try:
-        message = decoder.decode(payload)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"undecodable message: {error}") from error
+def _decode(decoder: wire.Decoder[_Message], payload: bytes) -> _Message:
+    message = wire.decode(decoder, payload)
     _check_version(getattr(message, "v", PROTOCOL_VERSION))
     return message
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from protocol import subjects
+from protocol.backlog import read_backlog
 from protocol.bus import Bus
 from protocol.errors import BusError
 
@@ -94,13 +95,12 @@ class Backlog:
         """Ask the stream. While it does not answer, the last numbers and our own changes stand."""
         asked = {subject: lane.asked() for subject, lane in self._by_subject.items()}
         try:
-            info = await self._bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}", {"subjects_filter": "rq.>"})
+            jobs = (await read_backlog(self._bus)).jobs
         except BusError as error:
             if not self._failing:
                 log.warning("the backlog cannot be asked for: %s", error)
             self._failing = True
             return
         self._failing = False
-        waiting = info["state"].get("subjects") or {}
         for subject, lane in self._by_subject.items():
-            lane.answered(int(waiting.get(subject, 0)), asked[subject])
+            lane.answered(jobs.get(subject, 0), asked[subject])

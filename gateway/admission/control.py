@@ -104,20 +104,15 @@ class AdmissionControl:
         return self._tenant_queue_refusal(admission) or self._queue_refusal(admission, capacity, waiting)
 
     def _in_flight_refusal(self, admission: Admission) -> Failure | None:
-        use = self._tenants.get(admission.tenant)
-        most = self._settings_of(admission.tenant, admission.key_name).max_in_flight
-        if use is None or most is None or use.in_flight < most:
-            return None
-        message = f"this key may have {most} requests in flight at a time"
-        return Failure(ErrorCode.TENANT_IN_FLIGHT, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)
+        use, settings = self._tenants.get(admission.tenant), self._settings_of(admission.tenant, admission.key_name)
+        in_flight = 0 if use is None else use.in_flight
+        return _tenant_refusal(ErrorCode.TENANT_IN_FLIGHT, in_flight, settings.max_in_flight, "in flight")
 
     def _tenant_queue_refusal(self, admission: Admission) -> Failure | None:
-        use = self._tenants.get(admission.tenant)
-        most = self._settings_of(admission.tenant, admission.key_name).max_queued
-        if use is None or most is None or use.queued < most:
-            return None
-        message = f"this key may have {most} requests waiting at a time"
-        return Failure(ErrorCode.TENANT_QUEUED, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)
+        use, settings = self._tenants.get(admission.tenant), self._settings_of(admission.tenant, admission.key_name)
+        return _tenant_refusal(
+            ErrorCode.TENANT_QUEUED, 0 if use is None else use.queued, settings.max_queued, "waiting"
+        )
 
     def _queue_refusal(self, admission: Admission, capacity: ModelCapacity, waiting: int) -> Failure | None:
         limits, use = self._limits, self._models.get(admission.model)
@@ -231,3 +226,10 @@ class AdmissionControl:
         use.in_flight -= 1
         if not use.in_flight:
             del self._tenants[ticket.admission.tenant]
+
+
+def _tenant_refusal(code: ErrorCode, requests: int, most: int | None, where: str) -> Failure | None:
+    if most is None or requests < most:
+        return None
+    message = f"this key may have {most} requests {where} at a time"
+    return Failure(code, message, retry_after_s=UNKNOWN_RETRY_AFTER_S)

@@ -14,7 +14,6 @@ from protocol.topology import STREAM_NOT_FOUND
 
 MAX_WAITING: Final = 1000  # beyond, a letter is only logged: requests that fail by the thousand are news enough
 STORE_LIMIT_S: Final = 120.0
-NO_MESSAGE_FOUND: Final = 10037  # JetStream
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +68,5 @@ async def newest_dead_letters(bus: Bus, limit: int) -> list[DeadLetter]:
 
 
 async def _letter(bus: Bus, sequence: int) -> DeadLetter | None:
-    try:
-        answer = await bus.api(f"STREAM.MSG.GET.{subjects.DEAD_LETTER_STREAM}", {"seq": sequence})
-    except ApiError as error:
-        if error.code == NO_MESSAGE_FOUND:  # somebody has deleted it
-            return None
-        raise
-    return decode_dead_letter(base64.b64decode(answer["message"]["data"]))
+    message = await bus.get_message(subjects.DEAD_LETTER_STREAM, seq=sequence)
+    return None if message is None else decode_dead_letter(base64.b64decode(message["data"]))

@@ -17,14 +17,13 @@ from asyncio import sleep
 from collections.abc import Callable, Iterable
 from typing import Final
 
-import msgspec
-from msgspec import Struct
 from nats.aio.msg import Msg
 
 from gateway.dispatch.registry import WorkerRegistry
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.errors import BusError, ErrorCode
+from protocol.disconnects import decode_disconnect
+from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Ping, encode
 
 LOOK_PERIOD_S: Final = 0.05
@@ -34,15 +33,6 @@ PING_PERIOD_S: Final = 0.2  # for each worker
 _SERVER_REASONS: Final = ("Server Shutdown", "Slow Consumer", "Kicked", "Authentication Expired", "Cluster")
 
 log = logging.getLogger(__name__)
-
-
-class _Client(Struct):
-    name: str = ""
-
-
-class _Disconnect(Struct):
-    client: _Client
-    reason: str = ""
 
 
 class LossDetector:
@@ -92,15 +82,14 @@ class LossDetector:
 
     async def _on_disconnect(self, message: Msg) -> None:
         try:
-            event = msgspec.json.decode(message.data, type=_Disconnect)
-        except msgspec.MsgspecError as error:
-            log.warning("a disconnect event was not understood: %s", error)
+            event = decode_disconnect(message.data)
+        except ProtocolError as error:
+            log.warning("%s", error)
             return
-        worker_id = subjects.worker_of_connection(event.client.name)
-        if worker_id is None:
+        if event is None:
             return
         now_s = time.monotonic()
         if event.reason.startswith(_SERVER_REASONS):
-            self._registry.excuse(worker_id, now_s)
-        elif self._registry.knows(worker_id):
-            await self._ask(worker_id, now_s)
+            self._registry.excuse(event.worker_id, now_s)
+        elif self._registry.knows(event.worker_id):
+            await self._ask(event.worker_id, now_s)

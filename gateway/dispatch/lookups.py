@@ -13,13 +13,11 @@ from typing import Final
 from gateway.dispatch.request import OpenRequest, State
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.errors import ApiError
 
 QUIET_S: Final = 2.0  # for which a job has waited before it is looked up; longer than topology.ACK_WAIT_S
 LOOK_GAP_S: Final = 1.0  # between two looks at the same job
 ROUND_PERIOD_S: Final = 0.5
 LOOKS_PER_ROUND: Final = 50  # some 0.2 ms of the server's time each, so at most 2% of it
-NO_MESSAGE_FOUND: Final = 10037  # JetStream
 
 
 class Lookups:
@@ -56,15 +54,11 @@ class Lookups:
 
     async def is_stored(self, message_id: str, sequence: int) -> bool:
         """Whether the message is still in the stream. Raises BusError if that cannot be told."""
-        try:
-            answer = await self._bus.api(f"STREAM.MSG.GET.{subjects.INTERACTIVE_STREAM}", {"seq": sequence})
-        except ApiError as error:
-            if error.code == NO_MESSAGE_FOUND:
-                return False
-            raise
+        message = await self._bus.get_message(subjects.INTERACTIVE_STREAM, seq=sequence)
+        if message is None:
+            return False
         # A memory stream that was lost counts from 1 again: then the number is another job's.
-        headers = base64.b64decode(answer["message"].get("hdrs", ""))
-        return message_id.encode() in headers
+        return message_id.encode() in base64.b64decode(message.get("hdrs", ""))
 
 
 def _is_due(request: OpenRequest, now_s: float) -> bool:

@@ -15,7 +15,6 @@ from protocol.idempotency import Claim, decode_claim, encode
 
 CLAIM_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
 WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # JetStream: somebody else was quicker
-NO_MESSAGE_FOUND: Final = 10037
 STREAM: Final = f"KV_{subjects.IDEMPOTENCY_BUCKET}"
 
 log = logging.getLogger(__name__)
@@ -71,14 +70,11 @@ class Claims:
 
     async def _read(self, name: str) -> StandingClaim | None:
         subject = subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, name)
-        try:
-            found = await self._bus.api(f"STREAM.MSG.GET.{STREAM}", {"last_by_subj": subject})
-        except ApiError as error:
-            if error.code == NO_MESSAGE_FOUND:
-                return None
-            raise
-        claim = decode_claim(base64.b64decode(found["message"]["data"]))
-        return StandingClaim(claim.gateway_id, int(found["message"]["seq"]), is_new=False)
+        found = await self._bus.get_message(STREAM, last_by_subj=subject)
+        if found is None:
+            return None
+        claim = decode_claim(base64.b64decode(found["data"]))
+        return StandingClaim(claim.gateway_id, int(found["seq"]), is_new=False)
 
     def release(self, sequence: int) -> None:
         """Remove a claim of ours, by its sequence: one that has been taken over since stays. Does not wait."""
