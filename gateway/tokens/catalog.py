@@ -136,7 +136,8 @@ class ModelCatalog:
                 log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake
                 self._stale.discard(model)  # until its next card
             else:
-                self._stale.discard(model)
+                if model in self._tokens:  # else look again: the news of a card may be here before the card is stored
+                    self._stale.discard(model)
 
     async def _load(self, model: str) -> None:
         settings = self._models[model]

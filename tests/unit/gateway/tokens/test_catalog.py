@@ -71,6 +71,21 @@ async def test_cards_come_and_change(bus: Bus, tmp_path: Path) -> None:
         assert await catalog.tokens_of(MODEL).encode_text("ab") == [64, 65]
 
 
+async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain subscribers hear of a card at once; a cluster has it only when most of its servers have stored it."""
+    looks: list[str] = []
+
+    async def read(bus: Bus, model: str) -> ModelCard | None:
+        looks.append(model)
+        return None if len(looks) <= 2 else await artifacts.read_model_card(bus, model)
+
+    monkeypatch.setattr("gateway.tokens.catalog.read_model_card", read)
+    monkeypatch.setattr("gateway.tokens.catalog.RETRY_S", 0.05)
+    async with running(bus, tmp_path) as catalog:
+        await publish(bus)
+        await until(lambda: not catalog.not_ready())
+
+
 async def test_a_restart_counts_without_workers(bus: Bus, tmp_path: Path) -> None:
     await publish(bus)
     async with running(bus, tmp_path) as catalog:
