@@ -26,6 +26,7 @@ from msgspec import Struct
 from protocol import wire
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
+from protocol.pooling import Pooling, PoolingCard
 
 PROTOCOL_VERSION: Final = 1
 
@@ -80,7 +81,7 @@ class Origin(Struct, frozen=True, omit_defaults=True):
     """Where a request came in: what its record needs if its gateway dies without leaving one."""
 
     gateway_id: str
-    endpoint: str  # "chat.completions" | "completions"
+    endpoint: str  # "chat.completions" | "completions" | "embeddings" | "score" | "rerank"
     key_id: str
     key_name: str
     stream: bool
@@ -106,6 +107,12 @@ class Job(Struct, frozen=True, omit_defaults=True):
     weight: float = 1.0  # the tenant's share of the workers, against other tenants'
     avoid: tuple[str, ...] = ()  # workers on which earlier attempts failed: these take it only if nobody else can
     origin: Origin | None = None
+    pooling: Pooling | None = None  # no text is made, and ``sampling`` means nothing
+
+    @property
+    def answers(self) -> int:
+        """How many numbered answers it has: choices, or inputs."""
+        return self.sampling.n if self.pooling is None else self.pooling.inputs
 
 
 # --- frames: worker → gateway -----------------------------------------------------------------------------------------
@@ -147,6 +154,16 @@ class Tokens(Struct, frozen=True, array_like=True, tag="t"):
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token of token_ids
 
 
+class Vector(Struct, frozen=True, array_like=True, tag="v"):
+    """The answer to one input of a pooling job."""
+
+    request_id: str
+    attempt: int
+    seq: int
+    index: int  # the input
+    values: bytes  # 32-bit floats, little-endian
+
+
 class Finished(Struct, frozen=True, array_like=True, tag="f"):
     """The attempt is over, all choices complete or cancelled. Counts are the engine's own and exact."""
 
@@ -173,7 +190,7 @@ class Failed(Struct, frozen=True, array_like=True, tag="x"):
     completion_tokens: int = 0
 
 
-Frame = Accepted | Tokens | Finished | Failed
+Frame = Accepted | Tokens | Vector | Finished | Failed
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
@@ -250,6 +267,7 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
     chat_template: str | None  # Jinja source; None: the model has no chat format
     special_tokens: dict[str, str] = {}  # bos_token, eos_token, …: the template's variables
     add_special_tokens: bool = True  # whether plain completions encode with the tokenizer's own special tokens
+    pooling: PoolingCard | None = None  # None: it generates text
 
 
 # --- ledger: → USAGE stream -------------------------------------------------------------------------------------------
@@ -262,7 +280,7 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     request_id: str
     gateway_id: str
     received_unix_ms: int
-    endpoint: str  # "chat.completions" | "completions"
+    endpoint: str  # see Origin
     model: str
     key_id: str
     key_name: str
@@ -321,35 +339,6 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
 UsageRecord = RequestRecord | AttemptRecord
 
 
-# --- the end of the road: gateway → DLQ stream ------------------------------------------------------------------------
-
-
-class AttemptFailure(Struct, frozen=True, omit_defaults=True):
-    """Why one attempt did not end in an answer, as its gateway saw it."""
-
-    attempt: int
-    worker_id: str | None  # None: no worker had accepted it
-    code: str  # protocol.errors.ErrorCode
-    reason: str
-    completion_tokens: int  # of this attempt, as far as the gateway has seen them
-
-
-class DeadLetter(Struct, frozen=True, omit_defaults=True):
-    """A request that was given up after its last attempt. Neither prompt nor answer: those are kept by consent only."""
-
-    v: int
-    request_id: str
-    gateway_id: str
-    model: str
-    tenant: str
-    key_id: str
-    prompt_tokens: int
-    sampling: Sampling
-    accepted_unix_ms: int
-    given_up_unix_ms: int
-    failures: tuple[AttemptFailure, ...]
-
-
 # One encoder and one decoder per kind: building them is the slow part.
 encode = msgspec.msgpack.Encoder().encode
 _job_decoder = msgspec.msgpack.Decoder(Job)
@@ -357,7 +346,6 @@ _step_decoder = msgspec.msgpack.Decoder(StepFrame)
 _control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)
 _card_decoder = msgspec.msgpack.Decoder(ModelCard)
-_dead_letter_decoder = msgspec.msgpack.Decoder(DeadLetter)
 _usage_decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(list[UsageRecord])
 
 _Message = TypeVar("_Message")
@@ -365,11 +353,12 @@ _Message = TypeVar("_Message")
 
 def _decode(decoder: wire.Decoder[_Message], payload: bytes) -> _Message:
     message = wire.decode(decoder, payload)
-    _check_version(getattr(message, "v", PROTOCOL_VERSION))
+    check_version(getattr(message, "v", PROTOCOL_VERSION))
     return message
 
 
-def _check_version(version: int) -> None:
+def check_version(version: int) -> None:
+    """Raise ProtocolError where a message is of a version that this build does not read."""
     if version != PROTOCOL_VERSION:
         raise ProtocolError(f"message speaks protocol {version}, this build speaks {PROTOCOL_VERSION}")
 
@@ -399,11 +388,6 @@ def decode_model_card(payload: bytes) -> ModelCard:
     return _decode(_card_decoder, payload)
 
 
-def decode_dead_letter(payload: bytes) -> DeadLetter:
-    """Decode a DeadLetter. Raises ProtocolError."""
-    return _decode(_dead_letter_decoder, payload)
-
-
 def encode_usage(encoded_records: Sequence[bytes]) -> bytes:
     """Join records that are encoded already into one message of the USAGE stream: a msgpack array of them."""
     return encode([msgspec.Raw(record) for record in encoded_records])
@@ -413,5 +397,5 @@ def decode_usage(payload: bytes) -> list[UsageRecord]:
     """Decode a message of the USAGE stream. Raises ProtocolError."""
     records = _decode(_usage_decoder, payload)
     for record in records:
-        _check_version(record.v)
+        check_version(record.v)
     return records

@@ -163,10 +163,23 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class GenerationRequest(Body):
-    """What chat and plain completions share. ``None`` is everywhere the same as leaving the field out."""
+class JobRequest(Body):
+    """What all requests that become jobs share. ``None`` is everywhere the same as leaving the field out."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
+    user: str | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    do_not_queue: bool | None = None
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the request takes what interactive ones leave."""
+        return self.service_tier == "flex"
+
+
+class GenerationRequest(JobRequest):
+    """What chat and plain completions share."""
+
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
     n: Annotated[int | None, Field(ge=1)] = None
@@ -188,10 +201,7 @@ class GenerationRequest(Body):
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
     metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    do_not_queue: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -200,11 +210,6 @@ class GenerationRequest(Body):
         """What every answer must look like; None: anything."""
         wanted = self.structured_outputs or self.response_format
         return None if wanted is None else wanted.grammar()
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether the request takes what interactive ones leave."""
-        return self.service_tier == "flex"
 
     @property
     def include_usage(self) -> bool:

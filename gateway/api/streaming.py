@@ -99,7 +99,7 @@ class StreamWriter:
     def _piece(self, event: Event) -> bytes:
         if isinstance(event, Tokens):
             return self._chunks.of(event)
-        return b"" if isinstance(event, Ended) else self._sign_of_life(event.state)
+        return self._sign_of_life(event.state) if isinstance(event, StillWaiting) else b""
 
     def _sign_of_life(self, state: str) -> bytes:
         place = self._request.ticket.place()

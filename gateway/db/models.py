@@ -63,7 +63,7 @@ class RequestRow(Base):
     request_id: Mapped[str] = mapped_column(primary_key=True)  # made by the gateway; also the x-request-id header
     gateway_id: Mapped[str]  # which gateway served it
     received_unix_ms: Mapped[int]  # when its headers arrived, by the gateway's clock
-    endpoint: Mapped[str]  # "chat.completions" | "completions"
+    endpoint: Mapped[str]  # see protocol.messages.Origin
     model: Mapped[str]  # the configured model (aliases resolved)
     key_id: Mapped[str]  # ApiKeyRow.id
     key_name: Mapped[str]  # the key's name at that time

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from protocol.messages import Sampling
+from protocol.pooling import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +11,7 @@ class Admission:
     """What admission has found out about a request and what never changes about it."""
 
     request_id: str
-    endpoint: str  # "chat.completions" | "completions"
+    endpoint: str  # see protocol.messages.Origin
     model: str  # canonical name
     key_id: str
     key_name: str
@@ -28,3 +29,9 @@ class Admission:
     weight: float = 1.0  # the tenant's share of the workers, against other tenants'
     do_not_queue: bool = False  # refuse rather than wait
     deadline_s: float = float("inf")  # monotonic clock; the caller's own: the whole answer is worth nothing later
+    pooling: Pooling | None = None  # not None: vectors are wanted instead of text
+
+    @property
+    def answers(self) -> int:
+        """How many numbered answers the request has: choices, or inputs."""
+        return self.sampling.n if self.pooling is None else self.pooling.inputs

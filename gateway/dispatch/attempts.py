@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from protocol.dead_letters import AttemptFailure
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, AttemptFailure
+from protocol.messages import Accepted
 
 # Nobody's fault: the worker left in order, or none had begun.
 FREE_CODES: Final = {ErrorCode.WORKER_DRAINING, ErrorCode.JOB_VANISHED, ErrorCode.GATEWAY_LOST}
@@ -30,7 +31,8 @@ class CurrentAttempt:
     accepted: Accepted | None = None
     accepted_s: float | None = None
     first_token_s: float | None = None
-    last_token_s: float | None = None
+    last_token_s: float | None = None  # or vector
+    answered_inputs: int = 0  # of a pooling job
     next_seq: int = 0
     gap_since_s: float | None = None
     asked_s: float = float("-inf")  # when frames were last asked for again
@@ -63,7 +65,7 @@ class AttemptLog:
     def add(self, attempt: CurrentAttempt, code: str, reason: str, tokens: int) -> None:
         """Note a failed attempt, which made ``tokens``."""
         self.failures.append(AttemptFailure(attempt.number, attempt.worker_id, code, reason, tokens))
-        if tokens:
+        if tokens or attempt.answered_inputs:
             self._fruitless = self._free = 0
         if attempt.worker_id is None or code in FREE_CODES:
             self._free += 1

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from protocol.messages import ResumePoint, Tokens, pack_token_ids
+from protocol.messages import ResumePoint, Tokens, Vector, pack_token_ids
 
 
 @dataclass(slots=True)
 class Choice:
-    """One of a request's ``n`` answers."""
+    """One of a request's ``n`` answers, or what is known of one input's vector."""
 
     token_ids: list[int]
     text_chars: int = 0
@@ -32,6 +32,10 @@ class Choices:
         choice.token_ids.extend(frame.token_ids)
         choice.text_chars += len(frame.text)
         choice.finish_reason = frame.finish_reason
+
+    def add_vector(self, frame: Vector) -> None:
+        """Take the answer to one input."""
+        self._choices[frame.index].finish_reason = "stop"
 
     def held_tokens(self) -> int:
         """Output tokens over all choices."""

@@ -8,8 +8,9 @@ from typing import Final
 from protocol import subjects
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
+from protocol.dead_letters import DeadLetter, decode_dead_letter
 from protocol.errors import ApiError, BusError, PayloadTooLarge
-from protocol.messages import DeadLetter, decode_dead_letter, encode
+from protocol.messages import encode
 from protocol.topology import STREAM_NOT_FOUND
 
 MAX_WAITING: Final = 1000  # beyond, a letter is only logged: requests that fail by the thousand are news enough

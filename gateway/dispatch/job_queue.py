@@ -101,6 +101,7 @@ class JobQueue:
             weight=admission.weight,
             avoid=request.log.avoid,
             origin=origin_of(admission, self._gateway_id),
+            pooling=admission.pooling,
         )
 
     async def withdraw(self, sequence: int) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from protocol.errors import ErrorCode
-from protocol.messages import Tokens
+from protocol.messages import Tokens, Vector
 
 MAX_UNREAD_EVENTS: Final = 8192  # frames a slow client may lag behind before its request is given up
 
@@ -33,7 +33,7 @@ class StillWaiting(Struct, frozen=True):
     state: str  # "queued" | "running"
 
 
-Event = Tokens | StillWaiting | Ended
+Event = Tokens | Vector | StillWaiting | Ended
 
 
 class Mailbox:

@@ -7,7 +7,8 @@ from msgspec.structs import asdict
 
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.request import OpenRequest
-from protocol.messages import PROTOCOL_VERSION, AttemptRecord, DeadLetter, Heartbeat, Origin, RequestRecord
+from protocol.dead_letters import DeadLetter
+from protocol.messages import PROTOCOL_VERSION, AttemptRecord, Heartbeat, Origin, RequestRecord
 
 CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
 UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbeat came
@@ -34,7 +35,7 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         outcome=request.outcome,
         http_status=request.http_status or CLIENT_CLOSED_REQUEST,
         error_code=request.failure.code if request.failure else None,
-        finish_reason=request.choices[0].finish_reason,
+        finish_reason=request.choices[0].finish_reason if admission.pooling is None else None,
         prompt_tokens=admission.prompt_tokens,
         cached_tokens=request.cached_tokens,
         completion_tokens=request.completion_tokens,

@@ -32,7 +32,7 @@ from gateway.dispatch.mailbox import MAX_UNREAD_EVENTS, Ended, Failure, Mailbox,
 from gateway.dispatch.verdicts import is_premature, verdict_of
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens
+from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Vector
 
 SILENCE_LIMIT_S: Final = 2.0  # an accepted request without a frame for longer is asked after
 PROBE_PERIOD_S: Final = 1.0
@@ -67,7 +67,7 @@ class OpenRequest:
         self.log = AttemptLog(max_attempts)
         self.accepted: Accepted | None = None  # of the last attempt that was accepted
         self.published_s: float | None = None  # when the first attempt was first handed to the queue server
-        self.choices = Choices(ticket.admission.sampling.n)
+        self.choices = Choices(ticket.admission.answers)
         self.cached_tokens = 0
         self.accepted_s: float | None = None
         self.first_token_s: float | None = None
@@ -170,6 +170,8 @@ class OpenRequest:
             self._on_tokens(frame, now_s)
         elif isinstance(frame, Accepted):
             self._on_accepted(worker_id, frame, now_s)
+        elif isinstance(frame, Vector):
+            self._on_vector(frame, now_s)
         elif isinstance(frame, Finished):
             self._on_finished(frame, now_s)
         else:
@@ -204,6 +206,16 @@ class OpenRequest:
             self.mailbox.wake()
             if len(self.mailbox) > MAX_UNREAD_EVENTS:
                 self._give_up_slow_client(now_s)
+
+    def _on_vector(self, frame: Vector, now_s: float) -> None:
+        if frame.index >= len(self.choices):
+            reason = f"the worker answered input {frame.index}, never sent"
+            self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s)
+            return
+        self.current.answered_inputs += 1
+        self.current.last_token_s = self._last_event_s = now_s
+        self.choices.add_vector(frame)
+        self.mailbox.put(frame)  # read at the end
 
     def _on_finished(self, frame: Finished, now_s: float) -> None:
         if frame.cancelled or not self.choices.are_complete():
@@ -241,6 +253,8 @@ class OpenRequest:
             if frame.seq >= current.next_seq and frame.index < len(self.choices):
                 current.next_seq = frame.seq + 1
                 self.choices.add(frame)
+        elif isinstance(frame, Vector):
+            current.next_seq = max(current.next_seq, frame.seq + 1)
         else:
             current.reported_tokens = frame.completion_tokens
             self._close(now_s)

@@ -8,7 +8,13 @@ from protocol.errors import ErrorCode
 from protocol.messages import Failed
 
 CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
-PROMPT_PARAMS: Final = {"chat.completions": "messages", "completions": "prompt"}
+PROMPT_PARAMS: Final = {
+    "chat.completions": "messages",
+    "completions": "prompt",
+    "embeddings": "input",
+    "score": "text_2",
+    "rerank": "documents",
+}
 
 
 def is_premature(frame: Failed, queue_deadline_s: float, now_s: float) -> bool:

@@ -156,6 +156,7 @@ class ModelCatalog:
             context_length,
             self._pool,
             add_special_tokens=card.add_special_tokens if card else True,
+            pooling=card.pooling if card else None,
         )
         if card is not None:
             self._cards[model] = card

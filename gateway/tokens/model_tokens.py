@@ -7,7 +7,8 @@ from typing import Any, Final, TypeVar
 
 from gateway.api.errors import InvalidParameter, Overloaded
 from gateway.tokens.chat_template import ChatTemplate
-from gateway.tokens.encoders import Encoder
+from gateway.tokens.encoders import EncodedPair, Encoder
+from protocol.pooling import PoolingCard
 
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
 ENCODER_THREADS: Final = 2
@@ -50,8 +51,10 @@ class ModelTokens:
         pool: EncoderPool,
         *,
         add_special_tokens: bool = True,
+        pooling: PoolingCard | None = None,
     ) -> None:
         self.model = model
+        self.pooling = pooling  # what it makes of its inputs; None: it generates text
         self.context_length = context_length  # prompt + output tokens
         self._encoder = encoder
         self._template = template
@@ -81,9 +84,33 @@ class ModelTokens:
 
         return await self._run(sum(len(m.get("content") or "") for m in messages), render_and_encode)
 
+    async def encode_inputs(
+        self, texts: list[str], *, add_special_tokens: bool | None, most_tokens: int | None
+    ) -> list[list[int]]:
+        """Token ids of several texts, cut off where they have more than ``most_tokens``."""
+        special = self._add_special_tokens if add_special_tokens is None else add_special_tokens
+        return await self._run(
+            sum(map(len, texts)),
+            lambda: self._encoder.encode_inputs(texts, add_special_tokens=special, most_tokens=most_tokens),
+        )
+
+    async def encode_pairs(self, pairs: list[tuple[str, str]], *, most_tokens: int | None) -> list[EncodedPair]:
+        """Token ids of pairs of texts. Raises TokenizerError where the tokenizer has no form for them."""
+        size = sum(len(first) + len(second) for first, second in pairs)
+        return await self._run(size, lambda: self._encoder.encode_pairs(pairs, most_tokens=most_tokens))
+
     async def decode(self, token_ids: list[int]) -> str:
         """The text of token ids."""
         return await self._run(len(token_ids), lambda: self._encoder.decode(token_ids))
 
     async def _run(self, size: int, work: Callable[[], _Result]) -> _Result:
         return work() if size <= INLINE_CHARS else await self._pool.run(work)
+
+
+def use_of(tokens: ModelTokens) -> str:
+    """What a model is for, for those who asked it for something else."""
+    if tokens.pooling is None:
+        return "it generates text; use /v1/chat/completions or /v1/completions"
+    if tokens.pooling.task == "embed":
+        return "it makes embeddings; use /v1/embeddings"
+    return "it scores pairs of texts; use /v1/score or /v1/rerank"

@@ -15,7 +15,7 @@ from rich.table import Table
 from gateway.dispatch.attempts import counted_codes
 from gateway.dispatch.dead_letters import newest_dead_letters
 from protocol.bus import Bus
-from protocol.messages import DeadLetter
+from protocol.dead_letters import DeadLetter
 from spillway.cli.context import ConfigOption, DataOption, fail, out, run_async, running_or_config
 
 CONNECT_LIMIT_S: Final = 5.0

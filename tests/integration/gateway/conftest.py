@@ -17,10 +17,10 @@ from gateway.main import run
 from gateway.settings import GatewaySettings, ModelSettings
 from protocol import artifacts, subjects
 from protocol.bus import Bus
+from protocol.dead_letters import DeadLetter
 from protocol.errors import ApiError, BusTimeout
 from protocol.messages import (
     PROTOCOL_VERSION,
-    DeadLetter,
     ModelCard,
     RequestRecord,
     UsageRecord,

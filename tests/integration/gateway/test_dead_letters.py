@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from gateway.dispatch.dead_letters import DeadLetters, newest_dead_letters
 from protocol import topology
 from protocol.bus import Bus
-from protocol.messages import PROTOCOL_VERSION, AttemptFailure, DeadLetter, Sampling
+from protocol.dead_letters import AttemptFailure, DeadLetter
+from protocol.messages import PROTOCOL_VERSION, Sampling
 from spillway.cli import app
 
 

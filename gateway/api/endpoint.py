@@ -1,0 +1,166 @@
+"""What all hot routes share, in plain ASGI: a body becomes a job, and the job's frames an answer.
+
+authenticate → refuse if full → read the body → validate → count the prompt → check limits → open → answer
+"""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
+
+from gateway.api import patience
+from gateway.api.errors import ApiError, BodyTooSlow, ClientDisconnected, MethodNotAllowed, RequestFailed
+from gateway.api.exchange import Exchange, Receive, Scope, Send
+from gateway.api.keyed import IDEMPOTENCY_KEY
+from gateway.api.schema import JobRequest
+from gateway.api.services import Services
+from gateway.dispatch.admission import Admission
+from gateway.dispatch.request import OpenRequest
+from gateway.limits.body import read_body
+from protocol.messages import Sampling
+from protocol.pooling import Pooling
+
+log = logging.getLogger(__name__)
+
+
+class AnyCall(Protocol):
+    """One validated request body."""
+
+    name: str  # as in RequestRecord.endpoint
+
+    @property
+    def request(self) -> JobRequest:
+        """The body."""
+        ...
+
+
+_Call = TypeVar("_Call", bound=AnyCall)
+
+
+class Work(Struct, frozen=True):
+    """What a call asks of a worker."""
+
+    prompt_ids: bytes  # packed
+    prompt_tokens: int
+    sampling: Sampling
+    pooling: Pooling | None = None
+    stream: bool = False
+
+
+class Endpoint(ABC, Generic[_Call]):
+    """An ASGI application for one route."""
+
+    def __init__(self, services: Services, call_of: Callable[[bytes], _Call]) -> None:
+        """``call_of`` validates a body; it raises MalformedJson or InvalidParameter."""
+        self._services = services
+        self._call_of = call_of
+
+    @abstractmethod
+    async def _work(self, call: _Call, model: str) -> Work:
+        """Count and check a call for ``model``, a canonical name. Raises ApiError."""
+
+    @abstractmethod
+    async def _write_answer(self, exchange: Exchange, call: _Call, request: OpenRequest) -> None:
+        """Answer an admitted request, in whatever way it ends."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, whatever happens."""
+        exchange = Exchange(scope, receive, send)
+        if IDEMPOTENCY_KEY in exchange.headers:
+            await self._services.keyed.serve(exchange, scope, self._read_body, self._answer)
+        else:
+            await self._answer(exchange)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            call, admission = await self._admit(exchange)
+        except ApiError as error:
+            await exchange.answer_error(error)
+        except ClientDisconnected:
+            return
+        except Exception:
+            log.exception("request %s failed before it was admitted", exchange.request_id)
+            await exchange.answer_error(ApiError())
+        else:
+            await self._serve(exchange, call, admission)
+
+    # --- until the request is admitted --------------------------------------------------------------------------------
+
+    async def _admit(self, exchange: Exchange) -> tuple[_Call, Admission]:
+        services = self._services
+        if exchange.method != "POST":
+            raise MethodNotAllowed(f"Use POST, not {exchange.method}.")
+        principal = exchange.authenticate(services.keys)
+        self._refuse_if_full()
+        call = self._call_of(await self._read_body(exchange))
+        request = call.request
+        model = services.catalog.canonical_name(request.model)
+        deadline_s = patience.deadline_s(exchange)
+        work = await self._work(call, model)
+        admission = Admission(
+            request_id=exchange.request_id,
+            endpoint=call.name,
+            model=model,
+            key_id=principal.key_id,
+            key_name=principal.key_name,
+            tenant=principal.tenant,
+            stream=work.stream,
+            prompt_ids=work.prompt_ids,
+            prompt_tokens=work.prompt_tokens,
+            sampling=work.sampling,
+            received_s=exchange.received_s,
+            received_unix_ms=exchange.received_unix_ms,
+            admitted_s=time.monotonic(),
+            queue_wait_s=patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s),
+            traceparent=exchange.header_text(b"traceparent"),
+            batch=request.is_batch,
+            weight=services.admission_control.weight_of(principal),
+            do_not_queue=bool(request.do_not_queue),
+            deadline_s=deadline_s,
+            pooling=work.pooling,
+        )
+        self._refuse_if_full()  # counting may have taken a while
+        refusal = services.admission_control.refusal(admission)
+        if refusal is not None:
+            raise RequestFailed(refusal)
+        return call, admission
+
+    async def _read_body(self, exchange: Exchange) -> bytes:
+        settings = self._services.settings
+        length = exchange.headers.get(b"content-length")
+        try:
+            async with asyncio.timeout(settings.timeouts.body_s):
+                body = await read_body(exchange.receive, length, settings.limits.max_body_bytes)
+        except TimeoutError as error:
+            raise BodyTooSlow(f"The request body did not arrive within {settings.timeouts.body_s:g} s.") from error
+        exchange.start_clock()  # a slow upload is not ours
+        return body
+
+    def _refuse_if_full(self) -> None:
+        failure = self._services.dispatcher.refusal()
+        if failure is not None:
+            raise RequestFailed(failure)
+
+    # --- from there on ------------------------------------------------------------------------------------------------
+
+    async def _serve(self, exchange: Exchange, call: _Call, admission: Admission) -> None:
+        dispatcher = self._services.dispatcher
+        request = dispatcher.open(admission)
+        watcher = asyncio.create_task(self._cancel_when_gone(exchange, request))
+        try:
+            await self._write_answer(exchange, call, request)
+        except Exception:
+            log.exception("request %s failed while it was answered", request.request_id)
+            if exchange.sent_status is None:
+                await exchange.answer_error(ApiError(), request)
+        finally:
+            watcher.cancel()
+            dispatcher.close(request, exchange.seen_status)
+
+    async def _cancel_when_gone(self, exchange: Exchange, request: OpenRequest) -> None:
+        await exchange.wait_until_gone()
+        request.cancel(time.monotonic())
