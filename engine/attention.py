@@ -1,5 +1,7 @@
 """Attention over the KV pool, called by transformers' models through its AttentionInterface.
 
+The pool and the batch here are those of a CPU; `paged_attention` has those of other devices.
+
 The model is called once per step with all sequences' new tokens packed into one row, `input_ids[1, T]`, and a
 `PackedBatch` as keyword, which transformers hands through to the attention function untouched. There, the new keys
 and values go into the pool and each sequence's queries see its own tokens only.
@@ -36,6 +38,25 @@ class AttentionBatch(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Take query (1, Hq, T, D), key and value (1, Hkv, T, D); return (1, T, Hq, D)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step as the model takes it, on the model's device."""
+
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    sampled_rows: Tensor  # [R]: the rows whose logits are wanted
+    batch: AttentionBatch
+
+
+class KVMemory(Protocol):
+    """The keys and values of all blocks, on one device: what the model runner needs of it."""
+
+    def stage(
+        self, tokens: list[int], positions: list[int], sampled_rows: list[int], segments: list["Segment"]
+    ) -> StepInputs:
+        """Prepare one step: `tokens` and `positions` of the segments' rows, one segment after the other."""
 
 
 def packed_attention(
@@ -81,6 +102,17 @@ class KVPool:
             layer: (torch.zeros(1, heads, slots, dim, dtype=dtype), torch.zeros(1, heads, slots, dim, dtype=dtype))
             for layer, (heads, dim) in layer_shapes.items()
         }
+
+    def stage(
+        self, tokens: list[int], positions: list[int], sampled_rows: list[int], segments: list["Segment"]
+    ) -> StepInputs:
+        """See KVMemory."""
+        return StepInputs(
+            torch.tensor([tokens]),
+            torch.tensor([positions]),
+            torch.tensor(sampled_rows, dtype=torch.long),
+            PackedBatch(self, segments),
+        )
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store the keys and values (1, Hkv, T, D) of tokens at `slots` [T]."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from engine.detokenizer import Detokenizer, TokenText
 from engine.drafts import NgramDrafts
 from engine.grammar import Matcher
@@ -53,8 +55,9 @@ class Choice:
         vocab_size: int,
         matcher: Matcher | None,
         draft_tokens: int,
+        device: torch.device,
     ) -> "Choice":
-        """Make a choice of a checked request, resumed where the request says so."""
+        """Make a choice of a checked request, resumed where the request says so; its logits will be on `device`."""
         params = request.sampling
         resume = next((point for point in request.resume if point.index == index), ResumePoint(index, (), 0))
         sequence = Sequence(
@@ -64,7 +67,13 @@ class Choice:
         )
         eos_ids = frozenset() if params.ignore_eos else eos_ids
         row = SamplingRow(
-            params, index, sequence, eos_ids | frozenset(params.stop_token_ids), vocab_size, matcher=matcher
+            params,
+            index,
+            sequence,
+            eos_ids | frozenset(params.stop_token_ids),
+            vocab_size,
+            matcher=matcher,
+            device=device,
         )
         return cls(
             request_id=request.request_id,

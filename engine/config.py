@@ -1,11 +1,13 @@
 """The engine's configuration. Imports no torch."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,16 +15,20 @@ class EngineConfig:
     """Limits and budgets of one engine; checked when it is made.
 
     `dtype="auto"` means float32 on a CPU, also where bfloat16 would be about twice as fast: in bfloat16 the rounding
-    of a batched product depends on the batch, so that an answer could depend on who else is being served.
+    of a batched product depends on the batch, so that an answer could depend on who else is being served. On a GPU it
+    means bfloat16, and float16 where the GPU cannot compute in that.
     """
 
     dtype: DType = "auto"
-    device: str = "cpu"
+    device: str = "cpu"  # or "cuda", "cuda:1", …
     max_model_len: int | None = None  # tokens of prompt and output; None: what the model was trained for
     max_sequences: int = 32  # choices in one running batch
     max_waiting: int = 1024  # choices accepted but not yet running
     max_batched_tokens: int = 512  # tokens computed in one step
-    kv_bytes: int = 1 << 30  # most memory the KV pool may take; less is taken where max_sequences can never use it
+    # Most memory the KV pool may take; less is taken where max_sequences can never use it. None: 1 GiB on a CPU, on a
+    # GPU what gpu_memory_utilization leaves beside the weights and the largest batch.
+    kv_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that is used in all, if kv_bytes does not say
     block_size: int = 16  # tokens in one KV block
     prefix_cache: bool = True  # keep the blocks of ended sequences for prompts that begin with the same tokens
     draft_tokens: int = 0  # guesses computed beside the next token where a text repeats itself; 0: none
@@ -31,17 +37,21 @@ class EngineConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_waiting", "max_batched_tokens", "kv_bytes", "block_size"):
+        for name in ("max_sequences", "max_waiting", "max_batched_tokens", "block_size"):
             _require_positive(name, getattr(self, name))
-        for name in ("max_model_len", "threads"):
+        for name in ("max_model_len", "kv_bytes", "threads"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         if self.draft_tokens < 0:
             raise ConfigError("draft_tokens", f"must be at least 0, not {self.draft_tokens}")
         if self.max_batched_tokens < self.max_sequences:
             raise ConfigError("max_batched_tokens", "must be at least max_sequences, or running sequences would starve")
-        if self.device != "cpu":
-            raise ConfigError("device", f"{self.device!r} is not supported by this engine yet; only 'cpu' is")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                "gpu_memory_utilization", f"must be above 0, at most 1, not {self.gpu_memory_utilization}"
+            )
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError("device", f"{self.device!r} is not one this engine knows: cpu, cuda, cuda:0, cuda:1, …")
 
 
 def _require_positive(name: str, value: int) -> None:

@@ -4,8 +4,7 @@
                   scheduler  runner    sampler  choice
 
 Synchronous and not thread-safe: one thread makes the engine and calls everything. (Making it in another thread works,
-but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a third.) A GPU attaches
-to the attention function.
+but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a third.)
 """
 
 import os
@@ -16,13 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.admission import check_request
-from engine.attention import KVPool
 from engine.block_pool import BlockPool
 from engine.choice import Choice
 from engine.config import EngineConfig
 from engine.detokenizer import TokenText
-from engine.errors import ConfigError, EngineCorrupted, RequestRejected
+from engine.device import choose_device
+from engine.errors import EngineCorrupted, RequestRejected
 from engine.grammar import GrammarCompiler, Matcher
+from engine.kv_memory import CPU_KV_BYTES, kv_tokens_within, make_kv_memory
 from engine.model_loader import load_model, max_model_len, prepare_model
 from engine.model_runner import ModelRunner
 from engine.sampler import NOT_FINITE, Sample, sample
@@ -43,8 +43,10 @@ class LLMEngine:
         Raises UnsupportedModel or ConfigError.
         """
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))
+        self._device = choose_device(config)
+        model.to(self._device)  # type: ignore[arg-type]  # transformers' stub
         parameters = model.num_parameters()
-        layer_shapes = prepare_model(model)
+        layer_shapes = prepare_model(model, config.block_size)
         self.info = _engine_info(model, tokenizer, config, layer_shapes=layer_shapes, parameters=parameters, name=name)
         self._block_pool = BlockPool(self.info.kv_tokens // config.block_size, config.block_size)
         self._scheduler = Scheduler(
@@ -55,8 +57,8 @@ class LLMEngine:
         )
         self._max_waiting = config.max_waiting
         self._draft_tokens = config.draft_tokens
-        kv_pool = KVPool(layer_shapes, self.info.kv_tokens, model.dtype)
-        self._runner = ModelRunner(model, kv_pool, config.block_size)
+        memory = make_kv_memory(layer_shapes, self.info.kv_tokens, config.block_size, model.dtype, self._device)
+        self._runner = ModelRunner(model, memory, config.block_size)
         self._tokens = TokenText(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, self.info.vocab_size, self.info.eos_token_ids)
         self._eos_ids = frozenset(self.info.eos_token_ids)
@@ -92,6 +94,7 @@ class LLMEngine:
                 vocab_size=self.info.vocab_size,
                 matcher=self._matcher(request),
                 draft_tokens=self._draft_tokens,
+                device=self._device,
             )
             for index in range(request.sampling.n)
         ]
@@ -229,25 +232,13 @@ def _engine_info(
         model=name,
         max_model_len=length,
         max_sequences=config.max_sequences,
-        kv_tokens=_kv_tokens(config, layer_shapes, model.dtype, length),
+        kv_tokens=kv_tokens_within(config.kv_bytes or CPU_KV_BYTES, config, layer_shapes, model.dtype, length),
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=str(model.dtype).removeprefix("torch."),
-        device=config.device,
+        device=str(model.device),
         vocab_size=text_config.vocab_size,
         parameters=parameters,
     )
-
-
-def _kv_tokens(
-    config: EngineConfig, layer_shapes: dict[int, tuple[int, int]], dtype: torch.dtype, max_length: int
-) -> int:
-    """Return the KV pool's capacity in tokens: whole blocks within kv_bytes, and no more than can ever be used."""
-    bytes_per_token = sum(2 * heads * dim * dtype.itemsize for heads, dim in layer_shapes.values())
-    blocks_per_sequence = -(-max_length // config.block_size)
-    blocks = min(config.kv_bytes // (bytes_per_token * config.block_size), blocks_per_sequence * config.max_sequences)
-    if blocks < 1:
-        raise ConfigError("kv_bytes", f"one block needs {bytes_per_token * config.block_size} bytes")
-    return int(blocks * config.block_size)
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class Matcher:
         if mask.count(0) == len(mask):
             raise GrammarError("no token of the vocabulary may come next")
         bits = torch.frombuffer(mask, dtype=torch.uint8)[:, None] & _BITS
-        logits.masked_fill_(bits.flatten()[: len(logits)] == 0, float("-inf"))
+        logits.masked_fill_((bits.flatten()[: len(logits)] == 0).to(logits.device), float("-inf"))
 
     def consume(self, token_id: int) -> None:
         """Take the next token. Raises GrammarError."""

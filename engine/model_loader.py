@@ -18,15 +18,15 @@ from transformers import (
 
 from engine.attention import (
     ATTENTION_NAME,
-    AttentionBatch,
     AttentionOptions,
-    KVPool,
-    PackedBatch,
     Segment,
+    StepInputs,
     packed_attention,
 )
 from engine.config import EngineConfig
+from engine.device import choose_device, choose_dtype
 from engine.errors import ConfigError, UnsupportedModel
+from engine.kv_memory import make_kv_memory
 from engine.packed_linear import pack_linears
 
 _OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
@@ -38,9 +38,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 def load_model(name: str, config: EngineConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load weights and tokenizer by hub name or local path.
 
-    Raises OSError (transformers) if they cannot be found, UnsupportedModel if there is no causal model of that type.
+    Raises OSError (transformers) if they cannot be found, UnsupportedModel if there is no causal model of that type,
+    ConfigError if the device is not there.
     """
-    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = choose_dtype(config, choose_device(config))
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="eager")
     except ValueError as error:
@@ -64,22 +65,24 @@ class KVProbe:
         return query.transpose(1, 2)  # the values do not matter here
 
 
-def prepare_model(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
+def prepare_model(model: PreTrainedModel, block_size: int) -> dict[int, tuple[int, int]]:
     """Switch the model to packed attention in place and return what each layer stores: layer → (Hkv, D).
 
-    Raises UnsupportedModel if the packed forward cannot be, or is not, the model's own.
+    The model is on the device where it will run, and is checked with that device's KV memory. Raises
+    UnsupportedModel if the packed forward cannot be, or is not, the model's own.
     """
     _refuse_by_declaration(model)
     model.train(mode=False).requires_grad_(requires_grad=False)
-    prompt = torch.arange(_PROBE_TOKENS).remainder(model.config.get_text_config().vocab_size)[None]
+    prompt = torch.arange(_PROBE_TOKENS).remainder(model.config.get_text_config().vocab_size)[None].to(model.device)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         reference = model(input_ids=prompt, use_cache=False).logits[0].float()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)
-    pack_linears(model)
+    if model.device.type == "cpu":
+        pack_linears(model)
     layer_shapes = _probe_layers(model, prompt)
-    _compare_with_reference(model, prompt, layer_shapes, reference)
+    _compare_with_reference(model, prompt, layer_shapes, reference, block_size)
     return layer_shapes
 
 
@@ -120,7 +123,8 @@ def _refuse_by_declaration(model: PreTrainedModel) -> None:
 
 def _probe_layers(model: PreTrainedModel, prompt: Tensor) -> dict[int, tuple[int, int]]:
     probe = KVProbe()
-    _packed_forward(model, prompt[0], list(range(prompt.shape[1])), probe)
+    positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
+    _packed_forward(model, StepInputs(prompt, positions, positions[0], probe))
     text_config = model.config.get_text_config()
     if len(probe.layer_shapes) != text_config.num_hidden_layers:
         raise UnsupportedModel(
@@ -142,20 +146,26 @@ def _masks_with_window(text_config: PreTrainedConfig) -> bool:
 
 
 def _compare_with_reference(
-    model: PreTrainedModel, prompt: Tensor, layer_shapes: dict[int, tuple[int, int]], reference: Tensor
+    model: PreTrainedModel,
+    prompt: Tensor,
+    layer_shapes: dict[int, tuple[int, int]],
+    reference: Tensor,
+    block_size: int,
 ) -> None:
     """Compute the prompt twice in one batch, in chunks of different sizes, and compare every row."""
     dtype = model.dtype
-    pool = KVPool(layer_shapes, 2 * _PROBE_TOKENS, dtype)
-    runs = [[range(_PROBE_TOKENS)], [range(_PROBE_TOKENS, 2 * _PROBE_TOKENS)]]
+    slots = -(-_PROBE_TOKENS // block_size) * block_size  # of each of the two
+    memory = make_kv_memory(layer_shapes, 2 * slots, block_size, dtype, model.device)
+    runs = [[range(slots)], [range(slots, 2 * slots)]]
+    token_ids = prompt[0].tolist()
     rows: list[list[Tensor]] = [[], []]
     done = [0, 0]
     for sizes in ((5, 1), (1, 7), (6, 4)):
         spans = [(done[i], done[i] + size) for i, size in enumerate(sizes)]
         segments = [Segment(end - first, end, runs[i]) for i, (first, end) in enumerate(spans)]
-        tokens = torch.cat([prompt[0, first:end] for first, end in spans])
+        tokens = [token for first, end in spans for token in token_ids[first:end]]
         positions = [position for first, end in spans for position in range(first, end)]
-        logits = _packed_forward(model, tokens, positions, PackedBatch(pool, segments))
+        logits = _packed_forward(model, memory.stage(tokens, positions, list(range(len(tokens))), segments))
         for i, part in enumerate(torch.split(logits, list(sizes))):
             rows[i].append(part.float())
         done = [end for _, end in spans]
@@ -168,10 +178,13 @@ def _compare_with_reference(
         )
 
 
-def _packed_forward(model: PreTrainedModel, tokens: Tensor, positions: list[int], batch: AttentionBatch) -> Tensor:
+def _packed_forward(model: PreTrainedModel, inputs: StepInputs) -> Tensor:
     with torch.inference_mode():
         output = model(
-            input_ids=tokens[None], position_ids=torch.tensor([positions]), use_cache=False, packed_batch=batch
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            packed_batch=inputs.batch,
         )
     logits: Tensor = output.logits[0]
     return logits

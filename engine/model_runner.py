@@ -1,17 +1,16 @@
 """Runs the model over one step's chunks, packed into one row."""
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention import KVPool, PackedBatch, Segment
+from engine.attention import KVMemory, Segment, StepInputs
 from engine.scheduler import Chunk
 
 
 class ModelRunner:
-    """The model and its KV pool."""
+    """The model and its KV pool, both on one device."""
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool, block_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, pool: KVMemory, block_size: int) -> None:
         self._model = model
         self._pool = pool
         self._block_size = block_size
@@ -31,12 +30,16 @@ class ModelRunner:
                 sampled_rows += range(len(tokens) - 1, len(tokens) + chunk.draft_tokens)
             tokens += chunk.sequence.draft[: chunk.draft_tokens]
             positions += range(first, end + chunk.draft_tokens)
+        segments = [self._segment(chunk) for chunk in chunks]
+        return self._compute(self._pool.stage(tokens, positions, sampled_rows, segments))
+
+    def _compute(self, inputs: StepInputs) -> Tensor:
         logits: Tensor = self._model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.tensor([positions]),
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
             use_cache=False,
-            logits_to_keep=torch.tensor(sampled_rows, dtype=torch.long),
-            packed_batch=PackedBatch(self._pool, [self._segment(chunk) for chunk in chunks]),
+            logits_to_keep=inputs.sampled_rows,
+            packed_batch=inputs.batch,
         ).logits
         return logits[0].float()
 

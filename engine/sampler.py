@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.device import to_device
 from engine.grammar import GrammarError, Matcher
 from engine.noise import uniform
 from engine.scheduler import Sequence
 from engine.types import SamplingParams
 
+CPU = torch.device("cpu")
 NOT_FINITE = "the model's logits are not finite"
 _TOP_P_CANDIDATES = 256  # tokens sorted at first to find where top_p cuts; the few rows that need more are sorted whole
 
@@ -32,23 +34,23 @@ class SamplingRow:
         vocab_size: int,
         *,
         matcher: Matcher | None = None,
+        device: torch.device = CPU,
     ) -> None:
-        """`stop_ids` may not be sampled before min_tokens."""
+        """`stop_ids` may not be sampled before min_tokens; `device` is where the logits will be."""
         self.params = params
         self._matcher = matcher
         self.sequence = sequence
         self._seed = random.getrandbits(63) if params.seed is None else params.seed
         self._index = index
-        self._min_tokens_banned = sorted(stop_ids) if params.min_tokens else []
-        self._bias_ids = torch.tensor(list(params.logit_bias.keys()), dtype=torch.long)
-        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        self._min_tokens_banned = to_device(sorted(stop_ids) if params.min_tokens else [], torch.long, device)
+        self._bias_ids = to_device(list(params.logit_bias.keys()), torch.long, device)
+        self._bias = to_device(list(params.logit_bias.values()), torch.float32, device)
         self._output_counts: Tensor | None = None
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
-            self._output_counts = torch.zeros(vocab_size)
-            self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool)
-            self._in_prompt[torch.tensor(sequence.token_ids[: sequence.prompt_tokens])] = True
-            for token_id in sequence.token_ids[sequence.prompt_tokens :]:
-                self._output_counts[token_id] += 1
+            prompt = torch.tensor(sequence.token_ids[: sequence.prompt_tokens])
+            output = torch.tensor(sequence.token_ids[sequence.prompt_tokens :], dtype=torch.long)
+            self._in_prompt = torch.bincount(prompt, minlength=vocab_size).bool().to(device)
+            self._output_counts = torch.bincount(output, minlength=vocab_size).float().to(device)
         self.is_greedy = params.temperature == 0.0
         self.is_plain = not (params.logit_bias or params.min_tokens or self._output_counts is not None or matcher)
 
@@ -71,8 +73,8 @@ class SamplingRow:
         if self.sequence.output_tokens < params.min_tokens:
             ends = logits[self._min_tokens_banned]
             logits[self._min_tokens_banned] = float("-inf")
-            if self._matcher is not None and logits.max() == float("-inf"):  # the grammar lets nothing else follow
-                logits[self._min_tokens_banned] = ends
+            if self._matcher is not None:  # it may let nothing else follow
+                logits[self._min_tokens_banned] = torch.where(logits.max() == float("-inf"), ends, float("-inf"))
 
     def record(self, token_id: int) -> None:
         """Count a sampled token."""
@@ -103,31 +105,31 @@ def sample(logits: Tensor, rows: list[SamplingRow], ahead: list[int] | None = No
     `ahead` says for each row how many tokens it is ahead of its sequence: more than 0 for what follows a guess.
     """
     ahead = ahead or [0] * len(rows)
-    largest, greedy = logits.max(dim=-1)
-    is_finite = torch.isfinite(largest).tolist()  # NaN and +inf surface as the largest; so does a row of only -inf
-    tokens: list[int] = greedy.tolist()
-    errors = {i: NOT_FINITE for i, is_fine in enumerate(is_finite) if not is_fine}
-    chosen = [i for i, row in enumerate(rows) if is_finite[i] and not (row.is_greedy and row.is_plain)]
-    if chosen:
-        sampled, failed = _sample_processed(logits[chosen], [rows[i] for i in chosen], [ahead[i] for i in chosen])
-        for i, token_id in zip(chosen, sampled, strict=True):
-            tokens[i] = token_id
-        errors |= {chosen[at]: error for at, error in failed.items()}
-    logprobs = _raw_logprobs(logits, rows, tokens)
+    largest, chosen = logits.max(dim=-1)
+    failed: dict[int, str] = {}
+    processed = [i for i, row in enumerate(rows) if not (row.is_greedy and row.is_plain)]
+    if processed:
+        at = to_device(processed, torch.long, logits.device)
+        chosen[at], failed = _sample_processed(logits[at], [rows[i] for i in processed], [ahead[i] for i in processed])
+        failed = {processed[number]: error for number, error in failed.items()}
+    logprobs = _raw_logprobs(logits, rows, chosen)
+    # NaN and +inf surface as the largest; so does a row of only -inf. On a GPU, all above is queued while the forward
+    # pass still runs; here the host waits for it, once.
+    tokens: list[int] = chosen.where(torch.isfinite(largest), -1).tolist()
     samples = []
-    for i, row in enumerate(rows):
-        if i in errors:
-            samples.append(Sample(None, None, errors[i]))
+    for i, (row, token_id) in enumerate(zip(rows, tokens, strict=True)):
+        if token_id < 0 or i in failed:
+            samples.append(Sample(None, None, NOT_FINITE if token_id < 0 else failed[i]))
         else:
-            row.record(tokens[i])
-            samples.append(Sample(tokens[i], logprobs.get(i)))
+            row.record(token_id)
+            samples.append(Sample(token_id, logprobs.get(i)))
     return samples
 
 
-def _sample_processed(logits: Tensor, rows: list[SamplingRow], ahead: list[int]) -> tuple[list[int], dict[int, str]]:
+def _sample_processed(logits: Tensor, rows: list[SamplingRow], ahead: list[int]) -> tuple[Tensor, dict[int, str]]:
     """Sample rows that are random or have processors; `logits` is theirs to change.
 
-    Returns a token for each row, and why for those that have none.
+    Returns a token for each row, [R], and why not for those that have none (theirs means nothing).
     """
     failed: dict[int, str] = {}
     for i, row in enumerate(rows):
@@ -136,51 +138,56 @@ def _sample_processed(logits: Tensor, rows: list[SamplingRow], ahead: list[int])
                 row.process(logits[i])
             except GrammarError as error:
                 failed[i] = f"the grammar could not be followed: {error}"
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    tokens = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     if drawn:
-        params = [rows[i].params for i in drawn]
-        noise = torch.tensor([rows[i].uniform(ahead[i]) for i in drawn], dtype=torch.float64)
-        for i, token_id in zip(drawn, _draw(logits[drawn], params, noise), strict=True):
-            tokens[i] = token_id
+        noise = [rows[i].uniform(ahead[i]) for i in drawn]
+        at = to_device(drawn, torch.long, logits.device)
+        tokens[at] = _draw(logits[at], [rows[i].params for i in drawn], noise)
     return tokens, failed
 
 
-def _draw(logits: Tensor, params: list[SamplingParams], noise: Tensor) -> list[int]:
-    """Draw one token per row [R, V] after temperature and truncation."""
+def _draw(logits: Tensor, params: list[SamplingParams], noise: list[float]) -> Tensor:
+    """Draw one token per row [R, V] after temperature and truncation; return them, [R]."""
+    numbers = [[max(p.temperature, 1e-6), p.min_p, p.top_p, u] for p, u in zip(params, noise, strict=True)]
+    staged = to_device(numbers, torch.float64, logits.device)
+    temperature, min_p, top_p = staged[:, :3].float().unbind(dim=1)
     # The largest logit becomes 0 first, so that a tiny temperature cannot overflow.
     logits -= logits.max(dim=-1, keepdim=True).values
-    logits /= torch.tensor([[max(p.temperature, 1e-6)] for p in params])
-    _truncate_min_p(logits, torch.tensor([p.min_p for p in params]))
+    logits /= temperature[:, None]
+    if any(p.min_p > 0 for p in params):
+        _truncate_min_p(logits, min_p)
     _truncate_top_k(logits, [p.top_k for p in params])
-    _truncate_top_p(logits, torch.tensor([p.top_p for p in params]), _TOP_P_CANDIDATES)
+    if cut := [i for i, p in enumerate(params) if p.top_p < 1.0]:
+        rows = to_device(cut, torch.long, logits.device)
+        _truncate_top_p(logits, rows, top_p, _TOP_P_CANDIDATES)
     cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    targets = noise[:, None] * cumulative[:, -1:]
-    tokens: list[int] = torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist()
-    return tokens
+    targets = staged[:, 3:] * cumulative[:, -1:]
+    # In a row that is not finite anything could be found, also behind the end.
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
 
 def _truncate_min_p(logits: Tensor, min_p: Tensor) -> None:
     """Drop tokens less probable than min_p times the most probable one (whose logit is 0)."""
-    if bool((min_p > 0).any()):
-        logits.masked_fill_(logits < torch.log(min_p)[:, None], float("-inf"))
+    logits.masked_fill_(logits < torch.log(min_p)[:, None], float("-inf"))
 
 
 def _truncate_top_k(logits: Tensor, top_k: list[int]) -> None:
     """Drop all but the k largest logits of each row with 0 < k < V; ties with the k-th stay."""
     vocab_size = logits.shape[1]
-    rows = [i for i, k in enumerate(top_k) if 0 < k < vocab_size]
-    if rows:
-        kth = torch.tensor([[top_k[i] - 1] for i in rows])
-        thresholds = logits[rows].topk(int(kth.max()) + 1).values.gather(1, kth)
-        logits[rows] = logits[rows].masked_fill(logits[rows] < thresholds, float("-inf"))
+    cut = [i for i, k in enumerate(top_k) if 0 < k < vocab_size]
+    if cut:
+        rows, kth = to_device([[i, top_k[i] - 1] for i in cut], torch.long, logits.device).unbind(dim=1)
+        some = logits[rows]
+        thresholds = some.topk(max(top_k[i] for i in cut)).values.gather(1, kth[:, None])
+        logits[rows] = some.masked_fill(some < thresholds, float("-inf"))
 
 
-def _truncate_top_p(logits: Tensor, top_p: Tensor, candidates: int) -> None:
-    """Keep each row's most probable tokens until their mass reaches top_p; the one that reaches it stays."""
-    rows = torch.nonzero(top_p < 1.0)[:, 0]
-    if not len(rows):
-        return
+def _truncate_top_p(logits: Tensor, rows: Tensor, top_p: Tensor, candidates: int) -> None:
+    """Keep the most probable tokens of `rows` until their mass reaches top_p; the one that reaches it stays.
+
+    Only so many `candidates` are sorted at first; whether they sufficed is the one thing the host has to wait for.
+    """
     candidates = min(candidates, logits.shape[1])
     some = logits[rows]
     largest = some.topk(candidates).values
@@ -188,26 +195,24 @@ def _truncate_top_p(logits: Tensor, top_p: Tensor, candidates: int) -> None:
     kept = (mass < top_p[rows, None]).sum(dim=-1)  # index of the token that reaches top_p
     found = kept < candidates
     thresholds = largest.gather(1, kept.clamp(max=candidates - 1)[:, None])
-    done = rows[found]
-    logits[done] = some[found].masked_fill(some[found] < thresholds[found], float("-inf"))
-    if not bool(found.all()) and candidates < logits.shape[1]:
-        rest = rows[~found]
-        unfinished = logits[rest]
-        _truncate_top_p(unfinished, top_p[rest], logits.shape[1])
-        logits[rest] = unfinished
+    thresholds.masked_fill_(~found[:, None], float("-inf"))
+    logits[rows] = some.masked_fill_(some < thresholds, float("-inf"))
+    if candidates < logits.shape[1] and not bool(found.all()):
+        _truncate_top_p(logits, rows[~found], top_p, logits.shape[1])
 
 
-def _raw_logprobs(logits: Tensor, rows: list[SamplingRow], tokens: list[int]) -> dict[int, RawLogprobs]:
-    """Return the logprobs of the rows that asked for them, by row."""
+def _raw_logprobs(logits: Tensor, rows: list[SamplingRow], tokens: Tensor) -> dict[int, RawLogprobs]:
+    """Return the logprobs of the rows that asked for them, by row; `tokens` [R] are those chosen."""
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not wanted:
         return {}
-    logprobs = torch.log_softmax(logits[wanted], dim=-1)
-    chosen = logprobs.gather(1, torch.tensor([[tokens[i]] for i in wanted]))[:, 0].tolist()
+    at = to_device(wanted, torch.long, logits.device)
+    logprobs = torch.log_softmax(logits[at], dim=-1)
+    chosen = logprobs.gather(1, tokens[at][:, None])[:, 0].tolist()
     counts = [min(rows[i].params.logprobs or 0, logits.shape[1]) for i in wanted]
     top = logprobs.topk(max(counts), dim=-1)
     top_ids, top_values = top.indices.tolist(), top.values.tolist()
     return {
-        i: RawLogprobs(chosen[at], list(zip(top_ids[at][:count], top_values[at][:count], strict=True)))
-        for at, (i, count) in enumerate(zip(wanted, counts, strict=True))
+        i: RawLogprobs(chosen[number], list(zip(top_ids[number][:count], top_values[number][:count], strict=True)))
+        for number, (i, count) in enumerate(zip(wanted, counts, strict=True))
     }

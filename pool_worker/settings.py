@@ -25,11 +25,13 @@ class LocalEngineSettings(Settings):
     kind: Literal["spillway"] = "spillway"
     path: str  # a model folder, or a name on the Hugging Face hub
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
+    device: str = "auto"  # "cpu", "cuda", "cuda:1", …; auto: a GPU if torch can use one
     max_model_len: PositiveInt | None = None
     max_sequences: PositiveInt = 64
     max_batched_tokens: PositiveInt = 2048  # per step
     kv_mib: PositiveInt | None = None
+    # Of a GPU's memory: how much is used in all, if kv_mib does not say how much the KV pool may take.
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     # How many times the KV memory is promised to jobs, which rarely become as long as they may. Where they do, the
     # newest give way and are computed again.
     kv_overcommit: Annotated[float, Field(ge=1, le=16)] = 1.5

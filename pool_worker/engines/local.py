@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -182,7 +183,8 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
     chosen: dict[str, Any] = {"kv_bytes": settings.kv_mib and settings.kv_mib * 1024 * 1024}
     return EngineConfig(
         dtype=settings.dtype,
-        device="cpu" if settings.device == "auto" else settings.device,
+        device=("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         max_model_len=settings.max_model_len,
         max_sequences=settings.max_sequences,
         max_batched_tokens=settings.max_batched_tokens,

@@ -4,7 +4,6 @@ import random
 from collections import defaultdict
 
 import pytest
-import torch
 from transformers import (
     Cohere2Config,
     Exaone4Config,
@@ -28,7 +27,17 @@ from transformers import (
 )
 
 from engine import GenerationRequest, SamplingParams
-from tests.unit.engine.tiny_models import EOS_ID, SHAPE, VOCAB_SIZE, Answer, Answers, collect, make_engine, make_model
+from tests.unit.engine.tiny_models import (
+    EOS_ID,
+    SHAPE,
+    VOCAB_SIZE,
+    Answer,
+    Answers,
+    collect,
+    greedy_reference,
+    make_engine,
+    make_model,
+)
 
 WINDOW = 9  # smaller than most of the sequences
 LOCAL_GLOBAL = ["sliding_attention", "full_attention"]
@@ -88,14 +97,7 @@ REQUESTS = 32
 
 
 def generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt) :].tolist()
+    return greedy_reference(model, prompt, NEW_TOKENS)
 
 
 def prompts_of(rng: random.Random, count: int) -> list[list[int]]:

@@ -89,7 +89,9 @@ def test_rotary_scaling_that_depends_on_the_batch_limits_the_context() -> None:
         ({"max_model_len": 257}, "max_model_len"),
         ({"max_sequences": 0}, "max_sequences"),
         ({"max_batched_tokens": 7}, "max_batched_tokens"),
-        ({"device": "cuda"}, "device"),
+        ({"device": "cuda:99"}, "device"),
+        ({"device": "tpu"}, "device"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ],
 )
 def test_impossible_configurations_name_the_field(settings: dict[str, int | str], field: str) -> None:

@@ -65,6 +65,18 @@ def llama() -> PreTrainedModel:
     return make_model(LlamaConfig(**SHAPE))
 
 
+def greedy_reference(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+    """What transformers' own `generate` says."""
+    output = model.generate(
+        torch.tensor([prompt], device=model.device),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=model.device),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
 def make_engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **config: int | str
 ) -> LLMEngine:

@@ -1,0 +1,42 @@
+"""The KV pool of a device: which kind, and how much memory it may take."""
+
+from typing import Final
+
+import torch
+
+from engine.attention import KVMemory, KVPool
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.paged_attention import PagedKVPool
+
+CPU_KV_BYTES: Final = 1 << 30  # on a CPU, where nothing else is configured
+
+
+def make_kv_memory(
+    layer_shapes: dict[int, tuple[int, int]], slots: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KVMemory:
+    """Make the pool for `slots` tokens, whole blocks; `layer_shapes` gives (Hkv, D) for each layer."""
+    if device.type == "cpu":
+        return KVPool(layer_shapes, slots, dtype)
+    return PagedKVPool(layer_shapes, slots, block_size, dtype, device)
+
+
+def kv_tokens_within(
+    kv_bytes: int,
+    config: EngineConfig,
+    layer_shapes: dict[int, tuple[int, int]],
+    dtype: torch.dtype,
+    max_model_len: int,
+) -> int:
+    """Return the KV pool's capacity in tokens: whole blocks within kv_bytes, and no more than can ever be used."""
+    block_bytes = config.block_size * bytes_per_token(layer_shapes, dtype)
+    blocks_per_sequence = -(-max_model_len // config.block_size)
+    blocks = min(kv_bytes // block_bytes, blocks_per_sequence * config.max_sequences)
+    if blocks < 1:
+        raise ConfigError("kv_bytes", f"one block needs {block_bytes} bytes")
+    return int(blocks * config.block_size)
+
+
+def bytes_per_token(layer_shapes: dict[int, tuple[int, int]], dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers."""
+    return sum(2 * heads * dim * dtype.itemsize for heads, dim in layer_shapes.values())

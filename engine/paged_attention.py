@@ -1,0 +1,161 @@
+"""Keys and values in pages, and attention over them: what every device but the CPU uses.
+
+A page is a block of the scheduler's. A step's sequences are packed as on a CPU (`attention`); a table of pages says
+where each one's tokens are, so that the work on the device depends on tensors only and a step can be recorded once and
+replayed with other contents (`decode_graphs`).
+
+Shapes: T rows in the step, S sequences, P pages of the longest of them, Hq query heads, Hkv key/value heads, D head
+dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionOptions, Segment, StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """Where one step's rows and their contexts are. Tensors are int64 on the device."""
+
+    slots: Tensor  # [T]: where each row's key and value go; slot = page · page size + offset
+    starts: Tensor  # [S + 1]: each sequence's first row, and T
+    contexts: Tensor  # [S]: each sequence's tokens in the pool after this step, the new ones included
+    tables: Tensor  # [S, P]: each sequence's pages, in order of its tokens
+    longest_rows: int  # the most rows of one sequence; 1: all of them decode
+    longest_context: int  # the most tokens of one sequence, or more
+    has_decoding: bool  # whether any sequence has one row only
+
+
+# (query [T, Hq, D], keys and values [pages, page size, Hkv, D], step, options) → [T, Hq, D]
+PagedAttention = Callable[[Tensor, Tensor, Tensor, PagedStep, AttentionOptions], Tensor]
+
+
+class PagedKVPool:
+    """Keys and values of every layer: per layer two tensors [pages, page size, Hkv, D].
+
+    There is one page more than the scheduler knows: rows that only fill a batch up are written to it.
+    """
+
+    def __init__(
+        self,
+        layer_shapes: dict[int, tuple[int, int]],
+        slots: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`layer_shapes` gives (Hkv, D) for each layer; `slots` is a multiple of `page_size`."""
+        self.page_size = page_size
+        pages = slots // page_size + 1
+
+        def zeros(heads: int, dim: int) -> Tensor:
+            return torch.zeros(pages, page_size, heads, dim, dtype=dtype, device=device)
+
+        self._device = device
+        self._layers = {layer: (zeros(*shape), zeros(*shape)) for layer, shape in layer_shapes.items()}
+        self._attention = attend_by_reference
+        self._page_numbers = np.arange(pages)
+        self.filling = Segment(rows=1, context=1, runs=[range(slots, slots + page_size)])  # a row of nobody's
+
+    def stage(
+        self, tokens: list[int], positions: list[int], sampled_rows: list[int], segments: list[Segment]
+    ) -> StepInputs:
+        """Bring a step's inputs to the device in one copy; see KVMemory."""
+        rows = np.array([segment.rows for segment in segments])
+        contexts = np.array([segment.context for segment in segments])
+        tables = self._tables(segments, contexts)
+        own = np.array(positions)
+        pages = tables[np.repeat(np.arange(len(segments)), rows), own // self.page_size]
+        slots = pages * self.page_size + own % self.page_size
+        starts = np.concatenate(([0], rows.cumsum()))
+        parts = [np.array(tokens), own, slots, starts, contexts, np.array(sampled_rows, dtype=np.int64), tables.ravel()]
+        on_host = torch.empty(sum(map(len, parts)), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        np.concatenate(parts, out=on_host.numpy())
+        staged = torch.split(on_host.to(self._device, non_blocking=True), [len(part) for part in parts])
+        step = PagedStep(
+            slots=staged[2],
+            starts=staged[3],
+            contexts=staged[4],
+            tables=staged[6].view(tables.shape),
+            longest_rows=int(rows.max()),
+            longest_context=int(contexts.max()),
+            has_decoding=bool((rows == 1).any()),
+        )
+        return StepInputs(staged[0][None], staged[1][None], staged[5], PagedBatch(self, step))
+
+    def attend(  # noqa: PLR0917 - those of AttentionBatch, and the step
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: PagedStep, options: AttentionOptions
+    ) -> Tensor:
+        """Store the new keys and values, then attend; shapes as in AttentionBatch."""
+        keys, values = self._layers[layer]
+        keys.flatten(0, 1).index_copy_(0, step.slots, key[0].transpose(0, 1))
+        values.flatten(0, 1).index_copy_(0, step.slots, value[0].transpose(0, 1))
+        return self._attention(query[0].transpose(0, 1), keys, values, step, options)[None]
+
+    def _tables(self, segments: list[Segment], contexts: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> np.ndarray:
+        size = self.page_size
+        used = -(-contexts // size)
+        tables = np.zeros((len(segments), int(used.max())), dtype=np.int64)
+        for table, segment, pages in zip(tables, segments, used.tolist(), strict=True):
+            at = 0
+            for run in segment.runs:
+                if at >= pages:
+                    break
+                first, count = run.start // size, min(len(run) // size, pages - at)
+                table[at : at + count] = self._page_numbers[first : first + count]
+                at += count
+        return tables
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """One step's sequences over a paged pool; an AttentionBatch."""
+
+    pool: PagedKVPool
+    step: PagedStep
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionBatch."""
+        return self.pool.attend(layer, query, key, value, self.step, options)
+
+
+def attend_by_reference(
+    query: Tensor, keys: Tensor, values: Tensor, step: PagedStep, options: AttentionOptions
+) -> Tensor:
+    """Attend sequence by sequence with dense float32 softmaxes: what the kernels are measured by; runs anywhere."""
+    starts, contexts = step.starts.tolist(), step.contexts.tolist()
+    page_size = keys.shape[1]
+    outputs = []
+    for number, context in enumerate(contexts):
+        pages = step.tables[number, : -(-context // page_size)]
+        own = query[starts[number] : starts[number + 1]]
+        own_keys, own_values = (pool[pages].flatten(0, 1)[:context].float() for pool in (keys, values))
+        outputs.append(_attend_densely(own.float(), own_keys, own_values, options).to(query.dtype))
+    return torch.cat(outputs)
+
+
+def _attend_densely(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> Tensor:
+    """Attend with the last rows [rows, Hq, D] of a context to its keys and values [L, Hkv, D]; all float32."""
+    (rows, query_heads, dim), (context, kv_heads, _) = query.shape, keys.shape
+    grouped = query.view(rows, kv_heads, query_heads // kv_heads, dim)
+    scores = torch.einsum("rhgd,lhd->rhgl", grouped, keys) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    distance = torch.arange(context - rows, context, device=query.device)[:, None] - torch.arange(
+        context, device=query.device
+    )
+    hidden = distance < 0
+    if options.window is not None:
+        hidden |= distance >= options.window
+    scores = scores.masked_fill(hidden[:, None, None, :], float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(1, kv_heads, -1, 1).expand(rows, -1, -1, 1)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return torch.einsum("rhgl,lhd->rhgd", weights, values).reshape(rows, query_heads, dim)
