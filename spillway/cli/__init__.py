@@ -2,7 +2,7 @@
 
 import typer
 
-from spillway.cli import keys, processes, setup
+from spillway.cli import bench, keys, processes, setup
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.usage import usage
 
@@ -32,3 +32,7 @@ app.add_typer(db_app, name="db")
 config_app = typer.Typer(help="The configuration file.", no_args_is_help=True)
 config_app.command("check")(setup.config_check)
 app.add_typer(config_app, name="config")
+
+bench_app = typer.Typer(help="Measure how fast an engine or an endpoint is.", no_args_is_help=True)
+bench_app.command("engine")(bench.engine)
+app.add_typer(bench_app, name="bench")

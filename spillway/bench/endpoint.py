@@ -1,0 +1,149 @@
+"""An OpenAI-compatible endpoint, ours or anyone's, over HTTP: TTFT and TPOT as a caller sees them.
+
+Prompts are random numbers as words. How many words make the wanted number of tokens is learnt from the usage counts of
+two small requests, so no tokenizer is needed. Chat completions are used, because every such server has them.
+"""
+
+import asyncio
+import json
+import random
+import time
+from importlib.metadata import version
+from typing import Any, Final
+
+import httpx
+
+from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece
+
+REQUEST_LIMIT_S: Final = 600.0
+CONNECT_LIMIT_S: Final = 10.0
+PROBE_WORDS: Final = (50, 250)
+REASON_CHARS: Final = 300
+LARGEST_WORD: Final = 999
+
+
+class EndpointTarget:
+    """See ``measure.Target``."""
+
+    def __init__(self, url: str, key: str | None, model: str | None) -> None:
+        """`url` with or without "/v1"; without `model`, the first that the endpoint lists. Raises BenchError."""
+        base = url.rstrip("/")
+        self._base = base if base.endswith("/v1") else f"{base}/v1"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._extra: dict[str, Any] = {"ignore_eos": True}
+        self._model = model or self._first_model()
+        self._tokens_per_word, self._template_tokens = self._learn_prompt_size()
+
+    def run(self, load: Load, seed: int) -> list[Answer]:
+        """See ``measure.Target``."""
+        source = random.Random(seed)  # noqa: S311 - nothing secret
+        words = max(1, round((load.prompt_tokens - self._template_tokens) / self._tokens_per_word))
+        return asyncio.run(self._run([_prompt(source, words) for _ in range(load.batch)], load.new_tokens))
+
+    def environment(self) -> dict[str, Any]:
+        """See ``measure.Target``."""
+        return {
+            "url": self._base,
+            "model": self._model,
+            "ends_ignored": bool(self._extra),
+            "spillway": version("spillway"),
+        }
+
+    def _first_model(self) -> str:
+        listed = self._ask("GET", "/models").get("data") or []
+        if not listed:
+            raise BenchError(f"{self._base} lists no model; name one with --model")
+        return str(listed[0]["id"])
+
+    def _learn_prompt_size(self) -> tuple[float, float]:
+        source = random.Random(0)  # noqa: S311 - nothing secret
+        try:
+            few, many = (self._count(_prompt(source, words)) for words in PROBE_WORDS)
+        except BenchError:
+            # Servers that do not know vLLM's fields refuse them; answers may then end before new_tokens.
+            self._extra = {}
+            few, many = (self._count(_prompt(source, words)) for words in PROBE_WORDS)
+        per_word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
+        if per_word <= 0:
+            raise BenchError(f"{self._base} counts {few} and {many} tokens for {PROBE_WORDS} words")
+        return per_word, few - PROBE_WORDS[0] * per_word
+
+    def _count(self, prompt: str) -> int:
+        usage = self._ask("POST", "/chat/completions", self._body(prompt, 1)).get("usage") or {}
+        if not isinstance(usage.get("prompt_tokens"), int):
+            raise BenchError(f"{self._base} does not report usage")
+        return int(usage["prompt_tokens"])
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            answer = httpx.request(
+                method, self._base + path, json=body, headers=self._headers, timeout=_timeout()
+            ).raise_for_status()
+            found = answer.json()
+        except httpx.HTTPStatusError as error:
+            raise BenchError(f"{self._base}{path}: {_reason(error.response)}") from error
+        except (httpx.HTTPError, ValueError) as error:
+            raise BenchError(f"{self._base}{path}: {error or type(error).__name__}") from error
+        return found if isinstance(found, dict) else {}
+
+    def _body(self, prompt: str, new_tokens: int) -> dict[str, Any]:
+        messages = [{"role": "user", "content": prompt}]
+        return {
+            "model": self._model,
+            "messages": messages,
+            "max_tokens": new_tokens,
+            "temperature": 0,
+            **self._extra,
+        }
+
+    async def _run(self, prompts: list[str], new_tokens: int) -> list[Answer]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(headers=self._headers, timeout=_timeout(), limits=limits) as client:
+            start_s = time.perf_counter()
+            asked = [self._stream(client, self._body(prompt, new_tokens), start_s) for prompt in prompts]
+            try:
+                async with asyncio.timeout(REQUEST_LIMIT_S):
+                    return await asyncio.gather(*asked)
+            except TimeoutError:
+                raise BenchError(f"{self._base}: not answered within {REQUEST_LIMIT_S:.0f} s") from None
+            except (httpx.HTTPError, ValueError) as error:
+                raise BenchError(f"{self._base}: {error or type(error).__name__}") from error
+
+    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], start_s: float) -> Answer:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        moments, usage = [], None
+        async with client.stream("POST", f"{self._base}/chat/completions", json=body) as response:
+            if response.is_error:
+                await response.aread()
+                raise LoadRefused(_reason(response))
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise LoadRefused(str(chunk["error"])[:REASON_CHARS])
+                usage = chunk.get("usage") or usage
+                if any(_holds_tokens(choice) for choice in chunk.get("choices") or ()):
+                    moments.append(time.perf_counter() - start_s)
+        if not usage or not moments:
+            raise LoadRefused("an answer came without a token, or without usage counts")
+        share = usage["completion_tokens"] / len(moments)
+        return Answer(usage["prompt_tokens"], [Piece(moment, share) for moment in moments])
+
+
+def _prompt(source: random.Random, words: int) -> str:
+    return " ".join(str(source.randint(0, LARGEST_WORD)) for _ in range(words))
+
+
+def _holds_tokens(choice: dict[str, Any]) -> bool:
+    """Whether a chunk carries output: the first of a stream often has a role only, the last only the reason."""
+    delta = choice.get("delta") or {}
+    return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
+
+
+def _reason(response: httpx.Response) -> str:
+    return f"{response.status_code} {response.text[:REASON_CHARS]}"
+
+
+def _timeout() -> httpx.Timeout:
+    return httpx.Timeout(REQUEST_LIMIT_S, connect=CONNECT_LIMIT_S)
