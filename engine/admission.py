@@ -30,7 +30,7 @@ def check_request(request: GenerationRequest, info: EngineInfo) -> None:
 def _check_sampling(params: SamplingParams, info: EngineInfo) -> None:
     rules = {
         "temperature": 0 <= params.temperature < math.inf,
-        "top_p": 0 < params.top_p <= 1,
+        "top_p": 0 <= params.top_p <= 1,
         "top_k": params.top_k >= 0,
         "min_p": 0 <= params.min_p <= 1,
         "presence_penalty": math.isfinite(params.presence_penalty),
@@ -39,21 +39,26 @@ def _check_sampling(params: SamplingParams, info: EngineInfo) -> None:
         "logit_bias": all(map(math.isfinite, params.logit_bias.values())),
         "n": 1 <= params.n <= _MAX_CHOICES,
         "stop": all(params.stop),
-        "max_tokens": params.max_tokens >= 1,
+        "bad_words": all(map(str.strip, params.bad_words)),
+        "max_tokens": params.max_tokens >= 0,
         "min_tokens": 0 <= params.min_tokens <= params.max_tokens,
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= info.vocab_size,
+        "prompt_logprobs": params.prompt_logprobs is None or 0 <= params.prompt_logprobs <= info.vocab_size,
     }
     for field, is_met in rules.items():
         if not is_met:
             raise RequestRejected(field, f"{getattr(params, field)!r} is out of range")
     _check_token_ids("logit_bias", params.logit_bias, info)
     _check_token_ids("stop_token_ids", params.stop_token_ids, info)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids, info)
 
 
 def _check_resume(request: GenerationRequest, info: EngineInfo) -> None:
     indexes = [point.index for point in request.resume]
     if len(set(indexes)) < len(indexes) or not all(0 <= index < request.sampling.n for index in indexes):
         raise RequestRejected("resume", f"indexes {indexes} are not distinct choices of {request.sampling.n}")
+    if not 0 <= request.scored_tokens <= len(request.prompt_ids):
+        raise RequestRejected("scored_tokens", f"{request.scored_tokens} is out of range")
     for point in request.resume:
         _check_token_ids("resume", point.token_ids, info)
         if len(point.token_ids) > request.sampling.max_tokens:

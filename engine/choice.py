@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.bad_words import BadWords
 from engine.detokenizer import Detokenizer, TokenText
 from engine.drafts import NgramDrafts
 from engine.grammar import Matcher
+from engine.prompt_logprobs import RawPromptLogprob
 from engine.sampler import RawLogprobs, SamplingRow
 from engine.scheduler import Sequence
 from engine.stop_strings import StopStrings
@@ -14,6 +16,7 @@ from engine.types import (
     Candidate,
     FinishReason,
     GenerationRequest,
+    PromptLogprob,
     ResumePoint,
     SamplingParams,
     SequenceOutput,
@@ -39,6 +42,7 @@ class Choice:
     stops: StopStrings
     matcher: Matcher | None  # of its grammar
     drafts: NgramDrafts | None
+    prompt_error: str | None = None  # why its prompt has no logprobs
     chars_to_skip: int = 0  # text of a resumed choice that the client already has
     produced_tokens: int = 0  # output tokens that went through `_read`
     finish_reason: FinishReason | None = None
@@ -64,6 +68,7 @@ class Choice:
             token_ids=[*request.prompt_ids, *resume.token_ids],
             prompt_tokens=len(request.prompt_ids),
             max_total_tokens=len(request.prompt_ids) + params.max_tokens,
+            scored_tokens=None if params.prompt_logprobs is None or index else request.scored_tokens,
         )
         eos_ids = frozenset() if params.ignore_eos else eos_ids
         row = SamplingRow(
@@ -74,6 +79,7 @@ class Choice:
             vocab_size,
             matcher=matcher,
             device=device,
+            bad_words=BadWords(params.bad_words, tokens.ids_of) if params.bad_words else None,
         )
         return cls(
             request_id=request.request_id,
@@ -105,6 +111,24 @@ class Choice:
         self.sequence.token_ids.append(token_id)
         text = self._read(token_id)
         return self._output([token_id], text, None if logprobs is None else [self._describe(token_id, logprobs)])
+
+    def score(self, raw: list[RawPromptLogprob]) -> SequenceOutput:
+        """Take the logprobs of its prompt's next tokens; return what this step yields of the prompt."""
+        sequence = self.sequence
+        done = sequence.scored_tokens or 0
+        scores: list[PromptLogprob] = []
+        if done == 0:
+            scores.append(
+                PromptLogprob(sequence.token_ids[0], self.tokens.text_of(sequence.token_ids[0]), None, None, [])
+            )
+        token_ids = sequence.token_ids[max(1, done) : max(1, done) + len(raw)]
+        for token_id, score in zip(token_ids, raw, strict=True):
+            top = [(id_, self.tokens.text_of(id_), logprob) for id_, logprob in score.top]
+            scores.append(PromptLogprob(token_id, self.tokens.text_of(token_id), score.logprob, score.rank, top))
+        sequence.scored_tokens = done + len(scores)
+        output = self._output([], "", None)
+        output.prompt_logprobs = scores
+        return output
 
     def guess(self) -> None:
         """Give its sequence a draft, if it may have one and is about to yield a token."""
@@ -138,9 +162,11 @@ class Choice:
         if self.matcher is not None:
             self.matcher.consume(token_id)
         if token_id in self.eos_ids or token_id in self.params.stop_token_ids:
+            text = self._pass_stops(self.detokenizer.push(token_id)) if self.params.include_stop_str_in_output else ""
+            text += self._flush()
             self.finish_reason = "stop"
             self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
-            return self._unseen(self._flush())
+            return self._unseen(text)
         text = self._pass_stops(self.detokenizer.push(token_id))
         is_complete = self.matcher is not None and self.matcher.is_complete
         if self.finish_reason is None and (is_complete or self.produced_tokens >= self.params.max_tokens):
@@ -154,6 +180,8 @@ class Choice:
         released, stop = self.stops.push(text)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
+            if self.params.include_stop_str_in_output:
+                released += stop
         return released
 
     def _flush(self) -> str:

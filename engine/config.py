@@ -31,13 +31,14 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory that is used in all, if kv_bytes does not say
     block_size: int = 16  # tokens in one KV block
     prefix_cache: bool = True  # keep the blocks of ended sequences for prompts that begin with the same tokens
+    prompt_logits_bytes: int = 128 << 20  # most memory for one step's logits of prompts whose logprobs are wanted
     draft_tokens: int = 0  # guesses computed beside the next token where a text repeats itself; 0: none
     # Of torch, within one operation; None: all processors but one. With as many threads as processors, every other busy
     # process makes all threads wait for the one it displaced: measured 10 times slower and worse on two shared cores.
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_waiting", "max_batched_tokens", "block_size"):
+        for name in ("max_sequences", "max_waiting", "max_batched_tokens", "block_size", "prompt_logits_bytes"):
             _require_positive(name, getattr(self, name))
         for name in ("max_model_len", "kv_bytes", "threads"):
             if getattr(self, name) is not None:

@@ -45,6 +45,10 @@ class TokenText:
         """Return one token's text, U+FFFD where its bytes are not whole characters."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
 
+    def ids_of(self, text: str) -> list[int]:
+        """Return a text's token ids, without the tokens that begin or end a prompt."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """Make a detokenizer for output that follows the prompt."""
         context = list(prompt_ids[-_CONTEXT_TOKENS:])

@@ -25,6 +25,7 @@ from engine.grammar import GrammarCompiler, Matcher
 from engine.kv_memory import CPU_KV_BYTES, kv_tokens_within, make_kv_memory
 from engine.model_loader import load_model, max_model_len, prepare_model
 from engine.model_runner import ModelRunner
+from engine.prompt_logprobs import LogitsNotFinite, prompt_logprobs
 from engine.sampler import NOT_FINITE, Sample, sample
 from engine.scheduler import Chunk, Scheduler, Sequence
 from engine.types import EngineCounters, EngineInfo, EngineLoad, GenerationRequest, SequenceOutput
@@ -53,6 +54,7 @@ class LLMEngine:
             self._block_pool,
             max_sequences=config.max_sequences,
             max_batched_tokens=config.max_batched_tokens,
+            max_scored_tokens=max(1, config.prompt_logits_bytes // (4 * self.info.vocab_size)),
             prefix_cache=config.prefix_cache,
         )
         self._max_waiting = config.max_waiting
@@ -149,11 +151,30 @@ class LLMEngine:
         if chunks:
             logits = self._runner.forward(chunks)
             sampling = [chunk for chunk in chunks if chunk.samples]
+            sampled_rows = sum(1 + chunk.draft_tokens for chunk in sampling)
+            scoring = [(chunk, chunk.unscored) for chunk in chunks if chunk.sequence.is_unscored]
             for chunk in chunks:
                 self._scheduler.computed(chunk)
-            outputs += self._sample(sampling, logits)
+            if scoring:
+                outputs += self._score(scoring, logits[sampled_rows:])
+            outputs += self._sample(sampling, logits[:sampled_rows])
         if not self._choices:
             self._check_idle()
+        return outputs
+
+    def _score(self, scoring: list[tuple[Chunk, range]], logits: Tensor) -> list[SequenceOutput]:
+        """Return the logprobs of the prompt tokens after the chunks' positions, whose rows `logits` holds."""
+        rows = iter(torch.split(logits, [len(positions) for _, positions in scoring]))
+        outputs = []
+        for chunk, positions in scoring:
+            choice = self._choice_of[chunk.sequence]
+            token_ids = chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1]
+            try:
+                output = choice.score(prompt_logprobs(next(rows), token_ids, choice.params.prompt_logprobs or 0))
+            except LogitsNotFinite as error:  # it ends where it would have its first token
+                choice.prompt_error, choice.sequence.scored_tokens = str(error), None
+            else:
+                outputs += [output] if output.prompt_logprobs else []
         return outputs
 
     def _sample(self, chunks: list[Chunk], logits: Tensor) -> list[SequenceOutput]:
@@ -189,9 +210,14 @@ class LLMEngine:
 
     def _advance(self, choice: Choice, sampled: Sample) -> SequenceOutput:
         """Take the sampled token through the text stage; an error there ends this choice, not the loop."""
-        if sampled.token_id is None:
-            output = choice.end("error", sampled.error)
-            self._retire(choice, forget=sampled.error == NOT_FINITE)
+        error = choice.prompt_error or sampled.error
+        if sampled.token_id is None or error:
+            output = choice.end("error", error)
+            self._retire(choice, forget=error == NOT_FINITE)
+            return output
+        if choice.params.max_tokens == 0:
+            output = choice.end("length")
+            self._retire(choice)
             return output
         try:
             output = choice.advance(sampled.token_id, sampled.logprobs)

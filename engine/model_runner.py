@@ -19,19 +19,22 @@ class ModelRunner:
         """Compute the chunks and return float32 logits [rows, vocabulary].
 
         A chunk that samples has a row for its last token and one for each token of its draft, in the chunks' order.
+        After all of these come the rows of prompt tokens whose logits are wanted (`Chunk.unscored`).
         """
         tokens: list[int] = []
         positions: list[int] = []
         sampled_rows: list[int] = []
+        scored_rows: list[int] = []
         for chunk in chunks:
             first, end = chunk.sequence.computed_tokens, chunk.sequence.computed_tokens + chunk.tokens
+            scored_rows += [len(tokens) + position - first for position in chunk.unscored]
             tokens += chunk.sequence.token_ids[first:end]
             if chunk.samples:
                 sampled_rows += range(len(tokens) - 1, len(tokens) + chunk.draft_tokens)
             tokens += chunk.sequence.draft[: chunk.draft_tokens]
             positions += range(first, end + chunk.draft_tokens)
         segments = [self._segment(chunk) for chunk in chunks]
-        return self._compute(self._pool.stage(tokens, positions, sampled_rows, segments))
+        return self._compute(self._pool.stage(tokens, positions, sampled_rows + scored_rows, segments))
 
     def _compute(self, inputs: StepInputs) -> Tensor:
         logits: Tensor = self._model(

@@ -1,8 +1,8 @@
 """Turns logits into tokens: penalties, bias, temperature, truncation, the draw, and logprobs.
 
-Order: logit_bias, penalties, grammar, min_tokens, temperature, min_p, top_k, top_p, draw. Logprobs are of the raw
-logits. Every random row is drawn by inverting its cumulative distribution at one uniform number keyed by (seed, choice,
-position), so rows do not influence each other.
+Order: logit_bias, penalties, allowed_token_ids, bad_words, grammar, min_tokens, temperature, min_p, top_k, top_p, draw.
+Logprobs are of the raw logits. Every random row is drawn by inverting its cumulative distribution at one uniform number
+keyed by (seed, choice, position), so rows do not influence each other.
 """
 
 import random
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.bad_words import BadWords
 from engine.device import to_device
 from engine.grammar import GrammarError, Matcher
 from engine.noise import uniform
@@ -20,6 +21,13 @@ from engine.types import SamplingParams
 CPU = torch.device("cpu")
 NOT_FINITE = "the model's logits are not finite"
 _TOP_P_CANDIDATES = 256  # tokens sorted at first to find where top_p cuts; the few rows that need more are sorted whole
+
+
+class NothingAllowed(Exception):
+    """What the request allows leaves no token to come next."""
+
+    def __init__(self) -> None:
+        super().__init__(self.__doc__)
 
 
 class SamplingRow:
@@ -34,11 +42,14 @@ class SamplingRow:
         vocab_size: int,
         *,
         matcher: Matcher | None = None,
+        bad_words: BadWords | None = None,
         device: torch.device = CPU,
     ) -> None:
         """`stop_ids` may not be sampled before min_tokens; `device` is where the logits will be."""
         self.params = params
         self._matcher = matcher
+        self._bad_words = bad_words
+        self._allowed_ids = to_device(list(params.allowed_token_ids), torch.long, device)
         self.sequence = sequence
         self._seed = random.getrandbits(63) if params.seed is None else params.seed
         self._index = index
@@ -51,15 +62,21 @@ class SamplingRow:
             output = torch.tensor(sequence.token_ids[sequence.prompt_tokens :], dtype=torch.long)
             self._in_prompt = torch.bincount(prompt, minlength=vocab_size).bool().to(device)
             self._output_counts = torch.bincount(output, minlength=vocab_size).float().to(device)
-        self.is_greedy = params.temperature == 0.0
-        self.is_plain = not (params.logit_bias or params.min_tokens or self._output_counts is not None or matcher)
+        self.is_greedy = params.temperature == 0.0 or params.top_p == 0.0
+        self._has_mask = bool(params.allowed_token_ids or bad_words or matcher)
+        self.is_plain = not (
+            params.logit_bias or params.min_tokens or self._output_counts is not None or self._has_mask
+        )
 
     def uniform(self, ahead: int) -> float:
         """Return the uniform number for the next token, or for one so many tokens `ahead` of it."""
         return uniform(self._seed, self._index, self.sequence.output_tokens + ahead)
 
     def process(self, logits: Tensor) -> None:
-        """Apply bias, min_tokens, penalties and grammar to this row's logits [V], in place. Raises GrammarError."""
+        """Apply bias, penalties and what may not come next to this row's logits [V], in place.
+
+        Raises GrammarError or NothingAllowed.
+        """
         params = self.params
         logits[self._bias_ids] += self._bias
         if self._output_counts is not None:
@@ -68,13 +85,25 @@ class SamplingRow:
             logits.copy_(torch.where(seen, penalised, logits))
             logits -= params.frequency_penalty * self._output_counts
             logits -= params.presence_penalty * (self._output_counts > 0)
-        if self._matcher is not None:
-            self._matcher.forbid(logits)
+        if self._has_mask:
+            self._forbid(logits)
         if self.sequence.output_tokens < params.min_tokens:
             ends = logits[self._min_tokens_banned]
             logits[self._min_tokens_banned] = float("-inf")
-            if self._matcher is not None:  # it may let nothing else follow
+            if self._has_mask:  # it may let nothing else follow
                 logits[self._min_tokens_banned] = torch.where(logits.max() == float("-inf"), ends, float("-inf"))
+
+    def _forbid(self, logits: Tensor) -> None:
+        if self.params.allowed_token_ids:
+            allowed = logits[self._allowed_ids]
+            logits.fill_(float("-inf"))
+            logits[self._allowed_ids] = allowed
+        if self._bad_words is not None:
+            logits[self._bad_words.forbidden(self.sequence.token_ids[self.sequence.prompt_tokens :])] = float("-inf")
+        if self._matcher is not None:
+            self._matcher.forbid(logits)
+        if (self.params.allowed_token_ids or self._bad_words) and logits.max() == float("-inf"):
+            raise NothingAllowed
 
     def record(self, token_id: int) -> None:
         """Count a sampled token."""
@@ -138,6 +167,8 @@ def _sample_processed(logits: Tensor, rows: list[SamplingRow], ahead: list[int])
                 row.process(logits[i])
             except GrammarError as error:
                 failed[i] = f"the grammar could not be followed: {error}"
+            except NothingAllowed as error:
+                failed[i] = str(error)
     tokens = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
     if drawn:

@@ -23,6 +23,7 @@ from engine.prefix_keys import extend_keys
 from engine.types import EngineCounters
 
 LOOKAHEAD_TOKENS: Final = 64
+NOTHING: Final = range(0)
 MAX_PASSED_OVER: Final = 64  # waiting sequences that are looked at to find one that need not wait for another's prompt
 
 
@@ -39,6 +40,7 @@ class Sequence:
     findable_blocks: int = 0  # how many of its blocks, from the first, were offered to the cache
     draft: list[int] = field(default_factory=list)  # guesses at what follows token_ids, for the next step only
     cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
+    scored_tokens: int | None = None  # of the prompt: how many logprobs are known; None: they are not wanted
 
     @property
     def output_tokens(self) -> int:
@@ -49,6 +51,18 @@ class Sequence:
     def pending_tokens(self) -> int:
         """Tokens still to be computed."""
         return len(self.token_ids) - self.computed_tokens
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether logprobs of its prompt are wanted and not all known."""
+        return self.scored_tokens is not None and self.scored_tokens < self.prompt_tokens
+
+    def unscored(self, tokens: int) -> range:
+        """Return which of the next `tokens` positions have logits that a wanted logprob, of the next token, needs."""
+        if self.scored_tokens is None:
+            return NOTHING
+        first = max(self.computed_tokens, self.scored_tokens - 1)
+        return range(first, max(first, min(self.computed_tokens + tokens, self.prompt_tokens - 1)))
 
     @property
     def held_blocks(self) -> int:
@@ -77,16 +91,31 @@ class Chunk:
         """Whether the chunk catches up, so that its last row yields the next token."""
         return self.tokens == self.sequence.pending_tokens
 
+    @property
+    def unscored(self) -> range:
+        """See Sequence.unscored."""
+        return self.sequence.unscored(self.tokens)
+
 
 class Scheduler:
-    """First come, first served; at most `max_sequences` run and `max_batched_tokens` are computed in one step."""
+    """First come, first served; at most `max_sequences` run and `max_batched_tokens` are computed in one step.
+
+    Of these, at most `max_scored_tokens` are prompt tokens whose logits are wanted.
+    """
 
     def __init__(
-        self, block_pool: BlockPool, *, max_sequences: int, max_batched_tokens: int, prefix_cache: bool = True
+        self,
+        block_pool: BlockPool,
+        *,
+        max_sequences: int,
+        max_batched_tokens: int,
+        max_scored_tokens: int = 1,
+        prefix_cache: bool = True,
     ) -> None:
         self.block_pool = block_pool
         self.max_sequences = max_sequences
         self.max_batched_tokens = max_batched_tokens
+        self.max_scored_tokens = max_scored_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the longest admitted first
         self.counters = EngineCounters()
@@ -111,24 +140,28 @@ class Scheduler:
         """Choose the next step's chunks, oldest sequence first.
 
         A chunk that does not catch up takes the rest of the budget, so at most one sequence, the newest, is in the
-        middle of its prompt, and a long prompt cannot stall the streams before it.
+        middle of its prompt, and a long prompt cannot stall the streams before it. (Those whose prompt is scored take
+        what there is room for of logits; the others go on beside them.)
         """
-        budget = self.max_batched_tokens
+        budget, scored_budget = self.max_batched_tokens, self.max_scored_tokens
         chunks: list[Chunk] = []
         preemptions = self.counters.preemptions
         number = 0
         while budget > 0 and number < len(self.running):  # whoever gives way is at the end
             sequence = self.running[number]
-            tokens = min(sequence.pending_tokens, budget)
+            tokens = _affordable(sequence, budget, scored_budget)
             number += 1
-            if self._secure(sequence, sequence.computed_tokens + tokens):
+            if tokens and self._secure(sequence, sequence.computed_tokens + tokens):
                 spare = budget - tokens - (len(self.running) - number)  # a token for everybody comes first
                 is_whole = tokens == sequence.pending_tokens
                 chunks.append(Chunk(sequence, tokens, self._secure_draft(sequence, spare) if is_whole else 0))
                 budget -= tokens + chunks[-1].draft_tokens
+                scored_budget -= len(chunks[-1].unscored)
         while budget > 0 and preemptions == self.counters.preemptions and (admitted := self._admit_next()):
-            chunks.append(Chunk(admitted, min(admitted.pending_tokens, budget)))
-            budget -= chunks[-1].tokens
+            if tokens := _affordable(admitted, budget, scored_budget):
+                chunks.append(Chunk(admitted, tokens))
+                budget -= tokens
+                scored_budget -= len(chunks[-1].unscored)
         return chunks
 
     def computed(self, chunk: Chunk) -> None:
@@ -231,7 +264,9 @@ class Scheduler:
         """The keys of its blocks without the last token's: at least one token must be computed to have logits."""
         if self._prefix_cache:
             extend_keys(sequence.block_keys, sequence.token_ids, self.block_pool.block_size)
-        return sequence.block_keys[: (len(sequence.token_ids) - 1) // self.block_pool.block_size]
+        # Logits are not kept: where they are wanted, tokens must be computed.
+        needless = (sequence.scored_tokens or 1) if sequence.is_unscored else len(sequence.token_ids)
+        return sequence.block_keys[: (needless - 1) // self.block_pool.block_size]
 
     def _fits(self, sequence: Sequence, found_blocks: int) -> bool:
         """Whether it and all running sequences could grow by LOOKAHEAD_TOKENS, after all that can be taken back."""
@@ -264,6 +299,13 @@ class Scheduler:
             self._coming[key] -= 1
             if not self._coming[key]:
                 del self._coming[key]
+
+
+def _affordable(sequence: Sequence, budget: int, scored_budget: int) -> int:
+    """Return how many of its next tokens fit into the budgets."""
+    tokens = min(sequence.pending_tokens, budget)
+    unscored = sequence.unscored(tokens)
+    return tokens if len(unscored) <= scored_budget else unscored[scored_budget] - sequence.computed_tokens
 
 
 def _runs_of(blocks: list[int]) -> list[range]:

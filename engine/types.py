@@ -35,11 +35,15 @@ class SamplingParams:
     n: int = 1  # choices per request
     stop: tuple[str, ...] = ()  # strings that end a choice; not part of its text
     stop_token_ids: tuple[int, ...] = ()  # token ids that end a choice, beside the model's own
-    max_tokens: int = 16  # output tokens of one choice, the resumed ones included
+    max_tokens: int = 16  # output tokens of one choice, the resumed ones included; 0: only the prompt is computed
     min_tokens: int = 0  # no stop of any kind before so many output tokens
     ignore_eos: bool = False  # the model's own end-of-text tokens do not end a choice
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k most probable (k may be 0)
+    prompt_logprobs: int | None = None  # likewise of each prompt token, once per request
     skip_special_tokens: bool = True  # special tokens leave no text
+    allowed_token_ids: tuple[int, ...] = ()  # no other tokens may be sampled; empty: any
+    bad_words: tuple[str, ...] = ()  # must not be in the output
+    include_stop_str_in_output: bool = False  # what ended a choice is part of its text after all
     grammar: Grammar | None = None  # every answer follows it; one that is complete ends
 
 
@@ -60,6 +64,7 @@ class GenerationRequest:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     resume: tuple[ResumePoint, ...] = ()
+    scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the client has already
 
 
 Candidate = tuple[int, str, float, bytes]  # token id, text, logprob, bytes
@@ -76,6 +81,17 @@ class TokenLogprob:
     top: list[Candidate]  # most probable first
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """One prompt token under the raw distribution after those before it."""
+
+    token_id: int
+    text: str  # U+FFFD where the token is not whole characters
+    logprob: float | None  # natural logarithm; None for the first token, before which there is nothing
+    rank: int | None  # 1 + how many tokens are more probable
+    top: list[tuple[int, str, float]]  # token id, text, logprob; most probable first
+
+
 @dataclass(slots=True)
 class SequenceOutput:
     """What one step yielded for one choice of one request. The choice is over when `finish_reason` is set."""
@@ -89,6 +105,7 @@ class SequenceOutput:
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for the model's own end
     error: str | None = None  # why, when finish_reason is "error"
     cached_tokens: int = 0  # of the prompt: how many were found in the prefix cache
+    prompt_logprobs: list[PromptLogprob] | None = None  # the next ones, in order; all of them before the first token
 
     def append(self, later: "SequenceOutput") -> None:
         """Join what the same step yielded after this."""

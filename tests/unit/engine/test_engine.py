@@ -88,6 +88,7 @@ def test_unseeded_requests_differ(engine: LLMEngine) -> None:
         {"seed": 5, "temperature": 1.3, "frequency_penalty": 0.7},
         {"temperature": 0.0, "logprobs": 2, "repetition_penalty": 1.3},
         {"seed": 2, "temperature": 1.2, "logit_bias": {}, "min_tokens": 9},
+        {"temperature": 0.0, "include_stop_str_in_output": True},
     ],
 )
 def test_resumed_anywhere_it_is_the_undisturbed_run(engine: LLMEngine, params: dict[str, Any]) -> None:
@@ -141,6 +142,18 @@ def test_stop_tokens_count_but_leave_no_text(engine: LLMEngine) -> None:
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop_id)
     assert whole.text.startswith(stopped.text.rstrip("\ufffd"))
     assert len(stopped.text) < len(whole.text)
+
+
+def test_what_ended_it_may_be_part_of_the_text(engine: LLMEngine) -> None:
+    whole = answer_of(engine, temperature=0.0)
+    stop = whole.text[5:9]
+    included = answer_of(engine, temperature=0.0, stop=(stop,), include_stop_str_in_output=True)
+    assert included.text == whole.text[: whole.text.find(stop) + len(stop)]
+    assert (included.finish_reason, included.stop_reason) == ("stop", stop)
+    stop_id = whole.token_ids[6]
+    by_token = answer_of(engine, temperature=0.0, stop_token_ids=(stop_id,), include_stop_str_in_output=True)
+    assert len(by_token.text) > len(answer_of(engine, temperature=0.0, stop_token_ids=(stop_id,)).text)
+    assert whole.text.startswith(by_token.text.rstrip("\ufffd"))
 
 
 def test_the_models_own_end(engine: LLMEngine) -> None:
@@ -279,10 +292,10 @@ OK = request()
         (replace(OK, prompt_ids=(VOCAB_SIZE,)), "prompt_ids"),
         (replace(OK, prompt_ids=(-1,)), "prompt_ids"),
         (request(max_tokens=256), "max_tokens"),
-        (request(max_tokens=0), "max_tokens"),
+        (request(max_tokens=-1), "max_tokens"),
         (request(temperature=-0.1), "temperature"),
         (request(temperature=float("nan")), "temperature"),
-        (request(top_p=0.0), "top_p"),
+        (request(top_p=-0.1), "top_p"),
         (request(top_k=-1), "top_k"),
         (request(min_p=1.1), "min_p"),
         (request(n=0), "n"),

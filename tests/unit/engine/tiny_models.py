@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from engine import EngineConfig, GenerationRequest, LLMEngine, SequenceOutput, TokenLogprob
+from engine import EngineConfig, GenerationRequest, LLMEngine, PromptLogprob, SequenceOutput, TokenLogprob
 
 torch.set_num_threads(1)  # for the references too: tests run beside each other
 
@@ -97,6 +97,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -112,6 +114,8 @@ def collect(answers: Answers, outputs: list[SequenceOutput]) -> None:
         answer.token_ids += output.token_ids
         answer.text += output.text
         answer.logprobs += output.logprobs or []
+        answer.prompt_logprobs += output.prompt_logprobs or []
+        answer.cached_tokens = output.cached_tokens
         answer.finish_reason, answer.stop_reason = output.finish_reason, output.stop_reason
         answer.error = output.error
 
