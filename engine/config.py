@@ -7,6 +7,7 @@ from typing import Literal
 from engine.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8"]
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
@@ -21,6 +22,7 @@ class EngineConfig:
 
     dtype: DType = "auto"
     device: str = "cpu"  # or "cuda", "cuda:1", …
+    quantize: Quantization | None = None  # "int8": linear layers in 8-bit integers, on CPUs made for it
     max_model_len: int | None = None  # tokens of prompt and output; None: what the model was trained for
     max_sequences: int = 32  # choices in one running batch
     max_waiting: int = 1024  # choices accepted but not yet running

@@ -47,7 +47,7 @@ class LLMEngine:
         self._device = choose_device(config)
         model.to(self._device)  # type: ignore[arg-type]  # transformers' stub
         parameters = model.num_parameters()
-        layer_shapes = prepare_model(model, config.block_size)
+        layer_shapes = prepare_model(model, config.block_size, config.quantize)
         self.info = _engine_info(model, tokenizer, config, layer_shapes=layer_shapes, parameters=parameters, name=name)
         self._block_pool = BlockPool(self.info.kv_tokens // config.block_size, config.block_size)
         self._scheduler = Scheduler(
@@ -261,6 +261,7 @@ def _engine_info(
         kv_tokens=kv_tokens_within(config.kv_bytes or CPU_KV_BYTES, config, layer_shapes, model.dtype, length),
         eos_token_ids=_eos_token_ids(model, tokenizer),
         dtype=str(model.dtype).removeprefix("torch."),
+        quantize=config.quantize,
         device=str(model.device),
         vocab_size=text_config.vocab_size,
         parameters=parameters,

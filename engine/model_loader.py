@@ -23,16 +23,18 @@ from engine.attention import (
     StepInputs,
     packed_attention,
 )
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.device import choose_device, choose_dtype
 from engine.errors import ConfigError, UnsupportedModel
 from engine.kv_memory import make_kv_memory
-from engine.packed_linear import pack_linears
+from engine.linear import check_quantization
+from engine.projections import make_fast, watch_siblings
 
 _OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
 _PROBE_TOKENS = 12
 # Differences that rounding explains, relative to the logits' spread (Euclidean norms). Wrong attention gives about 1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+_QUANTIZED_TOLERANCE = 0.4
 
 
 def load_model(name: str, config: EngineConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -65,24 +67,31 @@ class KVProbe:
         return query.transpose(1, 2)  # the values do not matter here
 
 
-def prepare_model(model: PreTrainedModel, block_size: int) -> dict[int, tuple[int, int]]:
-    """Switch the model to packed attention in place and return what each layer stores: layer → (Hkv, D).
+def prepare_model(
+    model: PreTrainedModel, block_size: int, quantize: Quantization | None = None
+) -> dict[int, tuple[int, int]]:
+    """Switch the model to packed attention and fast linear layers, in place; return layer → (Hkv, D) that it stores.
 
     The model is on the device where it will run, and is checked with that device's KV memory. Raises
-    UnsupportedModel if the packed forward cannot be, or is not, the model's own.
+    UnsupportedModel if the packed forward cannot be, or is not, the model's own; ConfigError for `quantize`.
     """
+    check_quantization(quantize, device=model.device.type, dtype=model.dtype)
     _refuse_by_declaration(model)
     model.train(mode=False).requires_grad_(requires_grad=False)
     prompt = torch.arange(_PROBE_TOKENS).remainder(model.config.get_text_config().vocab_size)[None].to(model.device)
     model.set_attn_implementation("eager")
-    with torch.inference_mode():
+    with torch.inference_mode(), watch_siblings(model) as siblings:
         reference = model(input_ids=prompt, use_cache=False).logits[0].float()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)
-    if model.device.type == "cpu":
-        pack_linears(model)
+    make_fast(model, siblings, quantize)
     layer_shapes = _probe_layers(model, prompt)
-    _compare_with_reference(model, prompt, layer_shapes, reference, block_size)
+    error = _difference_from_reference(model, prompt, layer_shapes, reference, block_size)
+    if not error <= (_QUANTIZED_TOLERANCE if quantize else _TOLERANCE[model.dtype]):
+        raise UnsupportedModel(
+            f"{type(model).__name__}: packed and plain forward differ by {error:.2g} of the logits' spread, so it "
+            f"keeps state outside its attention; {_OTHER_ENGINE}"
+        )
     return layer_shapes
 
 
@@ -145,14 +154,14 @@ def _masks_with_window(text_config: PreTrainedConfig) -> bool:
     return used and not layers_differ and getattr(text_config, "sliding_window", None) is not None
 
 
-def _compare_with_reference(
+def _difference_from_reference(
     model: PreTrainedModel,
     prompt: Tensor,
     layer_shapes: dict[int, tuple[int, int]],
     reference: Tensor,
     block_size: int,
-) -> None:
-    """Compute the prompt twice in one batch, in chunks of different sizes, and compare every row."""
+) -> float:
+    """Compute the prompt twice in one batch, in chunks of different sizes; return the error, 1 if all is wrong."""
     dtype = model.dtype
     slots = -(-_PROBE_TOKENS // block_size) * block_size  # of each of the two
     memory = make_kv_memory(layer_shapes, 2 * slots, block_size, dtype, model.device)
@@ -170,12 +179,7 @@ def _compare_with_reference(
             rows[i].append(part.float())
         done = [end for _, end in spans]
     spread = float((reference - reference.mean(dim=-1, keepdim=True)).norm()) + 1e-6
-    error = max(float((torch.cat(part) - reference).norm()) for part in rows) / spread
-    if not error <= _TOLERANCE[dtype]:
-        raise UnsupportedModel(
-            f"{type(model).__name__}: packed and plain forward differ by {error:.2g} of the logits' spread, so it "
-            f"keeps state outside its attention; {_OTHER_ENGINE}"
-        )
+    return max(float((torch.cat(part) - reference).norm()) for part in rows) / spread
 
 
 def _packed_forward(model: PreTrainedModel, inputs: StepInputs) -> Tensor:

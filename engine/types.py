@@ -126,6 +126,7 @@ class EngineInfo:
     kv_tokens: int  # capacity of the KV pool
     eos_token_ids: tuple[int, ...]
     dtype: str  # "float32", "bfloat16", "float16"
+    quantize: str | None  # "int8": what linear layers compute in instead
     device: str
     vocab_size: int  # width of the logits
     parameters: int  # of the model, counted once where shared

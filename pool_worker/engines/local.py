@@ -183,6 +183,7 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
     chosen: dict[str, Any] = {"kv_bytes": settings.kv_mib and settings.kv_mib * 1024 * 1024}
     return EngineConfig(
         dtype=settings.dtype,
+        quantize=settings.quantize,
         device=("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_model_len=settings.max_model_len,

@@ -165,6 +165,7 @@ class ScriptedEngine:
             kv_tokens=settings.max_kv_tokens,
             eos_token_ids=(self._script.end_of_text_id,),
             dtype="none",
+            quantize=None,
             device="none",
             vocab_size=self._script.vocabulary_size,
             parameters=0,

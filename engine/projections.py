@@ -1,0 +1,107 @@
+"""A model's linear layers, made fast: laid out for the CPU or rounded to integers, and joined where they can be.
+
+Layers that map the same rows, such as the projections to queries, keys and values, become one product: fewer calls, and
+larger ones. Which these are is seen, not known: siblings that are given the very same tensor while the model runs once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import Quantization
+from engine.linear import fastest_linear
+
+Siblings = list[tuple[nn.Module, list[str]]]  # a module, and the names of its linear layers that map the same rows
+
+
+class SharedProjection:
+    """One product for several layers; each takes its part. Not a module: its layers hold it."""
+
+    def __init__(self, product: nn.Module, widths: list[int]) -> None:
+        self._product = product
+        self._widths = widths
+        self._rows: Tensor | None = None  # whose parts are being taken
+        self._parts: dict[int, Tensor] = {}
+
+    def part(self, number: int, rows: Tensor) -> Tensor:
+        """Return part `number` of the product with `rows`, computed when the first of the layers asks."""
+        if rows is not self._rows or number not in self._parts:
+            self._rows = rows  # kept so that no other tensor can be taken for it
+            self._parts = dict(enumerate(self._product(rows).split(self._widths, dim=-1)))
+        part = self._parts.pop(number)
+        if not self._parts:
+            self._rows = None
+        return part
+
+
+class ProjectionPart(nn.Module):
+    """Stands for one of the layers that a SharedProjection computes."""
+
+    def __init__(self, shared: SharedProjection, number: int) -> None:
+        super().__init__()
+        self._shared = shared
+        self._number = number
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Map (…, in) to (…, out)."""
+        return self._shared.part(self._number, rows)
+
+
+@contextmanager
+def watch_siblings(model: nn.Module) -> Iterator[Siblings]:
+    """While the model runs in this context, note what its linear layers are given; the list is filled at its end."""
+    siblings: Siblings = []
+    given: list[tuple[nn.Module, dict[str, Tensor]]] = []  # to each parent's layers, by name
+    handles = []
+    for parent in model.modules():
+        inputs: dict[str, Tensor] = {}
+        given.append((parent, inputs))
+        for name, layer in _linears_of(parent).items():
+            handles.append(layer.register_forward_pre_hook(partial(_note, inputs, name)))
+    yield siblings
+    for handle in handles:
+        handle.remove()
+    siblings += [(parent, names) for parent, inputs in given for names in _given_the_same(parent, inputs)]
+
+
+def make_fast(model: nn.Module, siblings: Siblings, quantize: Quantization | None) -> None:
+    """Replace the model's plain `nn.Linear` layers, those of `siblings` by one product for each group.
+
+    A weight that is also used elsewhere (the embedding of a tied model) stays where it is, beside its copy.
+    """
+    for parent, names in siblings:
+        layers = [_linears_of(parent)[name] for name in names]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        product = fastest_linear(weight, _joined_biases(layers), quantize)
+        shared = SharedProjection(product, [layer.out_features for layer in layers])
+        for number, name in enumerate(names):
+            setattr(parent, name, ProjectionPart(shared, number))
+    for parent in list(model.modules()):
+        for name, layer in _linears_of(parent).items():
+            setattr(parent, name, fastest_linear(layer.weight.detach(), _joined_biases([layer]), quantize))
+
+
+def _linears_of(parent: nn.Module) -> dict[str, nn.Linear]:
+    return {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
+
+
+def _note(inputs: dict[str, Tensor], name: str, _layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    inputs[name] = arguments[0]
+
+
+def _given_the_same(parent: nn.Module, inputs: dict[str, Tensor]) -> list[list[str]]:
+    """Group the names of the layers that were given the same tensor and can be joined."""
+    groups: dict[tuple[int, torch.dtype, bool], list[str]] = {}
+    for name, layer in _linears_of(parent).items():
+        if name in inputs:
+            key = (id(inputs[name]), layer.weight.dtype, layer.bias is None)
+            groups.setdefault(key, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _joined_biases(layers: list[nn.Linear]) -> Tensor | None:
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    return torch.cat(biases) if biases else None
