@@ -10,6 +10,7 @@ dimension.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class PagedKVPool:
 
         self._device = device
         self._layers = {layer: (zeros(*shape), zeros(*shape)) for layer, shape in layer_shapes.items()}
-        self._attention = attend_by_reference
+        self._attention = paged_attention_on(device)
         self._page_numbers = np.arange(pages)
         self.filling = Segment(rows=1, context=1, runs=[range(slots, slots + page_size)])  # a row of nobody's
 
@@ -122,6 +123,15 @@ class PagedBatch:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See AttentionBatch."""
         return self.pool.attend(layer, query, key, value, self.step, options)
+
+
+def paged_attention_on(device: torch.device) -> PagedAttention:
+    """Return the attention for a device: Triton's kernels on a GPU that has Triton, else the reference."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from engine.triton_attention import attend  # noqa: PLC0415 - only CUDA builds of torch bring triton
+
+        return attend
+    return attend_by_reference
 
 
 def attend_by_reference(

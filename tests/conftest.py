@@ -1,5 +1,6 @@
 """Fixtures that several kinds of test share."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,10 @@ import pytest
 import migrations
 from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
+
+# Tests run on the CPU wherever they run, GPU kernels in Triton's interpreter; `make test-gpu` sets both otherwise.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

@@ -9,24 +9,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from engine import GenerationRequest, SamplingParams
-from engine.attention import AttentionOptions, KVMemory, Segment
+from engine.attention import AttentionOptions, Segment
 from engine.paged_attention import PagedKVPool
 from tests.unit.engine.tiny_models import SHAPE, VOCAB_SIZE, greedy_reference, make_engine, make_model, run
 
 WINDOWED = SHAPE | {"sliding_window": 9, "head_dim": 16}
-
-
-def paged_memory(
-    layer_shapes: dict[int, tuple[int, int]], slots: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> KVMemory:
-    return PagedKVPool(layer_shapes, slots, block_size, dtype, device)
-
-
-@pytest.fixture
-def paged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines made from here on have the memory that they would have on a GPU."""
-    monkeypatch.setattr("engine.engine.make_kv_memory", paged_memory)
-    monkeypatch.setattr("engine.model_loader.make_kv_memory", paged_memory)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
