@@ -11,6 +11,8 @@ _MAX_CHOICES = 128  # OpenAI's limit for n
 
 def check_request(request: GenerationRequest, info: EngineInfo) -> None:
     """Raise RequestRejected, naming the field, for a request that can never be served."""
+    if request.adapter is not None and request.adapter not in (adapter.name for adapter in info.adapters):
+        raise RequestRejected("model", f"{request.adapter!r} is not an adapter of this engine")
     _check_sampling(request.sampling, info)
     _check_token_ids("prompt_ids", request.prompt_ids, info)
     if not request.prompt_ids:

@@ -69,6 +69,7 @@ class Choice:
             prompt_tokens=len(request.prompt_ids),
             max_total_tokens=len(request.prompt_ids) + params.max_tokens,
             scored_tokens=None if params.prompt_logprobs is None or index else request.scored_tokens,
+            adapter=request.adapter,
         )
         eos_ids = frozenset() if params.ignore_eos else eos_ids
         row = SamplingRow(

@@ -1,7 +1,8 @@
 """The engine's configuration. Imports no torch."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import ConfigError
@@ -35,6 +36,7 @@ class EngineConfig:
     prefix_cache: bool = True  # keep the blocks of ended sequences for prompts that begin with the same tokens
     prompt_logits_bytes: int = 128 << 20  # most memory for one step's logits of prompts whose logprobs are wanted
     draft_tokens: int = 0  # guesses computed beside the next token where a text repeats itself; 0: none
+    adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA: name → a PEFT folder, or its name on the hub
     # Of torch, within one operation; None: all processors but one. With as many threads as processors, every other busy
     # process makes all threads wait for the one it displaced: measured 10 times slower and worse on two shared cores.
     threads: int | None = None

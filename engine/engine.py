@@ -14,27 +14,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.adapter_files import load_adapter
 from engine.admission import check_request
 from engine.block_pool import BlockPool
 from engine.choice import Choice
 from engine.config import EngineConfig
-from engine.detokenizer import TokenText
 from engine.device import choose_device
 from engine.errors import EngineCorrupted, RequestRejected
-from engine.grammar import GrammarCompiler, Matcher
+from engine.grammar import Matcher
 from engine.kv_memory import CPU_KV_BYTES, kv_tokens_within, make_kv_memory
+from engine.lora import attach_adapters
 from engine.model_loader import load_model, max_model_len, prepare_model
 from engine.model_runner import ModelRunner
 from engine.prompt_logprobs import LogitsNotFinite, prompt_logprobs
 from engine.sampler import NOT_FINITE, Sample, sample
 from engine.scheduler import Chunk, Scheduler, Sequence
-from engine.types import EngineCounters, EngineInfo, EngineLoad, GenerationRequest, SequenceOutput
+from engine.types import AdapterInfo, EngineCounters, EngineInfo, EngineLoad, GenerationRequest, SequenceOutput
+from engine.vocabulary import Vocabulary
 
 
 class LLMEngine:
     """One model, one KV pool, one running batch."""
 
     info: EngineInfo
+    adapter_tokenizers: dict[str, PreTrainedTokenizerBase]  # of the adapters that have their own
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: EngineConfig, *, name: str = ""
@@ -47,8 +50,18 @@ class LLMEngine:
         self._device = choose_device(config)
         model.to(self._device)  # type: ignore[arg-type]  # transformers' stub
         parameters = model.num_parameters()
+        adapters = [load_adapter(name_, path, model) for name_, path in config.adapters.items()]
         layer_shapes = prepare_model(model, config.block_size, config.quantize)
-        self.info = _engine_info(model, tokenizer, config, layer_shapes=layer_shapes, parameters=parameters, name=name)
+        vocabulary = Vocabulary(model, tokenizer)
+        self.info = _engine_info(
+            model,
+            config,
+            layer_shapes=layer_shapes,
+            eos_token_ids=vocabulary.eos_token_ids,
+            parameters=parameters,
+            name=name,
+            adapters=tuple(adapter.info for adapter in adapters),
+        )
         self._block_pool = BlockPool(self.info.kv_tokens // config.block_size, config.block_size)
         self._scheduler = Scheduler(
             self._block_pool,
@@ -60,10 +73,11 @@ class LLMEngine:
         self._max_waiting = config.max_waiting
         self._draft_tokens = config.draft_tokens
         memory = make_kv_memory(layer_shapes, self.info.kv_tokens, config.block_size, model.dtype, self._device)
-        self._runner = ModelRunner(model, memory, config.block_size)
-        self._tokens = TokenText(tokenizer)
-        self._grammars = GrammarCompiler(tokenizer, self.info.vocab_size, self.info.eos_token_ids)
-        self._eos_ids = frozenset(self.info.eos_token_ids)
+        self._runner = ModelRunner(model, memory, config.block_size, attach_adapters(model, adapters))
+        self.adapter_tokenizers = {a.info.name: a.tokenizer for a in adapters if a.tokenizer is not None}
+        self._vocabularies: dict[str | None, Vocabulary] = {None: vocabulary}  # by adapter
+        for adapter in adapters:
+            self._vocabularies[adapter.info.name] = vocabulary.of_adapter(adapter.tokenizer)
         self._choices: dict[str, list[Choice]] = {}  # the unfinished ones of each request
         self._choice_of: dict[Sequence, Choice] = {}
         self._ready: list[SequenceOutput] = []  # what the next step yields without computing
@@ -87,14 +101,15 @@ class LLMEngine:
             raise RequestRejected("request_id", f"{request.request_id!r} is already running")
         if len(self._scheduler.waiting) + request.sampling.n > self._max_waiting:
             raise RequestRejected("n", f"more than {self._max_waiting} choices would be waiting")
+        vocabulary = self._vocabularies[request.adapter]
         choices = [
             Choice.start(
                 request,
                 index,
-                self._eos_ids,
-                self._tokens,
+                frozenset(vocabulary.eos_token_ids),
+                vocabulary.tokens,
                 vocab_size=self.info.vocab_size,
-                matcher=self._matcher(request),
+                matcher=_matcher(request, vocabulary),
                 draft_tokens=self._draft_tokens,
                 device=self._device,
             )
@@ -107,10 +122,6 @@ class LLMEngine:
         for choice in live:
             self._choice_of[choice.sequence] = choice
             self._scheduler.add(choice.sequence)
-
-    def _matcher(self, request: GenerationRequest) -> Matcher | None:
-        grammar = request.sampling.grammar
-        return None if grammar is None else self._grammars.matcher(grammar)
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; the next step yields "cancelled" for each of its live choices. Idempotent."""
@@ -243,14 +254,20 @@ class LLMEngine:
             raise EngineCorrupted(f"{self._block_pool.used_blocks} KV blocks are in use, but no sequence is")
 
 
+def _matcher(request: GenerationRequest, vocabulary: Vocabulary) -> Matcher | None:
+    grammar = request.sampling.grammar
+    return None if grammar is None else vocabulary.grammars.matcher(grammar)
+
+
 def _engine_info(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     config: EngineConfig,
     *,
     layer_shapes: dict[int, tuple[int, int]],
+    eos_token_ids: tuple[int, ...],
     parameters: int,
     name: str,
+    adapters: tuple[AdapterInfo, ...],
 ) -> EngineInfo:
     text_config = model.config.get_text_config()
     length = max_model_len(text_config, config)
@@ -259,18 +276,11 @@ def _engine_info(
         max_model_len=length,
         max_sequences=config.max_sequences,
         kv_tokens=kv_tokens_within(config.kv_bytes or CPU_KV_BYTES, config, layer_shapes, model.dtype, length),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=eos_token_ids,
         dtype=str(model.dtype).removeprefix("torch."),
         quantize=config.quantize,
         device=str(model.device),
         vocab_size=text_config.vocab_size,
         parameters=parameters,
+        adapters=adapters,
     )
-
-
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    declared = getattr(model.generation_config, "eos_token_id", None)
-    if declared is None:
-        declared = model.config.get_text_config().eos_token_id
-    ids = set(declared) if isinstance(declared, list | tuple) else {declared}
-    return tuple(sorted(int(id_) for id_ in ids | {tokenizer.eos_token_id} if id_ is not None))

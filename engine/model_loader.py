@@ -5,8 +5,10 @@ reference, and the packed forward has to agree with it. Whatever carries state o
 convolution layers, shared caches) disagrees and is refused.
 """
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -78,14 +80,14 @@ def prepare_model(
     check_quantization(quantize, device=model.device.type, dtype=model.dtype)
     _refuse_by_declaration(model)
     model.train(mode=False).requires_grad_(requires_grad=False)
-    prompt = torch.arange(_PROBE_TOKENS).remainder(model.config.get_text_config().vocab_size)[None].to(model.device)
+    prompt = _probe_prompt(model)
     model.set_attn_implementation("eager")
     with torch.inference_mode(), watch_siblings(model) as siblings:
         reference = model(input_ids=prompt, use_cache=False).logits[0].float()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)
     make_fast(model, siblings, quantize)
-    layer_shapes = _probe_layers(model, prompt)
+    layer_shapes = _probe_layers(model)
     error = _difference_from_reference(model, prompt, layer_shapes, reference, block_size)
     if not error <= (_QUANTIZED_TOLERANCE if quantize else _TOLERANCE[model.dtype]):
         raise UnsupportedModel(
@@ -93,6 +95,26 @@ def prepare_model(
             f"keeps state outside its attention; {_OTHER_ENGINE}"
         )
     return layer_shapes
+
+
+def probe_rows(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of those layers of a prepared model that do not compute all rows of a packed batch.
+
+    Experts are like that: each gets the tokens that were routed to it.
+    """
+    rows: dict[str, set[int]] = {name: set() for name in layers}
+
+    def note(name: str, inputs: Tensor) -> None:
+        rows[name].add(inputs.numel() // inputs.shape[-1])
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: note(name, inputs[0]))
+        for name, layer in layers.items()
+    ]
+    _probe(model, KVProbe())
+    for hook in hooks:
+        hook.remove()
+    return [name for name, counts in rows.items() if counts != {_PROBE_TOKENS}]
 
 
 def max_model_len(text_config: PreTrainedConfig, config: EngineConfig) -> int:
@@ -130,10 +152,18 @@ def _refuse_by_declaration(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} has layers of kind {', '.join(sorted(kinds))}; {_OTHER_ENGINE}")
 
 
-def _probe_layers(model: PreTrainedModel, prompt: Tensor) -> dict[int, tuple[int, int]]:
-    probe = KVProbe()
+def _probe_prompt(model: PreTrainedModel) -> Tensor:
+    return torch.arange(_PROBE_TOKENS).remainder(model.config.get_text_config().vocab_size)[None].to(model.device)
+
+
+def _probe(model: PreTrainedModel, probe: KVProbe) -> None:
     positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
-    _packed_forward(model, StepInputs(prompt, positions, positions[0], probe))
+    _packed_forward(model, StepInputs(_probe_prompt(model), positions, positions[0], probe))
+
+
+def _probe_layers(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
+    probe = KVProbe()
+    _probe(model, probe)
     text_config = model.config.get_text_config()
     if len(probe.layer_shapes) != text_config.num_hidden_layers:
         raise UnsupportedModel(

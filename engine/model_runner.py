@@ -4,14 +4,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention import KVMemory, Segment, StepInputs
+from engine.lora import AdapterRows
 from engine.scheduler import Chunk
 
 
 class ModelRunner:
     """The model and its KV pool, both on one device."""
 
-    def __init__(self, model: PreTrainedModel, pool: KVMemory, block_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, pool: KVMemory, block_size: int, adapter_rows: AdapterRows) -> None:
         self._model = model
+        self._adapter_rows = adapter_rows
         self._pool = pool
         self._block_size = block_size
 
@@ -25,14 +27,19 @@ class ModelRunner:
         positions: list[int] = []
         sampled_rows: list[int] = []
         scored_rows: list[int] = []
+        adapter_rows: dict[str, list[int]] = {}
         for chunk in chunks:
             first, end = chunk.sequence.computed_tokens, chunk.sequence.computed_tokens + chunk.tokens
-            scored_rows += [len(tokens) + position - first for position in chunk.unscored]
+            first_row = len(tokens)
+            scored_rows += [first_row + position - first for position in chunk.unscored]
             tokens += chunk.sequence.token_ids[first:end]
             if chunk.samples:
                 sampled_rows += range(len(tokens) - 1, len(tokens) + chunk.draft_tokens)
             tokens += chunk.sequence.draft[: chunk.draft_tokens]
             positions += range(first, end + chunk.draft_tokens)
+            if chunk.sequence.adapter is not None:
+                adapter_rows.setdefault(chunk.sequence.adapter, []).extend(range(first_row, len(tokens)))
+        self._adapter_rows.set(adapter_rows, self._model.device)
         segments = [self._segment(chunk) for chunk in chunks]
         return self._compute(self._pool.stage(tokens, positions, sampled_rows + scored_rows, segments))
 

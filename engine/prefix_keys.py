@@ -1,7 +1,8 @@
 """Names for blocks of tokens that say everything their keys and values depend on. Imports no torch.
 
-The keys and values of a token depend on it and on all tokens before it. So a block's key is the hash of its tokens and
-of the key of the block before it, as in vLLM's prefix caching. The hash is cryptographic: with a weaker one, a caller
+The keys and values of a token depend on it, on all tokens before it, and on the adapter that computed them. So a
+block's key is the hash of its tokens and of the key of the block before it, or for the first block of the adapter's
+name, as in vLLM's prefix caching. The hash is cryptographic: with a weaker one, a caller
 could craft a prompt that is answered from somebody else's.
 """
 
@@ -13,9 +14,14 @@ from typing import Final
 KEY_BYTES: Final = 16
 
 
-def extend_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
-    """Append the keys of those whole blocks of `token_ids` that `keys` does not have yet."""
+def extend_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int, adapter: str | None = None) -> None:
+    """Append the keys of those whole blocks of `token_ids`, computed with `adapter`, that `keys` does not have yet."""
     for start in range(len(keys) * block_size, len(token_ids) - block_size + 1, block_size):
-        digest = blake2b(keys[-1] if keys else b"", digest_size=KEY_BYTES)
+        digest = blake2b(keys[-1] if keys else _root(adapter), digest_size=KEY_BYTES)
         digest.update(array("I", token_ids[start : start + block_size]).tobytes())
         keys.append(digest.digest())
+
+
+def _root(adapter: str | None) -> bytes:
+    """What the first block's key hangs on: nothing for the model as it is."""
+    return b"" if adapter is None else blake2b(adapter.encode(), digest_size=KEY_BYTES).digest()

@@ -39,6 +39,7 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)  # of its whole blocks of tokens, as far as they were needed
     findable_blocks: int = 0  # how many of its blocks, from the first, were offered to the cache
     draft: list[int] = field(default_factory=list)  # guesses at what follows token_ids, for the next step only
+    adapter: str | None = None  # what its tokens are computed with
     cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
     scored_tokens: int | None = None  # of the prompt: how many logprobs are known; None: they are not wanted
 
@@ -174,10 +175,13 @@ class Scheduler:
         whole_blocks = sequence.computed_tokens // self.block_pool.block_size
         if whole_blocks > sequence.findable_blocks:
             self._no_longer_coming(sequence.block_keys[sequence.findable_blocks : whole_blocks])
-            extend_keys(sequence.block_keys, sequence.token_ids, self.block_pool.block_size)
+            self._extend_keys(sequence)
             for number in range(sequence.findable_blocks, whole_blocks):
                 self.block_pool.register(sequence.block_at(number), sequence.block_keys[number])
             sequence.findable_blocks = whole_blocks
+
+    def _extend_keys(self, sequence: Sequence) -> None:
+        extend_keys(sequence.block_keys, sequence.token_ids, self.block_pool.block_size, sequence.adapter)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -263,7 +267,7 @@ class Scheduler:
     def _worth_finding(self, sequence: Sequence) -> list[bytes]:
         """The keys of its blocks without the last token's: at least one token must be computed to have logits."""
         if self._prefix_cache:
-            extend_keys(sequence.block_keys, sequence.token_ids, self.block_pool.block_size)
+            self._extend_keys(sequence)
         # Logits are not kept: where they are wanted, tokens must be computed.
         needless = (sequence.scored_tokens or 1) if sequence.is_unscored else len(sequence.token_ids)
         return sequence.block_keys[: (needless - 1) // self.block_pool.block_size]

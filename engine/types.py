@@ -65,6 +65,7 @@ class GenerationRequest:
     sampling: SamplingParams
     resume: tuple[ResumePoint, ...] = ()
     scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the client has already
+    adapter: str | None = None  # one of EngineConfig.adapters; None: the model as it is
 
 
 Candidate = tuple[int, str, float, bytes]  # token id, text, logprob, bytes
@@ -117,6 +118,16 @@ class SequenceOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A LoRA adapter that is loaded."""
+
+    name: str
+    ranks: tuple[int, int]  # the least and the greatest of its layers
+    layers: int  # linear layers that it changes
+    bytes: int  # of its weights, as they are held
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What is loaded and how much fits; fixed while the engine lives."""
 
@@ -130,6 +141,7 @@ class EngineInfo:
     device: str
     vocab_size: int  # width of the logits
     parameters: int  # of the model, counted once where shared
+    adapters: tuple[AdapterInfo, ...] = ()
 
 
 def sequences_that_fit(info: EngineInfo, *, shortest: int = 256) -> dict[int, int]:

@@ -171,7 +171,7 @@ def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
 def test_where_no_token_may_follow_only_that_answer_fails(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a vocabulary that has not every byte."""
     nothing = SimpleNamespace(compute_bitmask=lambda: bytes(len(VOCABULARY) // 8 + 1), is_error=lambda: False)
-    monkeypatch.setattr(engine._grammars, "matcher", lambda _grammar: Matcher(cast("Any", nothing)))
+    monkeypatch.setattr(engine._vocabularies[None].grammars, "matcher", lambda _grammar: Matcher(cast("Any", nothing)))
     free = GenerationRequest("free", PROMPT, SamplingParams(temperature=1.5, seed=3, max_tokens=10, ignore_eos=True))
     answers = run(engine, request("bound", "regex", "x", logprobs=1), free)
     assert answers["bound", 0].finish_reason == "error"

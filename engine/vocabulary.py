@@ -1,0 +1,36 @@
+"""What one tokenizer says about tokens: their text, which of them end an answer, how answers follow a grammar."""
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.detokenizer import TokenText
+from engine.grammar import GrammarCompiler
+
+
+class Vocabulary:
+    """Of the model; or of an adapter that has a tokenizer of its own, which may name another end token."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self.tokens = TokenText(tokenizer)
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.grammars = GrammarCompiler(tokenizer, model.config.get_text_config().vocab_size, self.eos_token_ids)
+
+    def of_adapter(self, own: PreTrainedTokenizerBase | None) -> "Vocabulary":
+        """Return the vocabulary of an adapter: this one, unless its own tokenizer differs."""
+        return self if own is None or _are_alike(own, self._tokenizer) else Vocabulary(self._model, own)
+
+
+def _are_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    # Trainers save the base's tokenizer with every adapter; a copy for each would cost much memory.
+    if not (one.is_fast and other.is_fast) or one.special_tokens_map != other.special_tokens_map:
+        return False
+    return bool(one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str())
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    if declared is None:
+        declared = model.config.get_text_config().eos_token_id
+    ids = set(declared) if isinstance(declared, list | tuple) else {declared}
+    return tuple(sorted(int(id_) for id_ in ids | {tokenizer.eos_token_id} if id_ is not None))

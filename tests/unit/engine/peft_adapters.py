@@ -1,0 +1,45 @@
+"""LoRA adapters as users make them, with PEFT, and as they are merged into their model."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+
+def write_adapter(model: PreTrainedModel, folder: Path, *, seed: int, **lora: Any) -> PeftModel:
+    """Write an adapter of random weights into `folder`; return PEFT's own model of it."""
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what PEFT says about configurations that the tests mean
+        adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**lora))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:  # as if trained: PEFT begins with a B of zeros, which changes nothing
+                torch.nn.init.normal_(parameter, std=0.3)
+        adapted.save_pretrained(str(folder))
+    return adapted
+
+
+def make_adapter(model: PreTrainedModel, folder: Path, *, seed: int, **lora: Any) -> PreTrainedModel:
+    """Write an adapter; return a copy of the model into which PEFT has merged it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        merged = write_adapter(model, folder, seed=seed, **lora).merge_and_unload()
+    assert isinstance(merged, PreTrainedModel)
+    return merged.eval()
+
+
+def generate(model: PreTrainedModel, prompt: tuple[int, ...], tokens: int) -> list[int]:
+    """Return what transformers answers, greedily; no token ends it."""
+    model.generation_config.eos_token_id = None
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
