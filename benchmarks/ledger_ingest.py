@@ -33,7 +33,8 @@ from gateway.db.models import AttemptRow, RequestRow
 from gateway.settings import LedgerSettings
 from protocol import subjects, topology
 from protocol.bus import Bus
-from protocol.messages import UsageRecord, encode, encode_usage
+from protocol.messages import encode
+from protocol.usage import UsageRecord, encode_usage
 from tests.nats_server import NatsServer
 from tests.postgres import PostgresServer
 from tests.usage_records import attempt_record, request_record

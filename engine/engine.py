@@ -7,7 +7,9 @@ Synchronous and not thread-safe: one thread makes the engine and calls everythin
 but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a third.)
 """
 
+import dataclasses
 import os
+import time
 from itertools import islice
 
 import torch
@@ -29,7 +31,16 @@ from engine.model_runner import ModelRunner
 from engine.prompt_logprobs import LogitsNotFinite, prompt_logprobs
 from engine.sampler import NOT_FINITE, Sample, sample
 from engine.scheduler import Chunk, Scheduler, Sequence
-from engine.types import AdapterInfo, EngineCounters, EngineInfo, EngineLoad, GenerationRequest, SequenceOutput
+from engine.step_stats import StepStats
+from engine.types import (
+    AdapterInfo,
+    EngineCounters,
+    EngineInfo,
+    EngineLoad,
+    EngineStats,
+    GenerationRequest,
+    SequenceOutput,
+)
 from engine.vocabulary import Vocabulary
 
 
@@ -81,6 +92,7 @@ class LLMEngine:
         self._choices: dict[str, list[Choice]] = {}  # the unfinished ones of each request
         self._choice_of: dict[Sequence, Choice] = {}
         self._ready: list[SequenceOutput] = []  # what the next step yields without computing
+        self._step_stats = StepStats()
 
     @classmethod
     def from_pretrained(cls, model: str, config: EngineConfig) -> "LLMEngine":
@@ -151,6 +163,17 @@ class LLMEngine:
             free_kv_tokens=max(0, free_blocks) * self._block_pool.block_size,
         )
 
+    def stats(self) -> EngineStats:
+        """Return how it does. Of all methods, this one may be called by another thread, also during a step."""
+        return EngineStats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            kv_usage=self._block_pool.used_blocks / self._block_pool.total_blocks,
+            counters=dataclasses.replace(self.counters),
+            step_tokens=self._step_stats.step_tokens.snapshot(),
+            inter_token_s=self._step_stats.inter_token_s.snapshot(),
+        )
+
     @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:
         """Compute one batch: at most one new token for every running choice."""
@@ -164,6 +187,7 @@ class LLMEngine:
             sampling = [chunk for chunk in chunks if chunk.samples]
             sampled_rows = sum(1 + chunk.draft_tokens for chunk in sampling)
             scoring = [(chunk, chunk.unscored) for chunk in chunks if chunk.sequence.is_unscored]
+            self._step_stats.step_tokens.observe(sum([chunk.tokens + chunk.draft_tokens for chunk in chunks]))
             for chunk in chunks:
                 self._scheduler.computed(chunk)
             if scoring:
@@ -193,6 +217,7 @@ class LLMEngine:
         ahead = [number for chunk in chunks for number in range(1 + chunk.draft_tokens)]
         rows = [self._choice_of[chunk.sequence].sampling_row for chunk in chunks for _ in range(1 + chunk.draft_tokens)]
         samples = iter(sample(logits, rows, ahead) if rows else [])
+        self._step_stats.tokens_came([chunk.sequence for chunk in chunks], time.monotonic())
         outputs = []
         for chunk in chunks:
             sampled = list(islice(samples, 1 + chunk.draft_tokens))
@@ -201,6 +226,7 @@ class LLMEngine:
                 if chunk.draft_tokens
                 else self._advance(self._choice_of[chunk.sequence], sampled[0])
             )
+        self.counters.generated_tokens += sum([len(output.token_ids) for output in outputs])
         return outputs
 
     def _advance_through_draft(self, chunk: Chunk, samples: list[Sample]) -> SequenceOutput:
@@ -213,6 +239,7 @@ class LLMEngine:
             self._scheduler.computed(Chunk(sequence, 1))
             output.append(self._advance(choice, samples[right]))
         self.counters.computed_tokens += len(draft) - right
+        self.counters.drafts += 1
         self.counters.guessed_tokens += len(draft)
         self.counters.right_tokens += right
         if choice.drafts is not None:

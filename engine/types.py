@@ -93,6 +93,16 @@ class PromptLogprob:
     top: list[tuple[int, str, float]]  # token id, text, logprob; most probable first
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceTimings:
+    """How one choice has spent its time in the engine so far, one phase after the other."""
+
+    queue_ms: float  # added → first scheduled
+    prefill_ms: float  # first scheduled → first token
+    decode_ms: float  # first token → last token
+    preemptions: int = 0  # how often it gave way; the time that this cost is in the phase it happened in
+
+
 @dataclass(slots=True)
 class SequenceOutput:
     """What one step yielded for one choice of one request. The choice is over when `finish_reason` is set."""
@@ -107,6 +117,7 @@ class SequenceOutput:
     error: str | None = None  # why, when finish_reason is "error"
     cached_tokens: int = 0  # of the prompt: how many were found in the prefix cache
     prompt_logprobs: list[PromptLogprob] | None = None  # the next ones, in order; all of them before the first token
+    timings: SequenceTimings | None = None  # with the first token, and at the choice's end
 
     def append(self, later: "SequenceOutput") -> None:
         """Join what the same step yielded after this."""
@@ -115,6 +126,7 @@ class SequenceOutput:
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.timings = later.timings or self.timings
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +170,35 @@ class EngineCounters:
     """What the engine has done since it was made; all only grow."""
 
     computed_tokens: int = 0  # passed through the model
-    cached_tokens: int = 0  # of prompts, found in the prefix cache instead
+    prompt_tokens: int = 0  # of sequences that were admitted, cached ones included
+    queried_tokens: int = 0  # of prompts, looked for in the prefix cache
+    cached_tokens: int = 0  # of these, found there, and so not computed
+    generated_tokens: int = 0  # sampled
+    drafts: int = 0
     guessed_tokens: int = 0  # computed beside the next token
     right_tokens: int = 0  # of these, as many as were then sampled
     preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramCounts:
+    """How many values fell into each bucket."""
+
+    bounds: tuple[float, ...]  # upper ones, rising; a value equal to one belongs to its bucket
+    counts: tuple[int, ...]  # of each bucket alone; one more than bounds, for what is beyond the last
+    total: float  # sum of all values
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """How an engine does, at one moment."""
+
+    running: int  # sequences in the batch
+    waiting: int  # sequences that are not, preempted ones included
+    kv_usage: float  # share of the KV pool that sequences hold, 0 to 1; what is merely cached is free
+    counters: EngineCounters
+    step_tokens: HistogramCounts  # tokens computed in one step
+    inter_token_s: HistogramCounts  # between two steps that yielded tokens for the same sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ pulled ──> waiting ──credit──> fetching prompt ──> running ─�
 import math
 import time
 
+from engine.types import SequenceTimings
 from pool_worker.credit import Cost
 from pool_worker.generation import prompt_tokens_of
-from protocol.messages import Accepted, Failed, Finished, Frame, Job, TokenLogprob, Tokens, encode
+from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, TokenLogprob, Tokens, encode
 from protocol.pull import Delivery
 from protocol.subjects import LOW_LANE
 
@@ -39,6 +40,7 @@ class Attempt:
         "queue_ms",
         "replay_bytes",
         "started_unix_ms",
+        "timings",
         "ttft_ms",
         "was_cancelled",
     )
@@ -60,6 +62,7 @@ class Attempt:
         self.cached_tokens = 0  # of the prompt: what the engine did not have to compute for the first token
         self.completion_tokens = 0  # made here, over all choices
         self.made = [0] * job.sampling.n  # of these, by choice
+        self.timings: dict[int, SequenceTimings] = {}  # by choice, the newest that the engine told
         self.was_cancelled = False
         self.frames: list[bytes] = []  # by seq
         self.replay_bytes = 0
@@ -94,6 +97,19 @@ class Attempt:
             left = self.job.sampling.max_tokens - resumed.get(index, 0) - made
             longest_s = max(longest_s, left * running_s / (made - 1))
         return longest_s
+
+    def engine_timings(self) -> Timings | None:
+        """How it has spent its time in the engine; None if that has not told. All choices were given to it at once."""
+        told = self.timings
+        if not told:
+            return None
+        queue_ms = min([choice.queue_ms for choice in told.values()])
+        first_token_ms = min([choice.queue_ms + choice.prefill_ms for choice in told.values()])
+        end_ms = max([choice.queue_ms + choice.prefill_ms + choice.decode_ms for choice in told.values()])
+        if self.live and self.ttft_ms is not None:  # it is broken off: these go on until now
+            end_ms = max(end_ms, first_token_ms + self.elapsed_ms() - self.ttft_ms)
+        preemptions = sum([choice.preemptions for choice in told.values()])
+        return Timings(queue_ms, first_token_ms - queue_ms, end_ms - first_token_ms, preemptions)
 
     # --- frames: each takes the next sequence number -----------------------------------------------------------------
 
@@ -134,6 +150,7 @@ class Attempt:
                 cached_tokens=self.cached_tokens,
                 completion_tokens=self.completion_tokens,
                 ttft_ms=self.ttft_ms or 0.0,
+                timings=self.engine_timings(),
             )
         )
 
@@ -149,5 +166,6 @@ class Attempt:
                 retryable=retryable,
                 param=param,
                 completion_tokens=self.completion_tokens,
+                timings=self.engine_timings(),
             )
         )

@@ -228,6 +228,8 @@ class Executor:
             attempt = self._held.get(output.request_id)
             if attempt is None:
                 continue  # ended meanwhile
+            if output.timings is not None and output.index in attempt.live:
+                attempt.timings[output.index] = output.timings
             reason = output.finish_reason
             if reason == "error":  # of the whole attempt, also where the choice it names was complete before
                 self._fail_by_engine(attempt, output)

@@ -6,7 +6,8 @@ from msgspec.structs import asdict
 
 from pool_worker.attempt import Attempt
 from pool_worker.settings import WorkerSettings
-from protocol.messages import PROTOCOL_VERSION, AttemptRecord
+from protocol.messages import PROTOCOL_VERSION
+from protocol.usage import AttemptRecord
 
 OUTBOX_RECORDS: Final = 2048  # not yet stored; from there on the worker pulls nothing
 Outcome = Literal["ok", "cancelled", "failed"]
@@ -16,6 +17,7 @@ def attempt_record(
     settings: WorkerSettings, engine: str, attempt: Attempt, outcome: Outcome, error_code: str | None
 ) -> AttemptRecord:
     """Make the record of an attempt that ends now."""
+    timings = attempt.engine_timings()
     return AttemptRecord(
         v=PROTOCOL_VERSION,
         request_id=attempt.job.request_id,
@@ -39,5 +41,6 @@ def attempt_record(
         usd_per_hour=settings.usd_per_hour,
         resumed_tokens=sum(len(point.token_ids) // 4 for point in attempt.job.resume),
         received_unix_ms=attempt.job.accepted_unix_ms,
+        **(asdict(timings) if timings else {}),
         **(asdict(attempt.job.origin) if attempt.job.origin else {}),
     )

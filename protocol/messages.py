@@ -9,7 +9,7 @@ change of meaning raises ``PROTOCOL_VERSION``.
     gateway <─StepFrame[Accepted|Tokens|…]────── worker      core NATS, ``Job.reply_subject``
     gateway <─Heartbeat, ModelCard────────────── worker      KV buckets
     gateway ──RequestRecord──┐
-    worker  ──AttemptRecord──┴─────────────────> ledger      JetStream, ``usage.>``
+    worker  ──AttemptRecord──┴─────────────────> ledger      JetStream, ``usage.>``; see ``usage``
 
 The fence is (request_id, attempt, worker, seq): of the workers that accept an attempt (more than one where the queue
 has delivered it again) the first that the gateway hears of is its worker, and every other is told to stop; ``seq``
@@ -164,6 +164,15 @@ class Vector(Struct, frozen=True, array_like=True, tag="v"):
     values: bytes  # 32-bit floats, little-endian
 
 
+class Timings(Struct, frozen=True, array_like=True):
+    """How an attempt spent its time in the engine: three phases, one after the other, over all its choices."""
+
+    engine_queue_ms: float  # given to the engine → a choice is first scheduled
+    prefill_ms: float  # → the first token of any choice
+    decode_ms: float  # → the last token of the last choice
+    preemptions: int  # of all choices; what they cost is in the phase they happened in
+
+
 class Finished(Struct, frozen=True, array_like=True, tag="f"):
     """The attempt is over, all choices complete or cancelled. Counts are the engine's own and exact."""
 
@@ -175,6 +184,7 @@ class Finished(Struct, frozen=True, array_like=True, tag="f"):
     cached_tokens: int
     completion_tokens: int  # made by this attempt, over all choices; tokens resumed from are not counted again
     ttft_ms: float  # pull → first token; 0 if none was made
+    timings: Timings | None = None  # None: the engine does not tell
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="x"):
@@ -188,6 +198,7 @@ class Failed(Struct, frozen=True, array_like=True, tag="x"):
     retryable: bool  # another worker may do better
     param: str | None = None  # the request field at fault, for the caller's mistakes
     completion_tokens: int = 0
+    timings: Timings | None = None  # None: the engine does not tell, or has not begun
 
 
 Frame = Accepted | Tokens | Vector | Finished | Failed
@@ -270,75 +281,6 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
     pooling: PoolingCard | None = None  # None: it generates text
 
 
-# --- ledger: → USAGE stream -------------------------------------------------------------------------------------------
-
-
-class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
-    """One admitted request, published once by its gateway when it has ended in whatever way."""
-
-    v: int
-    request_id: str
-    gateway_id: str
-    received_unix_ms: int
-    endpoint: str  # see Origin
-    model: str
-    key_id: str
-    key_name: str
-    stream: bool
-    outcome: str  # "ok" | "cancelled" | "failed"
-    http_status: int  # as sent; 499 for a caller that left before the headers
-    error_code: str | None
-    finish_reason: str | None  # of choice 0
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int  # over all choices
-    attempts: int
-    queue_ms: float | None  # admission → accepted by the last attempt's worker
-    ttft_ms: float | None  # received → first token at the gateway
-    total_ms: float  # received → ended
-    pool: str | None  # of the last attempt
-    provider: str | None
-    region: str | None
-
-
-class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
-    """One try of one request on one worker, published by that worker when the try has ended.
-
-    For a worker that was lost, its gateway publishes one, as far as it has seen; the ledger keeps the first that comes.
-    """
-
-    v: int
-    request_id: str
-    attempt: int
-    worker_id: str
-    pool: str
-    provider: str
-    region: str
-    tier: str
-    engine: str
-    model: str
-    started_unix_ms: int
-    outcome: str  # "ok" | "cancelled" | "failed"
-    error_code: str | None
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    queue_ms: float
-    ttft_ms: float | None  # pull → first token
-    total_ms: float  # pull → end
-    usd_per_hour: float
-    resumed_tokens: int = 0  # output tokens that it began with, over all choices
-    received_unix_ms: int = 0  # when the gateway received the request
-    gateway_id: str | None = None  # this and what follows: its Origin
-    endpoint: str | None = None
-    key_id: str | None = None
-    key_name: str | None = None
-    stream: bool | None = None
-
-
-UsageRecord = RequestRecord | AttemptRecord
-
-
 # One encoder and one decoder per kind: building them is the slow part.
 encode = msgspec.msgpack.Encoder().encode
 _job_decoder = msgspec.msgpack.Decoder(Job)
@@ -346,7 +288,6 @@ _step_decoder = msgspec.msgpack.Decoder(StepFrame)
 _control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)
 _card_decoder = msgspec.msgpack.Decoder(ModelCard)
-_usage_decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(list[UsageRecord])
 
 _Message = TypeVar("_Message")
 
@@ -386,16 +327,3 @@ def decode_heartbeat(payload: bytes) -> Heartbeat:
 def decode_model_card(payload: bytes) -> ModelCard:
     """Decode a ModelCard. Raises ProtocolError."""
     return _decode(_card_decoder, payload)
-
-
-def encode_usage(encoded_records: Sequence[bytes]) -> bytes:
-    """Join records that are encoded already into one message of the USAGE stream: a msgpack array of them."""
-    return encode([msgspec.Raw(record) for record in encoded_records])
-
-
-def decode_usage(payload: bytes) -> list[UsageRecord]:
-    """Decode a message of the USAGE stream. Raises ProtocolError."""
-    records = _decode(_usage_decoder, payload)
-    for record in records:
-        check_version(record.v)
-    return records

@@ -18,7 +18,7 @@ from typing import Final
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, PayloadTooLarge
-from protocol.messages import encode_usage
+from protocol.usage import encode_usage
 
 WINDOW: Final = 16  # messages in flight
 LINGER_S: Final = 0.02  # how long a record waits for others to share its message; a crash loses what has waited so long

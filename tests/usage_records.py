@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from protocol.messages import PROTOCOL_VERSION, AttemptRecord, RequestRecord
+from protocol.messages import PROTOCOL_VERSION
+from protocol.usage import AttemptRecord, RequestRecord
 
 
 def request_record(request_id: str, **changes: Any) -> RequestRecord:

@@ -82,6 +82,11 @@ class RequestRow(Base):
     pool: Mapped[str | None]  # of the last attempt, as its worker says
     provider: Mapped[str | None]
     region: Mapped[str | None]
+    # Sums over its attempts, see gateway.dispatch.attempts; NULL before version 0003, and where none was accepted.
+    engine_queue_ms: Mapped[float | None]  # in an engine, before its first token began to be computed
+    prefill_ms: Mapped[float | None]  # computing began → first token
+    decode_ms: Mapped[float | None]  # first token → last token
+    preemptions: Mapped[int | None]  # how often a choice gave way to others for want of KV memory
 
 
 class AttemptRow(Base):
@@ -122,3 +127,8 @@ class AttemptRow(Base):
     key_id: Mapped[str | None]
     key_name: Mapped[str | None]
     stream: Mapped[bool | None]
+    # As the engine says (protocol.messages.Timings); NULL before version 0003, and where it does not say.
+    engine_queue_ms: Mapped[float | None]
+    prefill_ms: Mapped[float | None]
+    decode_ms: Mapped[float | None]
+    preemptions: Mapped[int | None]

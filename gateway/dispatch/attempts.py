@@ -8,7 +8,7 @@ from typing import Final
 
 from protocol.dead_letters import AttemptFailure
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted
+from protocol.messages import Accepted, Failed, Finished, Timings
 
 # Nobody's fault: the worker left in order, or none had begun.
 FREE_CODES: Final = {ErrorCode.WORKER_DRAINING, ErrorCode.JOB_VANISHED, ErrorCode.GATEWAY_LOST}
@@ -38,6 +38,42 @@ class CurrentAttempt:
     asked_s: float = float("-inf")  # when frames were last asked for again
     probes: int = 0  # without an answer
     reported_tokens: int | None = None  # as the worker counts, once it has said so
+    timings: Timings | None = None  # likewise
+
+    def take_last_word(self, frame: Finished | Failed) -> None:
+        """Note what the worker says of it at its end."""
+        self.reported_tokens = frame.completion_tokens
+        self.timings = frame.timings
+
+
+@dataclass(slots=True)
+class TimeSpent:
+    """How a request has spent its time, over all attempts that a worker had accepted; the phases do not overlap.
+
+    What the engine did is as its worker says. Of one that was lost it is as the gateway saw it: from acceptance to the
+    first token counts as prefill, from there to the last one as decode; without a token nothing is known. What is
+    missing to the whole is the way of jobs and frames, and the time it took to find out that a worker was lost.
+    """
+
+    waited_ms: float = 0.0  # for workers
+    engine_queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    preemptions: int = 0
+
+    def add(self, attempt: CurrentAttempt) -> None:
+        """Add an attempt that is over."""
+        if attempt.accepted_s is None:
+            return
+        self.waited_ms += (attempt.accepted_s - attempt.queued_s) * 1000
+        if attempt.timings is not None:
+            self.engine_queue_ms += attempt.timings.engine_queue_ms
+            self.prefill_ms += attempt.timings.prefill_ms
+            self.decode_ms += attempt.timings.decode_ms
+            self.preemptions += attempt.timings.preemptions
+        elif attempt.first_token_s is not None and attempt.last_token_s is not None:
+            self.prefill_ms += (attempt.first_token_s - attempt.accepted_s) * 1000
+            self.decode_ms += (attempt.last_token_s - attempt.first_token_s) * 1000
 
 
 def counted_codes(failures: Iterable[AttemptFailure]) -> str:
@@ -56,6 +92,7 @@ class AttemptLog:
 
     def __init__(self, max_attempts: int) -> None:
         self.failures: list[AttemptFailure] = []
+        self.spent = TimeSpent()
         self._max_attempts = max_attempts
         self._shunned: list[str] = []
         self._real = 0

@@ -8,7 +8,8 @@ from msgspec.structs import asdict
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.request import OpenRequest
 from protocol.dead_letters import DeadLetter
-from protocol.messages import PROTOCOL_VERSION, AttemptRecord, Heartbeat, Origin, RequestRecord
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, Origin
+from protocol.usage import AttemptRecord, RequestRecord
 
 CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
 UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbeat came
@@ -21,7 +22,7 @@ def origin_of(admission: Admission, gateway_id: str) -> Origin:
 
 def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
     """The record of a request that has ended; counts are exact."""
-    admission, accepted = request.admission, request.accepted
+    admission, accepted, spent = request.admission, request.accepted, request.log.spent
     return RequestRecord(
         v=PROTOCOL_VERSION,
         request_id=request.request_id,
@@ -46,6 +47,10 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         pool=accepted.pool if accepted else None,
         provider=accepted.provider if accepted else None,
         region=accepted.region if accepted else None,
+        engine_queue_ms=round(spent.engine_queue_ms, 3) if accepted else None,
+        prefill_ms=round(spent.prefill_ms, 3) if accepted else None,
+        decode_ms=round(spent.decode_ms, 3) if accepted else None,
+        preemptions=spent.preemptions if accepted else None,
     )
 
 

@@ -218,6 +218,7 @@ class OpenRequest:
         self.mailbox.put(frame)  # read at the end
 
     def _on_finished(self, frame: Finished, now_s: float) -> None:
+        self.current.take_last_word(frame)
         if frame.cancelled or not self.choices.are_complete():
             reason = "the worker ended the request before it was complete"
             self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s, ended_there=True)
@@ -226,10 +227,10 @@ class OpenRequest:
         self._end("ok", None, now_s)
 
     def _on_failed(self, worker_id: str, frame: Failed, now_s: float) -> None:
+        self.current.take_last_word(frame)
         if is_premature(frame, self.queue_deadline_s, now_s):
             self.log.shun(worker_id)
         elif not frame.retryable:
-            self.current.reported_tokens = frame.completion_tokens
             self._end("failed", verdict_of(frame, self.admission, now_s), now_s)
             return
         self._attempt_failed(frame.code, frame.message, now_s, ended_there=True)
@@ -256,7 +257,7 @@ class OpenRequest:
         elif isinstance(frame, Vector):
             current.next_seq = max(current.next_seq, frame.seq + 1)
         else:
-            current.reported_tokens = frame.completion_tokens
+            current.take_last_word(frame)
             self._close(now_s)
 
     # --- attempts -----------------------------------------------------------------------------------------------------
@@ -309,6 +310,7 @@ class OpenRequest:
             self._patience.spend(now_s - self.current.queued_s)
             self.ticket.leave_queue()  # for the resume lane
         self._actions.left(self)
+        self.log.spent.add(self.current)
         held = self.choices.held_tokens()
         self.current = CurrentAttempt(self.attempt + 1, queued_s=now_s, heard_s=now_s, tokens_before=held)
         self.state = State.QUEUED
@@ -361,6 +363,7 @@ class OpenRequest:
     def _close(self, now_s: float) -> None:
         self.state = State.ENDED
         self.ended_s = now_s
+        self.log.spent.add(self.current)
         self._actions.left(self)
         self.ticket.close()
         self._actions.ended(self)

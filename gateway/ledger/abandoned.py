@@ -18,7 +18,7 @@ from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import AttemptRow, RequestRow
 from gateway.ledger.store import insert_new
 from protocol.errors import ErrorCode
-from protocol.messages import RequestRecord, UsageRecord
+from protocol.usage import RequestRecord, UsageRecord
 
 ABANDONED_AFTER_S: Final = 30.0
 LOOK_BACK_S: Final = 900.0  # of a writer that starts: the last one may have died with attempts in mind
@@ -106,7 +106,7 @@ def _row(attempt: RowMapping) -> dict[str, Any]:
     started_ms = max(0.0, attempt["started_unix_ms"] - attempt["received_unix_ms"])
     copied = (
         "request_id gateway_id received_unix_ms endpoint model key_id key_name stream outcome prompt_tokens"
-        " cached_tokens pool provider region"
+        " cached_tokens pool provider region engine_queue_ms prefill_ms decode_ms preemptions"
     )
     return {name: attempt[name] for name in copied.split()} | {
         "http_status": STATUS_UNKNOWN,

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import AttemptRow, Base, RequestRow
 from protocol.errors import ErrorCode
-from protocol.messages import AttemptRecord, RequestRecord, UsageRecord
+from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
 
 # SQLSTATE classes 22 (data exception) and 23 (integrity constraint violation): this row will never be accepted.
 REFUSED_SQLSTATE_CLASSES: Final = ("22", "23")

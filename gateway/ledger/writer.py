@@ -25,8 +25,8 @@ from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
-from protocol.messages import UsageRecord, decode_usage
 from protocol.pull import Delivery, PullConsumer
+from protocol.usage import UsageRecord, decode_usage
 
 IDLE_WAIT_S: Final = 0.5  # how soon an expired pull is noticed and asked again
 PURGE_PERIOD_S: Final = 60.0

@@ -19,13 +19,8 @@ from protocol import artifacts, subjects
 from protocol.bus import Bus
 from protocol.dead_letters import DeadLetter
 from protocol.errors import ApiError, BusTimeout
-from protocol.messages import (
-    PROTOCOL_VERSION,
-    ModelCard,
-    RequestRecord,
-    UsageRecord,
-    decode_usage,
-)
+from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.usage import RequestRecord, UsageRecord, decode_usage
 from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer_json

@@ -10,8 +10,9 @@ import pytest
 from gateway.dispatch import lookups as lookups_module
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.messages import Accepted, AttemptRecord, Cancel, Resend, Tokens, unpack_token_ids
+from protocol.messages import Accepted, Cancel, Resend, Tokens, unpack_token_ids
 from protocol.pull import ack
+from protocol.usage import AttemptRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart, until, until_async
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.nats_server import NatsServer

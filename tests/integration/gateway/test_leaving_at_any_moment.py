@@ -20,7 +20,8 @@ from gateway.idempotency.runs import Run
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.messages import AttemptRecord, Heartbeat, RequestRecord, decode_heartbeat
+from protocol.messages import Heartbeat, decode_heartbeat
+from protocol.usage import AttemptRecord, RequestRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.nats_server import NatsServer, free_port

@@ -16,7 +16,8 @@ from gateway.settings import LedgerSettings
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.errors import BusTimeout
-from protocol.messages import RequestRecord, UsageRecord, encode, encode_usage
+from protocol.messages import encode
+from protocol.usage import RequestRecord, UsageRecord, encode_usage
 
 WRITER = """
 import asyncio, logging, sys

@@ -11,7 +11,8 @@ import pytest
 from gateway.db.engine import create_engine
 from gateway.ledger.writer import LedgerWriter
 from protocol import subjects
-from protocol.messages import encode, encode_usage
+from protocol.messages import encode
+from protocol.usage import encode_usage
 from tests.integration.ledger.conftest import Ledger, until
 from tests.postgres import PostgresServer
 from tests.usage_records import attempt_record, request_record

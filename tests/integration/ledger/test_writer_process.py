@@ -11,7 +11,7 @@ from sqlalchemy import func, select, text
 
 from gateway.db.models import AttemptRow, RequestRow
 from gateway.settings import LedgerSettings
-from protocol.messages import UsageRecord
+from protocol.usage import UsageRecord
 from tests.integration.ledger.conftest import Ledger, WriterProcess, until
 from tests.nats_server import NatsServer
 from tests.postgres import TEMPLATE, PostgresServer

@@ -17,6 +17,7 @@ from pool_worker.worker import Worker
 from protocol import messages as m
 from protocol import subjects, topology
 from protocol.bus import Bus
+from protocol.usage import AttemptRecord, decode_usage
 
 MODEL = "scripted/test.v1"
 WAIT_S = 60
@@ -46,7 +47,7 @@ class PlayingGateway:
         self.frames: dict[Attempt, list[m.Frame]] = {}
         self.repeated = 0  # frames that came although they were here
         self.gaps = 0  # frames that came too early
-        self.records: list[m.AttemptRecord] = []
+        self.records: list[AttemptRecord] = []
         self.loses: Callable[[m.Frame], bool] = lambda _frame: False
         self._changed = asyncio.Event()
         self._numbers = count(1)
@@ -82,8 +83,8 @@ class PlayingGateway:
         await self.control(worker_id, m.Resend(*attempt, from_seq, self.reply_subject))
 
     async def _on_record(self, message: Msg) -> None:
-        for record in m.decode_usage(message.data):
-            assert isinstance(record, m.AttemptRecord)
+        for record in decode_usage(message.data):
+            assert isinstance(record, AttemptRecord)
             self.records.append(record)
         self._changed.set()
 
@@ -163,7 +164,7 @@ class PlayingGateway:
         for sequence in range(info["state"]["first_seq"], info["state"]["last_seq"] + 1):
             answer = await self.bus.api(f"STREAM.MSG.GET.{subjects.USAGE_STREAM}", {"seq": sequence})
             assert answer["message"]["subject"] == subjects.ATTEMPT_USAGE_SUBJECT
-            records += len(m.decode_usage(base64.b64decode(answer["message"]["data"])))
+            records += len(decode_usage(base64.b64decode(answer["message"]["data"])))
         return records
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from protocol import messages as m
 from protocol import subjects
 from protocol.errors import ProtocolError
+from protocol.usage import decode_usage
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=200)
 
@@ -31,6 +32,7 @@ def test_every_frame_kind_survives_the_wire() -> None:
         m.Tokens("r", 1, 1, 0, (5,), "a", None, (logprob,)),
         m.Tokens("r", 1, 2, 0, (2,), "", "stop"),
         m.Finished("r", 1, 3, cancelled=False, prompt_tokens=3, cached_tokens=0, completion_tokens=2, ttft_ms=4.0),
+        m.Finished("r", 1, 3, False, 3, 0, 2, 4.0, m.Timings(1.0, 2.0, 3.0, 4)),
         m.Failed("q", 2, 0, "engine_error", "no", retryable=True, param="stop"),
     )
     step = m.StepFrame(m.PROTOCOL_VERSION, "w", frames)
@@ -58,11 +60,18 @@ def test_another_version_is_refused_by_name() -> None:
         m.decode_step(payload)
 
 
-@pytest.mark.parametrize("decode", [m.decode_job, m.decode_step, m.decode_control, m.decode_heartbeat, m.decode_usage])
+@pytest.mark.parametrize("decode", [m.decode_job, m.decode_step, m.decode_control, m.decode_heartbeat, decode_usage])
 @pytest.mark.parametrize("payload", [b"", b"\xff\xff", b"\x80", msgspec.msgpack.encode(["?", 1])])
 def test_garbage_is_a_protocol_error(decode: object, payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(payload)  # type: ignore[operator]
+
+
+def test_an_older_worker_does_not_tell_its_timings() -> None:
+    old = ["f", "r", 1, 3, False, 3, 0, 2, 4.0]
+    step = m.decode_step(msgspec.msgpack.encode([m.PROTOCOL_VERSION, "w", [old]]))
+    assert step.frames == (m.Finished("r", 1, 3, False, 3, 0, 2, 4.0),)
+    assert step.frames[0].timings is None
 
 
 def test_a_newer_peer_may_append_fields() -> None:

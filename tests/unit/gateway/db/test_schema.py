@@ -3,6 +3,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -146,6 +147,17 @@ def test_rows_of_the_first_revision_survive_the_second_and_the_way_back(empty_da
     assert asyncio.run(_attempt_workers(empty_database_url)) == ["w1"]
 
 
+def test_rows_of_the_second_revision_survive_the_third_and_the_way_back(empty_database_url: str) -> None:
+    asyncio.run(_migrate(empty_database_url, command.upgrade, "0002"))
+    asyncio.run(_insert_attempt(empty_database_url, "w1"))
+    asyncio.run(_migrate(empty_database_url, command.upgrade, "0003"))
+    assert asyncio.run(_rows(empty_database_url, "SELECT worker_id, prefill_ms FROM attempts")) == [("w1", None)]
+    assert asyncio.run(_rows(empty_database_url, "SELECT decode_ms, preemptions FROM requests")) == []
+    asyncio.run(_migrate(empty_database_url, command.downgrade, "0002"))
+    assert asyncio.run(_attempt_workers(empty_database_url)) == ["w1"]
+    migrations.upgrade(empty_database_url)
+
+
 async def _migrate(database_url: str, how: Callable[[Config, str], None], revision: str) -> None:
     def on(connection: Connection) -> None:
         config = Config(Path(migrations.__file__).with_name("alembic.ini"))
@@ -170,8 +182,13 @@ async def _insert_attempt(database_url: str, worker_id: str) -> None:
 
 
 async def _attempt_workers(database_url: str) -> list[str]:
+    rows = await _rows(database_url, "SELECT worker_id FROM attempts ORDER BY worker_id")
+    return [worker_id for (worker_id,) in rows]
+
+
+async def _rows(database_url: str, statement: str) -> list[tuple[Any, ...]]:
     engine = create_engine(database_url)
     async with engine.connect() as connection:
-        rows = (await connection.execute(text("SELECT worker_id FROM attempts ORDER BY worker_id"))).scalars().all()
+        rows = (await connection.execute(text(statement))).all()
     await engine.dispose()
-    return list(rows)
+    return [tuple(row) for row in rows]

@@ -12,7 +12,7 @@ from gateway.db.models import RequestRow
 from gateway.ledger import abandoned
 from gateway.ledger.abandoned import AbandonedRequests
 from gateway.ledger.store import store_records
-from protocol.messages import AttemptRecord, UsageRecord
+from protocol.usage import AttemptRecord, UsageRecord
 from tests.usage_records import attempt_record, request_record
 
 ORIGIN = {
@@ -61,7 +61,10 @@ async def stored(engine: AsyncEngine, *records: UsageRecord) -> AbandonedRequest
 @pytest.mark.usefixtures("at_once")
 async def test_the_last_attempt_tells_what_the_gateway_cannot(engine: AsyncEngine) -> None:
     lost = tried("r", 1, outcome="failed", error_code="worker_lost", completion_tokens=9)
-    last = given_up("r", 2, resumed_tokens=7, completion_tokens=3, started_unix_ms=1_800_000_000_250, pool="spot")
+    timings = {"engine_queue_ms": 1.5, "prefill_ms": 20.0, "decode_ms": 60.0, "preemptions": 1}
+    last = given_up(
+        "r", 2, resumed_tokens=7, completion_tokens=3, started_unix_ms=1_800_000_000_250, pool="spot", **timings
+    )
     awaited = await stored(engine, lost, last)
     await awaited.record_overdue()
     assert await rows(engine) == {
@@ -83,6 +86,7 @@ async def test_the_last_attempt_tells_what_the_gateway_cannot(engine: AsyncEngin
             "pool": "spot",
             "provider": "local",
             "region": "here",
+            **timings,
         }
     }
 

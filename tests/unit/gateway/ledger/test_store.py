@@ -9,7 +9,7 @@ from gateway.db.engine import create_engine
 from gateway.db.errors import DatabaseUnavailable
 from gateway.db.models import AttemptRow, Base, RequestRow
 from gateway.ledger.store import RecordRefused, store_records
-from protocol.messages import AttemptRecord, RequestRecord, UsageRecord
+from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
 from tests.usage_records import attempt_record, request_record
 
 

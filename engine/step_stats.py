@@ -1,0 +1,69 @@
+"""What an engine counts of its steps, at the price of a few operations a step. Imports no torch.
+
+Another thread may take a snapshot at any time: it may miss the step in progress, and never sees a number fall.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+from engine.types import HistogramCounts
+
+# vLLM's buckets, and below them some for models that take a few milliseconds a step.
+INTER_TOKEN_BOUNDS_S: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+STEP_TOKENS_BOUNDS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's
+
+
+class Histogram:
+    """Counts of values in buckets; each bucket has an upper bound that belongs to it, and the last one has none."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value that came so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def snapshot(self) -> HistogramCounts:
+        """Return what has been counted so far."""
+        return HistogramCounts(self._bounds, tuple(self._counts), self._total)
+
+
+class TokenTimes(Protocol):
+    """Something that yields tokens; the monotonic clock's moments of its first and last one, None before."""
+
+    first_token_s: float | None
+    last_token_s: float | None
+
+
+class StepStats:
+    """Tokens computed in each step, and the gaps between the tokens of each sequence."""
+
+    def __init__(self) -> None:
+        self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
+        self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
+        self._last_s: float | None = None  # when the last step's tokens came
+
+    def tokens_came(self, sequences: Iterable[TokenTimes], now_s: float) -> None:
+        """Note that each of these has now yielded one token, or several at once.
+
+        Those that had one in the last step as well, usually all, have the same gap: it is counted once for all.
+        """
+        last_s, steady = self._last_s, 0
+        for sequence in sequences:
+            if sequence.last_token_s is None:
+                sequence.first_token_s = now_s
+            elif sequence.last_token_s == last_s:
+                steady += 1
+            else:  # it gave way, or found no room in the step
+                self.inter_token_s.observe(now_s - sequence.last_token_s)
+            sequence.last_token_s = now_s
+        if steady and last_s is not None:
+            self.inter_token_s.observe(now_s - last_s, steady)
+        self._last_s = now_s

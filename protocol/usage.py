@@ -1,0 +1,98 @@
+"""What gateways and workers leave for the ledger in the USAGE stream: a record of each request and each attempt."""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from protocol import wire
+from protocol.messages import check_version, encode
+
+
+class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
+    """One admitted request, published once by its gateway when it has ended in whatever way."""
+
+    v: int
+    request_id: str
+    gateway_id: str
+    received_unix_ms: int
+    endpoint: str  # see Origin
+    model: str
+    key_id: str
+    key_name: str
+    stream: bool
+    outcome: str  # "ok" | "cancelled" | "failed"
+    http_status: int  # as sent; 499 for a caller that left before the headers
+    error_code: str | None
+    finish_reason: str | None  # of choice 0
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int  # over all choices
+    attempts: int
+    queue_ms: float | None  # admission → accepted by the last attempt's worker
+    ttft_ms: float | None  # received → first token at the gateway
+    total_ms: float  # received → ended
+    pool: str | None  # of the last attempt
+    provider: str | None
+    region: str | None
+    engine_queue_ms: float | None = None  # this and what follows: sums over its attempts (gateway.dispatch.attempts)
+    prefill_ms: float | None = None
+    decode_ms: float | None = None
+    preemptions: int | None = None
+
+
+class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
+    """One try of one request on one worker, published by that worker when the try has ended.
+
+    For a worker that was lost, its gateway publishes one, as far as it has seen; the ledger keeps the first that comes.
+    """
+
+    v: int
+    request_id: str
+    attempt: int
+    worker_id: str
+    pool: str
+    provider: str
+    region: str
+    tier: str
+    engine: str
+    model: str
+    started_unix_ms: int
+    outcome: str  # "ok" | "cancelled" | "failed"
+    error_code: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_ms: float
+    ttft_ms: float | None  # pull → first token
+    total_ms: float  # pull → end
+    usd_per_hour: float
+    resumed_tokens: int = 0  # output tokens that it began with, over all choices
+    received_unix_ms: int = 0  # when the gateway received the request
+    gateway_id: str | None = None  # this and what follows: its Origin
+    endpoint: str | None = None
+    key_id: str | None = None
+    key_name: str | None = None
+    stream: bool | None = None
+    engine_queue_ms: float | None = None  # this and what follows: see Timings; None: not known
+    prefill_ms: float | None = None
+    decode_ms: float | None = None
+    preemptions: int | None = None
+
+
+UsageRecord = RequestRecord | AttemptRecord
+
+_decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(list[UsageRecord])
+
+
+def encode_usage(encoded_records: Sequence[bytes]) -> bytes:
+    """Join records that are encoded already into one message of the USAGE stream: a msgpack array of them."""
+    return encode([msgspec.Raw(record) for record in encoded_records])
+
+
+def decode_usage(payload: bytes) -> list[UsageRecord]:
+    """Decode a message of the USAGE stream. Raises ProtocolError."""
+    records = wire.decode(_decoder, payload)
+    for record in records:
+        check_version(record.v)
+    return records

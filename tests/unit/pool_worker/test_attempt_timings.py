@@ -1,0 +1,33 @@
+"""An attempt's time in the engine is that of its choices, taken together."""
+
+import pytest
+
+from engine.types import SequenceTimings
+from pool_worker.attempt import Attempt
+from pool_worker.credit import Cost
+from protocol.messages import PROTOCOL_VERSION, Job, Sampling, Timings
+from protocol.pull import Delivery
+
+
+@pytest.fixture
+def attempt() -> Attempt:
+    job = Job(PROTOCOL_VERSION, "r", 1, "m", "fr.g", Sampling(max_tokens=9, n=2), b"")
+    return Attempt(job, Delivery(b"", "rq.m.h0", "$JS.ACK", 1, 1, 0, 0), Cost(2, 9))
+
+
+def test_nothing_is_known_before_the_engine_tells(attempt: Attempt) -> None:
+    assert attempt.engine_timings() is None
+
+
+def test_from_the_first_choice_scheduled_to_the_last_one_ended(attempt: Attempt) -> None:
+    attempt.timings = {0: SequenceTimings(10.0, 100.0, 500.0, 1), 1: SequenceTimings(70.0, 20.0, 900.0, 2)}
+    attempt.live.clear()
+    # Scheduled at 10; first token of choice 1 at 90; its last at 990.
+    assert attempt.engine_timings() == Timings(10.0, 80.0, 900.0, 3)
+
+
+def test_one_that_is_broken_off_went_on_until_then(attempt: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt.timings = {0: SequenceTimings(10.0, 100.0, 0.0), 1: SequenceTimings(10.0, 105.0, 0.0)}
+    attempt.ttft_ms = 120.0
+    monkeypatch.setattr(Attempt, "elapsed_ms", lambda _: 420.0)
+    assert attempt.engine_timings() == Timings(10.0, 100.0, 300.0, 0)
