@@ -32,6 +32,7 @@ class EngineConfig:
     # GPU what gpu_memory_utilization leaves beside the weights and the largest batch.
     kv_bytes: int | None = None
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory that is used in all, if kv_bytes does not say
+    cuda_graphs: bool = True  # on a GPU, replay recorded steps where every sequence decodes
     block_size: int = 16  # tokens in one KV block
     prefix_cache: bool = True  # keep the blocks of ended sequences for prompts that begin with the same tokens
     prompt_logits_bytes: int = 128 << 20  # most memory for one step's logits of prompts whose logprobs are wanted

@@ -21,8 +21,10 @@ from engine.admission import check_request
 from engine.block_pool import BlockPool
 from engine.choice import Choice
 from engine.config import EngineConfig
+from engine.decode_graphs import CudaGraphRecorder
 from engine.device import choose_device
 from engine.errors import EngineCorrupted, RequestRejected
+from engine.gpu_memory import kv_bytes_beside
 from engine.grammar import Matcher
 from engine.kv_memory import CPU_KV_BYTES, kv_tokens_within, make_kv_memory
 from engine.lora import attach_adapters
@@ -85,6 +87,13 @@ class LLMEngine:
         self._draft_tokens = config.draft_tokens
         memory = make_kv_memory(layer_shapes, self.info.kv_tokens, config.block_size, model.dtype, self._device)
         self._runner = ModelRunner(model, memory, config.block_size, attach_adapters(model, adapters))
+        if self._device.type == "cuda" and config.cuda_graphs:
+            self._runner.record_decoding(
+                CudaGraphRecorder(),
+                max_sequences=config.max_sequences,
+                max_model_len=self.info.max_model_len,
+                vocab_size=self.info.vocab_size,
+            )
         self.adapter_tokenizers = {a.info.name: a.tokenizer for a in adapters if a.tokenizer is not None}
         self._vocabularies: dict[str | None, Vocabulary] = {None: vocabulary}  # by adapter
         for adapter in adapters:
@@ -298,11 +307,14 @@ def _engine_info(
 ) -> EngineInfo:
     text_config = model.config.get_text_config()
     length = max_model_len(text_config, config)
+    kv_bytes = config.kv_bytes
+    if kv_bytes is None and model.device.type == "cuda":
+        kv_bytes = kv_bytes_beside(model, layer_shapes, config, length)
     return EngineInfo(
         model=name,
         max_model_len=length,
         max_sequences=config.max_sequences,
-        kv_tokens=kv_tokens_within(config.kv_bytes or CPU_KV_BYTES, config, layer_shapes, model.dtype, length),
+        kv_tokens=kv_tokens_within(kv_bytes or CPU_KV_BYTES, config, layer_shapes, model.dtype, length),
         eos_token_ids=eos_token_ids,
         dtype=str(model.dtype).removeprefix("torch."),
         quantize=config.quantize,

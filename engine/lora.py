@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.adapter_files import Adapter
+from engine.device import to_device
 from engine.errors import ConfigError
 from engine.model_loader import probe_rows
 
@@ -28,7 +29,7 @@ class AdapterRows:
 
     def set(self, rows: Mapping[str, Sequence[int]], device: torch.device) -> None:
         """Take each adapter's rows; those that are nobody's stay as the model computes them."""
-        self.groups = [(adapter, torch.tensor(numbers, device=device)) for adapter, numbers in rows.items()]
+        self.groups = [(adapter, to_device(numbers, torch.long, device)) for adapter, numbers in rows.items()]
 
 
 class LoraLinear(nn.Module):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionOptions, Segment, StepInputs
+from engine.device import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class PagedKVPool:
         def zeros(heads: int, dim: int) -> Tensor:
             return torch.zeros(pages, page_size, heads, dim, dtype=dtype, device=device)
 
-        self._device = device
+        self.device = device
         self._layers = {layer: (zeros(*shape), zeros(*shape)) for layer, shape in layer_shapes.items()}
         self._attention = paged_attention_on(device)
         self._page_numbers = np.arange(pages)
@@ -66,28 +67,50 @@ class PagedKVPool:
     def stage(
         self, tokens: list[int], positions: list[int], sampled_rows: list[int], segments: list[Segment]
     ) -> StepInputs:
-        """Bring a step's inputs to the device in one copy; see KVMemory."""
+        """See KVMemory."""
+        packed, tables = self.pack(tokens, positions, segments)
+        rows = [segment.rows for segment in segments]
+        return _step_inputs(
+            self,
+            packed.to(self.device, non_blocking=True),
+            tables.to(self.device, non_blocking=True),
+            to_device(sampled_rows, torch.long, self.device),
+            longest_rows=max(rows),
+            longest_context=max(segment.context for segment in segments),
+            has_decoding=1 in rows,
+        )
+
+    def pack(self, tokens: list[int], positions: list[int], segments: list[Segment]) -> tuple[Tensor, Tensor]:
+        """Write a step's inputs one after the other (see `_step_inputs`), and its tables, on the host."""
         rows = np.array([segment.rows for segment in segments])
         contexts = np.array([segment.context for segment in segments])
-        tables = self._tables(segments, contexts)
+        used_pages = -(-contexts // self.page_size)
+        packed = self._on_host(3 * len(tokens) + 2 * len(segments) + 1)
+        tables = self._on_host(len(segments), int(used_pages.max()))
+        self._write_tables(tables.numpy(), segments, used_pages.tolist())
         own = np.array(positions)
-        pages = tables[np.repeat(np.arange(len(segments)), rows), own // self.page_size]
+        pages = tables.numpy()[np.repeat(np.arange(len(segments)), rows), own // self.page_size]
         slots = pages * self.page_size + own % self.page_size
-        starts = np.concatenate(([0], rows.cumsum()))
-        parts = [np.array(tokens), own, slots, starts, contexts, np.array(sampled_rows, dtype=np.int64), tables.ravel()]
-        on_host = torch.empty(sum(map(len, parts)), dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        np.concatenate(parts, out=on_host.numpy())
-        staged = torch.split(on_host.to(self._device, non_blocking=True), [len(part) for part in parts])
-        step = PagedStep(
-            slots=staged[2],
-            starts=staged[3],
-            contexts=staged[4],
-            tables=staged[6].view(tables.shape),
-            longest_rows=int(rows.max()),
-            longest_context=int(contexts.max()),
-            has_decoding=bool((rows == 1).any()),
+        np.concatenate((tokens, own, slots, [0], rows.cumsum(), contexts), out=packed.numpy())
+        return packed, tables
+
+    def recordable(self, tables: Tensor, longest_context: int) -> tuple[StepInputs, Tensor]:
+        """Return inputs of a step that decodes len(tables) sequences, and the tensor they are views of.
+
+        Contents come later, as `pack` gives them, into that tensor and `tables`.
+        """
+        size = len(tables)
+        packed = torch.zeros(5 * size + 1, dtype=torch.int64, device=self.device)
+        all_rows = torch.arange(size, device=self.device)
+        inputs = _step_inputs(
+            self, packed, tables, all_rows, longest_rows=1, longest_context=longest_context, has_decoding=True
         )
-        return StepInputs(staged[0][None], staged[1][None], staged[5], PagedBatch(self, step))
+        return inputs, packed
+
+    def blank_tables(self, sequences: int, longest_context: int) -> Tensor:
+        """Return tables for so many sequences of at most so many tokens."""
+        pages = -(-longest_context // self.page_size)
+        return torch.zeros(sequences, pages, dtype=torch.int64, device=self.device)
 
     def attend(  # noqa: PLR0917 - those of AttentionBatch, and the step
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: PagedStep, options: AttentionOptions
@@ -98,19 +121,19 @@ class PagedKVPool:
         values.flatten(0, 1).index_copy_(0, step.slots, value[0].transpose(0, 1))
         return self._attention(query[0].transpose(0, 1), keys, values, step, options)[None]
 
-    def _tables(self, segments: list[Segment], contexts: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> np.ndarray:
-        size = self.page_size
-        used = -(-contexts // size)
-        tables = np.zeros((len(segments), int(used.max())), dtype=np.int64)
-        for table, segment, pages in zip(tables, segments, used.tolist(), strict=True):
+    def _on_host(self, *shape: int) -> Tensor:
+        # A copy from pinned memory need not be waited for; torch keeps the memory until it is done.
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+    def _write_tables(self, tables: np.ndarray, segments: list[Segment], used_pages: list[int]) -> None:
+        for table, segment, pages in zip(tables, segments, used_pages, strict=True):
             at = 0
             for run in segment.runs:
                 if at >= pages:
                     break
-                first, count = run.start // size, min(len(run) // size, pages - at)
+                first, count = run.start // self.page_size, min(len(run) // self.page_size, pages - at)
                 table[at : at + count] = self._page_numbers[first : first + count]
                 at += count
-        return tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +146,32 @@ class PagedBatch:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See AttentionBatch."""
         return self.pool.attend(layer, query, key, value, self.step, options)
+
+
+def _step_inputs(
+    pool: PagedKVPool,
+    packed: Tensor,
+    tables: Tensor,
+    sampled_rows: Tensor,
+    *,
+    longest_rows: int,
+    longest_context: int,
+    has_decoding: bool,
+) -> StepInputs:
+    """Take apart what `pack` wrote: T tokens, T positions, T slots, S + 1 starts, S contexts."""
+    sequences = len(tables)
+    rows = (len(packed) - 2 * sequences - 1) // 3
+    tokens, positions, slots, starts, contexts = torch.split(packed, [rows, rows, rows, sequences + 1, sequences])
+    step = PagedStep(
+        slots=slots,
+        starts=starts,
+        contexts=contexts,
+        tables=tables,
+        longest_rows=longest_rows,
+        longest_context=longest_context,
+        has_decoding=has_decoding,
+    )
+    return StepInputs(tokens[None], positions[None], sampled_rows, PagedBatch(pool, step))
 
 
 def paged_attention_on(device: torch.device) -> PagedAttention:

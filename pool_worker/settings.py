@@ -35,6 +35,7 @@ class LocalEngineSettings(Settings):
     kv_mib: PositiveInt | None = None
     # Of a GPU's memory: how much is used in all, if kv_mib does not say how much the KV pool may take.
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    cuda_graphs: bool = True  # on a GPU, replay recorded steps where every sequence decodes
     # How many times the KV memory is promised to jobs, which rarely become as long as they may. Where they do, the
     # newest give way and are computed again.
     kv_overcommit: Annotated[float, Field(ge=1, le=16)] = 1.5

@@ -186,6 +186,7 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
         quantize=settings.quantize,
         device=("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device,
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        cuda_graphs=settings.cuda_graphs,
         max_model_len=settings.max_model_len,
         max_sequences=settings.max_sequences,
         max_batched_tokens=settings.max_batched_tokens,
