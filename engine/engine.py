@@ -3,14 +3,18 @@
     add_request → schedule → forward → sample → text → SequenceOutput
                   scheduler  runner    sampler  choice
 
-Synchronous and not thread-safe: one thread makes the engine and calls everything. (Making it in another thread works,
-but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a third.)
+Synchronous and not thread-safe: one thread makes the engine and calls everything. Only grammars are compiled, and
+their masks made, in threads beside it; a request waits for its grammar before it is scheduled. (Making the engine in
+another thread works, but leaves a second set of OpenMP threads behind, which slowed a single small sequence by a
+third.)
 """
 
 import dataclasses
 import os
 import time
+from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import islice
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,7 +29,7 @@ from engine.decode_graphs import CudaGraphRecorder
 from engine.device import choose_device
 from engine.errors import EngineCorrupted, RequestRejected
 from engine.gpu_memory import kv_bytes_beside
-from engine.grammar import Matcher
+from engine.grammar import CompiledGrammar, MaskMaker
 from engine.kv_memory import CPU_KV_BYTES, kv_tokens_within, make_kv_memory
 from engine.lora import attach_adapters
 from engine.model_loader import load_model, max_model_len, prepare_model
@@ -41,9 +45,20 @@ from engine.types import (
     EngineLoad,
     EngineStats,
     GenerationRequest,
+    Refusal,
     SequenceOutput,
 )
 from engine.vocabulary import Vocabulary
+
+COMPILING_WAIT_S: Final = 0.005  # of a step that has nothing to do but to wait for a grammar
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compiling:
+    """A request that waits for its grammar."""
+
+    request: GenerationRequest
+    grammar: CompiledGrammar
 
 
 class LLMEngine:
@@ -98,6 +113,8 @@ class LLMEngine:
         self._vocabularies: dict[str | None, Vocabulary] = {None: vocabulary}  # by adapter
         for adapter in adapters:
             self._vocabularies[adapter.info.name] = vocabulary.of_adapter(adapter.tokenizer)
+        self._mask_maker = MaskMaker()
+        self._compiling: dict[str, Compiling] = {}  # by request; the first come first
         self._choices: dict[str, list[Choice]] = {}  # the unfinished ones of each request
         self._choice_of: dict[Sequence, Choice] = {}
         self._ready: list[SequenceOutput] = []  # what the next step yields without computing
@@ -113,15 +130,29 @@ class LLMEngine:
         return cls(loaded, tokenizer, config, name=model)
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request; its choices start as soon as there is room.
+        """Queue a request; its choices start as soon as its grammar, if it has one, is compiled and there is room.
 
-        Raises RequestRejected, naming the field, for what can never be served.
+        Raises RequestRejected, naming the field, for what can never be served. What only the compiler of its grammar
+        sees ends as a Refusal instead.
         """
         check_request(request, self.info)
-        if request.request_id in self._choices:
+        if request.request_id in self._choices or request.request_id in self._compiling:
             raise RequestRejected("request_id", f"{request.request_id!r} is already running")
-        if len(self._scheduler.waiting) + request.sampling.n > self._max_waiting:
+        if self._waiting_choices + request.sampling.n > self._max_waiting:
             raise RequestRejected("n", f"more than {self._max_waiting} choices would be waiting")
+        grammar = request.sampling.grammar
+        if grammar is None:
+            self._start(request, None)
+        elif (compiled := self._vocabularies[request.adapter].grammars.compile(grammar)).outcome.done():
+            self._start(request, compiled)
+        else:
+            self._compiling[request.request_id] = Compiling(request, compiled)
+
+    @property
+    def _waiting_choices(self) -> int:
+        return len(self._scheduler.waiting) + sum(one.request.sampling.n for one in self._compiling.values())
+
+    def _start(self, request: GenerationRequest, grammar: CompiledGrammar | None) -> None:
         vocabulary = self._vocabularies[request.adapter]
         choices = [
             Choice.start(
@@ -130,7 +161,7 @@ class LLMEngine:
                 frozenset(vocabulary.eos_token_ids),
                 vocabulary.tokens,
                 vocab_size=self.info.vocab_size,
-                matcher=_matcher(request, vocabulary),
+                matcher=None if grammar is None else grammar.matcher(),
                 draft_tokens=self._draft_tokens,
                 device=self._device,
             )
@@ -144,15 +175,36 @@ class LLMEngine:
             self._choice_of[choice.sequence] = choice
             self._scheduler.add(choice.sequence)
 
+    def _start_compiled(self) -> None:
+        """Start the requests whose grammar is compiled; wait a little for one if there is nothing else to do."""
+        if not (self._choices or self._ready):
+            wait([one.grammar.outcome for one in self._compiling.values()], COMPILING_WAIT_S, FIRST_COMPLETED)
+        for id_, one in [(id_, one) for id_, one in self._compiling.items() if one.grammar.outcome.done()]:
+            del self._compiling[id_]
+            try:
+                self._start(one.request, one.grammar)
+            except RequestRejected as error:
+                self._ready.append(Refusal.of(id_, error.field, error.message))
+            except Exception as error:  # noqa: BLE001 - one request's grammar or resumed text must not end the others
+                self._ready.append(SequenceOutput.failure(id_, repr(error)))
+
     def abort(self, request_id: str) -> None:
         """Cancel a request; the next step yields "cancelled" for each of its live choices. Idempotent."""
+        if (compiling := self._compiling.pop(request_id, None)) is not None:
+            self._give_up(compiling)
         for choice in self._choices.pop(request_id, []):
             self._forget(choice)
             self._ready.append(choice.end("cancelled"))
 
+    def _give_up(self, compiling: Compiling) -> None:
+        if not any(other.grammar is compiling.grammar for other in self._compiling.values()):
+            self._vocabularies[compiling.request.adapter].grammars.give_up(compiling.grammar)
+        id_, choices = compiling.request.request_id, compiling.request.sampling.n
+        self._ready += [SequenceOutput(id_, index, [], "", finish_reason="cancelled") for index in range(choices)]
+
     def has_unfinished(self) -> bool:
         """Whether a step would yield or compute anything."""
-        return bool(self._choices or self._ready)
+        return bool(self._choices or self._ready or self._compiling)
 
     @property
     def counters(self) -> EngineCounters:
@@ -161,10 +213,11 @@ class LLMEngine:
 
     def load(self) -> EngineLoad:
         """Return how full the engine is."""
-        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
-        free_blocks = self._block_pool.total_blocks - sum(
-            self._block_pool.blocks_for(sequence.max_total_tokens) for sequence in self._choice_of
-        )
+        running, waiting = len(self._scheduler.running), self._waiting_choices
+        lengths = [sequence.max_total_tokens for sequence in self._choice_of]
+        for request in (one.request for one in self._compiling.values()):
+            lengths += [len(request.prompt_ids) + request.sampling.max_tokens] * request.sampling.n
+        free_blocks = self._block_pool.total_blocks - sum(map(self._block_pool.blocks_for, lengths))
         return EngineLoad(
             running=running,
             waiting=waiting,
@@ -186,14 +239,18 @@ class LLMEngine:
     @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:
         """Compute one batch: at most one new token for every running choice."""
+        if self._compiling:
+            self._start_compiled()
         outputs, self._ready = self._ready, []
         if self._draft_tokens:
             for sequence in self._scheduler.running:
                 self._choice_of[sequence].guess()
         chunks = self._scheduler.schedule()
         if chunks:
-            logits = self._runner.forward(chunks)
             sampling = [chunk for chunk in chunks if chunk.samples]
+            matchers = (self._choice_of[chunk.sequence].matcher for chunk in sampling)
+            self._mask_maker.begin([matcher for matcher in matchers if matcher is not None])
+            logits = self._runner.forward(chunks)
             sampled_rows = sum(1 + chunk.draft_tokens for chunk in sampling)
             scoring = [(chunk, chunk.unscored) for chunk in chunks if chunk.sequence.is_unscored]
             self._step_stats.step_tokens.observe(sum([chunk.tokens + chunk.draft_tokens for chunk in chunks]))
@@ -288,11 +345,6 @@ class LLMEngine:
     def _check_idle(self) -> None:
         if self._block_pool.used_blocks:
             raise EngineCorrupted(f"{self._block_pool.used_blocks} KV blocks are in use, but no sequence is")
-
-
-def _matcher(request: GenerationRequest, vocabulary: Vocabulary) -> Matcher | None:
-    grammar = request.sampling.grammar
-    return None if grammar is None else vocabulary.grammars.matcher(grammar)
 
 
 def _engine_info(

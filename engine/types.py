@@ -119,6 +119,11 @@ class SequenceOutput:
     prompt_logprobs: list[PromptLogprob] | None = None  # the next ones, in order; all of them before the first token
     timings: SequenceTimings | None = None  # with the first token, and at the choice's end
 
+    @classmethod
+    def failure(cls, request_id: str, error: str) -> "SequenceOutput":
+        """Make the end of a request that failed before any of its choices began."""
+        return cls(request_id, 0, [], "", finish_reason="error", error=error)
+
     def append(self, later: "SequenceOutput") -> None:
         """Join what the same step yielded after this."""
         self.token_ids += later.token_ids
@@ -127,6 +132,18 @@ class SequenceOutput:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
         self.timings = later.timings or self.timings
+
+
+@dataclass(slots=True)
+class Refusal(SequenceOutput):
+    """The end of a request that can never be served: the caller's mistake, so nobody tries again."""
+
+    param: str | None = None  # the request field at fault
+
+    @classmethod
+    def of(cls, request_id: str, param: str, error: str) -> "Refusal":
+        """Make the end of a whole request."""
+        return cls(request_id, 0, [], "", finish_reason="error", error=error, param=param)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from engine.types import SequenceOutput
+from engine.types import Refusal, SequenceOutput
 from engine.types import TokenLogprob as EngineLogprob
 from pool_worker.attempt import Attempt, attempt_id
 from pool_worker.credit import Credit
-from pool_worker.engines.base import Engine, Refusal
+from pool_worker.engines.base import Engine
 from pool_worker.generation import generation_request
 from pool_worker.peers import Peers
 from pool_worker.publisher import Publisher

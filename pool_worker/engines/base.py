@@ -25,13 +25,6 @@ class Capacity:
     max_model_len: int  # prompt + output tokens of one sequence
 
 
-@dataclass(slots=True)
-class Refusal(SequenceOutput):
-    """The error output of a request that no engine could ever serve: the caller's mistake, so nobody tries again."""
-
-    param: str | None = None  # the request field at fault
-
-
 class Engine(Protocol):
     """An engine as its worker sees it. Every method is called on the worker's event loop.
 

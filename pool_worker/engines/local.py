@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine import EngineConfig, LLMEngine, RequestRejected
-from engine.types import GenerationRequest, SequenceOutput, sequences_that_fit
-from pool_worker.engines.base import Capacity, EngineDiedError, Refusal
+from engine.types import GenerationRequest, Refusal, SequenceOutput, sequences_that_fit
+from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.settings import LocalEngineSettings
 from protocol.artifacts import tokenizer_object_name
 from protocol.messages import PROTOCOL_VERSION, ModelCard
@@ -204,9 +204,9 @@ def _obey(engine: LLMEngine, message: GenerationRequest | str) -> SequenceOutput
     try:
         engine.add_request(message)
     except RequestRejected as error:
-        return Refusal(message.request_id, 0, [], "", finish_reason="error", error=error.message, param=error.field)
+        return Refusal.of(message.request_id, error.field, error.message)
     except Exception as error:  # noqa: BLE001  # one request's prompt or resumed text must not end its batch-mates
-        return SequenceOutput(message.request_id, 0, [], "", finish_reason="error", error=repr(error))
+        return SequenceOutput.failure(message.request_id, repr(error))
     return None
 
 

@@ -32,11 +32,12 @@ from engine.types import (
     EngineInfo,
     FinishReason,
     GenerationRequest,
+    Refusal,
     ResumePoint,
     SamplingParams,
     SequenceOutput,
 )
-from pool_worker.engines.base import Capacity, EngineDiedError, Refusal
+from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.scripted_words import CHAT_TEMPLATE, SPECIAL_TOKENS, Script, build_tokenizer
 from pool_worker.settings import ScriptedEngineSettings
 from protocol.artifacts import tokenizer_object_name

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine import LLMEngine
-from engine.types import GenerationRequest, ResumePoint, SamplingParams, SequenceOutput
+from engine.types import GenerationRequest, Refusal, ResumePoint, SamplingParams, SequenceOutput
 from pool_worker import engines
-from pool_worker.engines.base import Capacity, Engine, EngineDiedError, Refusal
+from pool_worker.engines.base import Capacity, Engine, EngineDiedError
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings
 from protocol.artifacts import tokenizer_object_name
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,10 +11,19 @@ import jsonschema
 import pytest
 from transformers import LlamaConfig, PreTrainedModel
 
-from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams
-from engine.grammar import Matcher
-from engine.types import Grammar, GrammarKind
-from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, make_engine, make_model, run
+from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams, SequenceOutput
+from engine.grammar import COMPILING_THREADS, CompiledGrammar, GrammarCompiler, Matcher
+from engine.types import Grammar, GrammarKind, Refusal
+from tests.unit.engine.tiny_models import (
+    EOS_ID,
+    SHAPE,
+    Answer,
+    byte_level_tokenizer,
+    drain,
+    make_engine,
+    make_model,
+    run,
+)
 
 SCHEMAS = 500
 VOCABULARY = byte_level_tokenizer().get_vocab()
@@ -34,7 +44,7 @@ def engine(model: PreTrainedModel) -> LLMEngine:
 
 def request(name: str, kind: GrammarKind, source: str, **params: Any) -> GenerationRequest:
     resume = params.pop("resume", ())
-    usual: dict[str, Any] = {"max_tokens": 3000, "temperature": 1.5, "seed": 7, "logit_bias": SPARING}
+    usual: dict[str, Any] = {"max_tokens": 1500, "temperature": 1.5, "seed": 7, "logit_bias": SPARING}
     return GenerationRequest(name, PROMPT, SamplingParams(**usual | params, grammar=Grammar(kind, source)), resume)
 
 
@@ -123,9 +133,8 @@ def test_resumed_anywhere_it_is_the_undisturbed_answer(engine: LLMEngine, params
 
 
 def test_batch_mates_without_a_grammar_are_not_disturbed(model: PreTrainedModel, engine: LLMEngine) -> None:
-    free = GenerationRequest("free", PROMPT, SamplingParams(temperature=1.5, seed=3, max_tokens=40, ignore_eos=True))
-    alone = run(make_engine(model), free)["free", 0]
-    together = run(engine, request("bound", "regex", "[ab]{30}"), free, request("other", "regex", "[cd]{30}"))
+    alone = run(make_engine(model), free("free"))["free", 0]
+    together = run(engine, request("bound", "regex", "[ab]{30}"), free("free"), request("other", "regex", "[cd]{30}"))
     assert together["free", 0] == alone
     assert re.fullmatch("[ab]{30}", together["bound", 0].text)
 
@@ -147,33 +156,156 @@ def test_an_optional_rest_ends_by_the_models_own_end(engine: LLMEngine) -> None:
         ("json_schema", "{", "json"),
         ("regex", "(", "unclosed"),
         ("lark", "start: nothing", "nothing"),
-        ("regex", "a" * 200_001, "200000"),
     ],
 )
 def test_what_is_no_grammar_is_refused_by_the_fields_name(
     engine: LLMEngine, kind: GrammarKind, source: str, because: str
 ) -> None:
+    engine.add_request(request("r", kind, source, n=2))
+    [refusal] = steps_until(engine, bool)
+    assert isinstance(refusal, Refusal)
+    assert refusal.param == "response_format"
+    assert because in str(refusal.error)
+    assert not engine.has_unfinished()
     with pytest.raises(RequestRejected, match=because) as refused:
-        engine.add_request(request("r", kind, source))
+        engine.add_request(request("again", kind, source))
+    assert refused.value.field == "response_format"
+
+
+def test_a_grammar_that_is_too_long_is_refused_at_once(engine: LLMEngine) -> None:
+    with pytest.raises(RequestRejected, match="200000") as refused:
+        engine.add_request(request("r", "regex", "a" * 200_001))
     assert refused.value.field == "response_format"
     assert not engine.has_unfinished()
+
+
+def steps_until(engine: LLMEngine, enough: Any) -> list[SequenceOutput]:
+    outputs: list[SequenceOutput] = []
+    while not enough(outputs):
+        assert engine.has_unfinished()
+        outputs += engine.step()
+    return outputs
+
+
+class Gate:
+    """Lets grammars be compiled only when it is opened, and notes which."""
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.opened = threading.Event()
+
+    def passed(self, source: str) -> None:
+        assert self.opened.wait(30)
+        self.compiled.append(source)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate, usual = Gate(), GrammarCompiler._compile
+
+    def compile_later(compiler: GrammarCompiler, grammar: Grammar, tokenizer: Any) -> Any:
+        gate.passed(grammar.source)
+        return usual(compiler, grammar, tokenizer)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", compile_later)
+    return gate
+
+
+def free(name: str, max_tokens: int = 40) -> GenerationRequest:
+    return GenerationRequest(
+        name, PROMPT, SamplingParams(temperature=1.5, seed=3, max_tokens=max_tokens, ignore_eos=True)
+    )
+
+
+def test_a_batch_runs_on_while_a_grammar_is_compiled(model: PreTrainedModel, gate: Gate) -> None:
+    engine = make_engine(model)
+    engine.add_request(request("bound", "regex", "[ab]{30}", n=2))
+    assert engine.load().waiting == 2
+    engine.add_request(free("free"))
+    outputs = steps_until(engine, lambda outputs: any(output.finish_reason for output in outputs))
+    assert {output.request_id for output in outputs} == {"free"}
+    assert (engine.load().running, engine.load().waiting) == (0, 2)
+    gate.opened.set()
+    answers = drain(engine)
+    assert [bool(re.fullmatch("[ab]{30}", answers["bound", index].text)) for index in range(2)] == [True, True]
+    expected = run(make_engine(model), request("bound", "regex", "[ab]{30}", n=2))
+    assert answers == expected, "whenever it was admitted"
+
+
+def test_one_grammar_is_compiled_once_for_all_who_wait_for_it(model: PreTrainedModel, gate: Gate) -> None:
+    engine = make_engine(model)
+    for number in range(5):
+        engine.add_request(request(f"r{number}", "regex", "[ab]{3}" if number < 4 else "x"))
+    engine.step()
+    gate.opened.set()
+    answers = drain(engine)
+    assert {answers[f"r{number}", 0].text for number in range(4)} == {answers["r0", 0].text}
+    assert sorted(gate.compiled) == ["[ab]{3}", "x"]
+
+
+def test_cancelled_while_its_grammar_is_compiled(model: PreTrainedModel, gate: Gate) -> None:
+    engine = make_engine(model)
+    before = engine.load()
+    sources = [f"a{{{number}}}" for number in range(COMPILING_THREADS + 3)]
+    for source in sources:
+        engine.add_request(request(source, "regex", source, n=2))
+        engine.add_request(request(f"{source} too", "regex", source))
+    with pytest.raises(RequestRejected, match="already"):
+        engine.add_request(request(sources[0], "regex", "b"))
+    for source in sources[:-1]:
+        engine.abort(source)
+        engine.abort(source)
+        engine.abort(f"{source} too")
+    engine.abort(sources[-1])
+    ended = [(output.request_id, output.index, output.finish_reason) for output in engine.step()]
+    assert ended[:3] == [
+        (sources[0], 0, "cancelled"),
+        (sources[0], 1, "cancelled"),
+        (f"{sources[0]} too", 0, "cancelled"),
+    ]
+    assert len(ended) == 3 * len(sources) - 1
+    gate.opened.set()
+    assert drain(engine)[f"{sources[-1]} too", 0].text == "a" * (len(sources) - 1)
+    assert engine.load() == before
+    assert sources[-1] in gate.compiled
+    assert set(gate.compiled) <= {*sources[:COMPILING_THREADS], sources[-1]}, "compiled though nobody waits any more"
+
+
+def test_masks_are_made_while_the_forward_pass_runs(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(model)
+    made = threading.Semaphore(0)
+    forward, make_mask = engine._runner.forward, Matcher.make_mask
+
+    def note(matcher: Matcher) -> None:
+        make_mask(matcher)
+        made.release()
+
+    def wait_for_masks(chunks: Any) -> Any:
+        for _ in chunks:
+            assert made.acquire(timeout=10)
+        return forward(chunks)
+
+    monkeypatch.setattr(Matcher, "make_mask", note)
+    monkeypatch.setattr(engine._runner, "forward", wait_for_masks)
+    answers = run(engine, *(request(f"r{number}", "regex", "[ab]{9}", seed=number) for number in range(4)))
+    assert all(re.fullmatch("[ab]{9}", answer.text) for answer in answers.values())
 
 
 def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
     """Tokens of another worker that this one's grammar does not allow."""
     strange = ResumePoint(0, tuple(byte_level_tokenizer()("zz", add_special_tokens=False)["input_ids"]), 0)
-    with pytest.raises(Exception, match="satisfy"):
-        engine.add_request(request("r", "regex", "[ab]{9}", resume=(strange,)))
-    assert not engine.has_unfinished()
+    answers = run(engine, request("r", "regex", "[ab]{9}", resume=(strange,)), free("free"))
+    assert answers["r", 0].finish_reason == "error"
+    assert "satisfy" in str(answers["r", 0].error)
+    assert answers["free", 0].finish_reason == "length"
     assert answer_of(engine, "regex", "ab").text == "ab"
 
 
 def test_where_no_token_may_follow_only_that_answer_fails(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a vocabulary that has not every byte."""
     nothing = SimpleNamespace(compute_bitmask=lambda: bytes(len(VOCABULARY) // 8 + 1), is_error=lambda: False)
-    monkeypatch.setattr(engine._vocabularies[None].grammars, "matcher", lambda _grammar: Matcher(cast("Any", nothing)))
-    free = GenerationRequest("free", PROMPT, SamplingParams(temperature=1.5, seed=3, max_tokens=10, ignore_eos=True))
-    answers = run(engine, request("bound", "regex", "x", logprobs=1), free)
+    monkeypatch.setattr(CompiledGrammar, "matcher", lambda _grammar: Matcher(cast("Any", nothing)))
+    answers = run(engine, request("bound", "regex", "x", logprobs=1), free("free", max_tokens=10))
     assert answers["bound", 0].finish_reason == "error"
     assert "no token" in str(answers["bound", 0].error)
     assert len(answers["free", 0].token_ids) == 10
