@@ -65,7 +65,7 @@ class LLMEngine:
     """One model, one KV pool, one running batch."""
 
     info: EngineInfo
-    adapter_tokenizers: dict[str, PreTrainedTokenizerBase]  # of the adapters that have their own
+    tokenizers: dict[str | None, PreTrainedTokenizerBase]  # of the model (None), and of adapters that have their own
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: EngineConfig, *, name: str = ""
@@ -80,6 +80,7 @@ class LLMEngine:
         parameters = model.num_parameters()
         adapters = [load_adapter(name_, path, model) for name_, path in config.adapters.items()]
         layer_shapes = prepare_model(model, config.block_size, config.quantize)
+        adapter_rows = attach_adapters(model, adapters)
         vocabulary = Vocabulary(model, tokenizer)
         self.info = _engine_info(
             model,
@@ -101,7 +102,7 @@ class LLMEngine:
         self._max_waiting = config.max_waiting
         self._draft_tokens = config.draft_tokens
         memory = make_kv_memory(layer_shapes, self.info.kv_tokens, config.block_size, model.dtype, self._device)
-        self._runner = ModelRunner(model, memory, config.block_size, attach_adapters(model, adapters))
+        self._runner = ModelRunner(model, memory, config.block_size, adapter_rows)
         if self._device.type == "cuda" and config.cuda_graphs:
             self._runner.record_decoding(
                 CudaGraphRecorder(),
@@ -109,9 +110,11 @@ class LLMEngine:
                 max_model_len=self.info.max_model_len,
                 vocab_size=self.info.vocab_size,
             )
-        self.adapter_tokenizers = {a.info.name: a.tokenizer for a in adapters if a.tokenizer is not None}
+        self.tokenizers = {None: tokenizer}
         self._vocabularies: dict[str | None, Vocabulary] = {None: vocabulary}  # by adapter
         for adapter in adapters:
+            if adapter.tokenizer is not None:
+                self.tokenizers[adapter.info.name] = adapter.tokenizer
             self._vocabularies[adapter.info.name] = vocabulary.of_adapter(adapter.tokenizer)
         self._mask_maker = MaskMaker()
         self._compiling: dict[str, Compiling] = {}  # by request; the first come first

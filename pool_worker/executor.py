@@ -61,6 +61,7 @@ class Executor:
         ended and its credit is free again.
         """
         self._settings = settings
+        self._adapters = settings.adapters
         self._bus = bus
         self._engine = engine
         self._credit = credit
@@ -210,7 +211,8 @@ class Executor:
 
     def _submit(self, attempt: Attempt, packed_prompt: bytes) -> None:
         try:
-            request = generation_request(attempt.id, attempt.job, unpack_token_ids(packed_prompt))
+            prompt_ids = unpack_token_ids(packed_prompt)
+            request = generation_request(attempt.id, attempt.job, prompt_ids, self._adapters)
         except ProtocolError as error:
             self._fail(attempt, ErrorCode.INTERNAL_ERROR, str(error), retryable=False)
             return

@@ -1,5 +1,6 @@
 """A job of the queue as a request to the engine."""
 
+from collections.abc import Collection
 from typing import cast, get_args
 
 from engine.types import GenerationRequest, Grammar, GrammarKind, ResumePoint, SamplingParams
@@ -13,14 +14,19 @@ def prompt_tokens_of(job: Job) -> int:
     return job.prompt_tokens if job.prompt_object is not None else len(job.prompt_ids) // 4
 
 
-def generation_request(request_id: str, job: Job, prompt_ids: list[int]) -> GenerationRequest:
-    """Translate a job. Raises ProtocolError if a resume point's tokens are not whole 32-bit integers.
+def generation_request(
+    request_id: str, job: Job, prompt_ids: list[int], adapters: Collection[str] = ()
+) -> GenerationRequest:
+    """Translate a job, whose model is one of the engine's ``adapters`` or the engine's own.
+
+    Raises ProtocolError if a resume point's tokens are not whole 32-bit integers.
 
     Choices that are already complete go in as well: the engine ends them again at once, and the others keep the
     numbers that their seeds depend on.
     """
     resume = tuple(ResumePoint(p.index, tuple(unpack_token_ids(p.token_ids)), p.text_chars) for p in job.resume)
-    return GenerationRequest(request_id, prompt_ids, sampling_params(job.sampling), resume)
+    adapter = job.model if job.model in adapters else None
+    return GenerationRequest(request_id, prompt_ids, sampling_params(job.sampling), resume, adapter=adapter)
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:

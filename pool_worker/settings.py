@@ -43,6 +43,8 @@ class LocalEngineSettings(Settings):
     # How many tokens to guess and compute beside the next one where a text repeats itself (quotations, code); never
     # changes an answer.
     draft_tokens: Annotated[int, Field(ge=0, le=64)] = 0
+    # LoRA adapters of this model, each served as a model of its own: its name → a PEFT folder, or its name on the hub.
+    adapters: dict[str, str] = {}
     threads: PositiveInt | None = None
 
 
@@ -86,3 +88,8 @@ class WorkerSettings(Settings):
     drain_s: Seconds = 25.0  # how long running jobs may go on after SIGTERM or a notice
     notice: NoticeKind = "none"  # who says that the machine will be taken away, and how
     notice_url: HttpAddress | None = None  # instead of the provider's own metadata server
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Those of ``models`` that are adapters of the engine's model."""
+        return frozenset(self.engine.adapters) if isinstance(self.engine, LocalEngineSettings) else frozenset()

@@ -158,6 +158,12 @@ class Config(BaseSettings):
                     raise ValueError(
                         f"pools.{pool_name}.models: {model_name!r} is not one of [models]: {', '.join(self.models)}"
                     )
+            for adapter in pool.engine.adapters if isinstance(pool.engine, LocalEngineSettings) else ():
+                if adapter not in pool.models:
+                    raise ValueError(
+                        f"pools.{pool_name}.engine.adapters: {adapter!r} is a model of its own, but not one of "
+                        f"pools.{pool_name}.models: {', '.join(pool.models)}"
+                    )
         return self
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine import EngineConfig, LLMEngine, RequestRejected
@@ -28,6 +28,8 @@ STEPS_AHEAD: Final = 8
 STOP_LIMIT_S: Final = 10.0  # for the step in progress
 
 log = logging.getLogger(__name__)
+
+_Tokenizers = dict[str | None, PreTrainedTokenizerBase]  # of the model (None), and of adapters that have their own
 
 
 class LocalEngine:
@@ -45,8 +47,9 @@ class LocalEngine:
         self._steps_changed = asyncio.Event()
         self._death: EngineDiedError | None = None
         self._loop: asyncio.AbstractEventLoop
-        self._loaded: asyncio.Future[tuple[Capacity, PreTrainedTokenizerBase]]
-        self._tokenizer: PreTrainedTokenizerBase
+        self._loaded: asyncio.Future[tuple[Capacity, _Tokenizers]]
+        self._tokenizers: _Tokenizers
+        self._tokenizer_jsons: dict[str, bytes] = {}  # by object name: most adapters have that of their model
         self._max_model_len = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -55,22 +58,25 @@ class LocalEngine:
         self._loop = asyncio.get_running_loop()
         self._loaded = self._loop.create_future()
         self._thread.start()
-        capacity, self._tokenizer = await self._loaded
+        capacity, self._tokenizers = await self._loaded
         self._max_model_len = capacity.max_model_len
         return capacity
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
         """See ``base.Engine``."""
-        tokenizer_json = self._tokenizer.backend_tokenizer.to_str().encode()
+        base = self._tokenizers[None]
+        tokenizer = self._tokenizers.get(model, base)
+        tokenizer_json = tokenizer.backend_tokenizer.to_str().encode()
+        object_name = tokenizer_object_name(tokenizer_json)
         card = ModelCard(
             v=PROTOCOL_VERSION,
             model=model,
             context_length=self._max_model_len,
-            tokenizer_object=tokenizer_object_name(tokenizer_json),
-            chat_template=_chat_template(self._tokenizer),
-            special_tokens=_special_tokens(self._tokenizer),
+            tokenizer_object=object_name,
+            chat_template=_chat_template(tokenizer) or _chat_template(base),
+            special_tokens=_special_tokens(tokenizer),
         )
-        return card, tokenizer_json
+        return card, self._tokenizer_jsons.setdefault(object_name, tokenizer_json)
 
     def submit(self, request: GenerationRequest) -> None:
         """See ``base.Engine``."""
@@ -112,18 +118,23 @@ class LocalEngine:
 
     def _run(self) -> None:
         try:
-            engine, tokenizer = load(self._settings)
+            engine = load(self._settings)
         except Exception as error:  # noqa: BLE001 - whatever a model folder can do wrong, the operator shall read it
             reason = EngineDiedError(f"{self._settings.path} cannot be loaded: {str(error) or type(error).__name__}")
             self._call(self._end_loading, reason)
             return
         info = engine.info
         log.info("loaded %s: %s", self._settings.path, info)
+        for adapter in info.adapters:
+            log.info(
+                "adapter %s: rank %s in %d layers, %.1f MiB",
+                *(adapter.name, "-".join(map(str, sorted(set(adapter.ranks)))), adapter.layers, adapter.bytes / 2**20),
+            )
         fits = ", ".join(f"{count} of {length}" for length, count in sequences_that_fit(info).items())
         log.info("%d tokens of KV memory hold so many sequences of so many tokens: %s", info.kv_tokens, fits)
         promised_tokens = int(info.kv_tokens * self._settings.kv_overcommit)
         capacity = Capacity(info.max_sequences, promised_tokens, info.max_model_len)
-        self._call(self._end_loading, (capacity, tokenizer))
+        self._call(self._end_loading, (capacity, engine.tokenizers))
         try:
             self._step_until_stopped(engine)
         except Exception as error:
@@ -152,7 +163,7 @@ class LocalEngine:
 
     # --- on the event loop, called by the thread ----------------------------------------------------------------------
 
-    def _end_loading(self, outcome: tuple[Capacity, PreTrainedTokenizerBase] | EngineDiedError) -> None:
+    def _end_loading(self, outcome: tuple[Capacity, _Tokenizers] | EngineDiedError) -> None:
         if self._loaded.done():
             return  # nobody waits any more
         if isinstance(outcome, EngineDiedError):
@@ -169,13 +180,15 @@ class LocalEngine:
         self._steps_changed.set()
 
 
-def load(settings: LocalEngineSettings) -> tuple[LLMEngine, PreTrainedTokenizerBase]:
-    """Load model and tokenizer. Raises whatever transformers and the engine raise for what they cannot load."""
+def load(settings: LocalEngineSettings) -> LLMEngine:
+    """Load a model and its adapters. Raises whatever transformers and the engine raise for what they cannot load."""
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the worker's output is a log
-    tokenizer = AutoTokenizer.from_pretrained(settings.path)
-    if not tokenizer.is_fast:
-        raise ValueError("it has no tokenizer.json, which gateways count tokens with")
-    return LLMEngine.from_pretrained(settings.path, engine_config(settings)), tokenizer
+    engine = LLMEngine.from_pretrained(settings.path, engine_config(settings))
+    for adapter, tokenizer in engine.tokenizers.items():
+        if not tokenizer.is_fast:
+            whose = "it" if adapter is None else f"adapters.{adapter}"
+            raise ValueError(f"{whose} has no tokenizer.json, which gateways count tokens with")
+    return engine
 
 
 def engine_config(settings: LocalEngineSettings) -> EngineConfig:
@@ -192,6 +205,7 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
         max_batched_tokens=settings.max_batched_tokens,
         threads=settings.threads,
         prefix_cache=settings.prefix_cache,
+        adapters=settings.adapters,
         draft_tokens=settings.draft_tokens,
         **{name: value for name, value in chosen.items() if value is not None},
     )

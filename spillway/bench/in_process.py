@@ -24,7 +24,7 @@ class EngineTarget:
         """Load the model. Raises BenchError."""
         self._settings = settings
         try:
-            self._engine, _ = load_engine(settings)
+            self._engine = load_engine(settings)
         except (EngineError, OSError, ValueError) as error:
             raise BenchError(f"{settings.path} cannot be loaded: {error}") from error
 

@@ -263,7 +263,7 @@ def own_folder(served: Served, tmp_path: Path) -> Iterator[Path]:
 def test_a_copy_of_the_models_tokenizer_is_shared(served: Served, own_folder: Path) -> None:
     byte_level_tokenizer().save_pretrained(own_folder)
     engine = make_engine(served.base, adapters={"own": str(own_folder)})
-    assert list(engine.adapter_tokenizers) == ["own"]
+    assert list(engine.tokenizers) == [None, "own"]
     assert engine._vocabularies["own"] is engine._vocabularies[None]
 
 

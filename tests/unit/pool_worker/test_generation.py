@@ -51,3 +51,11 @@ def test_a_cut_resume_point_is_a_protocol_error() -> None:
     job = m.Job(m.PROTOCOL_VERSION, "r", 2, "m", "fr.g", SAMPLING, b"", resume=(m.ResumePoint(0, b"12345", 0),))
     with pytest.raises(ProtocolError):
         generation_request("r.2", job, [])
+
+
+def test_the_jobs_model_chooses_the_adapter() -> None:
+    adapters = {"support-bot", "other"}
+    for model, adapter in (("support-bot", "support-bot"), ("base", None)):
+        job = m.Job(m.PROTOCOL_VERSION, "r", 1, model, "fr.g", SAMPLING, b"")
+        assert generation_request("r.1", job, [1], adapters).adapter == adapter
+        assert generation_request("r.1", job, [1]).adapter is None

@@ -52,6 +52,19 @@ def test_a_pool_has_a_gate_only_where_the_file_says_so(tmp_path: Path) -> None:
         load(tmp_path, GOOD.replace("usd_per_hour = 0.4", "batch_reserve = 1.0"))
 
 
+def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
+    text = GOOD.replace('models = ["small"]', 'models = ["small", "support-bot"]') + "[models.support-bot]\n"
+    adapters = '[pools.cheap.engine.adapters]\n"support-bot" = "org/support"\n'
+    worker = load(tmp_path, text.replace("[models.support-bot]", adapters + "[models.support-bot]")).worker_settings(
+        "cheap"
+    )
+    assert worker.models == ("small", "support-bot")
+    assert worker.adapters == {"support-bot"}
+    assert load(tmp_path, GOOD).worker_settings("cheap").adapters == frozenset()
+    with pytest.raises(ConfigError, match=r"pools\.cheap\.models: 'support-bot' is not one of \[models\]: small"):
+        load(tmp_path, text.replace("[models.support-bot]", adapters))
+
+
 def test_tenants_reach_the_gateway(tmp_path: Path) -> None:
     tenants = "[tenants.shop]\nweight = 3\nmax_in_flight = 100\n[tenants.other]\nmax_queued = 10\n"
     settings = load(tmp_path, GOOD + tenants).gateway_settings(SecretStr("pepper"))
@@ -89,6 +102,14 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         (
             ('path = "org/small"', 'pathh = "x"'),
             "pools.cheap.engine.pathh: there is no such key; there are: kind, path, dtype,",
+        ),
+        (
+            ('path = "org/small"', 'path = "org/small"\nadapters = { support-bot = "org/support" }'),
+            "pools.cheap.engine.adapters: 'support-bot' is a model of its own, but not one of pools.cheap.models",
+        ),
+        (
+            ('path = "org/small"', 'path = "org/small"\nadapters = { small = 3 }'),
+            "pools.cheap.engine.adapters.small: Input should be a valid string",
         ),
         (('kind = "spillway"', ""), "pools.cheap.engine: 'kind' is required: spillway, scripted"),
         (
