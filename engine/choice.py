@@ -143,13 +143,12 @@ class Choice:
         self.finish_reason = reason
         output = self._output([], "", None)
         output.error = error
-        output.timings = self.sequence.timings()
+        output.timings = self.sequence.clock.timings()
         return output
 
     def _output(self, token_ids: list[int], text: str, logprobs: list[TokenLogprob] | None) -> SequenceOutput:
-        sequence = self.sequence
-        has_made = sequence.last_token_s is not None  # resumed text comes before any token
-        has_news = has_made and (self.finish_reason is not None or sequence.first_token_s == sequence.last_token_s)
+        clock = self.sequence.clock
+        has_ended = self.finish_reason is not None and clock.scheduled_s is not None  # or else by resumed text
         return SequenceOutput(
             self.request_id,
             self.index,
@@ -158,8 +157,8 @@ class Choice:
             logprobs,
             self.finish_reason,
             self.stop_reason,
-            cached_tokens=sequence.cached_tokens or 0,
-            timings=sequence.timings() if has_news else None,
+            cached_tokens=self.sequence.cached_tokens or 0,
+            timings=clock.timings() if has_ended or clock.has_first_token else None,
         )
 
     def _read(self, token_id: int) -> str:

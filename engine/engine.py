@@ -286,7 +286,7 @@ class LLMEngine:
         ahead = [number for chunk in chunks for number in range(1 + chunk.draft_tokens)]
         rows = [self._choice_of[chunk.sequence].sampling_row for chunk in chunks for _ in range(1 + chunk.draft_tokens)]
         samples = iter(sample(logits, rows, ahead) if rows else [])
-        self._step_stats.tokens_came([chunk.sequence for chunk in chunks], time.monotonic())
+        self._step_stats.tokens_came([chunk.sequence.clock for chunk in chunks], time.monotonic())
         outputs = []
         for chunk in chunks:
             sampled = list(islice(samples, 1 + chunk.draft_tokens))

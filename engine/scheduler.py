@@ -21,7 +21,8 @@ from typing import Final
 
 from engine.block_pool import BlockPool
 from engine.prefix_keys import extend_keys
-from engine.types import EngineCounters, SequenceTimings
+from engine.step_stats import SequenceClock
+from engine.types import EngineCounters
 
 LOOKAHEAD_TOKENS: Final = 64
 NOTHING: Final = range(0)
@@ -43,11 +44,7 @@ class Sequence:
     adapter: str | None = None  # what its tokens are computed with
     cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
     scored_tokens: int | None = None  # of the prompt: how many logprobs are known; None: they are not wanted
-    preemptions: int = 0
-    added_s: float = 0.0  # this and what follows: moments of the monotonic clock
-    scheduled_s: float | None = None  # the first time
-    first_token_s: float | None = None  # that this engine made
-    last_token_s: float | None = None
+    clock: SequenceClock = field(default_factory=SequenceClock)
 
     @property
     def output_tokens(self) -> int:
@@ -75,16 +72,6 @@ class Sequence:
     def held_blocks(self) -> int:
         """How many blocks it has."""
         return sum(map(len, self.block_runs))
-
-    def timings(self) -> SequenceTimings:
-        """Return how it has spent its time; the phase it is in reaches to its last token, or else until now."""
-        if self.scheduled_s is None:
-            return SequenceTimings(_ms(self.added_s, time.monotonic()), 0.0, 0.0, self.preemptions)
-        queue_ms = _ms(self.added_s, self.scheduled_s)
-        if self.first_token_s is None or self.last_token_s is None:
-            return SequenceTimings(queue_ms, _ms(self.scheduled_s, time.monotonic()), 0.0, self.preemptions)
-        prefill_ms, decode_ms = _ms(self.scheduled_s, self.first_token_s), _ms(self.first_token_s, self.last_token_s)
-        return SequenceTimings(queue_ms, prefill_ms, decode_ms, self.preemptions)
 
     def block_at(self, number: int) -> int:
         """Return its block `number`, counted from its first token."""
@@ -141,7 +128,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the caller has made sure that the whole pool could hold it."""
-        sequence.added_s = time.monotonic()
+        sequence.clock.added_s = time.monotonic()
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence, *, forget: bool = False) -> None:
@@ -251,7 +238,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         self.counters.preemptions += 1
-        sequence.preemptions += 1
+        sequence.clock.preemptions += 1
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -304,7 +291,7 @@ class Scheduler:
         sequence.computed_tokens = len(found_blocks) * self.block_pool.block_size
         sequence.findable_blocks = len(found_blocks)
         if sequence.cached_tokens is None:
-            sequence.scheduled_s = time.monotonic()
+            sequence.clock.scheduled_s = time.monotonic()
             sequence.cached_tokens = min(sequence.computed_tokens, sequence.prompt_tokens)
             self.counters.prompt_tokens += sequence.prompt_tokens
             self.counters.queried_tokens += sequence.prompt_tokens if self._prefix_cache else 0
@@ -331,10 +318,6 @@ def _affordable(sequence: Sequence, budget: int, scored_budget: int) -> int:
     tokens = min(sequence.pending_tokens, budget)
     unscored = sequence.unscored(tokens)
     return tokens if len(unscored) <= scored_budget else unscored[scored_budget] - sequence.computed_tokens
-
-
-def _ms(start_s: float, end_s: float) -> float:
-    return (end_s - start_s) * 1000
 
 
 def _runs_of(blocks: list[int]) -> list[range]:

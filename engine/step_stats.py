@@ -3,11 +3,13 @@
 Another thread may take a snapshot at any time: it may miss the step in progress, and never sees a number fall.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final
 
-from engine.types import HistogramCounts
+from engine.types import HistogramCounts, SequenceTimings
 
 # vLLM's buckets, and below them some for models that take a few milliseconds a step.
 INTER_TOKEN_BOUNDS_S: Final = (
@@ -35,11 +37,30 @@ class Histogram:
         return HistogramCounts(self._bounds, tuple(self._counts), self._total)
 
 
-class TokenTimes(Protocol):
-    """Something that yields tokens; the monotonic clock's moments of its first and last one, None before."""
+@dataclass(slots=True)
+class SequenceClock:
+    """When a sequence passed from one phase into the next: moments of the monotonic clock."""
 
-    first_token_s: float | None
-    last_token_s: float | None
+    added_s: float = 0.0
+    scheduled_s: float | None = None  # the first time
+    first_token_s: float | None = None  # that this engine made
+    last_token_s: float | None = None
+    preemptions: int = 0
+
+    @property
+    def has_first_token(self) -> bool:
+        """Whether it has made one token and no more, or all of them in one step."""
+        return self.first_token_s is not None and self.first_token_s == self.last_token_s
+
+    def timings(self) -> SequenceTimings:
+        """Return how it has spent its time; the phase it is in reaches to its last token, or else until now."""
+        if self.scheduled_s is None:
+            return SequenceTimings(_ms(self.added_s, time.monotonic()), 0.0, 0.0, self.preemptions)
+        queue_ms = _ms(self.added_s, self.scheduled_s)
+        if self.first_token_s is None or self.last_token_s is None:
+            return SequenceTimings(queue_ms, _ms(self.scheduled_s, time.monotonic()), 0.0, self.preemptions)
+        prefill_ms, decode_ms = _ms(self.scheduled_s, self.first_token_s), _ms(self.first_token_s, self.last_token_s)
+        return SequenceTimings(queue_ms, prefill_ms, decode_ms, self.preemptions)
 
 
 class StepStats:
@@ -50,20 +71,24 @@ class StepStats:
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
         self._last_s: float | None = None  # when the last step's tokens came
 
-    def tokens_came(self, sequences: Iterable[TokenTimes], now_s: float) -> None:
-        """Note that each of these has now yielded one token, or several at once.
+    def tokens_came(self, clocks: Iterable[SequenceClock], now_s: float) -> None:
+        """Note that the sequence of each has now yielded one token, or several at once.
 
         Those that had one in the last step as well, usually all, have the same gap: it is counted once for all.
         """
         last_s, steady = self._last_s, 0
-        for sequence in sequences:
-            if sequence.last_token_s is None:
-                sequence.first_token_s = now_s
-            elif sequence.last_token_s == last_s:
+        for clock in clocks:
+            if clock.last_token_s is None:
+                clock.first_token_s = now_s
+            elif clock.last_token_s == last_s:
                 steady += 1
             else:  # it gave way, or found no room in the step
-                self.inter_token_s.observe(now_s - sequence.last_token_s)
-            sequence.last_token_s = now_s
+                self.inter_token_s.observe(now_s - clock.last_token_s)
+            clock.last_token_s = now_s
         if steady and last_s is not None:
             self.inter_token_s.observe(now_s - last_s, steady)
         self._last_s = now_s
+
+
+def _ms(start_s: float, end_s: float) -> float:
+    return (end_s - start_s) * 1000

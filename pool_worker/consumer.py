@@ -189,7 +189,7 @@ class Consumer:
 
     def room(self, *, is_batch: bool = False) -> int:
         """Return how many jobs may be asked for and not yet be here."""
-        is_blocked = self._executor.has_waiting if is_batch else self._executor.has_waiting_interactive
+        is_blocked = self._executor.waiting_jobs if is_batch else self._executor.has_waiting_interactive
         if is_blocked or self._executor.is_draining or self._outbox.full or not self._bus.connected:
             return 0
         return self._credit.jobs_to_pull(is_batch=is_batch)

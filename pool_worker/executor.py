@@ -92,9 +92,9 @@ class Executor:
         return self._is_draining
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether a job is here that does not fit into the engine yet."""
-        return bool(self._waiting)
+    def waiting_jobs(self) -> int:
+        """How many jobs are here that do not fit into the engine yet."""
+        return len(self._waiting)
 
     @property
     def has_waiting_interactive(self) -> bool:

@@ -6,6 +6,8 @@ import time
 from typing import Final
 
 from pool_worker.credit import Credit
+from pool_worker.engine_stats import wire_stats
+from pool_worker.engines.base import Engine
 from pool_worker.executor import Executor
 from pool_worker.gate import Gate
 from pool_worker.settings import WorkerSettings
@@ -25,7 +27,7 @@ class Heart:
     """Puts a Heartbeat into the registry again and again, until the entry is removed."""
 
     def __init__(
-        self, settings: WorkerSettings, bus: Bus, engine: str, *, executor: Executor, credit: Credit, gate: Gate
+        self, settings: WorkerSettings, bus: Bus, engine: Engine, *, executor: Executor, credit: Credit, gate: Gate
     ) -> None:
         self._settings = settings
         self._bus = bus
@@ -72,7 +74,7 @@ class Heart:
             provider=settings.provider,
             region=settings.region,
             tier=settings.tier,
-            engine=self._engine,
+            engine=self._engine.name,
             models=settings.models,
             usd_per_hour=settings.usd_per_hour,
             max_sequences=capacity.max_sequences,
@@ -85,6 +87,7 @@ class Heart:
             draining=self._executor.is_draining,
             jobs_taken=self._executor.jobs_taken,
             tokens_made=self._executor.tokens_made,
+            stats=wire_stats(self._engine.stats(), self._executor.waiting_jobs),
         )
 
 

@@ -83,7 +83,7 @@ class Worker:
             must_look=self._must_look,
         )
         self._control = ControlListener(bus, settings.worker_id, self._executor)
-        self._heart = Heart(settings, bus, engine.name, executor=self._executor, credit=credit, gate=self._gate)
+        self._heart = Heart(settings, bus, engine, executor=self._executor, credit=credit, gate=self._gate)
         self._drain = Drain(self._executor, self._peers.others_serving)
         self._gateways = GatewayWatch(bus, settings.worker_id, self._executor)
         self._cards = ModelCards(bus, engine, settings.models)

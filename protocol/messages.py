@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
+from protocol.engine_stats import EngineStats
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
 from protocol.pooling import Pooling, PoolingCard
@@ -266,6 +267,7 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     draining: bool = False
     jobs_taken: int = 0  # since the worker started: their increase is the rate at which the queue is served
     tokens_made: int = 0  # output tokens, likewise
+    stats: EngineStats | None = None  # None: the engine does not tell
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):

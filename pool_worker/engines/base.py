@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.types import GenerationRequest, SequenceOutput
+from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from protocol.messages import ModelCard
 
 
@@ -54,6 +54,10 @@ class Engine(Protocol):
 
         Once only, and by one caller. A choice that ``resume`` brings in complete ends again without a token.
         """
+        ...
+
+    def stats(self) -> EngineStats:
+        """How it does, for the worker's heartbeats; every number counted since ``start``."""
         ...
 
     async def stop(self) -> None:

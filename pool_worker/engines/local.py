@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine import EngineConfig, LLMEngine, RequestRejected
-from engine.types import GenerationRequest, Refusal, SequenceOutput, sequences_that_fit
+from engine.types import EngineStats, GenerationRequest, Refusal, SequenceOutput, sequences_that_fit
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.settings import LocalEngineSettings
 from protocol.artifacts import tokenizer_object_name
@@ -46,6 +46,7 @@ class LocalEngine:
         self._steps: deque[list[SequenceOutput]] = deque()  # computed, not yet taken; at most STEPS_AHEAD
         self._steps_changed = asyncio.Event()
         self._death: EngineDiedError | None = None
+        self._engine: LLMEngine
         self._loop: asyncio.AbstractEventLoop
         self._loaded: asyncio.Future[tuple[Capacity, _Tokenizers]]
         self._tokenizers: _Tokenizers
@@ -98,6 +99,10 @@ class LocalEngine:
             await self._steps_changed.wait()
             self._steps_changed.clear()
 
+    def stats(self) -> EngineStats:
+        """See ``base.Engine``."""
+        return self._engine.stats()
+
     async def stop(self) -> None:
         """See ``base.Engine``."""
         with self._inbox_changed:
@@ -123,6 +128,7 @@ class LocalEngine:
             reason = EngineDiedError(f"{self._settings.path} cannot be loaded: {str(error) or type(error).__name__}")
             self._call(self._end_loading, reason)
             return
+        self._engine = engine
         info = engine.info
         log.info("loaded %s: %s", self._settings.path, info)
         for adapter in info.adapters:

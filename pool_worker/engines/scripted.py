@@ -17,6 +17,7 @@ every ``inter_token_s``; a choice joins ``ttft_s`` after its start.
 """
 
 import asyncio
+import dataclasses
 import os
 import re
 import time
@@ -27,9 +28,12 @@ from typing import Final
 
 from engine.admission import check_request
 from engine.errors import RequestRejected
+from engine.step_stats import SequenceClock, StepStats
 from engine.stop_strings import StopStrings
 from engine.types import (
+    EngineCounters,
     EngineInfo,
+    EngineStats,
     FinishReason,
     GenerationRequest,
     Refusal,
@@ -75,8 +79,8 @@ class ScriptedChoice:
     """
 
     __slots__ = (
-        "answer_tokens", "chars_to_skip", "fault", "fault_at", "index", "made", "params", "ready_s", "request_id",
-        "script", "seed", "stops",
+        "answer_tokens", "chars_to_skip", "clock", "fault", "fault_at", "index", "made", "params", "prompt_tokens",
+        "ready_s", "request_id", "script", "seed", "stops",
     )  # fmt: skip
 
     def __init__(self, request: GenerationRequest, index: int, script: Script, wishes: Directives) -> None:
@@ -92,6 +96,8 @@ class ScriptedChoice:
         self.stops = StopStrings(request.sampling.stop)
         self.chars_to_skip = 0  # of text that the client already has
         self.ready_s = 0.0  # monotonic clock: when its first token may come
+        self.prompt_tokens = len(request.prompt_ids)
+        self.clock = SequenceClock(added_s=time.monotonic())
 
     def resume(self, point: ResumePoint) -> SequenceOutput | None:
         """Take the tokens another worker has made; return text that was held back then, or the end if it is one."""
@@ -118,11 +124,15 @@ class ScriptedChoice:
         logprobs = None
         if self.params.logprobs is not None:
             logprobs = [self.script.logprob_at(self.seed, place, self.params.logprobs)]
-        return SequenceOutput(self.request_id, self.index, [token_id], text, logprobs, reason, stopped_by)
+        output = SequenceOutput(self.request_id, self.index, [token_id], text, logprobs, reason, stopped_by)
+        if reason is not None or self.clock.has_first_token:
+            output.timings = self.clock.timings()
+        return output
 
     def end(self, reason: FinishReason, error: str | None = None) -> SequenceOutput:
         """End without a token."""
-        return SequenceOutput(self.request_id, self.index, [], "", None, reason, None, error)
+        timings = self.clock.timings()
+        return SequenceOutput(self.request_id, self.index, [], "", None, reason, None, error, timings=timings)
 
     def _read(self, token_id: int) -> tuple[str, FinishReason | None, int | str | None]:
         """Take one token into the text; return new text, why the choice ends with it, and what stopped it."""
@@ -177,6 +187,8 @@ class ScriptedEngine:
         self._ready: list[SequenceOutput] = []  # what the next step yields without making tokens
         self._wake = asyncio.Event()
         self._last_step_s = 0.0
+        self._counters = EngineCounters()
+        self._step_stats = StepStats()
         self._is_stopped = False
 
     async def start(self) -> Capacity:
@@ -247,6 +259,19 @@ class ScriptedEngine:
             if outputs:
                 yield outputs
 
+    def stats(self) -> EngineStats:
+        """See ``base.Engine``."""
+        held = [*self._running, *self._stalled]
+        kv_tokens = sum([choice.prompt_tokens + choice.made for choice in held])
+        return EngineStats(
+            running=len(held),
+            waiting=len(self._waiting),
+            kv_usage=min(1.0, kv_tokens / self._settings.max_kv_tokens),
+            counters=dataclasses.replace(self._counters),
+            step_tokens=self._step_stats.step_tokens.snapshot(),
+            inter_token_s=self._step_stats.inter_token_s.snapshot(),
+        )
+
     async def stop(self) -> None:
         """See ``base.Engine``."""
         self._is_stopped = True
@@ -255,7 +280,9 @@ class ScriptedEngine:
     def _admit(self) -> None:
         while self._waiting and len(self._running) + len(self._stalled) < self._settings.max_sequences:
             choice = self._waiting.popleft()
-            choice.ready_s = time.monotonic() + self._settings.ttft_s
+            choice.clock.scheduled_s = time.monotonic()
+            choice.ready_s = choice.clock.scheduled_s + self._settings.ttft_s
+            self._counters.prompt_tokens += choice.prompt_tokens
             self._running.append(choice)
 
     async def _wait_for_step(self) -> None:
@@ -287,19 +314,18 @@ class ScriptedEngine:
 
     def _step(self, now_s: float) -> list[SequenceOutput]:
         """Make one token for every choice that is ready."""
-        outputs: list[SequenceOutput] = []
-        still_running: list[ScriptedChoice] = []
-        for choice in self._running:
-            if choice.ready_s > now_s:
-                still_running.append(choice)
-            elif choice.fault is not None and choice.fault_is_due():
-                self._strike(choice, outputs)
-            else:
-                output = choice.step()
-                outputs.append(output)
-                if output.finish_reason is None:
-                    still_running.append(choice)
-        self._running = still_running
+        ready = [choice for choice in self._running if choice.ready_s <= now_s]
+        striking = [choice for choice in ready if choice.fault is not None and choice.fault_is_due()]
+        yielding = [choice for choice in ready if choice not in striking] if striking else ready
+        self._step_stats.tokens_came([choice.clock for choice in yielding], now_s)
+        self._step_stats.step_tokens.observe(len(yielding))
+        self._counters.generated_tokens += len(yielding)
+        outputs = [choice.step() for choice in yielding]
+        gone = {choice for choice, output in zip(yielding, outputs, strict=True) if output.finish_reason is not None}
+        gone.update(striking)
+        self._running = [choice for choice in self._running if choice not in gone]
+        for choice in striking:
+            self._strike(choice, outputs)
         return outputs
 
     def _strike(self, choice: ScriptedChoice, outputs: list[SequenceOutput]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine import LLMEngine
-from engine.types import GenerationRequest, Refusal, ResumePoint, SamplingParams, SequenceOutput
+from engine.types import GenerationRequest, Refusal, ResumePoint, SamplingParams, SequenceOutput, SequenceTimings
 from pool_worker import engines
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings
@@ -55,12 +55,15 @@ class Driver:
         self.capacity = capacity
         self.answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
         self.refusals: dict[str, Refusal] = {}
+        self.timings: dict[str, list[SequenceTimings]] = defaultdict(list)
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
         async for outputs in self.engine.steps():
             for output in outputs:
                 self.answers[output.request_id, output.index].take(output)
+                if output.timings is not None:
+                    self.timings[output.request_id].append(output.timings)
                 if isinstance(output, Refusal):
                     self.refusals[output.request_id] = output
             self._changed.set()
@@ -379,3 +382,41 @@ async def test_prompts_cannot_ask_for_faults_where_that_is_off() -> None:
     async with driving(ScriptedEngineSettings()) as driver:
         answer = await driver.answer(scripted_request(driver, "[[crash after=2]] [[tokens=99]]"))
         assert answer.finish_reason == "stop"
+
+
+async def test_its_statistics_are_what_it_did(driver: Driver) -> None:
+    before = driver.engine.stats()
+    assert (before.running, before.waiting, before.counters.generated_tokens) == (0, 0, 0)
+    for number in range(MAX_SEQUENCES + 2):
+        driver.engine.submit(request(f"r{number}", (*PROMPT, 60 + number), max_tokens=10))
+    await driver.end_of(*[f"r{number}" for number in range(MAX_SEQUENCES + 2)])
+    stats = driver.engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+    assert stats.counters.generated_tokens == 10 * (MAX_SEQUENCES + 2)
+    assert stats.counters.prompt_tokens == (len(PROMPT) + 1) * (MAX_SEQUENCES + 2)
+    assert sum(stats.inter_token_s.counts) == 9 * (MAX_SEQUENCES + 2)
+    assert 0 < sum(stats.step_tokens.counts) <= stats.step_tokens.total
+
+
+async def test_a_choice_tells_its_timings_with_its_first_token_and_at_its_end(driver: Driver) -> None:
+    await driver.answer(request("whole", max_tokens=10))
+    first, last = driver.timings["whole"]
+    assert (first.queue_ms, first.prefill_ms, first.decode_ms) == (last.queue_ms, last.prefill_ms, 0.0)
+    assert last.decode_ms > 0
+    assert last.queue_ms >= 0
+    assert last.prefill_ms >= 0
+
+
+async def test_the_cancelled_tell_their_timings_too(driver: Driver) -> None:
+    for number in range(MAX_SEQUENCES + 1):
+        driver.engine.submit(request(f"r{number}", max_tokens=150))
+    await driver.wait(lambda: all(driver.answers[f"r{number}", 0].token_ids for number in range(MAX_SEQUENCES)))
+    waiting = f"r{MAX_SEQUENCES}"
+    driver.engine.cancel(waiting)
+    driver.engine.cancel("r0")
+    await driver.end_of("r0", waiting)
+    assert driver.timings["r0"][-1].decode_ms >= 0
+    assert driver.timings[waiting][-1].queue_ms > 0
+    assert driver.timings[waiting][-1].prefill_ms == 0
+    for number in range(1, MAX_SEQUENCES):
+        driver.engine.cancel(f"r{number}")

@@ -1,11 +1,13 @@
 """A job's way through the worker: queue → engine → frames → record."""
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 
 import pytest
 from msgspec import structs
+from nats.aio.msg import Msg
 from nats.js.errors import KeyNotFoundError
 
 from protocol import artifacts, subjects
@@ -40,6 +42,32 @@ async def test_a_job_is_answered_acknowledged_and_recorded(gateway: PlayingGatew
     (record,) = gateway.records
     assert (record.outcome, record.completion_tokens, record.prompt_tokens) == ("ok", 8, finished.prompt_tokens)
     assert record.ttft_ms == finished.ttft_ms <= record.total_ms
+    assert finished.timings == m.Timings(
+        record.engine_queue_ms, record.prefill_ms, record.decode_ms, record.preemptions
+    )
+    assert 0 < finished.timings.prefill_ms + finished.timings.decode_ms < record.total_ms
+
+
+async def test_its_heartbeats_tell_how_the_engine_does(gateway: PlayingGateway, nats_url: str) -> None:
+    beats: list[m.Heartbeat] = []
+
+    async def on_beat(message: Msg) -> None:
+        beats.extend([m.decode_heartbeat(message.data)] if message.data else [])
+
+    await gateway.bus.subscribe(subjects.heartbeat_subject("*"), on_beat)
+    async with running_worker(settings_for(nats_url, max_sequences=1, inter_token_s=0.01)):
+        jobs = [await gateway.ask(max_tokens=60, ignore_eos=True) for _ in range(2)]
+        await gateway.end_of_all(jobs)
+        async with asyncio.timeout(WAIT_S):
+            while beats[-1].running:
+                await asyncio.sleep(0.02)
+    stats = [beat.stats for beat in beats]
+    assert max(beat.running for beat in stats) == 1
+    assert max(beat.kv_usage for beat in stats) > 0
+    assert (stats[-1].running, stats[-1].waiting, stats[-1].generated_tokens) == (0, 0, 120)
+    assert stats[-1].prompt_tokens == 2 * len(TOKENIZER.encode("hello").ids)
+    assert sum(stats[-1].inter_token_s.counts) == 2 * 59
+    assert all(one.generated_tokens <= next_.generated_tokens for one, next_ in itertools.pairwise(stats))
 
 
 async def test_frames_come_in_order_and_one_message_per_step(gateway: PlayingGateway, nats_url: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine import GenerationRequest, LLMEngine, SamplingParams
-from engine.step_stats import Histogram, StepStats
+from engine.step_stats import Histogram, SequenceClock, StepStats
 from engine.types import EngineStats, HistogramCounts, SequenceTimings
 from tests.unit.engine.tiny_models import VOCAB_SIZE, Answer, Answers, collect, llama, make_engine, run
 
@@ -150,6 +150,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("engine.engine.time", clock)
     monkeypatch.setattr("engine.scheduler.time", clock)
+    monkeypatch.setattr("engine.step_stats.time", clock)
     return clock
 
 
@@ -199,11 +200,7 @@ def test_giving_way_is_part_of_the_phase_and_a_gap_between_tokens(
 
 
 def test_a_sequence_that_waits_a_step_has_its_own_gap() -> None:
-    class Yielding:
-        first_token_s: float | None = None
-        last_token_s: float | None = None
-
-    stats, one, other = StepStats(), Yielding(), Yielding()
+    stats, one, other = StepStats(), SequenceClock(), SequenceClock()
     for now_s, who in ((1.0, [one, other]), (2.0, [one, other]), (3.0, [one]), (6.0, [one, other])):
         stats.tokens_came(who, now_s)
     counts = stats.inter_token_s.snapshot()

@@ -15,7 +15,7 @@ from protocol.outbox import Outbox
 def consumer(*, connected: bool = True, draining: bool = False, waiting: str = "", records: int = 0) -> Consumer:
     bus: Any = SimpleNamespace(connected=connected, client=SimpleNamespace(new_inbox=lambda: "inbox"))
     executor: Any = SimpleNamespace(
-        is_draining=draining, has_waiting=bool(waiting), has_waiting_interactive=waiting == "interactive"
+        is_draining=draining, waiting_jobs=int(bool(waiting)), has_waiting_interactive=waiting == "interactive"
     )
     gate: Any = SimpleNamespace(is_open=lambda _model: True)
     outbox = Outbox(bus, "usage.attempt", 2)

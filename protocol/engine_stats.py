@@ -1,0 +1,29 @@
+"""How a worker's engine does, as its heartbeats tell. Counts only grow while the worker lives."""
+
+from msgspec import Struct
+
+
+class Histogram(Struct, frozen=True, array_like=True):
+    """How many values fell into each bucket."""
+
+    bounds: tuple[float, ...]  # upper ones, rising; a value equal to one belongs to its bucket
+    counts: tuple[int, ...]  # of each bucket alone; one more than bounds, for what is beyond the last
+    total: float  # sum of all values
+
+
+class EngineStats(Struct, frozen=True, omit_defaults=True):
+    """One engine at one moment. Sequences are choices; a job has one for each of its ``n``."""
+
+    running: int  # sequences in the batch
+    waiting: int  # sequences that are not, and jobs that wait in the worker
+    kv_usage: float  # share of the KV pool in use, 0 to 1
+    prompt_tokens: int  # of admitted sequences, cached ones included
+    generated_tokens: int
+    step_tokens: Histogram  # tokens computed in one step
+    inter_token_s: Histogram  # between two steps that yielded tokens for the same sequence
+    queried_tokens: int = 0  # of prompts, looked for in the prefix cache
+    cached_tokens: int = 0  # of these, found there
+    drafts: int = 0
+    guessed_tokens: int = 0  # in drafts
+    right_tokens: int = 0  # of these, as many as were then sampled
+    preemptions: int = 0
