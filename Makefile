@@ -6,7 +6,7 @@ MODEL ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format bench chaos lock clean
+.PHONY: help run test test-gpu check format bench chaos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -17,6 +17,10 @@ run: ## Run all of Spillway here: make run [PORT=8000] [DATA=data] [MODEL=folder
 
 test: check ## Run the checks and all tests (under ten minutes on two cores)
 	.venv/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+
+test-gpu: ## Run the tests that need an NVIDIA GPU, on one (docs/GPU.md)
+	@scripts/setup.sh test
+	TRITON_INTERPRET=0 CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES-0} .venv/bin/python -m pytest -n 0 -m gpu tests/unit/engine $(PYTEST_ARGS)
 
 check: ## Formatting, lint and strict types
 	@scripts/setup.sh test
