@@ -317,10 +317,10 @@ class LLMEngine:
 
     def _advance(self, choice: Choice, sampled: Sample) -> SequenceOutput:
         """Take the sampled token through the text stage; an error there ends this choice, not the loop."""
-        error = choice.prompt_error or sampled.error
-        if sampled.token_id is None or error:
-            output = choice.end("error", error)
-            self._retire(choice, forget=error == NOT_FINITE)
+        why_not = choice.prompt_error or sampled.error
+        if sampled.token_id is None or why_not:
+            output = choice.end("error", why_not)
+            self._retire(choice, forget=why_not == NOT_FINITE)
             return output
         if choice.params.max_tokens == 0:
             output = choice.end("length")

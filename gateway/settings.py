@@ -32,6 +32,7 @@ class LimitSettings(Settings):
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
     max_messages: PositiveInt = 2048
     max_prompt_tokens: PositiveInt | None = None  # beyond the model's own context length
+    max_prompt_logprobs: PositiveInt = 131_072  # told by one answer, candidates counted: some 20 MB in the gateway
     max_total_tokens: PositiveInt | None = None  # prompt + max_tokens x n
     max_choices: PositiveInt = 16
     max_in_flight: PositiveInt = 10_000  # requests held by this gateway, queued ones included

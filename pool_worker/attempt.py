@@ -10,6 +10,7 @@ import time
 from engine.types import SequenceTimings
 from pool_worker.credit import Cost
 from pool_worker.generation import prompt_tokens_of
+from protocol.logprobs import PromptLogprob
 from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, TokenLogprob, Tokens, encode
 from protocol.pull import Delivery
 from protocol.subjects import LOW_LANE
@@ -137,6 +138,12 @@ class Attempt:
         return self.add(
             Tokens(job.request_id, job.attempt, len(self.frames), index, token_ids, text, finish_reason, logprobs)
         )
+
+    def prompt_logprobs(self, index: int, logprobs: tuple[PromptLogprob, ...]) -> bytes:
+        """Make a frame of what is known of the prompt's next tokens."""
+        job = self.job
+        frame = Tokens(job.request_id, job.attempt, len(self.frames), index, (), "", prompt_logprobs=logprobs)
+        return self.add(frame)
 
     def finished(self) -> bytes:
         """Make the last frame of an attempt whose choices have all ended."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
+from engine.types import PromptLogprob as EnginePromptLogprob
 from engine.types import Refusal, SequenceOutput
 from engine.types import TokenLogprob as EngineLogprob
 from pool_worker.attempt import Attempt, attempt_id
@@ -28,11 +29,13 @@ from protocol import subjects
 from protocol.artifacts import get_object
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
+from protocol.logprobs import PromptLogprob
 from protocol.messages import Failed, Job, Resend, TokenLogprob, encode, unpack_token_ids
 from protocol.outbox import Outbox
 from protocol.pull import Delivery
 
 PROMPT_FETCH_LIMIT_S: Final = 10.0
+PROMPT_LOGPROBS_PER_FRAME: Final = 64  # with 20 candidates each, about 50 kB
 AVOID_DELIVERIES: Final = 3  # a job that has come so often is run, avoided or not
 DRAINING_MESSAGE: Final = "the worker is shutting down"
 
@@ -249,6 +252,8 @@ class Executor:
         self._publisher.wake()
 
     def _send_tokens(self, attempt: Attempt, output: SequenceOutput) -> None:
+        if output.prompt_logprobs:
+            self._send_prompt_logprobs(attempt, output.index, output.prompt_logprobs)
         if not (output.token_ids or output.text or output.finish_reason):
             return
         self.tokens_made += len(output.token_ids)
@@ -257,6 +262,11 @@ class Executor:
         logprobs = None if output.logprobs is None else tuple(map(_wire_logprob, output.logprobs))
         frame = attempt.tokens(output.index, tuple(output.token_ids), output.text, output.finish_reason, logprobs)
         self._publisher.send(attempt.job.reply_subject, frame)
+
+    def _send_prompt_logprobs(self, attempt: Attempt, index: int, logprobs: Sequence[EnginePromptLogprob]) -> None:
+        for start in range(0, len(logprobs), PROMPT_LOGPROBS_PER_FRAME):
+            wire = tuple(map(_wire_prompt_logprob, logprobs[start : start + PROMPT_LOGPROBS_PER_FRAME]))
+            self._publisher.send(attempt.job.reply_subject, attempt.prompt_logprobs(index, wire))
 
     def _fail_by_engine(self, attempt: Attempt, output: SequenceOutput) -> None:
         message = output.error or "the engine gave no reason"
@@ -357,3 +367,7 @@ class Executor:
 
 def _wire_logprob(logprob: EngineLogprob) -> TokenLogprob:
     return TokenLogprob(logprob.token_id, logprob.text, logprob.logprob, logprob.bytes, tuple(logprob.top))
+
+
+def _wire_prompt_logprob(logprob: EnginePromptLogprob) -> PromptLogprob:
+    return PromptLogprob(logprob.token_id, logprob.text, logprob.logprob, logprob.rank, tuple(logprob.top))

@@ -26,7 +26,8 @@ def generation_request(
     """
     resume = tuple(ResumePoint(p.index, tuple(unpack_token_ids(p.token_ids)), p.text_chars) for p in job.resume)
     adapter = job.model if job.model in adapters else None
-    return GenerationRequest(request_id, prompt_ids, sampling_params(job.sampling), resume, adapter=adapter)
+    sampling = sampling_params(job.sampling)
+    return GenerationRequest(request_id, prompt_ids, sampling, resume, job.scored_tokens, adapter=adapter)
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
@@ -49,6 +50,10 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         ignore_eos=sampling.ignore_eos,
         logprobs=sampling.logprobs,
         skip_special_tokens=sampling.skip_special_tokens,
+        prompt_logprobs=sampling.prompt_logprobs,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_words,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
         grammar=None if sampling.grammar is None else _grammar(sampling.grammar),
     )
 

@@ -27,6 +27,7 @@ from protocol import wire
 from protocol.engine_stats import EngineStats
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
+from protocol.logprobs import PromptLogprob
 from protocol.pooling import Pooling, PoolingCard
 
 PROTOCOL_VERSION: Final = 1
@@ -49,7 +50,9 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 class Sampling(Struct, frozen=True, omit_defaults=True):
     """How to choose tokens. Names and defaults are those of the OpenAI API and, beyond it, of vLLM."""
 
-    max_tokens: int  # output tokens per choice, at least 1; the gateway has already filled in the default
+    max_tokens: (
+        int  # output tokens per choice, the gateway has already filled in the default; 0: only the prompt is read
+    )
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
@@ -67,6 +70,10 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None  # as logprobs, of each prompt token
+    allowed_token_ids: tuple[int, ...] = ()  # empty: any
+    bad_words: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
 
 
 class ResumePoint(Struct, frozen=True, omit_defaults=True):
@@ -109,6 +116,7 @@ class Job(Struct, frozen=True, omit_defaults=True):
     avoid: tuple[str, ...] = ()  # workers on which earlier attempts failed: these take it only if nobody else can
     origin: Origin | None = None
     pooling: Pooling | None = None  # no text is made, and ``sampling`` means nothing
+    scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the gateway holds
 
     @property
     def answers(self) -> int:
@@ -153,6 +161,8 @@ class Tokens(Struct, frozen=True, array_like=True, tag="t"):
     text: str  # may be empty while a possible stop string or an incomplete character is held back
     finish_reason: str | None = None  # "stop" | "length" on the choice's last frame
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token of token_ids
+    # The prompt's next tokens, in frames of their own, without a token: once per request, before choice 0's first.
+    prompt_logprobs: tuple[PromptLogprob, ...] | None = None
 
 
 class Vector(Struct, frozen=True, array_like=True, tag="v"):

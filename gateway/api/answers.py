@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from gateway.api.logprobs import CompletionLogprobs, chat_logprobs
-from gateway.api.sse import encode_json
+from gateway.api.details import NO_DETAILS, Details
+from gateway.api.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
+from gateway.api.sse import answer_head, encode_json
+from protocol.logprobs import PromptLogprob
 from protocol.messages import TokenLogprob, Tokens
 
 
@@ -14,10 +16,14 @@ class _Gathered:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.logprobs: list[TokenLogprob] | None = None
+        self.token_ids: list[int] = []
+        self.prompt_logprobs: list[PromptLogprob] = []
         self.finish_reason: str | None = None
 
     def add(self, frame: Tokens) -> None:
         self.texts.append(frame.text)
+        self.token_ids += frame.token_ids
+        self.prompt_logprobs += frame.prompt_logprobs or ()
         self.finish_reason = frame.finish_reason
         if frame.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *frame.logprobs]
@@ -31,22 +37,49 @@ def _gather(frames: Iterable[Tokens], choices: int) -> list[_Gathered]:
 
 
 def chat_answer(
-    answer_id: str, created: int, model: str, frames: Iterable[Tokens], *, choices: int, usage: dict[str, Any]
+    answer_id: str,
+    created: int,
+    model: str,
+    frames: Iterable[Tokens],
+    *,
+    choices: int,
+    usage: dict[str, Any],
+    details: Details = NO_DETAILS,
 ) -> bytes:
     """A ``chat.completion`` body."""
+    gathered = _gather(frames, choices)
     rows = [
         {
             "index": index,
             "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
-            "logprobs": (
-                None if choice.logprobs is None else {"content": chat_logprobs(choice.logprobs), "refusal": None}
-            ),
+            "logprobs": _chat_logprobs(choice, details),
             "finish_reason": choice.finish_reason,
+            **_own_token_ids(choice, details),
         }
-        for index, choice in enumerate(_gather(frames, choices))
+        for index, choice in enumerate(gathered)
     ]
-    head = {"id": answer_id, "object": "chat.completion", "created": created, "model": model}
-    return encode_json({**head, "choices": rows, "usage": usage})
+    head = answer_head(answer_id, "chat.completion", created, model, details)
+    return encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], details)})
+
+
+def _chat_logprobs(choice: _Gathered, details: Details) -> dict[str, Any] | None:
+    if choice.logprobs is None:
+        return None
+    return {"content": chat_logprobs(choice.logprobs, as_ids=details.tokens_as_ids), "refusal": None}
+
+
+def _own_token_ids(choice: _Gathered, details: Details) -> dict[str, Any]:
+    return {} if details.prompt_ids is None else {"token_ids": choice.token_ids}
+
+
+def _of_prompt(first: _Gathered, details: Details) -> dict[str, Any]:
+    """What is told about the prompt, which is known with the first choice."""
+    told: dict[str, Any] = {}
+    if details.prompt_ids is not None:
+        told["prompt_token_ids"] = details.prompt_ids
+    if details.prompt_logprobs is not None:
+        told["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs, details.prompt_logprobs)
+    return told
 
 
 def completion_answer(
@@ -57,17 +90,29 @@ def completion_answer(
     *,
     choices: int,
     usage: dict[str, Any],
-    echo: str = "",
+    details: Details = NO_DETAILS,
 ) -> bytes:
-    """A ``text_completion`` body; ``echo`` is the prompt's text."""
+    """A ``text_completion`` body."""
+    gathered = _gather(frames, choices)
+    of_prompt = _of_prompt(gathered[0], details)
     rows = [
         {
             "index": index,
-            "text": echo + "".join(choice.texts),
-            "logprobs": None if choice.logprobs is None else CompletionLogprobs().of(choice.logprobs),
+            "text": details.echo + "".join(choice.texts),
+            "logprobs": _completion_logprobs(gathered[0].prompt_logprobs, choice, details),
             "finish_reason": choice.finish_reason,
+            **_own_token_ids(choice, details),
+            **of_prompt,
         }
-        for index, choice in enumerate(_gather(frames, choices))
+        for index, choice in enumerate(gathered)
     ]
-    head = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
+    head = answer_head(answer_id, "text_completion", created, model, details)
     return encode_json({**head, "choices": rows, "usage": usage})
+
+
+def _completion_logprobs(prompt: list[PromptLogprob], choice: _Gathered, details: Details) -> dict[str, Any] | None:
+    lists = CompletionLogprobs(as_ids=details.tokens_as_ids)
+    if details.echo_logprobs is not None:
+        echoed = lists.of_prompt(prompt, details.echo_logprobs, details.echo)
+        return joined(echoed, lists.of(choice.logprobs or ()))
+    return None if choice.logprobs is None else lists.of(choice.logprobs)

@@ -4,8 +4,11 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from gateway.api.answers import chat_answer, completion_answer
+from gateway.api.details import NO_DETAILS, details_of
+from gateway.api.sampling import requested_max_tokens
 from gateway.api.schema import GenerationRequest, parse_chat, parse_completion
 from gateway.api.sse import ChatChunks, Chunks, CompletionChunks
+from gateway.api.token_ids import with_token_ids
 from gateway.tokens.model_tokens import ModelTokens
 from protocol.messages import Tokens
 
@@ -50,6 +53,7 @@ class ChatCall:
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_chat(body)
+        self._details = NO_DETAILS
 
     @property
     def message_count(self) -> int:
@@ -58,24 +62,42 @@ class ChatCall:
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
         """See Call."""
-        messages = [message.for_template() for message in self.request.messages]
-        return await tokens.encode_chat(messages, variables=self.request.chat_template_kwargs)
+        request = self.request
+        prompt_ids = await tokens.encode_chat(
+            [message.for_template() for message in request.messages],
+            add_generation_prompt=request.adds_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            variables=request.chat_template_kwargs,
+        )
+        prompt_ids = truncated(request, prompt_ids, tokens.context_length)
+        self._details = details_of(request, prompt_ids)
+        return prompt_ids
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """See Call."""
         request = self.request
-        return ChatChunks(
+        choices = request.n or 1
+        chunks = ChatChunks(
             f"chatcmpl-{answer_id}",
             created,
             request.model,
-            choices=request.n or 1,
+            choices=choices,
             with_usage=request.include_usage,
+            details=self._details,
         )
+        return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=False)
 
     def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
         """See Call."""
-        choices = self.request.n or 1
-        return chat_answer(f"chatcmpl-{answer_id}", created, self.request.model, frames, choices=choices, usage=usage)
+        return chat_answer(
+            f"chatcmpl-{answer_id}",
+            created,
+            self.request.model,
+            frames,
+            choices=self.request.n or 1,
+            usage=usage,
+            details=self._details,
+        )
 
 
 class CompletionCall:
@@ -89,28 +111,35 @@ class CompletionCall:
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_completion(body)
-        self._echo = ""
+        self._details = NO_DETAILS
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
         """See Call."""
-        prompt = self.request.prompt
+        request, prompt, echo = self.request, self.request.prompt, ""
         if isinstance(prompt, str):
-            self._echo = prompt if self.request.echo else ""
-            return await tokens.encode_text(prompt, add_special_tokens=self.request.add_special_tokens)
-        self._echo = await tokens.decode(prompt) if self.request.echo else ""
-        return prompt
+            given_ids = await tokens.encode_text(prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            given_ids = prompt
+        prompt_ids = truncated(request, given_ids, tokens.context_length)
+        if request.echo:
+            is_whole = len(prompt_ids) == len(given_ids)
+            echo = prompt if isinstance(prompt, str) and is_whole else await tokens.decode(prompt_ids)
+        self._details = details_of(request, prompt_ids, echo)
+        return prompt_ids
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """See Call."""
         request = self.request
-        return CompletionChunks(
+        choices = request.n or 1
+        chunks = CompletionChunks(
             f"cmpl-{answer_id}",
             created,
             request.model,
-            choices=request.n or 1,
+            choices=choices,
             with_usage=request.include_usage,
-            echo=self._echo,
+            details=self._details,
         )
+        return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=True)
 
     def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
         """See Call."""
@@ -121,5 +150,14 @@ class CompletionCall:
             frames,
             choices=self.request.n or 1,
             usage=usage,
-            echo=self._echo,
+            details=self._details,
         )
+
+
+def truncated(request: GenerationRequest, prompt_ids: list[int], context_length: int) -> list[int]:
+    """The last of a prompt's tokens, where the request lets the others be left out."""
+    most = request.truncate_prompt_tokens
+    if most == -1:
+        _, max_tokens = requested_max_tokens(request) or ("", 1)
+        most = max(1, context_length - max_tokens)
+    return prompt_ids if most is None else prompt_ids[max(0, len(prompt_ids) - most) :]

@@ -8,7 +8,7 @@ from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.streaming import StreamWriter, usage_of
 from gateway.dispatch.mailbox import Ended
 from gateway.dispatch.request import OpenRequest
-from gateway.limits.request_limits import check_shape, output_limit
+from gateway.limits.request_limits import check_prompt_logprobs, check_shape, output_limit
 from gateway.tokens.model_tokens import use_of
 from protocol.messages import Tokens, pack_token_ids
 
@@ -25,6 +25,14 @@ class GenerationEndpoint(Endpoint[Call]):
         prompt_ids = await call.encode_prompt(tokens)
         max_tokens = self._output_limit(call, model, tokens.context_length, len(prompt_ids))
         sampling = sampling_of(call.request, max_tokens)
+        if sampling.prompt_logprobs is not None:
+            param = "logprobs" if call.request.prompt_logprobs is None else "prompt_logprobs"
+            check_prompt_logprobs(
+                services.settings.limits,
+                prompt_tokens=len(prompt_ids),
+                candidates=sampling.prompt_logprobs,
+                param=param,
+            )
         return Work(pack_token_ids(prompt_ids), len(prompt_ids), sampling, stream=bool(call.request.stream))
 
     def _output_limit(self, call: Call, model: str, context_length: int, prompt_tokens: int) -> int:

@@ -1,43 +1,92 @@
-"""Log-probabilities in the two shapes of the public API."""
+"""Log-probabilities in the shapes of the public API."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
+from protocol.logprobs import PromptLogprob
 from protocol.messages import TokenLogprob
 
+_Row = tuple[str, float | None, dict[str, float] | None, int]  # token, its logprob, the likeliest, where it begins
 
-def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """The ``content`` list of a chat choice's ``logprobs``."""
+LOWEST: Final = -9999.0  # vLLM's word for minus infinity, which JSON has no number for
+
+
+def chat_logprobs(tokens: Iterable[TokenLogprob], *, as_ids: bool = False) -> list[dict[str, Any]]:
+    """The ``content`` list of a chat choice's ``logprobs``; ``as_ids``: tokens are called by their ids."""
     return [
         {
-            **_chat_entry(token.text, token.logprob, token.utf8),
-            "top_logprobs": [_chat_entry(text, logprob, utf8) for _, text, logprob, utf8 in token.top],
+            **_chat_entry(token.token_id, token.text, token.logprob, token.utf8, as_ids=as_ids),
+            "top_logprobs": [_chat_entry(*candidate, as_ids=as_ids) for candidate in token.top],
         }
         for token in tokens
     ]
 
 
-def _chat_entry(text: str, logprob: float, utf8: bytes) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(utf8)}
+def _chat_entry(token_id: int, text: str, logprob: float, utf8: bytes, *, as_ids: bool) -> dict[str, Any]:
+    return {"token": _name(token_id, text, as_ids=as_ids), "logprob": logprob, "bytes": list(utf8)}
+
+
+def _name(token_id: int, text: str, *, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else text
+
+
+def prompt_logprobs(tokens: Iterable[PromptLogprob], count: int) -> list[dict[str, Any] | None]:
+    """VLLM's ``prompt_logprobs``: of each token by its id, and of the ``count`` likeliest in its place."""
+    return [None if token.logprob is None else _candidates(token, token.logprob, count) for token in tokens]
+
+
+def _candidates(token: PromptLogprob, logprob: float, count: int) -> dict[str, Any]:
+    own = (token.token_id, token.text, logprob)
+    ranked = [(token.rank, own), *enumerate(token.top[:count], start=1)]
+    return {
+        str(token_id): {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": text}
+        for rank, (token_id, text, logprob) in ranked
+    }
 
 
 class CompletionLogprobs:
     """The parallel lists of a plain completion's ``logprobs``; remembers where in the text the next token begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_ids: bool = False) -> None:
+        """``as_ids``: tokens are called by their ids."""
         self._offset = 0
+        self._as_ids = as_ids
 
     def of(self, tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
         """The lists for the next tokens."""
-        texts: list[str] = []
-        logprobs: list[float] = []
-        tops: list[dict[str, float]] = []
-        offsets: list[int] = []
+        rows: list[_Row] = []
         for token in tokens:
-            texts.append(token.text)
-            logprobs.append(token.logprob)
+            name = self._name(token.token_id, token.text)
             # The chosen token is among them even where it is none of the likeliest.
-            tops.append({**{text: logprob for _, text, logprob, _ in token.top}, token.text: token.logprob})
-            offsets.append(self._offset)
+            top = {self._name(id_, text): logprob for id_, text, logprob, _ in token.top} | {name: token.logprob}
+            rows.append((name, token.logprob, top, self._offset))
             self._offset += len(token.text)
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        return _lists(rows)
+
+    def of_prompt(self, tokens: Sequence[PromptLogprob], count: int, prompt: str) -> dict[str, Any]:
+        """The lists for the prompt's tokens, whose whole text comes first; with ``count`` candidates for each."""
+        rows: list[_Row] = []
+        for token in tokens:
+            name = self._name(token.token_id, token.text)
+            if token.logprob is None:
+                rows.append((name, None, None, self._offset))
+            else:
+                own = max(token.logprob, LOWEST)
+                top = {self._name(id_, text): max(logprob, LOWEST) for id_, text, logprob in token.top[:count]}
+                rows.append((name, own, top | {name: own}, self._offset))
+            self._offset = min(self._offset + len(token.text), len(prompt))
+        self._offset = len(prompt)
+        return _lists(rows)
+
+    def _name(self, token_id: int, text: str) -> str:
+        return _name(token_id, text, as_ids=self._as_ids)
+
+
+def _lists(rows: list[_Row]) -> dict[str, Any]:
+    columns = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return dict(zip(("tokens", "token_logprobs", "top_logprobs", "text_offset"), columns, strict=True))
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The lists of a prompt and of what follows it."""
+    return {name: [*values, *second[name]] for name, values in first.items()}

@@ -65,13 +65,16 @@ class StructuredOutputs(_Part):
     def grammar(self) -> Grammar:
         """The wire form."""
         field = "structured_outputs"
-        if self.json_ is not None:
-            source = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
-            return Grammar("json_schema", source, field)
-        if self.regex is not None:
-            return Grammar("regex", self.regex, field)
-        if self.choice is not None:
-            return Grammar("regex", "|".join(map(re.escape, self.choice)), field)
-        if self.grammar_ is not None:
-            return Grammar("lark", self.grammar_, field)
+        named = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar_}
+        for kind, value in named.items():
+            if value is not None:
+                return grammar_of(kind, value, field)
         return Grammar("json_object", "", field)
+
+
+def grammar_of(kind: str, value: dict[str, Any] | list[str] | str, field: str) -> Grammar:
+    """The wire form of vLLM's "json", "regex", "choice" or "grammar", asked for by ``field``."""
+    if isinstance(value, list):
+        return Grammar("regex", "|".join(map(re.escape, value)), field)
+    source = value if isinstance(value, str) else json.dumps(value)
+    return Grammar({"json": "json_schema", "regex": "regex", "grammar": "lark"}[kind], source, field)

@@ -18,6 +18,7 @@ _SAME_NAME = (
     "min_tokens",
     "ignore_eos",
     "skip_special_tokens",
+    "include_stop_str_in_output",
 )
 
 
@@ -37,7 +38,25 @@ def sampling_of(request: GenerationRequest, max_tokens: int) -> Sampling:
         given["stop"] = tuple(request.stop)
     if request.stop_token_ids:
         given["stop_token_ids"] = tuple(request.stop_token_ids)
-    return Sampling(max_tokens=max_tokens, logprobs=_logprobs(request), grammar=request.grammar, **given)
+    if request.allowed_token_ids:
+        given["allowed_token_ids"] = tuple(request.allowed_token_ids)
+    if request.bad_words:
+        given["bad_words"] = tuple(request.bad_words)
+    return Sampling(
+        max_tokens=max_tokens,
+        logprobs=_logprobs(request),
+        grammar=request.grammar,
+        prompt_logprobs=wanted_of_prompt(request),
+        **given,
+    )
+
+
+def wanted_of_prompt(request: GenerationRequest) -> int | None:
+    """How many candidates' logprobs are wanted for each prompt token; None: not even its own."""
+    wanted = [request.prompt_logprobs]
+    if isinstance(request, CompletionRequest) and request.echo:
+        wanted.append(request.logprobs)
+    return max((count for count in wanted if count is not None), default=None)
 
 
 def _logprobs(request: GenerationRequest) -> int | None:

@@ -10,11 +10,13 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from gateway.api.errors import InvalidParameter, MalformedJson
-from gateway.api.output_format import ResponseFormat, StructuredOutputs
+from gateway.api.output_format import ResponseFormat, StructuredOutputs, grammar_of
 from protocol.grammar import Grammar
 
 MAX_STOP_STRINGS: Final = 16
 MAX_LOGPROBS: Final = 20
+MAX_ALLOWED_TOKENS: Final = 65_536
+MAX_BAD_WORDS: Final = 128
 MAX_SEED: Final = 2**63 - 1
 MAX_TOKEN_ID: Final = 2**32 - 1
 
@@ -22,18 +24,8 @@ MAX_TOKEN_ID: Final = 2**32 - 1
 _UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "structural_tag": (),
     "logits_processors": (),
 }
@@ -54,8 +46,6 @@ _UNSUPPORTED_IN_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "store": (False,),
     "moderation": (),
     "echo": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": (),
@@ -129,6 +119,8 @@ def _integer_keys(bias: object) -> object:
 
 
 Role = Literal["system", "developer", "user", "assistant"]
+BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
+GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
@@ -190,7 +182,7 @@ class GenerationRequest(JobRequest):
     skip_special_tokens: bool | None = None
     seed: Annotated[int | None, Field(ge=-MAX_SEED, le=MAX_SEED)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None  # 0: only the likeliest token
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None  # 0 and -1: off
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
@@ -199,15 +191,29 @@ class GenerationRequest(JobRequest):
     logit_bias: Annotated[
         dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_integer_keys)
     ] = None
+    allowed_token_ids: Annotated[list[TokenId] | None, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] = None
+    bad_words: Annotated[list[BadWord] | None, Field(max_length=MAX_BAD_WORDS)] = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None  # keep the last so many; -1: what fits
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None  # this and what follows: the older names of structured_outputs
+    guided_regex: Annotated[str | None, Field(min_length=1)] = None
+    guided_choice: Annotated[list[str] | None, Field(min_length=1)] = None
+    guided_grammar: Annotated[str | None, Field(min_length=1)] = None
 
     @property
     def grammar(self) -> Grammar | None:
         """What every answer must look like; None: anything."""
+        for field, kind in GUIDED.items():
+            if (value := getattr(self, field)) is not None:
+                return grammar_of(kind, value, field)
         wanted = self.structured_outputs or self.response_format
         return None if wanted is None else wanted.grammar()
 
@@ -225,12 +231,22 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """Whether the prompt ends with the beginning of a new turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
 
 
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
+    max_tokens: Annotated[int | None, Field(ge=0)] = None
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -259,6 +275,9 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
         _refuse_unsupported(message, _UNSUPPORTED_IN_MESSAGES, prefix=f"messages.{number}.")
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidParameter("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+    if request.continue_final_message and request.add_generation_prompt:
+        text = "'continue_final_message' and 'add_generation_prompt' exclude each other."
+        raise InvalidParameter(text, param="continue_final_message")
     return request
 
 
@@ -267,8 +286,8 @@ def parse_completion(body: bytes) -> CompletionRequest:
     request = _parse(CompletionRequest, body)
     _refuse_unsupported(request, _UNSUPPORTED_IN_COMPLETIONS)
     _refuse_contradictions(request)
-    if request.echo and request.logprobs is not None:
-        raise InvalidParameter("'echo' together with 'logprobs' is not supported.", param="echo")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidParameter("'max_tokens' may be 0 only where 'echo' is true.", param="max_tokens")
     return request
 
 
@@ -315,9 +334,10 @@ def _refuse_contradictions(request: GenerationRequest) -> None:
         raise InvalidParameter(
             "'best_of' other than 'n' is not supported.", param="best_of", code="unsupported_parameter"
         )
-    if request.structured_outputs is not None and request.response_format is not None:
-        raise InvalidParameter(
-            "'structured_outputs' and 'response_format' exclude each other.", param="structured_outputs"
-        )
+    forms = [name for name in ("structured_outputs", *GUIDED, "response_format") if getattr(request, name) is not None]
+    if len(forms) > 1:
+        raise InvalidParameter(f"'{forms[0]}' and '{forms[1]}' exclude each other.", param=forms[0])
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidParameter("'prompt_logprobs' is not available when 'stream' is true.", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidParameter("'stream_options' is only allowed when 'stream' is true.", param="stream_options")

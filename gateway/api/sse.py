@@ -8,8 +8,10 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from gateway.api.details import NO_DETAILS, Details
 from gateway.api.errors import ApiError
 from gateway.api.logprobs import CompletionLogprobs, chat_logprobs
+from protocol.logprobs import PromptLogprob
 from protocol.messages import Tokens
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -50,16 +52,23 @@ class Chunks(Protocol):
         ...
 
 
-def _envelope(answer_id: str, kind: str, created: int, model: str) -> bytes:
-    fields = encode_json({"id": answer_id, "object": kind, "created": created, "model": model})
+def answer_head(answer_id: str, kind: str, created: int, model: str, details: Details) -> dict[str, Any]:
+    """The first fields of every answer and every chunk."""
+    head = {"id": answer_id, "object": kind, "created": created, "model": model}
+    return head if details.service_tier is None else {**head, "service_tier": details.service_tier}
+
+
+def _envelope(head: dict[str, Any]) -> bytes:
+    fields = encode_json(head)
     return b"data: " + fields[:-1] + b',"choices":['
 
 
 class _ChunkEnds:
     """Beginning and end of every chunk of a request."""
 
-    def __init__(self, answer_id: str, kind: str, created: int, model: str, *, choices: int, with_usage: bool) -> None:
-        self._envelope = _envelope(answer_id, kind, created, model)
+    def __init__(self, head: dict[str, Any], *, choices: int, with_usage: bool) -> None:
+        """``head``: see ``answer_head``."""
+        self._envelope = _envelope(head)
         self.tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
         self.heads = [self._envelope + b'{"index":%d,' % index for index in range(choices)]
 
@@ -71,8 +80,19 @@ class _ChunkEnds:
 class ChatChunks:
     """``chat.completion.chunk`` events: the role first, then text, then the finish reason with an empty delta."""
 
-    def __init__(self, answer_id: str, created: int, model: str, *, choices: int, with_usage: bool) -> None:
-        ends = _ChunkEnds(answer_id, "chat.completion.chunk", created, model, choices=choices, with_usage=with_usage)
+    def __init__(
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        *,
+        choices: int,
+        with_usage: bool,
+        details: Details = NO_DETAILS,
+    ) -> None:
+        head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
+        ends = _ChunkEnds(head, choices=choices, with_usage=with_usage)
+        self._tokens_as_ids = details.tokens_as_ids
         self.usage = ends.usage
         self._tail = ends.tail
         self._heads = ends.heads
@@ -98,7 +118,7 @@ class ChatChunks:
         if frame.logprobs:
             content = b'"delta":{"content":%b},"logprobs":{"content":%b,"refusal":null}' % (
                 encode_json(frame.text),
-                encode_json(chat_logprobs(frame.logprobs)),
+                encode_json(chat_logprobs(frame.logprobs, as_ids=self._tokens_as_ids)),
             )
             events += self._heads[index] + content + _FINISH_NULL + self._tail
         elif frame.text:
@@ -110,21 +130,39 @@ class ChatChunks:
 
 
 class CompletionChunks:
-    """``text_completion`` events; ``echo`` is the prompt's text, sent before each choice's own."""
+    """``text_completion`` events. An echoed prompt comes before each choice's own text.
+
+    Where its logprobs are wanted, they come with it, in one event as soon as all are here; what the choices have made
+    until then waits.
+    """
 
     def __init__(
-        self, answer_id: str, created: int, model: str, *, choices: int, with_usage: bool, echo: str = ""
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        *,
+        choices: int,
+        with_usage: bool,
+        details: Details = NO_DETAILS,
     ) -> None:
-        ends = _ChunkEnds(answer_id, "text_completion", created, model, choices=choices, with_usage=with_usage)
+        head = answer_head(answer_id, "text_completion", created, model, details)
+        ends = _ChunkEnds(head, choices=choices, with_usage=with_usage)
         self.usage = ends.usage
         self._tail = ends.tail
         self._heads = [head + b'"text":' for head in ends.heads]
         self._plain_tail = b',"logprobs":null' + _FINISH_NULL + ends.tail
-        self._logprobs = [CompletionLogprobs() for _ in range(choices)]
-        self._unsent_echo = [echo] * choices
+        self._logprobs = [CompletionLogprobs(as_ids=details.tokens_as_ids) for _ in range(choices)]
+        self._unsent_echo = [details.echo] * choices
+        self._details = details
+        self._missing_prompt_tokens = 0 if details.echo_logprobs is None else details.prompt_tokens
+        self._prompt: list[PromptLogprob] = []
+        self._waiting: list[Tokens] = []
 
     def of(self, frame: Tokens) -> bytes:
         """See Chunks."""
+        if self._missing_prompt_tokens:
+            return self._take_of_prompt(frame)
         index = frame.index
         text = frame.text
         if self._unsent_echo[index]:
@@ -132,5 +170,23 @@ class CompletionChunks:
         if frame.finish_reason is None and frame.logprobs is None:
             return self._heads[index] + encode_json(text) + self._plain_tail if text else b""
         logprobs = self._logprobs[index].of(frame.logprobs) if frame.logprobs else None
-        end = b',"logprobs":%b,"finish_reason":%b}]' % (encode_json(logprobs), encode_json(frame.finish_reason))
+        return self._event(index, text, logprobs, frame.finish_reason)
+
+    def _event(self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
+        end = b',"logprobs":%b,"finish_reason":%b}]' % (encode_json(logprobs), encode_json(finish_reason))
         return self._heads[index] + encode_json(text) + end + self._tail
+
+    def _take_of_prompt(self, frame: Tokens) -> bytes:
+        if frame.prompt_logprobs is None:
+            self._waiting.append(frame)
+            return b""
+        self._prompt += frame.prompt_logprobs
+        self._missing_prompt_tokens -= len(frame.prompt_logprobs)
+        if self._missing_prompt_tokens:
+            return b""
+        events = []
+        for index, echo in enumerate(self._unsent_echo):
+            lists = self._logprobs[index].of_prompt(self._prompt, self._details.echo_logprobs or 0, echo)
+            events.append(self._event(index, echo, lists, None))
+            self._unsent_echo[index] = ""
+        return b"".join(events + [self.of(waiting) for waiting in self._waiting])

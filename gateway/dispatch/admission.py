@@ -35,3 +35,8 @@ class Admission:
     def answers(self) -> int:
         """How many numbered answers the request has: choices, or inputs."""
         return self.sampling.n if self.pooling is None else self.pooling.inputs
+
+    @property
+    def tokens_to_score(self) -> int:
+        """How many prompt tokens' logprobs are wanted."""
+        return 0 if self.sampling.prompt_logprobs is None else self.prompt_tokens

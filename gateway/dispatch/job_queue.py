@@ -102,6 +102,7 @@ class JobQueue:
             avoid=request.log.avoid,
             origin=origin_of(admission, self._gateway_id),
             pooling=admission.pooling,
+            scored_tokens=request.choices.scored_tokens,
         )
 
     async def withdraw(self, sequence: int) -> None:

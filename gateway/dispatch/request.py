@@ -67,7 +67,7 @@ class OpenRequest:
         self.log = AttemptLog(max_attempts)
         self.accepted: Accepted | None = None  # of the last attempt that was accepted
         self.published_s: float | None = None  # when the first attempt was first handed to the queue server
-        self.choices = Choices(ticket.admission.answers)
+        self.choices = Choices(ticket.admission.answers, ticket.admission.tokens_to_score)
         self.cached_tokens = 0
         self.accepted_s: float | None = None
         self.first_token_s: float | None = None
@@ -194,8 +194,12 @@ class OpenRequest:
             reason = f"the worker sent choice {frame.index}, never asked for"
             self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s)
             return
+        if frame.prompt_logprobs is not None:
+            self.choices.add_prompt_logprobs(frame.prompt_logprobs)
+            self.mailbox.put(frame)  # read together with what comes after them
+            return
         current = self.current
-        if current.first_token_s is None:
+        if current.first_token_s is None and frame.token_ids:
             current.first_token_s = now_s
             if self.first_token_s is None:
                 self.first_token_s = now_s

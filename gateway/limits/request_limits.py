@@ -12,6 +12,17 @@ def check_shape(limits: LimitSettings, *, messages: int, choices: int) -> None:
         raise InvalidParameter(f"'n' may be at most {limits.max_choices}, not {choices}.", param="n")
 
 
+def check_prompt_logprobs(limits: LimitSettings, *, prompt_tokens: int, candidates: int, param: str) -> None:
+    """Refuse what would be too large an answer; ``param`` asked for it. Raises InvalidParameter."""
+    wanted = prompt_tokens * (1 + candidates)
+    if wanted > limits.max_prompt_logprobs:
+        message = (
+            f"{prompt_tokens} prompt tokens with {candidates} candidates each make {wanted} log-probabilities;"
+            f" at most {limits.max_prompt_logprobs} are told."
+        )
+        raise InvalidParameter(message, param=param)
+
+
 def output_limit(
     limits: LimitSettings,
     model: ModelSettings,

@@ -98,3 +98,16 @@ class ChatTemplate:
             # A template is a program; what it does with data it did not expect is the data's fault, not ours.
             message = f"The model's chat template cannot render this: {type(error).__name__}: {error}"
             raise InvalidParameter(message, param="messages") from error
+
+
+def up_to_content(text: str, content: str) -> str:
+    """A rendered conversation up to the end of its last message's content, so that an answer goes on with that.
+
+    As transformers does it: a template may have trimmed the content. Raises InvalidParameter.
+    """
+    start = text.rfind(content.strip())
+    if start < 0 or not content.strip():
+        message = "The last message has no text that this model's chat template lets be continued."
+        raise InvalidParameter(message, param="continue_final_message")
+    kept = content.lstrip() if text.startswith(content.lstrip(), start) else content.strip()
+    return text[: start + len(kept)]

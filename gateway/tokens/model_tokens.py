@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from gateway.api.errors import InvalidParameter, Overloaded
-from gateway.tokens.chat_template import ChatTemplate
+from gateway.tokens.chat_template import ChatTemplate, up_to_content
 from gateway.tokens.encoders import EncodedPair, Encoder
 from protocol.pooling import PoolingCard
 
@@ -71,15 +71,21 @@ class ModelTokens:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. Raises InvalidParameter where the template refuses it, or there is none."""
+        """Token ids of a conversation, up to the end of the last message's text if that is to be continued.
+
+        Raises InvalidParameter where the template refuses it, or there is none.
+        """
         template = self._template
         if template is None:
             raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
 
         def render_and_encode() -> list[int]:
             text = template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+            if continue_final_message:
+                text = up_to_content(text, messages[-1].get("content") or "")
             return self._encoder.encode(text, add_special_tokens=False)  # the template has written them all
 
         return await self._run(sum(len(m.get("content") or "") for m in messages), render_and_encode)

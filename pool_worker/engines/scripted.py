@@ -140,11 +140,13 @@ class ScriptedChoice:
         params = self.params
         may_stop = self.made > params.min_tokens
         if may_stop and token_id in params.stop_token_ids:
-            return self._unseen(self.stops.flush()), "stop", token_id
+            text = self.script.text_of.get(token_id, "") if params.include_stop_str_in_output else ""
+            return self._unseen(self.stops.flush() + text), "stop", token_id
         text = self.script.text_of.get(token_id, "")
         if may_stop and params.stop:
             text, stop = self.stops.push(text)
             if stop is not None:
+                text += stop if params.include_stop_str_in_output else ""
                 return self._unseen(text), "stop", stop
         reason: FinishReason | None = None
         if may_stop and self.made >= self.answer_tokens and not params.ignore_eos:
@@ -213,6 +215,9 @@ class ScriptedEngine:
         check_request(request, self._info)
         if request.sampling.grammar is not None:
             raise RequestRejected(request.sampling.grammar.field, "the scripted engine's words follow no grammar")
+        for field in ("prompt_logprobs", "allowed_token_ids", "bad_words"):
+            if getattr(request.sampling, field) not in (None, ()):
+                raise RequestRejected(field, "the scripted engine has no probabilities")
 
     def submit(self, request: GenerationRequest) -> None:
         """See ``base.Engine``."""
@@ -232,6 +237,8 @@ class ScriptedEngine:
         for index in range(request.sampling.n):
             choice = ScriptedChoice(request, index, self._script, wishes)
             output = choice.resume(points[index]) if index in points else None
+            if request.sampling.max_tokens == 0:
+                output = choice.end("length")
             if output is not None:
                 self._ready.append(output)
             if output is None or output.finish_reason is None:

@@ -168,6 +168,11 @@ async def test_max_tokens(driver: Driver) -> None:
         assert (len(answer.token_ids), answer.finish_reason) == (max_tokens, "length")
 
 
+async def test_no_token_at_all(driver: Driver) -> None:
+    answer = await driver.answer(request(max_tokens=0))
+    assert answer.facts() == ([], "", "length")
+
+
 async def test_choices_are_numbered_and_end_each(driver: Driver) -> None:
     driver.engine.submit(request("r", n=3, temperature=1.0, seed=5))
     answers = await driver.end_of("r", n=3)
@@ -187,6 +192,17 @@ async def test_a_stop_string_ends_the_text_before_it(driver: Driver) -> None:
     answer = await driver.answer(request("stopped", stop=(stop,)))
     assert answer.finish_reason == "stop"
     assert answer.text == whole.text[: whole.text.index(stop)]
+
+
+async def test_what_ended_it_may_be_part_of_the_text(driver: Driver) -> None:
+    whole = await driver.answer(request("whole"))
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    answer = await driver.answer(request("stopped", stop=(stop,), include_stop_str_in_output=True))
+    assert answer.text == whole.text[: whole.text.index(stop) + len(stop)]
+    by_token = await driver.answer(
+        request("token", stop_token_ids=(whole.token_ids[9],), include_stop_str_in_output=True)
+    )
+    assert len(by_token.text) > len((await driver.answer(request("t", stop_token_ids=(whole.token_ids[9],)))).text)
 
 
 async def test_a_stop_token_ends_the_choice(driver: Driver) -> None:
@@ -325,6 +341,12 @@ async def test_an_error_in_a_step_loses_the_local_engine(model_folder: str, monk
         await driver.run()
     engine.cancel("r")  # a worker still cancels what it hands back
     await engine.stop()
+
+
+async def test_the_scripted_engine_refuses_what_needs_probabilities(scripted: Driver) -> None:
+    for name, value in (("prompt_logprobs", 0), ("allowed_token_ids", (5,)), ("bad_words", ("x",))):
+        refused = await scripted.answer(request(name, **{name: value}))
+        assert (refused.finish_reason, scripted.refusals[name].param) == ("error", name)
 
 
 # --- the scripted engine's own faults ---------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def error_of(response: httpx.Response) -> tuple[int, str | None, str | None]:
 
 
 async def test_refused_before_any_worker_is_asked(start_gateway: Start) -> None:
-    gateway = await start_gateway(limits={"max_body_bytes": 20_000, "max_messages": 3})
+    gateway = await start_gateway(limits={"max_body_bytes": 20_000, "max_messages": 3, "max_prompt_logprobs": 200})
     body: dict[str, Any] = {"model": MODEL, "messages": HELLO}
 
     async def of(change: dict[str, Any], path: str = CHAT) -> tuple[int, str | None, str | None]:
@@ -51,6 +51,9 @@ async def test_refused_before_any_worker_is_asked(start_gateway: Start) -> None:
     assert await of({"n": 17}) == (400, "invalid_value", "n")
     assert await of({"tools": [{"type": "function"}]}) == (400, "unsupported_parameter", "tools")
     assert await of({"max_tokens": 500}) == (400, "context_length_exceeded", "max_tokens")
+    assert await of({"prompt_logprobs": 19}) == (400, "invalid_value", "prompt_logprobs")
+    echo = {"prompt": [1] * 101, "echo": True, "logprobs": 1, "max_tokens": 0}
+    assert await of(echo, "/v1/completions") == (400, "invalid_value", "logprobs")
     long = [{"role": "user", "content": "x" * 600}]
     assert await of({"messages": long}) == (400, "context_length_exceeded", "messages")
     too_large = await send(gateway, content=b'"' + b"x" * 20_000 + b'"')

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from protocol import messages as m
 from protocol import subjects
 from protocol.errors import ProtocolError
+from protocol.logprobs import PromptLogprob
 from protocol.usage import decode_usage
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=200)
@@ -31,6 +32,15 @@ def test_every_frame_kind_survives_the_wire() -> None:
         m.Accepted("r", 1, 0, "w", "p", "aws", "eu", 1.5),
         m.Tokens("r", 1, 1, 0, (5,), "a", None, (logprob,)),
         m.Tokens("r", 1, 2, 0, (2,), "", "stop"),
+        m.Tokens(
+            "r",
+            1,
+            2,
+            0,
+            (),
+            "",
+            prompt_logprobs=(PromptLogprob(1, "a"), PromptLogprob(2, "b", -1.5, 3, ((5, "c", -0.5),))),
+        ),
         m.Finished("r", 1, 3, cancelled=False, prompt_tokens=3, cached_tokens=0, completion_tokens=2, ttft_ms=4.0),
         m.Finished("r", 1, 3, False, 3, 0, 2, 4.0, m.Timings(1.0, 2.0, 3.0, 4)),
         m.Failed("q", 2, 0, "engine_error", "no", retryable=True, param="stop"),

@@ -69,6 +69,34 @@ def test_everything_supported_reaches_the_wire() -> None:
     )
 
 
+def test_what_vllm_added_reaches_the_wire() -> None:
+    request = parse_chat(
+        chat(allowed_token_ids=[5, 6], bad_words=["no"], include_stop_str_in_output=True, prompt_logprobs=0, top_p=0)
+    )
+    assert sampling_of(request, 5) == Sampling(
+        max_tokens=5,
+        allowed_token_ids=(5, 6),
+        bad_words=("no",),
+        include_stop_str_in_output=True,
+        prompt_logprobs=0,
+        top_p=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"logprobs": 3}, None),
+        ({"logprobs": 3, "echo": True}, 3),
+        ({"echo": True}, None),
+        ({"logprobs": 3, "echo": True, "prompt_logprobs": 1}, 3),
+        ({"logprobs": 0, "echo": True, "prompt_logprobs": 2, "max_tokens": 0}, 2),
+    ],
+)
+def test_an_echo_with_logprobs_wants_those_of_the_prompt(fields: dict[str, Any], wanted: int | None) -> None:
+    assert sampling_of(parse_completion(completion(**fields)), 0).prompt_logprobs == wanted
+
+
 def test_null_is_the_same_as_nothing() -> None:
     names = ("n", "stop", "seed", "temperature", "top_k", "logit_bias", "logprobs", "max_tokens", "stream", "tools")
     request = parse_chat(chat(**dict.fromkeys(names)))
@@ -110,7 +138,7 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
         ({"temperature": "1"}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 1.5}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -143,7 +171,16 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
             "structured_outputs",
         ),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": [" "]}, "bad_words.0"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"echo": True}, "echo"),
         ({"service_tier": "scale"}, "service_tier"),
         ({"do_not_queue": "yes"}, "do_not_queue"),
     ],
@@ -195,6 +232,10 @@ def test_values_that_ask_for_nothing_unsupported(fields: dict[str, Any]) -> None
         ({"structured_outputs": {"choice": ["a.b", "c"]}}, Grammar("regex", r"a\.b|c", "structured_outputs")),
         ({"structured_outputs": {"grammar": "start: /a/"}}, Grammar("lark", "start: /a/", "structured_outputs")),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "", "structured_outputs")),
+        ({"guided_json": {"a": 1}}, Grammar("json_schema", '{"a": 1}', "guided_json")),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+", "guided_regex")),
+        ({"guided_choice": ["a.b", "c"]}, Grammar("regex", r"a\.b|c", "guided_choice")),
+        ({"guided_grammar": "start: /a/"}, Grammar("lark", "start: /a/", "guided_grammar")),
     ],
 )
 def test_what_answers_must_look_like(fields: dict[str, Any], grammar: Grammar | None) -> None:
@@ -226,7 +267,8 @@ def test_prompts(prompt: object, parsed: object) -> None:
         ({"suffix": "x"}, "suffix"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
         ({"best_of": 3}, "best_of"),
     ],
 )

@@ -1,10 +1,14 @@
 import json
 from typing import Any
 
+import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.api.answers import chat_answer, completion_answer
+from gateway.api.details import Details
 from gateway.api.sse import ChatChunks, CompletionChunks, usage_fields
+from gateway.api.token_ids import with_token_ids
+from protocol.logprobs import PromptLogprob
 from protocol.messages import TokenLogprob, Tokens
 
 LOGPROBS = (TokenLogprob(5, "é", -0.5, "é".encode(), ((5, "é", -0.5, "é".encode()), (6, "b", -1.5, b"b"))),)
@@ -77,7 +81,7 @@ def test_chat_logprobs() -> None:
 
 
 def test_completion_chunks() -> None:
-    chunks = CompletionChunks("cmpl-1", 17, "m", choices=1, with_usage=False, echo="say ")
+    chunks = CompletionChunks("cmpl-1", 17, "m", choices=1, with_usage=False, details=Details(echo="say "))
     stream = chunks.of(frame("hi")) + chunks.of(frame("")) + chunks.of(frame("", finish_reason="stop"))
     head = {"id": "cmpl-1", "object": "text_completion", "created": 17, "model": "m"}
     choice = {"index": 0, "logprobs": None}
@@ -108,3 +112,137 @@ def test_whole_chat_answer() -> None:
     assert [c.message.content for c in answer.choices] == ["b", "ac"]
     assert answer.choices[0].logprobs is not None
     assert answer.choices[1].logprobs is None
+
+
+# --- what is told beside the text -------------------------------------------------------------------------------------
+
+PROMPT = (
+    PromptLogprob(7, "Say"),
+    PromptLogprob(8, " x", -2.5, 4, ((9, " y", -0.5), (3, " z", float("-inf")))),
+    PromptLogprob(9, " y", -0.25, 1, ((9, " y", -0.25), (8, " x", -2.0))),
+)
+ECHO = Details(echo="Say x y", echo_logprobs=1, prompt_tokens=3)
+ECHOED = {
+    "tokens": ["Say", " x", " y"],
+    "token_logprobs": [None, -2.5, -0.25],
+    "top_logprobs": [None, {" y": -0.5, " x": -2.5}, {" y": -0.25}],
+    "text_offset": [0, 3, 5],
+}
+
+
+def of_prompt(*tokens: PromptLogprob) -> Tokens:
+    return Tokens("r", 1, 1, 0, (), "", prompt_logprobs=tokens)
+
+
+def test_prompt_logprobs_are_vllms() -> None:
+    frames = [of_prompt(*PROMPT[:2]), of_prompt(*PROMPT[2:]), frame("hi", finish_reason="stop")]
+    told = [
+        None,
+        {
+            "8": {"logprob": -2.5, "rank": 4, "decoded_token": " x"},
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": " y"},
+            "3": {"logprob": -9999.0, "rank": 2, "decoded_token": " z"},
+        },
+        {
+            "9": {"logprob": -0.25, "rank": 1, "decoded_token": " y"},
+            "8": {"logprob": -2.0, "rank": 2, "decoded_token": " x"},
+        },
+    ]
+    details = Details(prompt_logprobs=2)
+    assert (
+        json.loads(chat_answer("c", 17, "m", frames, choices=1, usage={}, details=details))["prompt_logprobs"] == told
+    )
+    whole = json.loads(completion_answer("c", 17, "m", frames, choices=1, usage={}, details=details))
+    assert whole["choices"][0]["prompt_logprobs"] == told
+    assert whole["choices"][0]["text"] == "hi"
+    assert whole["choices"][0]["logprobs"] is None
+
+
+def test_an_echo_begins_with_the_prompts_logprobs() -> None:
+    frames = [of_prompt(*PROMPT), frame("é", logprobs=LOGPROBS), frame("é", logprobs=LOGPROBS, finish_reason="length")]
+    body = completion_answer("c", 17, "m", frames, choices=1, usage=usage_fields(3, 0, 2), details=ECHO)
+    [choice] = json.loads(body)["choices"]
+    assert choice["text"] == "Say x yéé"
+    assert choice["logprobs"] == {
+        "tokens": [*ECHOED["tokens"], "é", "é"],
+        "token_logprobs": [*ECHOED["token_logprobs"], -0.5, -0.5],
+        "top_logprobs": [*ECHOED["top_logprobs"], *[{"é": -0.5, "b": -1.5}] * 2],
+        "text_offset": [0, 3, 5, 7, 8],
+    }
+
+
+def test_scoring_alone() -> None:
+    frames = [of_prompt(*PROMPT), Tokens("r", 1, 2, 0, (), "", "length")]
+    body = json.loads(completion_answer("c", 17, "m", frames, choices=1, usage={}, details=ECHO))
+    [choice] = body["choices"]
+    assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == ("Say x y", ECHOED, "length")
+
+
+def test_a_streamed_echo_comes_first_to_every_choice() -> None:
+    chunks = CompletionChunks("cmpl-1", 17, "m", choices=2, with_usage=False, details=ECHO)
+    assert chunks.of(of_prompt(*PROMPT[:2])) == b""
+    assert chunks.of(frame("early", 1, logprobs=LOGPROBS)) == b"", "choice 1 was faster than the prompt's logprobs"
+    stream = events(chunks.of(of_prompt(*PROMPT[2:])) + chunks.of(frame("é", logprobs=LOGPROBS)))
+    choices = [event["choices"][0] for event in stream]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [
+        (0, "Say x y"),
+        (1, "Say x y"),
+        (1, "early"),
+        (0, "é"),
+    ]
+    assert choices[0]["logprobs"] == choices[1]["logprobs"] == ECHOED
+    assert [choice["logprobs"]["text_offset"] for choice in choices[2:]] == [[7], [7]]
+
+
+def test_tokens_called_by_their_ids() -> None:
+    details = Details(tokens_as_ids=True)
+    chunks = ChatChunks("c", 17, "m", choices=1, with_usage=False, details=details)
+    [_, event] = events(chunks.of(frame("é", logprobs=LOGPROBS)))
+    [entry] = event["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], [top["token"] for top in entry["top_logprobs"]]) == (
+        "token_id:5",
+        ["token_id:5", "token_id:6"],
+    )
+    whole = completion_answer("c", 17, "m", [frame("é", logprobs=LOGPROBS)], choices=1, usage={}, details=details)
+    lists = json.loads(whole)["choices"][0]["logprobs"]
+    assert (lists["tokens"], lists["top_logprobs"]) == (["token_id:5"], [{"token_id:5": -0.5, "token_id:6": -1.5}])
+
+
+@pytest.mark.parametrize("in_choice", [False, True])
+def test_token_ids_in_a_stream(in_choice: bool) -> None:
+    inner = chat_chunks(choices=2)
+    details = Details(prompt_ids=[1, 2])
+    chunks = with_token_ids(inner, details, choices=2, prompt_in_choice=in_choice)
+    stream = b"".join(chunks.of(frame(text, index)) for index, text in ((0, "a"), (1, "b"), (0, ""), (0, "c")))
+    stream += chunks.of(frame("d", finish_reason="stop"))
+    told: dict[int, list[int]] = {0: [], 1: []}
+    prompts = 0
+    for event in events(stream):
+        [choice] = event["choices"]
+        told[choice["index"]] += choice.get("token_ids", [])
+        holder = choice if in_choice else event
+        prompts += holder.get("prompt_token_ids") == [1, 2]
+    assert told == {0: [5] * 4, 1: [5]}
+    assert prompts == 2, "once per choice"
+    assert with_token_ids(inner, Details(), choices=2, prompt_in_choice=in_choice) is inner
+
+
+def test_token_ids_in_whole_answers() -> None:
+    details = Details(prompt_ids=[1, 2])
+    frames = [frame("a"), frame("b", finish_reason="stop")]
+    chat = json.loads(chat_answer("c", 17, "m", frames, choices=1, usage={}, details=details))
+    assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == ([1, 2], [5, 5])
+    plain = json.loads(completion_answer("c", 17, "m", frames, choices=1, usage={}, details=details))["choices"][0]
+    assert (plain["prompt_token_ids"], plain["token_ids"]) == ([1, 2], [5, 5])
+
+
+def test_the_service_tier_is_told_where_it_was_named() -> None:
+    details = Details(service_tier="flex")
+    chunks = ChatChunks("c", 17, "m", choices=1, with_usage=False, details=details)
+    assert {event["service_tier"] for event in events(chunks.of(frame("a")))} == {"flex"}
+    whole = ChatCompletion.model_validate_json(
+        chat_answer(
+            "c", 17, "m", [frame("a", finish_reason="stop")], choices=1, usage=usage_fields(1, 0, 1), details=details
+        )
+    )
+    assert whole.service_tier == "flex"

@@ -14,6 +14,7 @@ from gateway.dispatch.mailbox import Ended, Failure, StillWaiting
 from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
+from protocol.logprobs import PromptLogprob
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Sampling, Tokens, unpack_token_ids
 from tests.unit.gateway.admission.controls import ticket_of
 
@@ -65,7 +66,7 @@ class RecordedActions:
 
 
 def open_request(
-    n: int = 1, *, stream: bool = True, max_attempts: int = 3, **timeouts: float
+    n: int = 1, *, stream: bool = True, max_attempts: int = 3, prompt_logprobs: int | None = None, **timeouts: float
 ) -> tuple[OpenRequest, RecordedActions]:
     admission = Admission(
         request_id=ID,
@@ -75,9 +76,9 @@ def open_request(
         key_name="k",
         tenant="k",
         stream=stream,
-        prompt_ids=b"\x01\x00\x00\x00",
-        prompt_tokens=1,
-        sampling=Sampling(max_tokens=100, n=n),
+        prompt_ids=b"\x01\x00\x00\x00" * 3,
+        prompt_tokens=3,
+        sampling=Sampling(max_tokens=100, n=n, prompt_logprobs=prompt_logprobs),
         received_s=0.0,
         received_unix_ms=0,
         admitted_s=0.0,
@@ -189,6 +190,39 @@ async def test_the_next_attempt_resumes() -> None:
         None,
     )
     assert (last.index, unpack_token_ids(last.token_ids), last.text_chars, last.finish_reason) == (2, [3], 0, "length")
+
+
+def of_prompt(seq: int, count: int, attempt: int = 1) -> Tokens:
+    return tokens(seq, "", (), attempt, prompt_logprobs=(PromptLogprob(1, "x", -1.0, 1),) * count)
+
+
+async def test_the_next_attempt_sends_only_the_rest_of_the_prompts_logprobs() -> None:
+    request, actions = open_request(prompt_logprobs=0)
+    for frame in (accepted(), of_prompt(1, 2)):
+        request.on_frame("w", frame, 1.0)
+    assert (request.choices.scored_tokens, request.first_token_s) == (2, None)
+    lose_worker(request, 1.5)
+    assert request.choices.resume_points() == ()
+    for frame in (accepted(2), of_prompt(1, 1, 2), tokens(2, "a", attempt=2, finish_reason="stop"), finished(3, 2)):
+        request.on_frame("w", frame, 2.0)
+    assert (request.outcome, request.completion_tokens, request.first_token_s) == ("ok", 1, 2.0)
+    told = [event for event in await request.mailbox.take() if isinstance(event, Tokens)]
+    assert [len(frame.prompt_logprobs or ()) for frame in told] == [2, 1, 0]
+    assert actions.published == [2]
+
+
+async def test_a_worker_that_leaves_out_the_prompts_logprobs_has_failed() -> None:
+    request, actions = open_request(prompt_logprobs=0)
+    for frame in (accepted(), of_prompt(1, 2), tokens(2, "a", finish_reason="stop"), finished(3)):
+        request.on_frame("w", frame, 1.0)
+    assert (request.state, actions.published) == (State.QUEUED, [2])
+
+
+async def test_no_token_at_all_can_be_a_whole_answer() -> None:
+    request, _ = open_request(prompt_logprobs=0)
+    for frame in (accepted(), of_prompt(1, 3), tokens(2, "", (), finish_reason="length"), finished(3)):
+        request.on_frame("w", frame, 1.0)
+    assert (request.outcome, request.completion_tokens, request.first_token_s) == ("ok", 0, None)
 
 
 async def test_no_judgement_while_the_queue_server_is_away() -> None:

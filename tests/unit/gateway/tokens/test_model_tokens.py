@@ -2,6 +2,7 @@ import asyncio
 import threading
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from gateway.api.errors import InvalidParameter, Overloaded
 from gateway.tokens import model_tokens
@@ -56,3 +57,23 @@ async def test_the_event_loop_goes_on_while_a_long_prompt_is_encoded() -> None:
         turns += 1
     assert len(await encoding) > len(text) // 2
     assert turns >= 10
+
+
+@pytest.mark.parametrize("content", ["Once upon", "Once upon ", " Once upon\n"])
+async def test_a_final_message_is_continued_as_transformers_has_it(content: str) -> None:
+    messages = [{"role": "user", "content": "a story"}, {"role": "assistant", "content": content}]
+    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
+    for template in (CHATML, CHATML.replace("message.content", "message.content | trim")):
+        continued = await tokens(template).encode_chat(
+            messages, add_generation_prompt=False, continue_final_message=True
+        )
+        expected = oracle.apply_chat_template(
+            messages, chat_template=template, continue_final_message=True, tokenize=False
+        )
+        assert continued == byte_tokenizer().encode(str(expected), add_special_tokens=False).ids
+
+
+async def test_nothing_to_continue() -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        await tokens().encode_chat([{"role": "user", "content": " "}], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"

@@ -1,0 +1,37 @@
+"""What a caller may ask to be told beside the text of an answer."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from gateway.api.schema import CompletionRequest, GenerationRequest
+
+
+class Details(Struct, frozen=True):
+    """One request's wishes; each is off by default."""
+
+    service_tier: str | None = None  # the one it is served in, where the caller has named one
+    tokens_as_ids: bool = False  # in logprobs, tokens are called "token_id:5" instead of by their text
+    prompt_logprobs: int | None = None
+    prompt_ids: Sequence[int] | None = None  # the token ids of prompt and answers are told too
+    echo: str = ""  # the prompt's text, which comes before every choice's own
+    echo_logprobs: int | None = None  # with the logprobs of so many candidates for each token of it
+    prompt_tokens: int = 0
+
+
+NO_DETAILS: Final = Details()
+
+
+def details_of(request: GenerationRequest, prompt_ids: Sequence[int], echo: str = "") -> Details:
+    """What a request's fields ask for."""
+    echo_logprobs = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    return Details(
+        service_tier=None if request.service_tier is None else "flex" if request.is_batch else "default",
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        prompt_logprobs=request.prompt_logprobs,
+        prompt_ids=prompt_ids if request.return_token_ids else None,
+        echo=echo,
+        echo_logprobs=echo_logprobs,
+        prompt_tokens=len(prompt_ids),
+    )

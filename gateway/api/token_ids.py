@@ -1,0 +1,50 @@
+"""Token ids in the events of a stream."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from gateway.api.details import Details
+from gateway.api.sse import Chunks, encode_json
+from protocol.messages import Tokens
+
+_EVENT_START: Final = b"data: "
+_EVENT_END: Final = b"\n\n"
+
+
+def with_token_ids(chunks: Chunks, details: Details, *, choices: int, prompt_in_choice: bool) -> Chunks:
+    """The same chunks, with token ids in them where these are wanted."""
+    if details.prompt_ids is None:
+        return chunks
+    return WithTokenIds(chunks, details.prompt_ids, choices=choices, prompt_in_choice=prompt_in_choice)
+
+
+class WithTokenIds:
+    """``Chunks`` that tell token ids too (vLLM's ``return_token_ids``): put into the events that others have made."""
+
+    def __init__(self, inner: Chunks, prompt_ids: Sequence[int], *, choices: int, prompt_in_choice: bool) -> None:
+        """``prompt_in_choice``: where an event tells the prompt's ids, in the choice or beside the choices."""
+        self.usage = inner.usage
+        self._inner = inner
+        self._prompt_ids = prompt_ids
+        self._prompt_in_choice = prompt_in_choice
+        self._untold: list[list[int]] = [[] for _ in range(choices)]
+        self._started = [False] * choices
+
+    def of(self, frame: Tokens) -> bytes:
+        """See Chunks."""
+        self._untold[frame.index] += frame.token_ids
+        events = self._inner.of(frame).split(_EVENT_END)[:-1]
+        return b"".join(self._completed(event, is_last=event is events[-1]) for event in events)
+
+    def _completed(self, event: bytes, *, is_last: bool) -> bytes:
+        body: dict[str, Any] = msgspec.json.decode(event.removeprefix(_EVENT_START))
+        choice = body["choices"][0]
+        index = choice["index"]
+        if not self._started[index]:
+            self._started[index] = True
+            (choice if self._prompt_in_choice else body)["prompt_token_ids"] = self._prompt_ids
+        if is_last:
+            choice["token_ids"], self._untold[index] = self._untold[index], []
+        return _EVENT_START + encode_json(body) + _EVENT_END
