@@ -9,6 +9,7 @@ and values go into the pool and each sequence's queries see its own tokens only.
 Shapes: T rows in the step, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dimension, L context length.
 """
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,10 +99,31 @@ class KVPool:
 
     def __init__(self, layer_shapes: dict[int, tuple[int, int]], slots: int, dtype: torch.dtype) -> None:
         """`layer_shapes` gives (Hkv, D) for each layer. Memory is committed by the system as it is first written."""
-        self._layers = {
-            layer: (torch.zeros(1, heads, slots, dim, dtype=dtype), torch.zeros(1, heads, slots, dim, dtype=dtype))
-            for layer, (heads, dim) in layer_shapes.items()
-        }
+        self._layer_shapes = layer_shapes
+        self._slots = slots
+        self._dtype = dtype
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.take()
+
+    @property
+    def is_given_back(self) -> bool:
+        """Whether there is no memory to store anything in."""
+        return not self._layers
+
+    def take(self) -> None:
+        """Have memory, blank if it was given back."""
+        for layer, (heads, dim) in self._layer_shapes.items():
+            if layer not in self._layers:
+                self._layers[layer] = (self._map(heads, dim), self._map(heads, dim))
+
+    def give_back(self) -> None:
+        """Leave the memory to the system until `take`; what was stored is gone."""
+        self._layers.clear()
+
+    def _map(self, heads: int, dim: int) -> Tensor:
+        # A mapping of its own goes back to the system when it is freed; malloc would keep much of it.
+        memory = mmap.mmap(-1, heads * self._slots * dim * self._dtype.itemsize)
+        return torch.frombuffer(memory, dtype=self._dtype).view(1, heads, self._slots, dim)
 
     def stage(
         self, tokens: list[int], positions: list[int], sampled_rows: list[int], segments: list["Segment"]

@@ -115,6 +115,11 @@ class BlockPool:
                 else:
                     self._drop_key(block)
 
+    def forget_cached(self) -> None:
+        """Let no block be found any more that nobody uses."""
+        while self._cached:
+            self._evict(next(iter(self._cached)))
+
     def check(self) -> None:
         """Raise EngineCorrupted unless counts, runs, references and keys agree."""
         blank = [block for start, stop in self._blank_runs for block in range(start, stop)]

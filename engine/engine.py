@@ -22,12 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.adapter_files import load_adapter
 from engine.admission import check_request
+from engine.attention import KVPool
 from engine.block_pool import BlockPool
 from engine.choice import Choice
 from engine.config import EngineConfig
 from engine.decode_graphs import CudaGraphRecorder
 from engine.device import choose_device
-from engine.errors import EngineCorrupted, RequestRejected
+from engine.errors import EngineCorrupted, EngineError, RequestRejected
 from engine.gpu_memory import kv_bytes_beside
 from engine.grammar import CompiledGrammar, MaskMaker
 from engine.kv_memory import CPU_KV_BYTES, kv_tokens_within, make_kv_memory
@@ -46,10 +47,13 @@ from engine.types import (
     EngineStats,
     GenerationRequest,
     Refusal,
+    SamplingParams,
     SequenceOutput,
 )
 from engine.vocabulary import Vocabulary
 
+WARM_UP_PROMPT_TOKENS: Final = 8
+WARM_UP_TOKENS: Final = 3  # of each answer
 COMPILING_WAIT_S: Final = 0.005  # of a step that has nothing to do but to wait for a grammar
 
 
@@ -59,6 +63,7 @@ class Compiling:
 
     request: GenerationRequest
     grammar: CompiledGrammar
+    added_s: float  # of the monotonic clock
 
 
 class LLMEngine:
@@ -101,8 +106,10 @@ class LLMEngine:
         )
         self._max_waiting = config.max_waiting
         self._draft_tokens = config.draft_tokens
-        memory = make_kv_memory(layer_shapes, self.info.kv_tokens, config.block_size, model.dtype, self._device)
-        self._runner = ModelRunner(model, memory, config.block_size, adapter_rows)
+        self._kv_memory = make_kv_memory(
+            layer_shapes, self.info.kv_tokens, config.block_size, model.dtype, self._device
+        )
+        self._runner = ModelRunner(model, self._kv_memory, config.block_size, adapter_rows)
         if self._device.type == "cuda" and config.cuda_graphs:
             self._runner.record_decoding(
                 CudaGraphRecorder(),
@@ -143,17 +150,18 @@ class LLMEngine:
             raise RequestRejected("request_id", f"{request.request_id!r} is already running")
         if self._waiting_choices + request.sampling.n > self._max_waiting:
             raise RequestRejected("n", f"more than {self._max_waiting} choices would be waiting")
+        self.wake_up()
         grammar = request.sampling.grammar
         if grammar is None:
             self._start(request, None)
         elif (compiled := self._vocabularies[request.adapter].grammars.compile(grammar)).outcome.done():
             self._start(request, compiled)
         else:
-            self._compiling[request.request_id] = Compiling(request, compiled)
+            self._compiling[request.request_id] = Compiling(request, compiled, time.monotonic())
 
     @property
     def _waiting_choices(self) -> int:
-        return len(self._scheduler.waiting) + sum(one.request.sampling.n for one in self._compiling.values())
+        return len(self._scheduler.waiting) + sum([one.request.sampling.n for one in list(self._compiling.values())])
 
     def _start(self, request: GenerationRequest, grammar: CompiledGrammar | None) -> None:
         vocabulary = self._vocabularies[request.adapter]
@@ -190,6 +198,46 @@ class LLMEngine:
                 self._ready.append(Refusal.of(id_, error.field, error.message))
             except Exception as error:  # noqa: BLE001 - one request's grammar or resumed text must not end the others
                 self._ready.append(SequenceOutput.failure(id_, repr(error)))
+            for choice in self._choices.get(id_, []):
+                choice.sequence.clock.added_s = one.added_s
+
+    def warm_up(self) -> None:
+        """Answer requests of its own, so that the first real one need not wait for what torch makes at first use.
+
+        Leaves nothing in the prefix cache and nothing in the counters.
+        """
+        prompt_tokens = min(WARM_UP_PROMPT_TOKENS, min(self.info.max_model_len, self.info.kv_tokens) - WARM_UP_TOKENS)
+        if prompt_tokens < 1:
+            return
+        prompt = [token_id % self.info.vocab_size for token_id in range(prompt_tokens)]
+        usual = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+        for params in (usual, dataclasses.replace(usual, temperature=1.0, top_p=0.9, logprobs=1)):
+            self.add_request(GenerationRequest("warm-up", prompt, params))
+            while self.has_unfinished():
+                self.step()
+        self._block_pool.forget_cached()
+        self._scheduler.counters = EngineCounters()
+        self._step_stats = StepStats()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether its KV memory is given back."""
+        return isinstance(self._kv_memory, KVPool) and self._kv_memory.is_given_back
+
+    def sleep(self) -> None:
+        """Give the KV memory and with it the prefix cache back to the system; the next request wakes it up.
+
+        Raises EngineError while there are unfinished requests, or on a GPU, whose recorded steps hold the memory.
+        """
+        if self.has_unfinished() or not isinstance(self._kv_memory, KVPool):
+            raise EngineError("only an engine on a CPU, without requests, can sleep")
+        self._block_pool.forget_cached()
+        self._kv_memory.give_back()
+
+    def wake_up(self) -> None:
+        """Have KV memory again."""
+        if isinstance(self._kv_memory, KVPool):
+            self._kv_memory.take()
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; the next step yields "cancelled" for each of its live choices. Idempotent."""
@@ -232,7 +280,7 @@ class LLMEngine:
         """Return how it does. Of all methods, this one may be called by another thread, also during a step."""
         return EngineStats(
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            waiting=self._waiting_choices,
             kv_usage=self._block_pool.used_blocks / self._block_pool.total_blocks,
             counters=dataclasses.replace(self.counters),
             step_tokens=self._step_stats.step_tokens.snapshot(),

@@ -46,6 +46,9 @@ class LocalEngineSettings(Settings):
     # LoRA adapters of this model, each served as a model of its own: its name → a PEFT folder, or its name on the hub.
     adapters: dict[str, str] = {}
     threads: PositiveInt | None = None
+    # After so long without a request the KV memory and the prefix cache go back to the system; the next request takes
+    # the memory again. On CPUs only. None: never.
+    sleep_after_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
 
 
 class ScriptedEngineSettings(Settings):

@@ -9,6 +9,7 @@ taken. torch lets go of the GIL while it computes, so the event loop runs meanwh
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
@@ -17,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from engine import EngineConfig, LLMEngine, RequestRejected
+from engine import ConfigError, EngineConfig, LLMEngine, RequestRejected
 from engine.types import EngineStats, GenerationRequest, Refusal, SequenceOutput, sequences_that_fit
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.settings import LocalEngineSettings
@@ -124,6 +125,9 @@ class LocalEngine:
     def _run(self) -> None:
         try:
             engine = load(self._settings)
+            started_s = time.monotonic()
+            engine.warm_up()
+            log.info("warmed up in %.1f s", time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001 - whatever a model folder can do wrong, the operator shall read it
             reason = EngineDiedError(f"{self._settings.path} cannot be loaded: {str(error) or type(error).__name__}")
             self._call(self._end_loading, reason)
@@ -149,18 +153,31 @@ class LocalEngine:
 
     def _step_until_stopped(self, engine: LLMEngine) -> None:
         while True:
-            with self._inbox_changed:
-                while not (self._inbox or self._is_stopping or engine.has_unfinished()):
-                    self._inbox_changed.wait()
-                messages = list(self._inbox)
-                self._inbox.clear()
+            messages = self._next_messages(engine)
             if self._is_stopping:
                 return
+            if not (messages or engine.has_unfinished()):
+                engine.sleep()
+                log.info(
+                    "no request for %g s: the KV memory is given back until the next", self._settings.sleep_after_s
+                )
+                continue
             outputs: list[SequenceOutput] = [refusal for message in messages if (refusal := _obey(engine, message))]
             outputs += engine.step()
             if outputs:
                 self._may_step.acquire()
                 self._call(self._take, outputs)
+
+    def _next_messages(self, engine: LLMEngine) -> list[GenerationRequest | str]:
+        """Take what is in the inbox; wait for it, at most until it is time to sleep, if there is nothing to compute."""
+        wait_s = None if engine.is_sleeping else self._settings.sleep_after_s
+        with self._inbox_changed:
+            self._inbox_changed.wait_for(
+                lambda: self._inbox or self._is_stopping or engine.has_unfinished(), timeout=wait_s
+            )
+            messages = list(self._inbox)
+            self._inbox.clear()
+        return messages
 
     def _call(self, function: Callable[[Any], None], argument: object) -> None:
         """Run a function on the event loop, unless that is closed: the process ends, nobody waits for it."""
@@ -199,11 +216,14 @@ def load(settings: LocalEngineSettings) -> LLMEngine:
 
 def engine_config(settings: LocalEngineSettings) -> EngineConfig:
     """Translate the settings. Raises ConfigError."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
+    if settings.sleep_after_s is not None and device != "cpu":
+        raise ConfigError("sleep_after_s", "only an engine on a CPU can sleep")
     chosen: dict[str, Any] = {"kv_bytes": settings.kv_mib and settings.kv_mib * 1024 * 1024}
     return EngineConfig(
         dtype=settings.dtype,
         quantize=settings.quantize,
-        device=("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device,
+        device=device,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=settings.cuda_graphs,
         max_model_len=settings.max_model_len,

@@ -442,3 +442,23 @@ async def test_the_cancelled_tell_their_timings_too(driver: Driver) -> None:
     assert driver.timings[waiting][-1].prefill_ms == 0
     for number in range(1, MAX_SEQUENCES):
         driver.engine.cancel(f"r{number}")
+
+
+async def test_an_idle_engine_sleeps_and_wakes_for_the_next_request(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept = asyncio.Event()
+    loop, sleep = asyncio.get_running_loop(), LLMEngine.sleep
+
+    def sleep_and_tell(engine: LLMEngine) -> None:
+        sleep(engine)
+        loop.call_soon_threadsafe(slept.set)
+
+    monkeypatch.setattr(LLMEngine, "sleep", sleep_and_tell)
+    settings = LocalEngineSettings(path=model_folder, kv_mib=8, threads=1, sleep_after_s=0.05)
+    async with driving(settings) as driver, asyncio.timeout(WAIT_S):
+        await slept.wait()
+        first = await driver.answer(request("first"))
+        slept.clear()
+        await slept.wait()
+        assert (await driver.answer(request("second"))).facts() == first.facts()

@@ -1,14 +1,16 @@
 """What is cached, shared, preempted or fragmented changes no answer."""
 
 import random
+import resource
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, PreTrainedModel
 
-from engine import GenerationRequest, LLMEngine, SamplingParams
+from engine import EngineError, GenerationRequest, LLMEngine, RequestRejected, SamplingParams, SequenceOutput
 from tests.unit.engine.tiny_models import (
     SHAPE,
     VOCAB_SIZE,
@@ -172,3 +174,54 @@ def test_what_is_not_finite_is_found_by_nobody(model: PreTrainedModel, monkeypat
         outputs = engine.step()
     assert outputs[0].cached_tokens == 0
     drain(engine)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_a_sleeping_engine_holds_no_memory_and_answers_as_before_when_it_wakes(model: PreTrainedModel) -> None:
+    fresh = resident_bytes()
+    pool_bytes = 64 << 20
+    engine = make_engine(model, kv_bytes=pool_bytes, max_sequences=1000, max_batched_tokens=1000)
+    assert resident_bytes() < fresh + pool_bytes // 2, "what was never written is committed"
+    expected = run(engine, *sharing(3))
+    for layer in engine._runner._pool._layers:  # as after many long requests
+        for tensor in engine._runner._pool._layers[layer]:
+            tensor.fill_(1.0)
+    del tensor
+    full = resident_bytes()
+    engine.sleep()
+    assert engine.is_sleeping
+    assert resident_bytes() < full - 0.9 * pool_bytes
+    with pytest.raises(RequestRejected):
+        engine.add_request(request("bad", ()))
+    assert engine.is_sleeping, "nobody wakes it up for nothing"
+    [first, *others] = sharing(3)
+    engine.add_request(first)
+    assert not engine.is_sleeping
+    with pytest.raises(EngineError):
+        engine.sleep()
+    outputs: list[SequenceOutput] = []
+    while not outputs:
+        outputs = engine.step()
+    assert outputs[0].cached_tokens == 0, "the prefix cache went with the memory"
+    answers: Answers = defaultdict(Answer)
+    collect(answers, outputs)
+    assert drain(engine, answers) | run(engine, *others) == expected
+
+
+def test_warming_up_leaves_nothing_behind(model: PreTrainedModel) -> None:
+    engine = make_engine(model)
+    before = engine.load(), engine.stats()
+    engine.warm_up()
+    assert (engine.load(), engine.stats()) == before
+    engine.add_request(request("r", tuple(range(20))))  # begins like what it warmed up with
+    [output] = engine.step()
+    assert output.cached_tokens == 0
+    drain(engine)
+
+
+@pytest.mark.parametrize("config", [{"max_model_len": 3}, {"max_model_len": 4}, {"max_waiting": 1, "max_sequences": 1}])
+def test_however_small_it_is_it_warms_up(model: PreTrainedModel, config: dict[str, int]) -> None:
+    make_engine(model, **config).warm_up()
