@@ -1,9 +1,12 @@
 """What a gateway and a ledger writer are told: frozen, validated, passed down. Nothing below reads the environment."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+
+from gateway.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
 
 
 class Settings(BaseModel):
@@ -16,6 +19,15 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity
 
 
+def _one_of(known: Collection[str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in known and name != NONE:
+            raise ValueError(f"{name!r} is not known; there are: {', '.join([*known, NONE])}")
+        return name
+
+    return AfterValidator(check)
+
+
 class ModelSettings(Settings):
     """One model that callers may name. It exists because it is configured, not because a worker is alive."""
 
@@ -24,6 +36,9 @@ class ModelSettings(Settings):
     aliases: tuple[str, ...] = ()  # other names callers may use
     owned_by: str = "spillway"
     default_max_tokens: PositiveInt | None = None  # where the caller names none; default: what the context leaves
+    # How answers write calls of tools and reasoning, or "none"; default: what the chat template looks like.
+    tool_parser: Annotated[str, _one_of(TOOL_FORMATS)] | None = None
+    reasoning_parser: Annotated[str, _one_of(REASONING_FORMATS)] | None = None
 
 
 class LimitSettings(Settings):

@@ -291,6 +291,7 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
     special_tokens: dict[str, str] = {}  # bos_token, eos_token, …: the template's variables
     add_special_tokens: bool = True  # whether plain completions encode with the tokenizer's own special tokens
     pooling: PoolingCard | None = None  # None: it generates text
+    tool_template: str | None = None  # for conversations with tools, where the model has one of its own for them
 
 
 # One encoder and one decoder per kind: building them is the slow part.

@@ -5,7 +5,9 @@ from typing import Any
 
 from gateway.api.details import NO_DETAILS, Details
 from gateway.api.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
+from gateway.api.parsed import finish_reason_of, parsed_message
 from gateway.api.sse import answer_head, encode_json
+from gateway.tools.dialect import AnswerForm
 from protocol.logprobs import PromptLogprob
 from protocol.messages import TokenLogprob, Tokens
 
@@ -45,21 +47,25 @@ def chat_answer(
     choices: int,
     usage: dict[str, Any],
     details: Details = NO_DETAILS,
+    form: AnswerForm | None = None,
 ) -> bytes:
-    """A ``chat.completion`` body."""
+    """A ``chat.completion`` body; ``form``: how the answers are read where they are more than text."""
     gathered = _gather(frames, choices)
-    rows = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
-            "logprobs": _chat_logprobs(choice, details),
-            "finish_reason": choice.finish_reason,
-            **_own_token_ids(choice, details),
-        }
-        for index, choice in enumerate(gathered)
-    ]
+    rows = [_chat_row(index, choice, details, form) for index, choice in enumerate(gathered)]
     head = answer_head(answer_id, "chat.completion", created, model, details)
     return encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], details)})
+
+
+def _chat_row(index: int, choice: _Gathered, details: Details, form: AnswerForm | None) -> dict[str, Any]:
+    text = "".join(choice.texts)
+    message = parsed_message(text, form) if form else {"role": "assistant", "content": text, "refusal": None}
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": _chat_logprobs(choice, details),
+        "finish_reason": finish_reason_of(choice.finish_reason, has_calls="tool_calls" in message),
+        **_own_token_ids(choice, details),
+    }
 
 
 def _chat_logprobs(choice: _Gathered, details: Details) -> dict[str, Any] | None:

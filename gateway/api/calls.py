@@ -3,14 +3,19 @@
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from gateway.api.answers import chat_answer, completion_answer
 from gateway.api.details import NO_DETAILS, details_of
-from gateway.api.sampling import requested_max_tokens
+from gateway.api.form import answer_form, grammar_of, template_variables, tools_for_template, tools_told
+from gateway.api.parsed import ParsedChatChunks
+from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import GenerationRequest, parse_chat, parse_completion
 from gateway.api.sse import ChatChunks, Chunks, CompletionChunks
 from gateway.api.token_ids import with_token_ids
 from gateway.tokens.model_tokens import ModelTokens
-from protocol.messages import Tokens
+from gateway.tools.dialect import AnswerForm
+from protocol.messages import Sampling, Tokens
 
 
 class Call(Protocol):
@@ -34,6 +39,10 @@ class Call(Protocol):
         """Token ids of the prompt. Raises InvalidParameter."""
         ...
 
+    def sampling(self, max_tokens: int) -> Sampling:
+        """How to choose tokens, once the prompt is known. Raises InvalidParameter."""
+        ...
+
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """What makes the events of a streamed answer."""
         ...
@@ -54,6 +63,7 @@ class ChatCall:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_chat(body)
         self._details = NO_DETAILS
+        self._form: AnswerForm | None = None  # of answers that are more than text
 
     @property
     def message_count(self) -> int:
@@ -67,23 +77,37 @@ class ChatCall:
             [message.for_template() for message in request.messages],
             add_generation_prompt=request.adds_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
-            variables=request.chat_template_kwargs,
+            tools=tools_for_template(tokens, tools_told(request)),
+            variables=template_variables(tokens, request),
         )
         prompt_ids = truncated(request, prompt_ids, tokens.context_length)
         self._details = details_of(request, prompt_ids)
+        self._form = answer_form(tokens, request, prompt_ids)
         return prompt_ids
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        """See Call."""
+        sampling = sampling_of(self.request, max_tokens)
+        form = self._form
+        if form is None:
+            return sampling
+        skip_special_tokens = sampling.skip_special_tokens and not form.dialect.has_special_marks
+        return replace(sampling, grammar=grammar_of(form, self.request), skip_special_tokens=skip_special_tokens)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """See Call."""
         request = self.request
         choices = request.n or 1
-        chunks = ChatChunks(
-            f"chatcmpl-{answer_id}",
-            created,
-            request.model,
-            choices=choices,
-            with_usage=request.include_usage,
-            details=self._details,
+        answer_id = f"chatcmpl-{answer_id}"
+        shape: dict[str, Any] = {
+            "choices": choices,
+            "with_usage": request.include_usage,
+            "details": self._details,
+        }
+        chunks: Chunks = (
+            ChatChunks(answer_id, created, request.model, **shape)
+            if self._form is None
+            else ParsedChatChunks(answer_id, created, request.model, form=self._form, **shape)
         )
         return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=False)
 
@@ -97,6 +121,7 @@ class ChatCall:
             choices=self.request.n or 1,
             usage=usage,
             details=self._details,
+            form=self._form,
         )
 
 
@@ -126,6 +151,10 @@ class CompletionCall:
             echo = prompt if isinstance(prompt, str) and is_whole else await tokens.decode(prompt_ids)
         self._details = details_of(request, prompt_ids, echo)
         return prompt_ids
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        """See Call."""
+        return sampling_of(self.request, max_tokens)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """See Call."""

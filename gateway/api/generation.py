@@ -4,7 +4,7 @@ from gateway.api.calls import Call
 from gateway.api.endpoint import Endpoint, Work
 from gateway.api.errors import InvalidParameter, RequestFailed
 from gateway.api.exchange import Exchange
-from gateway.api.sampling import requested_max_tokens, sampling_of
+from gateway.api.sampling import requested_max_tokens
 from gateway.api.streaming import StreamWriter, usage_of
 from gateway.dispatch.mailbox import Ended
 from gateway.dispatch.request import OpenRequest
@@ -24,7 +24,7 @@ class GenerationEndpoint(Endpoint[Call]):
             raise InvalidParameter(f"The model `{model}` makes no text: {use_of(tokens)}.", param="model")
         prompt_ids = await call.encode_prompt(tokens)
         max_tokens = self._output_limit(call, model, tokens.context_length, len(prompt_ids))
-        sampling = sampling_of(call.request, max_tokens)
+        sampling = call.sampling(max_tokens)
         if sampling.prompt_logprobs is not None:
             param = "logprobs" if call.request.prompt_logprobs is None else "prompt_logprobs"
             check_prompt_logprobs(

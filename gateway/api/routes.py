@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 
 from gateway.api.errors import ApiError, MethodNotAllowed, UnknownUrl
 from gateway.api.exchange import Exchange
+from gateway.api.form import tools_for_template
 from gateway.api.schema import TokenizeRequest, parse_tokenize
 from gateway.api.services import Services
 from gateway.api.sse import encode_json
@@ -120,6 +121,7 @@ async def _token_ids(body: TokenizeRequest, tokens: ModelTokens) -> list[int]:
     return await tokens.encode_chat(
         [message.for_template() for message in body.messages or ()],
         add_generation_prompt=body.add_generation_prompt is not False,
+        tools=tools_for_template(tokens, body.tools or ()),
         variables=body.chat_template_kwargs,
     )
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from gateway.api.errors import InvalidParameter, MalformedJson
 from gateway.api.output_format import ResponseFormat, StructuredOutputs, grammar_of
+from gateway.api.tool_fields import MAX_CALLS, MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, check_tools
 from protocol.grammar import Grammar
 
 MAX_STOP_STRINGS: Final = 16
@@ -31,15 +32,11 @@ _UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
 }
 _UNSUPPORTED_IN_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_UNSUPPORTED_EVERYWHERE,
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "reasoning": (),
     "verbosity": (),
     "web_search_options": (),
@@ -56,8 +53,6 @@ _UNSUPPORTED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {
     "prompt_embeds": (),
 }
 _UNSUPPORTED_IN_MESSAGES: Final[dict[str, tuple[Any, ...]]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "audio": (),
 }
@@ -118,7 +113,7 @@ def _integer_keys(bias: object) -> object:
     return {int(key): value for key, value in bias.items()}
 
 
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -130,6 +125,10 @@ class Message(Body):
     role: Role
     content: Annotated[str | None, BeforeValidator(_text_of)] = Field(default=None, validate_default=True)
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under its other name
 
     @field_validator("content")
     @classmethod
@@ -146,6 +145,13 @@ class Message(Body):
         }
         if self.name is not None:
             message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:  # templates have three names for it
+            message.update(reasoning_content=reasoning, reasoning=reasoning, thinking=reasoning)
         return message
 
 
@@ -233,6 +239,10 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Annotated[list[ToolDefinition] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: ToolChoice = None  # None: "auto" where there are tools
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -261,6 +271,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[ToolDefinition] | None, Field(max_length=MAX_TOOLS)] = None
 
 
 _Body = TypeVar("_Body", bound=Body)
@@ -273,6 +284,8 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
     _refuse_contradictions(request)
     for number, message in enumerate(request.messages):
         _refuse_unsupported(message, _UNSUPPORTED_IN_MESSAGES, prefix=f"messages.{number}.")
+        _check_role(message, f"messages.{number}.")
+    check_tools(request.tools or (), request.tool_choice, parallel_is_set=request.parallel_tool_calls is not None)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidParameter("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
     if request.continue_final_message and request.add_generation_prompt:
@@ -327,6 +340,14 @@ def _refuse_unsupported(body: Body, unsupported: Mapping[str, tuple[Any, ...]], 
         if field in unsupported and value is not None and value not in unsupported[field]:
             param = prefix + field
             raise InvalidParameter(f"'{param}' is not supported.", param=param, code="unsupported_parameter")
+
+
+def _check_role(message: Message, prefix: str) -> None:
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidParameter("Only an assistant calls tools.", param=f"{prefix}tool_calls")
+    if (message.tool_call_id is None) == (message.role == "tool"):
+        text = "A message has a 'tool_call_id' if it is of the role \"tool\", and only then."
+        raise InvalidParameter(text, param=f"{prefix}tool_call_id")
 
 
 def _refuse_contradictions(request: GenerationRequest) -> None:

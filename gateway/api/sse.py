@@ -63,7 +63,7 @@ def _envelope(head: dict[str, Any]) -> bytes:
     return b"data: " + fields[:-1] + b',"choices":['
 
 
-class _ChunkEnds:
+class ChunkEnds:
     """Beginning and end of every chunk of a request."""
 
     def __init__(self, head: dict[str, Any], *, choices: int, with_usage: bool) -> None:
@@ -73,6 +73,7 @@ class _ChunkEnds:
         self.heads = [self._envelope + b'{"index":%d,' % index for index in range(choices)]
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
+        """See Chunks."""
         rescue = b',"spillway":{"attempts":%d}' % attempts if attempts > 1 else b""
         return self._envelope + b'],"usage":' + encode_json(usage) + rescue + b"}\n\n"
 
@@ -91,7 +92,7 @@ class ChatChunks:
         details: Details = NO_DETAILS,
     ) -> None:
         head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
-        ends = _ChunkEnds(head, choices=choices, with_usage=with_usage)
+        ends = ChunkEnds(head, choices=choices, with_usage=with_usage)
         self._tokens_as_ids = details.tokens_as_ids
         self.usage = ends.usage
         self._tail = ends.tail
@@ -147,7 +148,7 @@ class CompletionChunks:
         details: Details = NO_DETAILS,
     ) -> None:
         head = answer_head(answer_id, "text_completion", created, model, details)
-        ends = _ChunkEnds(head, choices=choices, with_usage=with_usage)
+        ends = ChunkEnds(head, choices=choices, with_usage=with_usage)
         self.usage = ends.usage
         self._tail = ends.tail
         self._heads = [head + b'"text":' for head in ends.heads]

@@ -28,6 +28,7 @@ from gateway.tokens.encoders import (
     read_tokenizer_file,
 )
 from gateway.tokens.model_tokens import EncoderPool, ModelTokens
+from gateway.tools.dialect import Dialect
 from protocol import subjects
 from protocol.artifacts import get_object, read_model_card, tokenizer_object_name
 from protocol.bus import Bus
@@ -149,6 +150,8 @@ class ModelCatalog:
         if encoder is None or context_length is None:
             return  # nobody knows yet; a card will come
         template = ChatTemplate(template_source, special_tokens) if template_source else None
+        tool_source = card.tool_template if card else None
+        tool_template = ChatTemplate(tool_source, special_tokens) if tool_source else None
         self._tokens[model] = ModelTokens(
             model,
             encoder,
@@ -157,6 +160,13 @@ class ModelCatalog:
             self._pool,
             add_special_tokens=card.add_special_tokens if card else True,
             pooling=card.pooling if card else None,
+            tool_template=tool_template,
+            dialect=Dialect.of(
+                tool_source or template_source or "",
+                encoder.added_tokens(),
+                tool_parser=settings.tool_parser,
+                reasoning_parser=settings.reasoning_parser,
+            ),
         )
         if card is not None:
             self._cards[model] = card

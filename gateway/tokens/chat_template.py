@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -66,7 +66,10 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile ``source``. Raises jinja2.TemplateSyntaxError."""
-        self._template = _environment().from_string(source)
+        environment = _environment()
+        self.source = source
+        self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))  # that it reads
+        self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -74,6 +77,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation; ``variables`` are the caller's own (``chat_template_kwargs``).
@@ -83,7 +87,7 @@ class ChatTemplate:
         fixed = {
             **self._special_tokens,
             "messages": messages,
-            "tools": None,
+            "tools": tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

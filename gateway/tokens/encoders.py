@@ -42,6 +42,10 @@ class Encoder(Protocol):
         """The text of token ids, special tokens included."""
         ...
 
+    def added_tokens(self) -> dict[str, tuple[int, bool]]:
+        """Tokens that stand for a text of their own: its id, and whether it is a special one."""
+        ...
+
 
 class HuggingFaceEncoder:
     """A ``tokenizer.json``, by the Rust library behind transformers' tokenizers."""
@@ -87,6 +91,11 @@ class HuggingFaceEncoder:
     def decode(self, token_ids: list[int]) -> str:
         """See Encoder."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def added_tokens(self) -> dict[str, tuple[int, bool]]:
+        """See Encoder."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: (token_id, token.special) for token_id, token in added.items()}
 
     def _special_tokens(self, *, is_pair: bool) -> int:
         return self._tokenizer.num_special_tokens_to_add(is_pair)
@@ -156,6 +165,10 @@ class TiktokenEncoder:
     def decode(self, token_ids: list[int]) -> str:
         """See Encoder."""
         return self._encoding.decode(token_ids)
+
+    def added_tokens(self) -> dict[str, tuple[int, bool]]:
+        """See Encoder."""
+        return {text: (self._encoding.encode_single_token(text), True) for text in self._encoding.special_tokens_set}
 
 
 def read_tokenizer_file(path: Path) -> bytes:

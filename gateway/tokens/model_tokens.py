@@ -8,11 +8,13 @@ from typing import Any, Final, TypeVar
 from gateway.api.errors import InvalidParameter, Overloaded
 from gateway.tokens.chat_template import ChatTemplate, up_to_content
 from gateway.tokens.encoders import EncodedPair, Encoder
+from gateway.tools.dialect import Dialect
 from protocol.pooling import PoolingCard
 
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
 ENCODER_THREADS: Final = 2
 MAX_LONG_PROMPTS: Final = 256  # being encoded or waiting for it
+END_TOKENS: Final = 16  # of a prompt: enough to hold a mark that begins reasoning, also where it is spelled out
 
 _Result = TypeVar("_Result")
 
@@ -52,12 +54,16 @@ class ModelTokens:
         *,
         add_special_tokens: bool = True,
         pooling: PoolingCard | None = None,
+        tool_template: ChatTemplate | None = None,
+        dialect: Dialect | None = None,
     ) -> None:
         self.model = model
         self.pooling = pooling  # what it makes of its inputs; None: it generates text
         self.context_length = context_length  # prompt + output tokens
+        self.dialect = dialect  # how answers to a conversation are written, where they are not mere text
         self._encoder = encoder
         self._template = template
+        self._tool_template = tool_template or template  # for conversations with tools
         self._pool = pool
         self._add_special_tokens = add_special_tokens
 
@@ -72,23 +78,35 @@ class ModelTokens:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, up to the end of the last message's text if that is to be continued.
 
         Raises InvalidParameter where the template refuses it, or there is none.
         """
-        template = self._template
+        template = self._tool_template if tools else self._template
         if template is None:
             raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
 
         def render_and_encode() -> list[int]:
-            text = template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+            text = template.render(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+            )
             if continue_final_message:
                 text = up_to_content(text, messages[-1].get("content") or "")
             return self._encoder.encode(text, add_special_tokens=False)  # the template has written them all
 
-        return await self._run(sum(len(m.get("content") or "") for m in messages), render_and_encode)
+        size = sum(len(m.get("content") or "") + len(str(m.get("tool_calls", ""))) for m in messages) + len(str(tools))
+        return await self._run(size, render_and_encode)
+
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template, or the one for conversations with tools, makes use of a variable."""
+        return any(template and variable in template.variables for template in (self._template, self._tool_template))
+
+    def end_of(self, prompt_ids: list[int]) -> str:
+        """The last few characters of an encoded prompt."""
+        return self._encoder.decode(prompt_ids[-END_TOKENS:])
 
     async def encode_inputs(
         self, texts: list[str], *, add_special_tokens: bool | None, most_tokens: int | None

@@ -70,13 +70,15 @@ class LocalEngine:
         tokenizer = self._tokenizers.get(model, base)
         tokenizer_json = tokenizer.backend_tokenizer.to_str().encode()
         object_name = tokenizer_object_name(tokenizer_json)
+        templates = _chat_templates(tokenizer) or _chat_templates(base)
         card = ModelCard(
             v=PROTOCOL_VERSION,
             model=model,
             context_length=self._max_model_len,
             tokenizer_object=object_name,
-            chat_template=_chat_template(tokenizer) or _chat_template(base),
+            chat_template=templates.get("default"),
             special_tokens=_special_tokens(tokenizer),
+            tool_template=templates.get("tool_use"),
         )
         return card, self._tokenizer_jsons.setdefault(object_name, tokenizer_json)
 
@@ -250,10 +252,12 @@ def _obey(engine: LLMEngine, message: GenerationRequest | str) -> SequenceOutput
     return None
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the model's chat template; of several, the one called "default"."""
+def _chat_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the model's chat templates by their names; one that has none is "default"."""
     template = tokenizer.chat_template
-    return template.get("default") if isinstance(template, dict) else template
+    if isinstance(template, dict):
+        return template
+    return {"default": template} if template else {}
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -198,7 +198,7 @@ async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
         if with_card:
             await artifacts.publish_model_card(bus, card(), byte_tokenizer_json())
             client = gateway.client()
-            await until_async(lambda: _has_context_length(client))
+            await until_async(lambda: has_context_length(client))
         return gateway
 
     yield start
@@ -210,7 +210,7 @@ async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
             await gateway.end()
 
 
-async def _has_context_length(client: openai.AsyncOpenAI) -> bool:
+async def has_context_length(client: openai.AsyncOpenAI) -> bool:
     model = await client.models.retrieve("short")
     return model.model_dump()["context_length"] is not None
 

@@ -49,7 +49,9 @@ async def test_refused_before_any_worker_is_asked(start_gateway: Start) -> None:
     assert await of({"messages": HELLO * 4}) == (400, "invalid_value", "messages")
     assert await of({"temperature": "hot"}) == (400, "invalid_type", "temperature")
     assert await of({"n": 17}) == (400, "invalid_value", "n")
-    assert await of({"tools": [{"type": "function"}]}) == (400, "unsupported_parameter", "tools")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert await of({"tools": tools}) == (400, "unsupported_parameter", "tools")  # the template knows none
+    assert await of({"reasoning_effort": "low"}) == (400, "unsupported_parameter", "reasoning_effort")
     assert await of({"max_tokens": 500}) == (400, "context_length_exceeded", "max_tokens")
     assert await of({"prompt_logprobs": 19}) == (400, "invalid_value", "prompt_logprobs")
     echo = {"prompt": [1] * 101, "echo": True, "logprobs": 1, "max_tokens": 0}

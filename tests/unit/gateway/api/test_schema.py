@@ -10,10 +10,15 @@ from protocol.grammar import Grammar
 from protocol.messages import Sampling
 
 USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}
 
 
 def chat(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [USER], **fields}).encode()
+
+
+def tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
 
 
 def completion(**fields: Any) -> bytes:
@@ -97,6 +102,27 @@ def test_an_echo_with_logprobs_wants_those_of_the_prompt(fields: dict[str, Any],
     assert sampling_of(parse_completion(completion(**fields)), 0).prompt_logprobs == wanted
 
 
+def test_calls_and_their_results_reach_the_template() -> None:
+    result = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "18 °C"}]}
+    odd = {**CALL, "function": {"name": "f", "arguments": "no JSON"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL, odd], "reasoning": "So."}
+    turns = [message.for_template() for message in parse_chat(chat(messages=[USER, called, result])).messages]
+    assert turns[1:] == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {**CALL, "function": {"name": "f", "arguments": {"city": "Paris"}}},
+                {**CALL, "function": {"name": "f", "arguments": "no JSON"}},
+            ],
+            "reasoning_content": "So.",
+            "reasoning": "So.",
+            "thinking": "So.",
+        },
+        {"role": "tool", "content": "18 °C", "tool_call_id": "call_1"},
+    ]
+
+
 def test_null_is_the_same_as_nothing() -> None:
     names = ("n", "stop", "seed", "temperature", "top_k", "logit_bias", "logprobs", "max_tokens", "stream", "tools")
     request = parse_chat(chat(**dict.fromkeys(names)))
@@ -128,12 +154,17 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
         ({"messages": None}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
-        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [USER, {"role": "function", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
+        ({"messages": [USER, {"role": "tool", "tool_call_id": "c"}]}, "messages.1.content"),
+        ({"messages": [{**USER, "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages.0.function_call"),
         ({"messages": [{"role": 1}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id"),
         ({"model": 5}, "model"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
@@ -155,7 +186,23 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
         ({"seed": 2**70}, "seed"),
         ({"best_of": 2}, "best_of"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
+        ({"tools": [tool("a b")]}, "tools.0.function.name"),
+        ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools.2.function.name"),
+        ({"tools": [tool("f", parameters={"type": "array"})]}, "tools.0.function.parameters"),
+        ({"tools": [tool("f", strict="yes")]}, "tools.0.function.strict"),
+        ({"tools": [tool(f"f{number}") for number in range(129)]}, "tools"),
+        ({"tools": [tool("f", description="x" * 600_000)]}, "tools"),
+        ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         (

@@ -1,0 +1,67 @@
+"""From a chat body and what is known of its model: what the prompt is told of tools, and how answers are read."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from gateway.api.errors import InvalidParameter
+from gateway.api.schema import ChatCompletionRequest
+from gateway.api.tool_fields import NamedTool, ToolDefinition, callable_tools
+from gateway.tokens.model_tokens import ModelTokens
+from gateway.tools.dialect import AnswerForm
+from protocol.grammar import Grammar
+
+_UNSUPPORTED: Final = "unsupported_parameter"
+
+
+def tools_for_template(tokens: ModelTokens, tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
+    """The tools as the model's chat template expects them. Raises InvalidParameter if it knows none."""
+    if tools and not tokens.template_reads("tools"):
+        text = f"The model {tokens.model} was not made for tools: its chat template does not know them."
+        raise InvalidParameter(text, param="tools", code=_UNSUPPORTED)
+    return [tool.for_template() for tool in tools]
+
+
+def tools_told(request: ChatCompletionRequest) -> Sequence[ToolDefinition]:
+    """The tools that the model is told of: none where it must not call any."""
+    return () if request.tool_choice == "none" else request.tools or ()
+
+
+def template_variables(tokens: ModelTokens, request: ChatCompletionRequest) -> dict[str, Any]:
+    """The caller's own variables of the chat template. Raises InvalidParameter for an effort that it does not read."""
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is None:
+        return variables
+    name = "reasoning_effort"
+    if not tokens.template_reads(name):
+        text = f"The model {tokens.model} knows no '{name}'."
+        raise InvalidParameter(text, param=name, code=_UNSUPPORTED)
+    if name in variables:
+        raise InvalidParameter(f"'{name}' is set twice.", param=f"chat_template_kwargs.{name}")
+    return {**variables, name: request.reasoning_effort}
+
+
+def answer_form(tokens: ModelTokens, request: ChatCompletionRequest, prompt_ids: list[int]) -> AnswerForm | None:
+    """How the answers are to be read; None where they are mere text. Raises InvalidParameter for tools in vain."""
+    tools, dialect = tools_told(request), tokens.dialect
+    if tools and (dialect is None or not dialect.takes_tools):
+        text = f"How the model {tokens.model} writes calls is not known (models.{tokens.model}.tool_parser)."
+        raise InvalidParameter(text, param="tools", code=_UNSUPPORTED)
+    if dialect is None or not (tools or dialect.has_reasoning):
+        return None
+    return AnswerForm(
+        dialect,
+        callable_tools(tools, request.tool_choice),
+        is_single_call=isinstance(request.tool_choice, NamedTool) or request.parallel_tool_calls is False,
+        begins_in_reasoning=dialect.thinking is not None and dialect.thinking.is_open_after(tokens.end_of(prompt_ids)),
+    )
+
+
+def grammar_of(form: AnswerForm, request: ChatCompletionRequest) -> Grammar | None:
+    """What forces the answers. Raises InvalidParameter where calls and other output cannot be told from each other."""
+    must_call = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+    content = request.grammar
+    try:
+        return form.grammar(must_call=must_call, content=content)
+    except ValueError as error:
+        field = content.field if content is not None else "tools"
+        raise InvalidParameter(f"'{field}' cannot be honoured here: {error}.", param=field) from error

@@ -1,0 +1,117 @@
+"""Chat answers in which calls of tools and reasoning are told from content, streamed and whole."""
+
+from typing import Any
+
+from gateway.api.details import NO_DETAILS, Details
+from gateway.api.logprobs import chat_logprobs
+from gateway.api.sse import ChunkEnds, answer_head, encode_json
+from gateway.tools.dialect import AnswerForm, AnswerParser
+from gateway.tools.source import Kind, Piece
+from protocol.messages import Tokens
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    # The name that DeepSeek gave it and most clients look for, and the one that vLLM and OpenRouter have now.
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def finish_reason_of(reason: str | None, *, has_calls: bool) -> str | None:
+    """Why a choice ended, as callers know it: one that stopped after calls waits for what they bring."""
+    return "tool_calls" if reason == "stop" and has_calls else reason
+
+
+class _StreamedChoice:
+    """What was sent of one choice."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self.parser: AnswerParser = form.parser()
+        self.calls = 0
+        self._form = form
+        self._has_started = False
+
+    def deltas(self, frame: Tokens) -> list[dict[str, Any]]:
+        """The deltas that tell what a frame has brought."""
+        pieces = self.parser.push(frame.text, is_last=frame.finish_reason is not None)
+        deltas = [self._delta(piece) for piece in pieces]
+        if self._has_started or not (deltas or frame.logprobs or frame.finish_reason):
+            return deltas
+        self._has_started = True
+        # As OpenAI has it: null where something else than content comes first.
+        return [{"role": "assistant", "content": "" if not deltas or "content" in deltas[0] else None}, *deltas]
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        if piece.kind is Kind.CONTENT:
+            return {"content": piece.text}
+        if piece.kind is Kind.REASONING:
+            return _reasoning(piece.text)
+        if piece.kind is Kind.ARGUMENTS:
+            return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": piece.text}}]}
+        self.calls += 1
+        function = {"name": piece.text, "arguments": ""}
+        call = {"index": self.calls - 1, "id": self._form.new_call_id(), "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
+
+class ParsedChatChunks:
+    """``chat.completion.chunk`` events of answers that are more than text; see ``sse.Chunks``."""
+
+    def __init__(
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        *,
+        form: AnswerForm,
+        choices: int,
+        with_usage: bool,
+        details: Details = NO_DETAILS,
+    ) -> None:
+        head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
+        ends = ChunkEnds(head, choices=choices, with_usage=with_usage)
+        self._tokens_as_ids = details.tokens_as_ids
+        self.usage = ends.usage
+        self._ends = ends
+        self._choices = [_StreamedChoice(form) for _ in range(choices)]
+
+    def of(self, frame: Tokens) -> bytes:
+        """See Chunks."""
+        choice = self._choices[frame.index]
+        deltas = choice.deltas(frame)
+        logprobs = None
+        if frame.logprobs:
+            logprobs = {"content": chat_logprobs(frame.logprobs, as_ids=self._tokens_as_ids), "refusal": None}
+            deltas = deltas or [{}]
+        events = b""
+        for delta in deltas:
+            # Log-probabilities are of tokens, and go with the last of what these have brought.
+            events += self._event(frame.index, delta, logprobs if delta is deltas[-1] else None, None)
+        if frame.finish_reason is not None:
+            events += self._event(
+                frame.index, {}, None, finish_reason_of(frame.finish_reason, has_calls=choice.calls > 0)
+            )
+        return events
+
+    def _event(self, index: int, delta: dict[str, Any], logprobs: object, finish_reason: str | None) -> bytes:
+        rest = encode_json({"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+        return self._ends.heads[index] + rest[1:] + b"]" + self._ends.tail
+
+
+def parsed_message(text: str, form: AnswerForm) -> dict[str, Any]:
+    """The message of a choice that is not streamed."""
+    message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+    calls: list[dict[str, Any]] = []
+    parts: dict[Kind, str] = {}
+    for kind, part in form.parser().push(text, is_last=True):
+        if kind is Kind.CALL:
+            function = {"name": part, "arguments": ""}
+            calls.append({"id": form.new_call_id(), "type": "function", "function": function})
+        elif kind is Kind.ARGUMENTS:
+            calls[-1]["function"]["arguments"] += part
+        else:
+            parts[kind] = parts.get(kind, "") + part
+    if Kind.REASONING in parts:
+        message.update(_reasoning(parts[Kind.REASONING]))
+    if calls:
+        message["tool_calls"] = calls
+    message["content"] = parts.get(Kind.CONTENT, None if len(message) > 3 else "")
+    return message

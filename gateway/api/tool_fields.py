@@ -1,0 +1,130 @@
+"""The fields of a chat body that are about tools: what may be called, and what was called before."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from gateway.api.errors import InvalidParameter
+from gateway.tools.base import Tool
+
+MAX_TOOLS: Final = 128
+MAX_TOOLS_BYTES: Final = 512 * 1024  # of all of them, as JSON
+MAX_CALLS: Final = 128  # in one message of a conversation
+NO_PARAMETERS: Final = {"type": "object", "properties": {}}
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class FunctionDefinition(_Part):
+    """What a model is told of a function, and whether its arguments are forced to follow their schema."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(_Part):
+    """One of a request's ``tools``."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates expect it. Whether it is strict is no business of the model's."""
+        function = self.function.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        function.setdefault("parameters", NO_PARAMETERS)
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(_Part):
+    """A function, by its name."""
+
+    name: str
+
+
+class NamedTool(_Part):
+    """``tool_choice``: this tool and no other."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _known_choice(choice: object) -> object:
+    # One message for what a union would explain as several.
+    is_named = isinstance(choice, Mapping) and choice.get("type") == "function" and "function" in choice
+    if choice is None or is_named or choice in ("none", "auto", "required"):
+        return choice
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}')
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)]
+
+
+class CalledFunction(_Part):
+    """What an assistant called, with its arguments as JSON text."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str = ""
+
+    def arguments_for_template(self) -> object:
+        """The arguments as an object, which templates expect; text that is none stays as it is."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except ValueError:
+            return self.arguments
+        return arguments if isinstance(arguments, dict) else self.arguments
+
+
+class ToolCall(_Part):
+    """A call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates expect it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments_for_template()}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def check_tools(tools: Sequence[ToolDefinition], choice: object, *, parallel_is_set: bool) -> None:
+    """Refuse tools that contradict each other or ``tool_choice``. Raises InvalidParameter."""
+    if not tools and choice not in {None, "none"}:
+        raise InvalidParameter("'tool_choice' is only allowed when 'tools' are given.", param="tool_choice")
+    if not tools and parallel_is_set:
+        raise InvalidParameter(
+            "'parallel_tool_calls' is only allowed when 'tools' are given.", param="parallel_tool_calls"
+        )
+    names = [tool.function.name for tool in tools]
+    for number, tool in enumerate(tools):
+        prefix = f"tools.{number}.function"
+        if names.index(tool.function.name) != number:
+            raise InvalidParameter(f"'{tool.function.name}' is the name of two tools.", param=f"{prefix}.name")
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            raise InvalidParameter("The type of 'parameters' must be \"object\".", param=f"{prefix}.parameters")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise InvalidParameter(f"'{choice.function.name}' is none of 'tools'.", param="tool_choice")
+    size = sum(len(tool.model_dump_json()) for tool in tools)
+    if size > MAX_TOOLS_BYTES:
+        raise InvalidParameter(f"'tools' may have at most {MAX_TOOLS_BYTES} bytes, not {size}.", param="tools")
+
+
+def callable_tools(tools: Sequence[ToolDefinition], choice: object) -> tuple[Tool, ...]:
+    """The tools that an answer may call, with the schemas of their arguments, which are objects in any case."""
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    return tuple(
+        Tool(
+            tool.function.name,
+            {"type": "object", **(tool.function.parameters or NO_PARAMETERS)},
+            is_strict=bool(tool.function.strict),
+        )
+        for tool in tools
+        if name in {None, tool.function.name}
+    )

@@ -1,0 +1,242 @@
+"""The text of one choice as its readers see it: a sequence that they wait for where it has not come yet.
+
+A reader is a generator. It looks at the text as if all of it were there, and yields wherever it needs more; so what it
+finds cannot depend on how the text was cut into frames. What it has understood it *tells*, as pieces; until then the
+text is *held*, so that what turns out to be no call can still be given back as it was.
+
+    text:  already told, dropped │ held, looked at │ held, not looked at
+                                 0                 at
+"""
+
+import re
+from collections.abc import Generator, Sequence
+from enum import Enum, auto
+from functools import cache
+from typing import Final, NamedTuple, TypeVar
+
+MAX_HELD_CHARS: Final = 65_536  # of one value that is looked at before it is told
+MAX_LAYOUT_CHARS: Final = 64  # white space before a mark, which is no text of its own
+
+_T = TypeVar("_T")
+Reading = Generator[None, None, _T]  # yields where it needs more text
+
+_SPACE: Final = re.compile(r"\s*")
+_IN_STRING: Final = re.compile(r'["\\]')
+_IN_CONTAINER: Final = re.compile(r'["{}\[\]]')
+_AFTER_SCALAR: Final = re.compile(r"[,}\]\s]")
+
+
+class Kind(Enum):
+    """What a piece of an answer is."""
+
+    CONTENT = auto()
+    REASONING = auto()
+    CALL = auto()  # of a tool begins; the text is the tool's name
+    ARGUMENTS = auto()  # of the call that began last, as JSON text
+
+
+class Piece(NamedTuple):
+    """A part of an answer that has been understood."""
+
+    kind: Kind
+    text: str
+
+
+class Source:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.has_ended = False
+        self._text = ""
+        self._pieces: list[Piece] = []
+
+    # --- what feeds it ------------------------------------------------------------------------------------------------
+
+    def feed(self, text: str) -> None:
+        """Add what has come."""
+        self._text += text
+
+    def take_pieces(self) -> list[Piece]:
+        """What has been told since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    # --- what readers tell --------------------------------------------------------------------------------------------
+
+    def tell(self, kind: Kind, text: str) -> None:
+        """Tell a piece; neighbours of one kind become one."""
+        if self._pieces and self._pieces[-1].kind is kind is not Kind.CALL:
+            self._pieces[-1] = Piece(kind, self._pieces[-1].text + text)
+        elif text:
+            self._pieces.append(Piece(kind, text))
+
+    def drop(self) -> None:
+        """Forget what was looked at: it has been understood."""
+        self._text, self.at = self._text[self.at :], 0
+
+    def give_back(self, kind: Kind) -> None:
+        """Tell what was looked at as it is: it was no call."""
+        self.tell(kind, self._text[: self.at])
+        self.drop()
+
+    # --- how readers look ---------------------------------------------------------------------------------------------
+
+    def peek(self) -> Reading[str]:
+        """Move over white space; return the next character, nothing at the end."""
+        while True:
+            self.at = _end_of_space(self._text, self.at)
+            if self.at < len(self._text):
+                return self._text[self.at]
+            if self.has_ended:
+                return ""
+            yield
+
+    def skip_space(self) -> Reading[None]:
+        """Drop what was looked at, and white space after it."""
+        self.drop()
+        yield from self.peek()
+        self.drop()
+
+    def follows(self, mark: str) -> Reading[bool]:
+        """Whether ``mark`` comes next, white space before it aside; then it is looked at, else nothing is."""
+        start = self.at
+        yield from self.peek()
+        while len(self._text) - self.at < len(mark) and mark.startswith(self._text[self.at :]) and not self.has_ended:
+            yield
+        if self._text.startswith(mark, self.at):
+            self.at += len(mark)
+            return True
+        self.at = start
+        return False
+
+    def until(self, marks: Sequence[str], limit_chars: int) -> Reading[str | None]:
+        """The text before the first of ``marks``, which comes next then; None if it is not within the limit."""
+        start = self.at
+        pattern = _any_of(tuple(marks))
+        while True:
+            found = pattern.search(self._text, start, start + limit_chars)
+            if found is not None:
+                self.at = found.start()
+                return self._text[start : found.start()]
+            if self.has_ended or len(self._text) - start >= limit_chars:
+                return None
+            yield
+
+    def value(self) -> Reading[str]:
+        """Look at one JSON value, after white space; nothing where it does not end, or is too long to be held."""
+        yield from self.peek()
+        start = seen = self.at
+        limit = start + MAX_HELD_CHARS
+        end = _ValueEnd()
+        while True:
+            found = end.find(self._text[seen:limit])
+            if found is not None:
+                self.at = seen + found
+                return self._text[start : self.at]
+            self.at = seen = min(len(self._text), limit)
+            if self.has_ended or seen == limit:
+                return ""
+            yield
+
+    # --- text that is passed on as it comes ---------------------------------------------------------------------------
+
+    def pass_until(self, marks: Sequence[str], kind: Kind) -> Reading[str | None]:
+        """Tell text up to the first of ``marks``; return it, looked at, or None where the text has ended before.
+
+        White space before a mark is held with it.
+        """
+        self.at = 0
+        pattern = _any_of(tuple(marks))
+        while True:
+            found = pattern.search(self._text) if marks else None
+            if found is not None:
+                layout = _start_of_layout(self._text, found.start())
+                self.tell(kind, self._text[:layout])
+                self._text, self.at = self._text[layout:], found.end() - layout
+                return found.group()
+            if self.has_ended:
+                self.at = len(self._text)
+                self.give_back(kind)
+                return None
+            sure = len(self._text) - _possible_beginning(self._text, marks)
+            self.at = _start_of_layout(self._text, sure) if marks else sure
+            self.give_back(kind)
+            yield
+
+    def pass_value(self, kind: Kind) -> Reading[None]:
+        """Tell one JSON value as it comes. What was looked at before it is dropped."""
+        yield from self.skip_space()
+        end = _ValueEnd()
+        while True:
+            found = end.find(self._text)
+            self.at = len(self._text) if found is None else found
+            self.give_back(kind)
+            if found is not None or self.has_ended:
+                return
+            yield
+
+
+class _ValueEnd:
+    """Finds where a JSON value ends, in text that comes bit by bit. It counts brackets; it does not validate."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_scalar: bool | None = None  # None: nothing has come yet
+        self._in_string = False
+        self._is_escaped = False
+
+    def find(self, text: str) -> int | None:
+        """How many characters of the next bit belong to the value if it ends in it, else None."""
+        if self._is_scalar is None and text:
+            self._is_scalar = text[0] not in '{["'
+        if self._is_scalar:
+            found = _AFTER_SCALAR.search(text)
+            return None if found is None else found.start()
+        place = 0
+        while place < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                place += 1
+                continue
+            found = (_IN_STRING if self._in_string else _IN_CONTAINER).search(text, place)
+            if found is None:
+                return None
+            place = found.end()
+            self._take(found.group())
+            if self._depth <= 0 and not self._in_string:
+                return place
+        return None
+
+    def _take(self, char: str) -> None:
+        if char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = not self._in_string
+        else:
+            self._depth += 1 if char in "{[" else -1
+
+
+def _end_of_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    return start if found is None else found.end()
+
+
+def _start_of_layout(text: str, end: int) -> int:
+    """Where the white space before ``end`` begins, as far as it is layout."""
+    return max(len(text[:end].rstrip()), end - MAX_LAYOUT_CHARS)
+
+
+def _possible_beginning(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of ``text`` may be the beginning of a mark."""
+    longest = min(len(text), max(map(len, marks), default=1) - 1)
+    for length in range(longest, 0, -1):
+        tail = text[-length:]
+        if any(mark.startswith(tail) for mark in marks):
+            return length
+    return 0
+
+
+@cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))

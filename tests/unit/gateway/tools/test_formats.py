@@ -1,0 +1,247 @@
+"""What families write is told from content, and however the text is cut it is the same."""
+
+import random
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.tools.base import Tool
+from gateway.tools.dialect import AnswerForm, Dialect
+from gateway.tools.source import MAX_HELD_CHARS, MAX_LAYOUT_CHARS, Kind
+
+TOOLS = tuple(Tool(name, {"type": "object"}, is_strict=False) for name in ("f", "get_weather"))
+SHORT = {Kind.CONTENT: "content", Kind.REASONING: "reasoning", Kind.CALL: "call", Kind.ARGUMENTS: "arguments"}
+Told = list[tuple[str, str]]
+
+
+def form_of(
+    tool_parser: str, reasoning_parser: str = "none", *, tools: tuple[Tool, ...] = TOOLS, **rest: bool
+) -> AnswerForm:
+    dialect = Dialect.of("", {}, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+    assert dialect is not None
+    return AnswerForm(dialect, tools, **rest)
+
+
+def told(form: AnswerForm, parts: Iterable[str]) -> Told:
+    """All pieces, neighbours of one kind put together."""
+    parser = form.parser()
+    pieces = [piece for part in parts for piece in parser.push(part, is_last=False)]
+    together: Told = []
+    for kind, text in [*pieces, *parser.push("", is_last=True)]:
+        name = SHORT[kind]
+        if together and together[-1][0] == name != "call":
+            together[-1] = (name, together[-1][1] + text)
+        else:
+            together.append((name, text))
+    return together
+
+
+def check_every_cut(form: AnswerForm, text: str, expected: Told) -> None:
+    assert told(form, [text]) == expected
+    assert told(form, text) == expected
+    for place in range(len(text)):
+        assert told(form, [text[:place], text[place:]]) == expected
+    source = random.Random(3)
+    for _ in range(20):
+        places = sorted(source.sample(range(len(text) + 1), min(5, len(text))))
+        assert told(form, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]) == expected
+
+
+HERMES = [
+    ("Just text, a < b.\n", [("content", "Just text, a < b.\n")]),
+    ("", []),
+    (" \n", [("content", " \n")]),
+    (
+        'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "x}\\"</tool_call>", "b": [1, {}]}}\n</tool_call>',
+        [("content", "Let me see."), ("call", "f"), ("arguments", '{"a": "x}\\"</tool_call>", "b": [1, {}]}')],
+    ),
+    (
+        '\n\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"f","arguments":"ü"}</tool_call>\n',
+        [("call", "f"), ("arguments", "{}"), ("call", "f"), ("arguments", "ü")],
+    ),
+    (  # text between and after calls is content
+        '<tool_call>{"name":"f","arguments":{}}</tool_call> and <tool_call>{"name":"f"}</tool_call> so',
+        [("call", "f"), ("arguments", "{}"), ("content", "and"), ("call", "f"), ("arguments", "{}"), ("content", "so")],
+    ),
+    (  # the name last, or keys of nobody's
+        '<tool_call>{"arguments": {"q": [1]}, "id": 7, "name": "f"}</tool_call>',
+        [("call", "f"), ("arguments", '{"q": [1]}')],
+    ),
+    (  # arguments as text
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        [("call", "f"), ("arguments", '{"a": 1}')],
+    ),
+    (  # the end mark forgotten, or a brace
+        '<tool_call>{"name": "f", "arguments": {"a": 1}\n<tool_call>{"name": "f", "arguments": {}}',
+        [("call", "f"), ("arguments", '{"a": 1}'), ("call", "f"), ("arguments", "{}")],
+    ),
+    (  # a brace too many
+        '<tool_call>{"name": "f", "arguments": {}}}</tool_call>',
+        [("call", "f"), ("arguments", "{}"), ("content", "}")],
+    ),
+    ('<tool_call>{"name": "f", "arguments": {"a": tru', [("call", "f"), ("arguments", '{"a": tru')]),  # cut off
+    ('Hm <tool_call>\n{"name": "get_wea', [("content", 'Hm <tool_call>\n{"name": "get_wea')]),
+    ("so <tool_c", [("content", "so <tool_c")]),
+    ("<tool_call>no call</tool_call> x", [("content", "<tool_call>no call</tool_call> x")]),
+    ('<tool_call>{"nam": "f"}</tool_call>', [("content", '<tool_call>{"nam": "f"}</tool_call>')]),
+    ('<tool_call>{"name": 5, "arguments": {}}', [("content", '<tool_call>{"name": 5, "arguments": {}}')]),
+    ("<tool_call>{}", [("content", "<tool_call>{}")]),
+    ('<tool_call>["name"]', [("content", '<tool_call>["name"]')]),
+    (
+        'a\n<tool_call>oops <tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        [("content", "a\n<tool_call>oops"), ("call", "f"), ("arguments", "{}")],
+    ),
+]
+LLAMA = [
+    ("Hello {", [("content", "Hello {")]),
+    (' {"name": "f", "parameters": {"a": 1}} ', [("call", "f"), ("arguments", '{"a": 1}')]),
+    (
+        '{"name": "f", "parameters": {}}; {"name": "f", "arguments": {}};{"name": "get_weather", "parameters": {}}',
+        [("call", "f"), ("arguments", "{}")] * 2 + [("call", "get_weather"), ("arguments", "{}")],
+    ),
+    ('<|python_tag|>{"name": "f", "parameters": {}}', [("call", "f"), ("arguments", "{}")]),
+    (
+        'Sure. <|python_tag|>{"name": "f", "parameters": {}}',
+        [("content", "Sure."), ("call", "f"), ("arguments", "{}")],
+    ),
+    ('\n{"name": "Bob", "parameters": {}}', [("content", '\n{"name": "Bob", "parameters": {}}')]),  # no tool: an answer
+    ('{"a": 1}', [("content", '{"a": 1}')]),
+    ("<|python_tag|>print(1)", [("content", "<|python_tag|>print(1)")]),
+    ('{"name": "f", "parameters": {}}; or', [("call", "f"), ("arguments", "{}"), ("content", "or")]),
+]
+MISTRAL = [
+    ("Hello [TOOL", [("content", "Hello [TOOL")]),
+    (
+        'Sure.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{}',
+        [("content", "Sure."), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "get_weather"), ("arguments", "{}")],
+    ),
+    ('[TOOL_CALLS]f{"a": 1}', [("call", "f"), ("arguments", '{"a": 1}')]),
+    (
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "]"}}, {"name": "get_weather", "arguments": {}}]\n',
+        [("call", "f"), ("arguments", '{"a": "]"}'), ("call", "get_weather"), ("arguments", "{}")],
+    ),
+    ("[TOOL_CALLS] well, no", [("content", "[TOOL_CALLS] well, no")]),
+    ("[TOOL_CALLS][1]", [("content", "[TOOL_CALLS][1]")]),
+    ("[TOOL_CALLS]" + "x" * 300, [("content", "[TOOL_CALLS]" + "x" * 300)]),
+]
+CALL_HEAD = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+HARMONY = [
+    (
+        "<|channel|>analysis<|message|>They want …<|end|><|start|>assistant<|channel|>final<|message|>Hi!\n",
+        [("reasoning", "They want …"), ("content", "Hi!\n")],
+    ),
+    (
+        f'<|channel|>analysis<|message|>So.<|end|><|start|>assistant{CALL_HEAD}{{"a": 1}}<|call|>',
+        [("reasoning", "So."), ("call", "f"), ("arguments", '{"a": 1}')],
+    ),
+    (
+        "<|channel|>commentary<|message|>I look.<|end|><|start|> to=functions.f<|channel|>commentary<|message|>{}",
+        [("content", "I look."), ("call", "f"), ("arguments", "{}")],
+    ),
+    ("<|channel|>analysis<|message|>Hm, ", [("reasoning", "Hm, ")]),  # cut off
+    ("<|channel|>anal", [("content", "<|channel|>anal")]),
+    ("Hello", [("content", "Hello")]),
+    ("<|channel|>commentary to=python<|message|>1+1", [("reasoning", "1+1")]),  # its own tool, which is not here
+]
+CASES = [
+    *(("hermes", *case) for case in HERMES),
+    *(("llama3_json", *case) for case in LLAMA),
+    *(("mistral", *case) for case in MISTRAL),
+    *(("harmony", *case) for case in HARMONY),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
+def test_calls(parser: str, text: str, expected: Told) -> None:
+    check_every_cut(form_of(parser, "harmony" if parser == "harmony" else "none"), text, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "begins_in_reasoning"),
+    [
+        ("<think>\nSo.\n\nYes.\n</think>\n\nHi\n", [("reasoning", "So.\n\nYes."), ("content", "Hi\n")], False),
+        ("\nSo.\n</think>\n\nHi", [("reasoning", "So."), ("content", "Hi")], True),
+        ("<think>\nSo.</think>Hi", [("reasoning", "So."), ("content", "Hi")], True),
+        ("<think>So </th", [("reasoning", "So </th")], False),
+        ("So far", [("reasoning", "So far")], True),
+        ("<think></think>", [], False),
+        ("Hi <think>x</think>", [("content", "Hi <think>x</think>")], False),
+        ("  <thin", [("content", "  <thin")], False),
+        (
+            '<think>I <tool_call></think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+            [("reasoning", "I <tool_call>"), ("call", "f"), ("arguments", "{}")],
+            False,
+        ),
+    ],
+)
+def test_reasoning(text: str, expected: Told, begins_in_reasoning: bool) -> None:
+    form = form_of("hermes", "deepseek_r1", begins_in_reasoning=begins_in_reasoning)
+    check_every_cut(form, text, expected)
+
+
+def test_reasoning_between_other_marks_and_without_tools() -> None:
+    form = form_of("mistral", "mistral", tools=())
+    text = '[THINK]So.[/THINK]Hi [TOOL_CALLS][{"name": "f", "arguments": {}}]'
+    check_every_cut(form, text, [("reasoning", "So."), ("content", 'Hi [TOOL_CALLS][{"name": "f", "arguments": {}}]')])
+
+
+def test_a_single_call_where_no_more_are_wanted() -> None:
+    text = '<tool_call>{"name":"f","arguments":{}}</tool_call><tool_call>{"name":"f","arguments":{"a":1}}</tool_call>.'
+    expected = [("call", "f"), ("arguments", "{}"), ("content", ".")]
+    check_every_cut(form_of("hermes", is_single_call=True), text, expected)
+
+
+def test_arguments_are_told_as_they_come_and_marks_never() -> None:
+    parser = form_of("hermes").parser()
+    parts = ["Hi", " <tool", "_call>\n{", '"name": "f", "arg', 'uments": {"a', '": 1', "}}\n</tool", "_call>"]
+    seen = [parser.push(part, is_last=False) for part in parts]
+    assert [[(SHORT[kind], text) for kind, text in pieces] for pieces in seen] == [
+        [("content", "Hi")],
+        [],
+        [],
+        [],
+        [("call", "f"), ("arguments", '{"a')],
+        [("arguments", '": 1')],
+        [("arguments", "}")],
+        [],
+    ]
+
+
+def test_what_is_held_has_a_limit() -> None:
+    spaces = " " * (MAX_LAYOUT_CHARS + 10)
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    expected = [("content", " " * 10), ("call", "f"), ("arguments", "{}")]
+    assert told(form_of("hermes"), [spaces + call]) == told(form_of("hermes"), spaces + call) == expected
+    endless = '<tool_call>{"arguments": [' + "1," * MAX_HELD_CHARS
+    assert told(form_of("hermes"), [endless, "2]}"]) == [("content", endless + "2]}")]
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", ";", "<|python_tag|>", "<|channel|>final",
+    "<|channel|>analysis", "<|message|>", "<|end|>", "<|start|>assistant", " to=functions.f", "<think>", "</think>",
+    "\n", " ", "{", "}", '"name": "f"', '"arguments": ', '{"a": 1}', '{"name": "f", "arguments": {"b": "}"}}', '"',
+    "\\", "f", "word", ":",
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parser=st.sampled_from(["hermes", "llama3_json", "mistral", "harmony"]),
+    begins_in_reasoning=st.booleans(),
+    parts=st.lists(st.sampled_from(FRAGMENTS), max_size=25),
+    source=st.randoms(use_true_random=False),
+)
+def test_any_text_is_told_the_same_however_it_is_cut(
+    parser: str, begins_in_reasoning: bool, parts: list[str], source: random.Random
+) -> None:
+    reasoning_parser = "harmony" if parser == "harmony" else source.choice(["none", "think"])
+    form = form_of(parser, reasoning_parser, begins_in_reasoning=begins_in_reasoning)
+    text = "".join(parts)
+    whole = told(form, [text])
+    assert told(form, text) == told(form, parts) == whole
+    places = sorted(source.sample(range(len(text) + 1), min(4, len(text))))
+    assert told(form, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]) == whole
+    if [kind for kind, _ in whole] == ["content"] and parser != "harmony" and reasoning_parser == "none":
+        assert whole[0][1] == text
