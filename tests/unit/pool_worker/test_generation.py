@@ -28,6 +28,10 @@ SAMPLING = m.Sampling(
     ignore_eos=True,
     logprobs=4,
     skip_special_tokens=False,
+    prompt_logprobs=2,
+    allowed_token_ids=(5, 6),
+    bad_words=("no",),
+    include_stop_str_in_output=True,
 )
 
 
@@ -41,10 +45,11 @@ def test_the_wires_defaults_are_the_engines() -> None:
 
 def test_resume_points_arrive_unpacked() -> None:
     resume = (m.ResumePoint(1, m.pack_token_ids([4, 5]), 2),)
-    job = m.Job(m.PROTOCOL_VERSION, "r", 2, "m", "fr.g", SAMPLING, b"", resume=resume)
+    job = m.Job(m.PROTOCOL_VERSION, "r", 2, "m", "fr.g", SAMPLING, b"", resume=resume, scored_tokens=2)
     request = generation_request("r.2", job, [1, 2, 3])
     assert (request.request_id, request.prompt_ids) == ("r.2", [1, 2, 3])
     assert request.resume == (ResumePoint(1, (4, 5), 2),)
+    assert request.scored_tokens == 2
 
 
 def test_a_cut_resume_point_is_a_protocol_error() -> None:
