@@ -98,7 +98,7 @@ class Endpoint(ABC, Generic[_Call]):
         self._refuse_if_full()
         call = self._call_of(await self._read_body(exchange))
         request = call.request
-        model = services.catalog.canonical_name(request.model)
+        model = services.catalog.canonical_name(request.model, principal)
         deadline_s = patience.deadline_s(exchange)
         work = await self._work(call, model)
         admission = Admission(

@@ -6,6 +6,7 @@ ApiError                     500  server_error
 │   ├── InvalidParameter          a field is wrong, or cannot be honoured
 │   └── ContextLengthExceeded     context_length_exceeded
 ├── InvalidApiKey            401  invalid_api_key
+├── MissingScope             403  missing_scope
 ├── ModelNotFound            404  model_not_found
 ├── UnknownUrl               404  unknown_url
 ├── MethodNotAllowed         405  method_not_allowed
@@ -109,6 +110,15 @@ class InvalidApiKey(ApiError):
     status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
+    should_retry = False
+
+
+class MissingScope(ApiError):
+    """This API key may not do that."""
+
+    status = 403
+    type = "permission_error"
+    code = "missing_scope"
     should_retry = False
 
 

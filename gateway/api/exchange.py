@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final
 
-from gateway.api.errors import ApiError, InvalidApiKey
+from gateway.api.errors import ApiError, InvalidApiKey, MissingScope
 from gateway.auth.keyring import KeyRing
-from gateway.auth.principal import Principal
+from gateway.auth.principal import INFERENCE, Principal
 from gateway.dispatch.request import OpenRequest
 
 Scope = MutableMapping[str, Any]
@@ -58,8 +58,8 @@ class Exchange:
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
-    def authenticate(self, keys: KeyRing) -> Principal:
-        """Whose key this is. Raises InvalidApiKey."""
+    def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
+        """Whose key this is. Raises InvalidApiKey; MissingScope if it does not open ``scope``."""
         scheme, _, token = self.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise InvalidApiKey(
@@ -68,6 +68,8 @@ class Exchange:
         principal = keys.authenticate(token.strip())
         if principal is None:
             raise InvalidApiKey("Incorrect API key provided.")
+        if scope not in principal.scopes:
+            raise MissingScope(f"This API key does not have the scope '{scope}'.")
         return principal
 
     @property

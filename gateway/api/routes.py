@@ -11,6 +11,7 @@ from gateway.api.form import tools_for_template
 from gateway.api.schema import TokenizeRequest, parse_tokenize
 from gateway.api.services import Services
 from gateway.api.sse import encode_json
+from gateway.auth.principal import Principal
 from gateway.limits.body import read_body
 from gateway.limits.request_limits import check_shape
 from gateway.tokens.model_tokens import ModelTokens
@@ -77,14 +78,15 @@ def models_router(services: Services) -> APIRouter:
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
         """All models that the caller may name."""
-        _exchange_of(request).authenticate(services.keys)
-        return _json({"object": "list", "data": [row(name) for name in services.catalog.models]})
+        principal = _exchange_of(request).authenticate(services.keys)
+        names = [name for name in services.catalog.models if principal.may_use(name)]
+        return _json({"object": "list", "data": [row(name) for name in names]})
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(request: Request, name: str) -> Response:
         """One model, by its name or an alias."""
-        _exchange_of(request).authenticate(services.keys)
-        return _json(row(services.catalog.canonical_name(name)))
+        principal = _exchange_of(request).authenticate(services.keys)
+        return _json(row(services.catalog.canonical_name(name, principal)))
 
     return router
 
@@ -97,22 +99,22 @@ def tokenize_router(services: Services) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation, exactly as a generating call would count them."""
         exchange = _exchange_of(request)
-        exchange.authenticate(services.keys)
+        principal = exchange.authenticate(services.keys)
         limits = services.settings.limits
         length = exchange.headers.get(b"content-length")
         body = parse_tokenize(await read_body(request.receive, length, limits.max_body_bytes))
         check_shape(limits, messages=len(body.messages or ()), choices=1)
-        tokens = services.catalog.tokens_of(_model_named(services, body))
+        tokens = services.catalog.tokens_of(_model_named(services, body, principal))
         token_ids = await _token_ids(body, tokens)
         return _json({"count": len(token_ids), "max_model_len": tokens.context_length, "tokens": token_ids})
 
     return router
 
 
-def _model_named(services: Services, body: TokenizeRequest) -> str:
-    return services.catalog.canonical_name(
-        body.model if body.model is not None else next(iter(services.catalog.models))
-    )
+def _model_named(services: Services, body: TokenizeRequest, principal: Principal) -> str:
+    """The model that is asked for, or else the first that the caller may use."""
+    usable = (name for name in services.catalog.models if principal.may_use(name))
+    return services.catalog.canonical_name(body.model or next(usable, ""), principal)
 
 
 async def _token_ids(body: TokenizeRequest, tokens: ModelTokens) -> list[int]:

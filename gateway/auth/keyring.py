@@ -2,17 +2,17 @@
 
 import asyncio
 import logging
+import time
 from typing import Final
 
 from nats.aio.msg import Msg
 from pydantic import SecretStr
-from sqlalchemy import select
 
 from gateway.auth.principal import Principal
+from gateway.auth.principals import load_principals
 from gateway.auth.token import MAX_TOKEN_CHARS, hash_token
 from gateway.db.engine import create_engine
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from gateway.db.models import ApiKeyRow
 from gateway.db.schema import check_schema
 from protocol import subjects
 from protocol.bus import Bus
@@ -35,7 +35,7 @@ class KeyRing:
         self._failing = False
 
     def authenticate(self, token: str) -> Principal | None:
-        """Whose key this is; None: nobody's, or a revoked one. From memory, about 2 µs.
+        """Whose key this is; None: nobody's, or a revoked or expired one. From memory, about 2 µs.
 
         How long the lookup takes may depend on the token's HMAC, but says nothing about it to somebody without the
         pepper: he cannot choose tokens whose HMACs share a beginning with a stored one. So no comparison needs to
@@ -43,7 +43,10 @@ class KeyRing:
         """
         if len(token) > MAX_TOKEN_CHARS or not token.isascii():
             return None
-        return self._principals.get(hash_token(token, self._pepper))
+        principal = self._principals.get(hash_token(token, self._pepper))
+        if principal is None or principal.has_expired(time.time_ns() // 1_000_000):
+            return None
+        return principal
 
     async def start(self) -> None:
         """Load the keys. Raises SchemaMismatch or DatabaseUnavailable, and BusError."""
@@ -83,14 +86,8 @@ class KeyRing:
             return
 
     async def _load(self) -> None:
-        statement = select(ApiKeyRow.token_hmac, ApiKeyRow.id, ApiKeyRow.name).where(
-            ApiKeyRow.revoked_unix_ms.is_(None)
-        )
         async with self._engine.connect() as connection:
-            rows = await connection.execute(statement)
-        self._principals = {
-            token_hmac: Principal(key_id=key_id, key_name=name, tenant=key_id) for token_hmac, key_id, name in rows
-        }
+            self._principals = await load_principals(connection)
 
     async def _on_changed(self, _message: Msg) -> None:
         self._changed.set()

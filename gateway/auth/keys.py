@@ -1,9 +1,10 @@
 """Create, list and revoke API keys. Whoever changes keys then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from pydantic import SecretStr
@@ -12,6 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.auth.errors import AmbiguousKey, DuplicateKeyName, InvalidKeyName, UnknownKey
+from gateway.auth.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy
 from gateway.auth.token import BASE62, hash_token, new_token
 from gateway.db.engine import IMMEDIATE, SQLITE_BEGIN
 from gateway.db.models import ApiKeyRow
@@ -32,7 +34,23 @@ class ApiKey:
     revoked_unix_ms: int | None  # None: active
 
 
-async def create_key(engine: AsyncEngine, name: str, pepper: SecretStr) -> tuple[ApiKey, str]:
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a new key may do; see gateway.db.models.ApiKeyRow."""
+
+    team_id: str = DEFAULT_TEAM_ID
+    scopes: tuple[str, ...] = (INFERENCE,)
+    models: tuple[str, ...] | None = None
+    expires_unix_ms: int | None = None
+    policy: Policy = NO_POLICY
+
+
+USUAL_GRANT: Final = Grant()
+
+
+async def create_key(
+    engine: AsyncEngine, name: str, pepper: SecretStr, grant: Grant = USUAL_GRANT
+) -> tuple[ApiKey, str]:
     """Create a key; returns it and its plaintext, which is nowhere else and cannot be had again.
 
     Raises InvalidKeyName, DuplicateKeyName, and SQL's own errors.
@@ -53,6 +71,11 @@ async def create_key(engine: AsyncEngine, name: str, pepper: SecretStr) -> tuple
         "token_hmac": hash_token(token, pepper),
         "last_four": key.last_four,
         "created_unix_ms": key.created_unix_ms,
+        "team_id": grant.team_id,
+        "scopes": " ".join(grant.scopes),
+        "models": None if grant.models is None else json.dumps(grant.models),
+        "expires_unix_ms": grant.expires_unix_ms,
+        **asdict(grant.policy),
     }
     try:
         async with engine.begin() as connection:

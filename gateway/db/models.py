@@ -23,7 +23,47 @@ class Base(DeclarativeBase):
     type_annotation_map: ClassVar = {int: BigInteger, str: Text, float: Double, bool: Boolean}
 
 
-class ApiKeyRow(Base):
+class _Policy:
+    """What a team or a key may do. NULL: no bound of its own; of a key, besides, whatever its team says.
+
+    A team's limits hold for all its keys together, and a key's own on top of them.
+    """
+
+    requests_per_minute: Mapped[int | None]
+    tokens_per_minute: Mapped[int | None]  # prompt and completion
+    max_concurrent: Mapped[int | None]  # requests admitted and not yet ended
+    budget_nano_usd: Mapped[int | None]  # for each budget_period
+    budget_period: Mapped[str | None]  # "day" | "week" | "month" (UTC) | "total"
+    weight: Mapped[float | None]  # share of the workers, against other tenants'; NULL: 1
+    priority: Mapped[str | None]  # "interactive" | "batch": the most that its requests may ask for; NULL: interactive
+    log_payload: Mapped[bool | None]  # consent to keep prompts and answers; NULL: no
+    train_ok: Mapped[bool | None]  # consent to make training sets of them; NULL: no
+    redact: Mapped[bool | None]  # strip personal data before they are kept; NULL: yes
+    retention_days: Mapped[int | None]  # how long they are kept; NULL: the ledger's default
+
+
+class OrganisationRow(Base):
+    """Who pays. Every team belongs to one; the migration makes the first."""
+
+    __tablename__ = "organisations"
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "org_…"
+    name: Mapped[str] = mapped_column(unique=True)
+    created_unix_ms: Mapped[int]
+
+
+class TeamRow(_Policy, Base):
+    """Who shares limits and a place among the tenants. Every key belongs to one; the migration makes the first."""
+
+    __tablename__ = "teams"
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "team_…"; the tenant of its requests
+    organisation_id: Mapped[str]  # OrganisationRow.id
+    name: Mapped[str] = mapped_column(unique=True)
+    created_unix_ms: Mapped[int]
+
+
+class ApiKeyRow(_Policy, Base):
     """One API key. Rows are never deleted: a revoked key still names its past usage."""
 
     __tablename__ = "api_keys"
@@ -44,6 +84,28 @@ class ApiKeyRow(Base):
     last_four: Mapped[str]  # the key's last four characters, for people to recognise it
     created_unix_ms: Mapped[int]  # set when it was created
     revoked_unix_ms: Mapped[int | None]  # set when it was revoked; NULL: active
+    team_id: Mapped[str]  # TeamRow.id
+    scopes: Mapped[str]  # what it opens, of gateway.auth.principal.SCOPES, separated by spaces
+    models: Mapped[str | None]  # JSON list of the models that it may name; NULL: all
+    expires_unix_ms: Mapped[int | None]  # from when on it is refused; NULL: never
+    # After a rotation the token before goes on being accepted for a while.
+    previous_hmac: Mapped[str | None] = mapped_column(unique=True)
+    previous_until_unix_ms: Mapped[int | None]
+
+
+class AuditRow(Base):
+    """One change that somebody made to organisations, teams, keys or prices. Never changed, never deleted by us."""
+
+    __tablename__ = "audit_log"
+    __table_args__ = (Index(None, "at_unix_ms"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "aud_…"
+    at_unix_ms: Mapped[int]
+    actor: Mapped[str]  # "key:key_…", "user:…" of a login, or "cli:…" of the operating system
+    action: Mapped[str]  # "key.create", "team.update", …
+    subject_id: Mapped[str]  # of the thing changed
+    before: Mapped[str | None]  # JSON of what was changed; NULL: it was not there. Never a secret.
+    after: Mapped[str | None]
 
 
 class RequestRow(Base):

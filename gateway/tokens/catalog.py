@@ -17,6 +17,7 @@ import jinja2
 from nats.aio.msg import Msg
 
 from gateway.api.errors import ModelNotFound, ModelNotReady
+from gateway.auth.principal import Principal
 from gateway.settings import ModelSettings
 from gateway.tokens.chat_template import ChatTemplate
 from gateway.tokens.encoders import (
@@ -63,10 +64,10 @@ class ModelCatalog:
         """The configured models by their canonical names."""
         return self._models
 
-    def canonical_name(self, name: str) -> str:
-        """The model behind a name or an alias. Raises ModelNotFound."""
+    def canonical_name(self, name: str, principal: Principal) -> str:
+        """The model behind a name or an alias, if the caller may use it. Raises ModelNotFound."""
         model = self._names.get(name)
-        if model is None:
+        if model is None or not principal.may_use(model):
             raise ModelNotFound(f"The model `{name}` does not exist or you do not have access to it.", param="model")
         return model
 

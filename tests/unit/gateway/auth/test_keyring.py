@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.auth.keyring import KeyRing
 from gateway.auth.keys import create_key, revoke_key
-from gateway.auth.principal import Principal
+from gateway.auth.principal import DEFAULT_TEAM_ID, Principal
 from gateway.db.engine import create_engine
 from gateway.db.errors import DatabaseUnavailable, SchemaMismatch
 from protocol import subjects
@@ -58,7 +58,9 @@ async def test_a_key_tells_its_principal_and_any_other_text_nobody(
 ) -> None:
     key, token = await create_key(engine, "team a", PEPPER)
     async with running_keyring(database_url, bus) as keyring:
-        assert keyring.authenticate(token) == Principal(key_id=key.key_id, key_name="team a", tenant=key.key_id)
+        principal = Principal(key.key_id, "team a", DEFAULT_TEAM_ID, "default", "org_default")
+        assert keyring.authenticate(token) == principal
+        assert principal.tenant == key.key_id
         for wrong in ("", token[:-1], token + "x", token.lower(), "sk-sw-é", "x" * 10_000, "\ud800", key.key_id):
             assert keyring.authenticate(wrong) is None
     async with running_keyring(database_url, bus, SecretStr("q" * 64)) as keyring:

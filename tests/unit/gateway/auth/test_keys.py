@@ -27,7 +27,10 @@ async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
 async def insert_key(engine: AsyncEngine, key_id: str) -> None:
     async with engine.begin() as connection:
         await connection.execute(
-            text("INSERT INTO api_keys VALUES (:id, :id, :id, 'abcd', 1, NULL)").bindparams(id=key_id)
+            text(
+                "INSERT INTO api_keys (id, name, token_hmac, last_four, created_unix_ms, team_id, scopes)"
+                " VALUES (:id, :id, :id, 'abcd', 1, 'team_default', 'inference')"
+            ).bindparams(id=key_id)
         )
 
 

@@ -2,12 +2,14 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.api.errors import ModelNotFound, ModelNotReady
+from gateway.auth.principal import DEFAULT_TEAM_ID, Principal
 from gateway.settings import ModelSettings
 from gateway.tokens.catalog import ModelCatalog
 from gateway.tokens.encoders import TokenizerError
@@ -49,6 +51,9 @@ async def publish(bus: Bus, **changes: Any) -> None:
     await artifacts.publish_model_card(bus, card, data)
 
 
+ANYBODY = Principal("key_1", "k", DEFAULT_TEAM_ID, "default", "org_default")
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
@@ -57,9 +62,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_cards_come_and_change(bus: Bus, tmp_path: Path) -> None:
     async with running(bus, tmp_path) as catalog:
-        assert catalog.canonical_name("nick") == catalog.canonical_name(MODEL) == MODEL
+        assert catalog.canonical_name("nick", ANYBODY) == catalog.canonical_name(MODEL, ANYBODY) == MODEL
         with pytest.raises(ModelNotFound):
-            catalog.canonical_name("model.v1")
+            catalog.canonical_name("model.v1", ANYBODY)
+        with pytest.raises(ModelNotFound):
+            catalog.canonical_name(MODEL, replace(ANYBODY, models=frozenset({"another"})))
         with pytest.raises(ModelNotReady):
             catalog.tokens_of(MODEL)
         assert catalog.not_ready() == [MODEL]

@@ -1,0 +1,47 @@
+"""What a key may do beyond being one."""
+
+import time
+
+from gateway.auth.keys import Grant, create_key
+from gateway.auth.principal import ADMIN
+from gateway.db.engine import create_engine
+from protocol import subjects
+from protocol.bus import Bus
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
+from tests.integration.gateway.test_errors import HELLO, error_of, send
+
+
+async def key_with(bus: Bus, sqlite_url: str, name: str, grant: Grant) -> str:
+    engine = create_engine(sqlite_url)
+    _, token = await create_key(engine, name, PEPPER, grant)
+    await engine.dispose()
+    await bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
+    return token
+
+
+async def knows(gateway: GatewayUnderTest, token: str) -> bool:
+    answer = await send(gateway, "/v1/models", method="GET", headers={"authorization": f"Bearer {token}"})
+    return answer.status_code != 401
+
+
+async def test_a_key_opens_only_what_it_was_made_for(start_gateway: Start, bus: Bus, sqlite_url: str) -> None:
+    gateway = await start_gateway()
+    soon_unix_ms = time.time_ns() // 1_000_000 + 60_000
+    other = await key_with(bus, sqlite_url, "other model", Grant(models=("another",), expires_unix_ms=soon_unix_ms))
+    admin = await key_with(bus, sqlite_url, "admin only", Grant(scopes=(ADMIN,)))
+    expired = await key_with(bus, sqlite_url, "expired", Grant(expires_unix_ms=1))
+    await until_async(lambda: knows(gateway, other))
+    await until_async(lambda: knows(gateway, admin))
+    body = {"model": "short", "messages": HELLO}
+    answers = {
+        name: await send(gateway, json=body, headers={"authorization": f"Bearer {token}"})
+        for name, token in (("other", other), ("admin", admin), ("expired", expired))
+    }
+    assert error_of(answers["other"]) == (404, "model_not_found", "model")
+    assert error_of(answers["admin"]) == (403, "missing_scope", None)
+    assert "'inference'" in answers["admin"].json()["error"]["message"]
+    assert error_of(answers["expired"]) == (401, "invalid_api_key", None)
+    listed = await send(gateway, "/v1/models", method="GET", headers={"authorization": f"Bearer {other}"})
+    assert listed.json()["data"] == []
+    hidden = await send(gateway, f"/v1/models/{MODEL}", method="GET", headers={"authorization": f"Bearer {other}"})
+    assert error_of(hidden) == (404, "model_not_found", "model")
