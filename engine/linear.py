@@ -62,6 +62,7 @@ class Int8Linear(nn.Module):
             shifted.to(torch.uint8), 1.0, self._ZERO_POINT, self._packed, self._scales, self._zero_points,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
+        products = products.view(*rows.shape[:-1], len(self._scales))  # of no rows at all, a dimension would be missing
         output = products.mul_(largest)
         return output if self._bias is None else output.add_(self._bias)
 

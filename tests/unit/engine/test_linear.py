@@ -91,6 +91,13 @@ def test_int8_results_do_not_depend_on_the_rest_of_the_batch() -> None:
 
 
 @needs_vnni
+def test_int8_of_no_rows_is_no_rows() -> None:
+    """A step that only computes a part of a prompt asks for no logits."""
+    with torch.inference_mode():
+        assert Int8Linear(torch.randn(96, 256), torch.randn(96))(torch.empty(1, 0, 256)).shape == (1, 0, 96)
+
+
+@needs_vnni
 def test_an_int8_engine_gives_each_request_the_same_answer_alone_and_in_a_batch() -> None:
     model = llama()
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
