@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from transformers import (
     Gemma2Config,
@@ -235,6 +236,18 @@ def test_a_step_without_adapters_adds_nothing_to_any_row(served: Served, monkeyp
     assert added == []
     run(engine, request("r", "small", SHARED[:5]), request("s", None, SHARED[:5]))
     assert [len(rows) for rows in added[:4]] == [5] * 4, "the rows of one of them, in the four layers that it changes"
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="this CPU has no instructions for 8-bit integers")
+def test_a_base_in_8_bit_integers_has_adapters_too(served: Served) -> None:
+    engine = served.engine(quantize="int8")
+    base = run(make_engine(served.base, quantize="int8"), request("r", None, SHARED))["r", 0].token_ids
+    together = run(engine, *(request(str(adapter), adapter, SHARED) for adapter in NAMES))
+    assert together["None", 0].token_ids == base
+    for adapter in NAMES:
+        alone = run(engine, request("alone", adapter, SHARED))["alone", 0]
+        assert together[str(adapter), 0].token_ids == alone.token_ids
+    assert len({tuple(answer.token_ids) for answer in together.values()}) == len(NAMES)
 
 
 def test_unknown_adapters_are_refused(served: Served) -> None:
