@@ -98,6 +98,13 @@ def test_the_printed_curl_streams(demo: System) -> None:
     assert text.strip()
 
 
+def test_the_demo_model_knows_no_tools(client: openai.OpenAI, demo: System) -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    with pytest.raises(openai.BadRequestError, match="not made for tools") as refused:
+        client.chat.completions.create(model=demo.model, messages=QUESTION, tools=tools)
+    assert refused.value.param == "tools"
+
+
 def test_text_completions(client: openai.OpenAI, demo: System) -> None:
     whole = client.completions.create(model=demo.model, prompt="A gateway", max_tokens=8, temperature=0)
     parts = client.completions.create(model=demo.model, prompt="A gateway", max_tokens=8, temperature=0, stream=True)

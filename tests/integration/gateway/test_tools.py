@@ -282,6 +282,18 @@ async def test_none_means_that_nothing_is_told_of_tools(start_model: StartModel)
     assert "get_weather" not in byte_tokenizer().decode(worker.attempts[0].prompt_ids)
 
 
+async def test_without_tools_text_is_passed_on_as_it_comes(start_model: StartModel) -> None:
+    gateway = await start_model(HERMES_STYLE)
+    await gateway.add_worker(script=says(f" \n{CALL} ", width=5))
+    ask: dict[str, Any] = {"model": MODEL, "messages": HELLO}
+    whole = await gateway.client().chat.completions.create(**ask)
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (f" \n{CALL} ", "stop")
+    parts = [chunk async for chunk in await gateway.client().chat.completions.create(**ask, stream=True)]
+    texts = [part.choices[0].delta.content for part in parts if part.choices[0].delta.content]
+    assert "".join(texts) == f" \n{CALL} "
+    assert {len(text) for text in texts[:-1]} == {5}
+
+
 async def test_a_template_of_its_own_for_tools(start_model: StartModel) -> None:
     gateway = await start_model(card().chat_template or "", tool_template=HERMES_STYLE)
     worker = await gateway.add_worker(script=says(CALL))

@@ -131,6 +131,14 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
             ("context_length = 2048", "context_lenght = 1"),
             "models.small.context_lenght: there is no such key; there are: context_length, ",
         ),
+        (
+            ("context_length = 2048", 'tool_parser = "hermits"'),
+            "models.small.tool_parser: 'hermits' is not known; there are: hermes, llama3_json, ",
+        ),
+        (
+            ("context_length = 2048", 'reasoning_parser = "hermes"'),
+            "models.small.reasoning_parser: 'hermes' is not known; there are: think, ",
+        ),
         (("[nats]", "[tenants.shop]\nweight = 0\n[nats]"), "tenants.shop.weight: Input should be greater than 0"),
         (
             ("[nats]", "[gateway.limits]\nmax_queued_requests = 0\n[nats]"),
