@@ -54,7 +54,7 @@ lock: ## Resolve the dependencies anew
 	$(UV_COMPILE) pyproject.toml -o requirements/core.txt
 	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker -c requirements/core.txt \
 	  pyproject.toml requirements/torch.in -o requirements/worker.txt
-	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra bench --group dev -c requirements/worker.txt \
+	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra bench --extra export --extra otel --group dev -c requirements/worker.txt \
 	  pyproject.toml requirements/torch.in -o requirements/dev.txt
 	echo setuptools | $(UV_COMPILE) -c requirements/worker.txt - -o requirements/build.txt
 

@@ -41,11 +41,12 @@ make_venv() {
   "$python" -m venv .venv
 }
 
-# The tests run these for real: a private PostgreSQL, and the load balancer's configuration in its own parser.
+# The tests run these for real: a private PostgreSQL, the load balancer's configuration in its own parser, a browser.
 install_servers_for_tests() {
   local missing=()
   command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || missing+=(postgresql)
   command -v haproxy >/dev/null || [ -x /usr/sbin/haproxy ] || missing+=(haproxy)
+  command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
   if [ "${#missing[@]}" -gt 0 ]; then
     echo "Installing for the tests: ${missing[*]}"
     apt_install "${missing[@]}"
