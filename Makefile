@@ -6,10 +6,10 @@ MODEL ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-gpu check format bench chaos lock clean
+.PHONY: help run test test-gpu check format bench bench-engine-peers chaos lock clean
 
 help: ## List the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
 
 run: ## Run all of Spillway here: make run [PORT=8000] [DATA=data] [MODEL=folder-or-hub-name]
 	@scripts/setup.sh run
@@ -37,8 +37,15 @@ bench: ## Run the benchmarks (nothing else should run meanwhile); results belong
 	@scripts/setup.sh test
 	.venv/bin/python -m benchmarks.engine_throughput
 	.venv/bin/python -m benchmarks.engine_memory
+	.venv/bin/python -m benchmarks.engine_quality
 	.venv/bin/python -m benchmarks.gateway_overhead
 	.venv/bin/python -m benchmarks.ledger_ingest
+
+PICTURE ?=
+bench-engine-peers: ## Our engine beside transformers and vLLM for CPUs (installed on demand): make bench-engine-peers [PICTURE=file.png]
+	@scripts/setup.sh test
+	.venv/bin/python -m benchmarks.engine_throughput --systems generate continuous vllm spillway spillway-int8 \
+	  $(if $(PICTURE),--picture $(PICTURE))
 
 SCENARIO ?= kill
 SEED ?= 1

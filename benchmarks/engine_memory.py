@@ -7,7 +7,7 @@
   for a quarter of them. Reserving each one's whole length is compared with growing and preempting. The recompute tax
   is the share of tokens computed more than once.
 
-The model is that of ``engine_throughput``: a Llama of 68 M random float32 parameters. Needs no network.
+The model is a Llama of 68 M random float32 parameters. Needs no network.
 
     python -m benchmarks.engine_memory [--threads 2]
 """
@@ -22,11 +22,10 @@ import time
 
 import torch
 import transformers
-from tokenizers import Tokenizer, models
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 import engine.scheduler
-from benchmarks.engine_throughput import make_model
+from benchmarks.random_llama import empty_tokenizer, make_model
 from engine import EngineConfig, GenerationRequest, LLMEngine, SamplingParams
 
 SEED = 21
@@ -36,8 +35,7 @@ BLOCK_SIZE = 16
 
 
 def make_engine(model: LlamaForCausalLM, **config: int | bool) -> LLMEngine:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    return LLMEngine(copy.deepcopy(model), tokenizer, EngineConfig(block_size=BLOCK_SIZE, **config))
+    return LLMEngine(copy.deepcopy(model), empty_tokenizer(), EngineConfig(block_size=BLOCK_SIZE, **config))
 
 
 def random_tokens(source: random.Random, count: int) -> list[int]:
@@ -129,7 +127,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    model = make_model()
+    model = make_model("68M")
     prefix = shared_prefix(model, args.threads)
     for name, figures in prefix.items():
         print(f"shared prefix, cache {name:<5} {figures}")

@@ -122,7 +122,7 @@ def main() -> None:
     best: dict[str, list[list[int]]] = {name: [] for name in texts}
     answers: list[list[list[int]]] = []
     for quantize in QUANTIZED:
-        engine, _ = load(LocalEngineSettings(path=args.model, threads=args.threads, quantize=quantize))
+        engine = load(LocalEngineSettings(path=args.model, threads=args.threads, quantize=quantize))
         for name, scored in texts.items():
             perplexity[name][quantize or "float32"], tokens = score(engine, scored)
             best[name].append(tokens)

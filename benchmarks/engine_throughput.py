@@ -1,179 +1,327 @@
-"""Output tokens per second of Spillway's engine beside transformers' own, on a CPU.
+"""Output tokens per second and time to first token beside other systems, on a CPU: one model, one run.
 
-Metric: `batch` requests of 128 random prompt tokens are handed over together and each yields the same number of new
-tokens, greedily. Tokens per second are all new tokens divided by the wall time from handing over to the last token, so
-the prompts' computation is included. Three systems run one after the other in every round, on the same weights, and
-the median over the rounds counts, so that other load on the machine meets all three alike:
+*Tokens per second*: `batch` requests of 128 random prompt tokens are handed over together and each yields the same
+number of new tokens, greedily, ends ignored. All new tokens are divided by the wall time from handing over to the last
+one, so the prompts' computation is included. *TTFT*: one request of 1,024 prompt tokens and one new one.
 
-- `engine`: this repository's engine;
+- `spillway`: this repository's engine with a pool's default settings, float32; `spillway-int8`: with quantize = "int8";
 - `generate`: transformers' `model.generate` with its default attention, one static batch;
-- `continuous`: transformers' continuous batching, its manager already running.
+- `continuous`: transformers' continuous batching, its manager already running;
+- `vllm`: vLLM for CPUs, compiled, in an environment of its own (made on demand, see ``peers/vllm.py``).
 
-The model is a Llama of 68 M random float32 parameters, made on the fly with a fixed seed. Needs no network.
+The model is a Llama of 125 M random float32 parameters, saved as a folder that each system loads by itself. Each runs
+in a process of its own with the same number of threads. In every round each system in turn, another one first each
+time, answers the same prompts, which are new in every round, so that no prefix cache knows them. The first round warms
+up and does not count; the medians of the others do. While one runs, the others wait for their input; "idle CPU" is the
+largest share of a core that they used all the same. Answers are compared with those of `generate`: rounding differs,
+so that with random weights a few go another way where two tokens are about equally probable (many with int8; what it
+does to a trained model is measured by ``engine_quality``).
 
-    python benchmarks/engine_throughput.py [--quick] [--threads 2] [--new-tokens 64] [--rounds 3]
+    python -m benchmarks.engine_throughput [--systems generate vllm …] [--quick] [--picture FILE.png]
+
+Same for all: float32 (but for int8), caches on, threads; loading and compiling are outside of the time. Not the same:
+vLLM need not detokenise; its threads are Intel's as its guide recommends, the others' are torch's own.
 """
 
 import argparse
-import copy
 import json
-import platform
+import os
+import random
+import select
 import statistics
 import subprocess
-import time
-from collections.abc import Callable
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
+import psutil
 import torch
-import transformers
-from tokenizers import Tokenizer, models
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
-from engine import EngineConfig, GenerationRequest, LLMEngine, SamplingParams
+from benchmarks.peers import vllm
+from benchmarks.peers.batch_system import SYSTEMS
+from benchmarks.random_llama import SEED, VOCAB_SIZE, save_model
+from engine import ConfigError
+from engine.linear import check_quantization
+from spillway.bench.in_process import device_name
+from spillway.children import die_with_parent
 
-SEED = 20
-PROMPT_TOKENS = 128
-BATCHES = (1, 8, 32)
-Run = Callable[[list[list[int]], int], tuple[int, float]]  # (prompts, new tokens each) → tokens produced, seconds
-
-
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def engine_run(model: LlamaForCausalLM, threads: int) -> Run:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    engine = LLMEngine(copy.deepcopy(model), tokenizer, EngineConfig(max_sequences=max(BATCHES), threads=threads))
-
-    def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:
-        start = time.perf_counter()
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-        for number, prompt in enumerate(prompts):
-            engine.add_request(GenerationRequest(str(number), prompt, params))
-        produced = 0
-        while engine.has_unfinished():
-            produced += sum(len(output.token_ids) for output in engine.step())
-        return produced, time.perf_counter() - start
-
-    return run
+MODEL: Final = "125M"
+ROOT: Final = Path(__file__).resolve().parents[1]
+BATCHES: Final = (1, 8, 32)
+BATCH_PROMPT_TOKENS: Final = 128
+TTFT_PROMPT_TOKENS: Final = 1024
+START_LIMIT_S: Final = 600.0  # vLLM compiles the first time
+ANSWER_LIMIT_S: Final = 300.0
+END_LIMIT_S: Final = 20.0
+LOG_CHARS: Final = 3000
+LABELS: Final = {
+    "generate": "transformers generate",
+    "continuous": "transformers continuous batching",
+    "vllm": "vLLM for CPUs",
+    "spillway": "Spillway",
+    "spillway-int8": "Spillway, int8",
+}
+REFERENCE: Final = "generate"
+OURS: Final = ("spillway", "spillway-int8")
 
 
-def generate_run(model: LlamaForCausalLM) -> Run:
-    def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:
-        start = time.perf_counter()
-        inputs = torch.tensor(prompts)
-        with torch.inference_mode():
-            output = model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new_tokens, do_sample=False
+class SystemFailed(Exception):
+    """A system's process ended or did not answer; the message ends with its last words."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One kind of work."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def name(self) -> str:
+        """How the JSON calls it."""
+        return "ttft_ms" if self.new_tokens == 1 else f"batch_{self.batch}"
+
+    def figure(self, seconds: float) -> float:
+        """Milliseconds to the first token, or tokens per second."""
+        return 1000 * seconds if self.new_tokens == 1 else self.batch * self.new_tokens / seconds
+
+
+class System:
+    """One child of ``peers/batch_system.py``, and what was seen of it."""
+
+    def __init__(self, name: str, model: Path, threads: int, logs: Path) -> None:
+        self.name = name
+        self.seconds: dict[Load, list[float]] = {}
+        self.same_answers = 0
+        self.answers = 0
+        self.same_share: list[float] = []  # of each answer: tokens before the first that differs
+        self._log = logs / f"{name}.log"
+        python, extra = (vllm.PYTHON, vllm.environment(threads)) if name == "vllm" else (sys.executable, {})
+        command = [str(python), "-m", "benchmarks.peers.batch_system", name, str(model), "--threads", str(threads)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads), **extra},
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - before any thread is started
             )
-        return output.shape[0] * (output.shape[1] - PROMPT_TOKENS), time.perf_counter() - start
+        self.version = str(self._read(START_LIMIT_S)["version"])
 
-    return run
+    def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], float]:
+        """Answer one batch; returns the new tokens and the seconds it took."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
+        self._process.stdin.flush()
+        answer = self._read(ANSWER_LIMIT_S)
+        return answer["outputs"], answer["seconds"]
+
+    def cpu_s(self) -> float:
+        """Processor time used since it started."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
+    def end(self) -> None:
+        """Close its input and wait for its end."""
+        with self._process:  # closes its pipes
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+    def _read(self, limit_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            last_words = self._log.read_text(errors="replace")[-LOG_CHARS:]
+            raise SystemFailed(
+                f"{self.name} {'ended' if ready else f'did not answer in {limit_s:.0f} s'}\n{last_words}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
-def continuous_run(model: LlamaForCausalLM) -> Run:
-    model = copy.deepcopy(model)
-    # Faster here than its own choices (larger pages, block sharing), and sized for the largest batch.
-    settings = ContinuousBatchingConfig(
-        page_size=32, num_blocks=max(BATCHES) * 16, max_batch_tokens=512, allow_block_sharing=False
-    )
-
-    def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:
-        generation = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        with (
-            torch.no_grad(),
-            model.continuous_batching_context_manager(
-                generation_config=generation, continuous_batching_config=settings, timeout=5
-            ) as manager,
-        ):
-            start = time.perf_counter()
-            manager.add_requests(prompts, max_new_tokens=new_tokens)
-            results = []
-            while len(results) < len(prompts):
-                result = manager.get_result(timeout=60)
-                assert result is not None, "continuous batching stopped"
-                results += [result] if result.is_finished() else []
-            seconds = time.perf_counter() - start
-        return sum(len(result.generated_tokens) for result in results), seconds
-
-    return run
+def default_systems() -> list[str]:
+    """All that need no environment of their own; int8 where this CPU has it."""
+    systems = ["generate", "continuous", "spillway"]
+    try:
+        check_quantization("int8", device="cpu", dtype=torch.float32)
+    except ConfigError:
+        return systems
+    return [*systems, "spillway-int8"]
 
 
-def measure(systems: dict[str, Run], batch: int, new_tokens: int, rounds: int) -> dict[str, float]:
-    """Return each system's median tokens per second; the first of the rounds + 1 warms up."""
-    generator = torch.Generator().manual_seed(SEED + batch)
-    rates: dict[str, list[float]] = {name: [] for name in systems}
-    for _ in range(rounds + 1):
-        prompts = torch.randint(1, 32_000, (batch, PROMPT_TOKENS), generator=generator).tolist()
-        for name, run in systems.items():
-            produced, seconds = run(prompts, new_tokens)
-            assert produced == batch * new_tokens, f"{name} produced {produced} tokens"
-            rates[name].append(produced / seconds)
-    return {name: statistics.median(values[1:]) for name, values in rates.items()}
+def make_prompts(source: random.Random, load: Load) -> list[list[int]]:
+    return [source.choices(range(1, VOCAB_SIZE), k=load.prompt_tokens) for _ in range(load.batch)]
+
+
+def compare(system: System, outputs: list[list[int]], reference: list[list[int]]) -> None:
+    for output, expected in zip(outputs, reference, strict=True):
+        same = next((at for at, (a, b) in enumerate(zip(output, expected, strict=True)) if a != b), len(expected))
+        system.answers += 1
+        system.same_answers += same == len(expected)
+        system.same_share.append(same / len(expected))
+
+
+def measure(systems: list[System], loads: list[Load], rounds: int) -> float:
+    """Run everything; returns the idle CPU (see the module)."""
+    source = random.Random(SEED)
+    idle_share = 0.0
+    for round_ in range(rounds + 1):
+        first = round_ % len(systems)
+        for load in loads:
+            prompts = make_prompts(source, load)
+            answers: dict[str, list[list[int]]] = {}
+            for system in systems[first:] + systems[:first]:
+                before = {other: other.cpu_s() for other in systems}
+                outputs, seconds = system.run(prompts, load.new_tokens)
+                answers[system.name] = outputs
+                assert [len(output) for output in outputs] == [load.new_tokens] * load.batch, system.name
+                if round_ > 0:
+                    system.seconds.setdefault(load, []).append(seconds)
+                    idle = max(other.cpu_s() - before[other] for other in systems if other is not system)
+                    idle_share = max(idle_share, idle / seconds)
+                print(f"round {round_} {load.name} {system.name}: {seconds:.2f} s", file=sys.stderr)
+            for system in systems:
+                compare(system, answers[system.name], answers[REFERENCE])
+    return idle_share
+
+
+def figures(system: System) -> dict[str, Any]:
+    found = {load.name: round(load.figure(statistics.median(s)), 1) for load, s in system.seconds.items()}
+    return {
+        "version": system.version,
+        **found,
+        "same_answers": system.same_answers,
+        "answers": system.answers,
+        "same_tokens_share": round(statistics.mean(system.same_share), 4),
+    }
+
+
+def factors(found: dict[str, dict[str, Any]], loads: list[Load]) -> dict[str, dict[str, float]]:
+    """How many times better ours are than the best of the others, by load."""
+    result: dict[str, dict[str, float]] = {}
+    for name in (name for name in OURS if name in found):
+        result[name] = {}
+        for load in loads:
+            others = [figures[load.name] for other, figures in found.items() if other not in OURS]
+            own = found[name][load.name]
+            factor = min(others) / own if load.new_tokens == 1 else own / max(others)
+            result[name][load.name] = round(factor, 2)
+    return result
+
+
+def as_table(found: dict[str, dict[str, Any]], ours: dict[str, dict[str, float]], loads: list[Load]) -> Table:
+    table = Table("system", "version", box=SIMPLE_HEAD)
+    for load in loads:
+        title = "TTFT, ms" if load.new_tokens == 1 else f"tokens/s, batch {load.batch}"
+        table.add_column(title, justify="right")
+    table.add_column("same answers", justify="right")
+    for name, row in found.items():
+        cells = [f"{row[load.name]:,.1f}" for load in loads]
+        table.add_row(LABELS[name], row["version"], *cells, f"{row['same_answers']} of {row['answers']}")
+    for name, row_factors in ours.items():
+        table.add_row(f"{LABELS[name]} / best peer", "", *(f"{row_factors[load.name]:.2f}" for load in loads), "")
+    return table
+
+
+def draw(found: dict[str, dict[str, Any]], loads: list[Load], title: str, path: Path) -> None:
+    """Bars: tokens per second by batch, and time to first token."""
+    figure = Figure(figsize=(12, 4.6), dpi=150, layout="constrained", facecolor="white")
+    figure.suptitle(title, fontsize=11)
+    throughput, first_token = figure.subplots(1, 2, width_ratios=(3, 1.3))
+    batches = [load for load in loads if load.new_tokens > 1]
+    width = 0.8 / len(found)
+    for number, (name, row) in enumerate(found.items()):
+        shade = (
+            colormaps["Blues"](0.95 - 0.25 * OURS.index(name))
+            if name in OURS
+            else colormaps["Greys"](0.3 + 0.15 * number)
+        )
+        at = [place + (number - (len(found) - 1) / 2) * width for place in range(len(batches))]
+        bars = throughput.bar(at, [row[load.name] for load in batches], width * 0.92, color=shade, label=LABELS[name])
+        throughput.bar_label(bars, fmt="{:,.0f}", fontsize=7, padding=1)
+        bars = first_token.bar([number], [row["ttft_ms"]], 0.8, color=shade)
+        first_token.bar_label(bars, fmt="{:,.0f}", fontsize=7, padding=1)
+    throughput.set_xticks(range(len(batches)), [f"{load.batch}" for load in batches])
+    throughput.set_xlabel(f"requests at once ({BATCH_PROMPT_TOKENS} prompt tokens each)")
+    throughput.set_ylabel("new tokens per second")
+    throughput.set_title("Throughput: higher is better", fontsize=11)
+    throughput.legend(frameon=False)
+    first_token.set_xticks(range(len(found)), list(found), rotation=35, ha="right", fontsize=8)
+    first_token.set_ylabel(f"TTFT of {TTFT_PROMPT_TOKENS:,} prompt tokens (ms)")
+    first_token.set_title("First token: lower is better", fontsize=11)
+    for axes in (throughput, first_token):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.savefig(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=default_systems())
     parser.add_argument("--quick", action="store_true", help="one round of 16 tokens")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--picture", type=Path, help="draw the figures into this .png or .svg")
     args = parser.parse_args()
     if args.quick:
         args.new_tokens, args.rounds = 16, 1
-    torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()
-    model = make_model()
-    systems = {
-        "engine": engine_run(model, args.threads),
-        "generate": generate_run(model),
-        "continuous": continuous_run(model),
-    }
-    print(
-        f"{model.num_parameters() / 1e6:.0f} M parameters, float32, {args.threads} threads, "
-        f"{args.new_tokens} new tokens"
-    )
-    print(f"{'batch':>5} {'engine':>10} {'generate':>10} {'continuous':>10}  engine / better of the two")
-    table = {}
-    for batch in BATCHES:
-        rates = measure(systems, batch, args.new_tokens, args.rounds)
-        factor = rates["engine"] / max(rates["generate"], rates["continuous"])
-        table[batch] = {name: round(rate, 1) for name, rate in rates.items()} | {"factor": round(factor, 2)}
-        print(
-            f"{batch:>5} {rates['engine']:>10.1f} {rates['generate']:>10.1f} {rates['continuous']:>10.1f}  {factor:.2f}"
-        )
+    if REFERENCE not in args.systems:
+        parser.error(f"--systems: {REFERENCE} is what the others' answers are compared with")
+    if "vllm" in args.systems:
+        vllm.install()
+    loads = [Load(batch, BATCH_PROMPT_TOKENS, args.new_tokens) for batch in BATCHES] + [Load(1, TTFT_PROMPT_TOKENS, 1)]
+    with tempfile.TemporaryDirectory(prefix="engine-throughput-") as scratch, ExitStack() as ends:
+        model = Path(scratch, "model")
+        parameters = save_model(MODEL, model)
+        systems = []
+        for name in args.systems:
+            systems.append(System(name, model, args.threads, Path(scratch)))
+            ends.callback(systems[-1].end)
+        idle_share = measure(systems, loads, args.rounds)
+    found = {system.name: figures(system) for system in systems}
+    ours = factors(found, loads)
+    cpu = device_name("cpu")
+    plural = "thread" if args.threads == 1 else "threads"
+    title = f"{parameters / 1e6:.0f} M Llama, float32, {args.threads} {plural} of {cpu}, {args.new_tokens} new tokens"
+    Console(width=140).print(title, as_table(found, ours, loads), sep="\n")
+    if args.picture:
+        draw(found, loads, title, args.picture)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    print(
-        json.dumps(
-            {
-                "benchmark": "engine_throughput",
-                "unit": "output tokens/s",
-                "prompt_tokens": PROMPT_TOKENS,
-                "new_tokens": args.new_tokens,
-                "rounds": args.rounds,
-                "threads": args.threads,
-                "cpu": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "commit": commit.stdout.strip() or None,
-                "batch": table,
-            }
-        )
-    )
+    report = {
+        "benchmark": "engine_throughput",
+        "unit": "output tokens/s",
+        "parameters": parameters,
+        "prompt_tokens": BATCH_PROMPT_TOKENS,
+        "new_tokens": args.new_tokens,
+        "rounds": args.rounds,
+        "threads": args.threads,
+        "cpu": cpu,
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip() or None,
+        "idle_cpu": round(idle_share, 3),
+        "systems": found,
+        "factors": ours,
+    }
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -6,20 +6,17 @@ database, no callbacks, no telemetry. Its environment is made on demand from the
 
 import asyncio
 import os
-import subprocess
 import sys
-import venv
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from benchmarks.peers import pinned
 from benchmarks.ports import free_port, wait_until_listening
 from spillway.children import die_with_parent, stop_process
 
-ENVIRONMENT: Final = Path(__file__).resolve().parent.parent / ".peers" / "litellm"
-REQUIREMENTS: Final = Path(__file__).with_name("litellm.txt")
 BACKEND_PROGRAM: Final = Path(__file__).with_name("fake_backend.py")
 MASTER_KEY: Final = "sk-benchmark"
 START_LIMIT_S: Final = 120.0
@@ -65,14 +62,8 @@ class RunningPeer:
 
 
 def install() -> str:
-    """Make LiteLLM's environment if it is not there; return LiteLLM's version. Raises CalledProcessError."""
-    python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / "bin" / "litellm").exists():
-        venv.create(ENVIRONMENT, with_pip=True, clear=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--no-deps", "-r", str(REQUIREMENTS)], check=True)
-    ask = "from importlib.metadata import version; print(version('litellm'))"
-    return subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    """See ``pinned.install``."""
+    return pinned.install("litellm", "litellm")
 
 
 @asynccontextmanager
@@ -112,7 +103,7 @@ async def running_failover_litellm(folder: Path, server_ports: Sequence[int], *,
 
 
 def _proxy_command(config: Path, port: int) -> list[str]:
-    program = str(ENVIRONMENT / "bin" / "litellm")
+    program = str(pinned.ENVIRONMENTS / "litellm" / "bin" / "litellm")
     return [program, "--config", str(config), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
 
 

@@ -65,6 +65,7 @@ class EngineTarget:
             "model": info.model,
             "parameters": info.parameters,
             "dtype": info.dtype,
+            "quantize": info.quantize,
             "device": info.device,
             "device_name": device_name(info.device),
             "cores": os.cpu_count(),

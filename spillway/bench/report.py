@@ -33,7 +33,7 @@ def headline(environment: dict[str, Any]) -> str:
         return f"{environment['model']} at {environment['url']}, as a caller sees it"
     return (
         f"{environment['model'].rsplit('/', maxsplit=1)[-1]} · {environment['parameters'] / 1e6:,.1f} M parameters · "
-        f"{environment['dtype']} · {environment['device_name']}"
+        f"{environment['quantize'] or environment['dtype']} · {environment['device_name']}"
         + (f", {environment['threads']} of {environment['cores']} cores" if environment["device"] == "cpu" else "")
         + f" · {environment['kv_tokens']:,} KV tokens · spillway {environment['spillway']}"
     )

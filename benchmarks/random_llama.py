@@ -1,0 +1,45 @@
+"""Llamas with random float32 weights, made on the fly with a fixed seed: what a model has learnt changes no speed."""
+
+from pathlib import Path
+from typing import Final
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SEED: Final = 20
+VOCAB_SIZE: Final = 32_000
+SIZES: Final = {
+    "68M": {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8},
+    "125M": {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12},
+}
+
+
+def make_model(size: str) -> LlamaForCausalLM:
+    """Make one of SIZES: 12 layers, 4 key-value heads, 2,048 tokens of context, no end token."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        **SIZES[size],
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=12,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def empty_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that knows no text; prompts are token ids."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+
+
+def save_model(size: str, folder: Path) -> int:
+    """Write a model folder that every system can load; return its number of parameters."""
+    model = make_model(size)
+    model.save_pretrained(folder)
+    empty_tokenizer().save_pretrained(folder)
+    return int(model.num_parameters())
