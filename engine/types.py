@@ -117,6 +117,7 @@ class SequenceOutput:
     error: str | None = None  # why, when finish_reason is "error"
     cached_tokens: int = 0  # of the prompt: how many were found in the prefix cache
     prompt_logprobs: list[PromptLogprob] | None = None  # the next ones, in order; all of them before the first token
+    vector: bytes | None = None  # of a PoolingInput: 32-bit floats, little-endian
     timings: SequenceTimings | None = None  # with the first token, and at the choice's end
 
     @classmethod

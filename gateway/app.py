@@ -1,11 +1,14 @@
-"""The gateway's ASGI application: two hot routes in plain ASGI, everything else through FastAPI."""
+"""The gateway's ASGI application: the hot routes in plain ASGI, everything else through FastAPI."""
 
 from fastapi import FastAPI
 
 from gateway.api.calls import ChatCall, CompletionCall
+from gateway.api.endpoint import HotRoute
 from gateway.api.exchange import Exchange, Receive, Scope, Send
 from gateway.api.generation import GenerationEndpoint
 from gateway.api.openapi import add_openapi
+from gateway.api.pooling import PoolingEndpoint, VectorRoom
+from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.routes import add_error_answers, health_router, models_router, tokenize_router
 from gateway.api.services import Services
 
@@ -17,9 +20,17 @@ def build_app(services: Services) -> "GatewayApp":
         slow.include_router(router)
     add_error_answers(slow)
     add_openapi(slow)
-    hot = {
+    room = VectorRoom(services.settings.limits.max_vector_bytes)
+    score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
+    hot: dict[str, HotRoute] = {
         "/v1/chat/completions": GenerationEndpoint(services, ChatCall),
         "/v1/completions": GenerationEndpoint(services, CompletionCall),
+        "/v1/embeddings": PoolingEndpoint(services, EmbeddingsCall, room),
+        "/v1/score": score,
+        "/score": score,
+        "/v1/rerank": rerank,
+        "/v2/rerank": rerank,
+        "/rerank": rerank,
     }
     return GatewayApp(hot, slow)
 
@@ -27,7 +38,7 @@ def build_app(services: Services) -> "GatewayApp":
 class GatewayApp:
     """Routes by path. FastAPI's router and middleware would cost more than the whole rest of a short request."""
 
-    def __init__(self, hot: dict[str, GenerationEndpoint], slow: FastAPI) -> None:
+    def __init__(self, hot: dict[str, HotRoute], slow: FastAPI) -> None:
         self._hot = hot
         self._slow = slow
 

@@ -56,6 +56,8 @@ class LimitSettings(Settings):
     max_queued_prompt_tokens: PositiveInt = 20_000_000  # of this gateway's waiting requests
     max_queued_bytes: PositiveInt = 128 * 1024 * 1024  # of their prompts, as they travel
     max_queued_without_workers: PositiveInt = 5_000  # that wait while no worker of the model is alive
+    # Embeddings that this gateway waits for or is sending: a request of 2048 inputs may have 32 MiB of them.
+    max_vector_bytes: PositiveInt = 512 * 1024 * 1024
     max_unpublished_usage: PositiveInt = 50_000  # records kept in memory while the queue server is away
 
 

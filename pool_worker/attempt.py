@@ -11,7 +11,7 @@ from engine.types import SequenceTimings
 from pool_worker.credit import Cost
 from pool_worker.generation import prompt_tokens_of
 from protocol.logprobs import PromptLogprob
-from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, TokenLogprob, Tokens, encode
+from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, TokenLogprob, Tokens, Vector, encode
 from protocol.pull import Delivery
 from protocol.subjects import LOW_LANE
 
@@ -55,14 +55,14 @@ class Attempt:
         self.holds_credit = False  # `cost` is taken from the worker's credit
         self.in_engine = False
         complete = {point.index for point in job.resume if point.finish_reason is not None}
-        self.live = set(range(job.sampling.n)) - complete  # choices that have not ended
+        self.live = set(range(job.answers)) - complete  # choices or inputs that have not ended
         self.pulled_s = time.monotonic()
         self.started_unix_ms = int(time.time() * 1000)
         self.queue_ms = float(max(0, self.started_unix_ms - delivery.stored_unix_ms))
         self.ttft_ms: float | None = None
         self.cached_tokens = 0  # of the prompt: what the engine did not have to compute for the first token
         self.completion_tokens = 0  # made here, over all choices
-        self.made = [0] * job.sampling.n  # of these, by choice
+        self.made = [0] * job.answers  # of these, by choice
         self.timings: dict[int, SequenceTimings] = {}  # by choice, the newest that the engine told
         self.was_cancelled = False
         self.frames: list[bytes] = []  # by seq
@@ -144,6 +144,11 @@ class Attempt:
         job = self.job
         frame = Tokens(job.request_id, job.attempt, len(self.frames), index, (), "", prompt_logprobs=logprobs)
         return self.add(frame)
+
+    def vector(self, index: int, values: bytes) -> bytes:
+        """Make the frame that answers one input."""
+        job = self.job
+        return self.add(Vector(job.request_id, job.attempt, len(self.frames), index, values))
 
     def finished(self) -> bytes:
         """Make the last frame of an attempt whose choices have all ended."""

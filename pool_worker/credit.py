@@ -44,8 +44,11 @@ class Credit:
     def cost_of(self, job: Job) -> Cost:
         """Return what a job takes: its prompt and all its output for every choice that still runs.
 
-        Never more than the whole engine: a job of more choices than can run at once takes the engine for itself.
+        Never more than the whole engine: a job of more choices than can run at once takes the engine for itself. Not so
+        a job of many inputs, of which each step computes only some: it never takes more than half.
         """
+        if job.pooling is not None:
+            return Cost(1, min(prompt_tokens_of(job), self.capacity.max_kv_tokens // 2))
         sequences = job.sampling.n - sum(point.finish_reason is not None for point in job.resume)
         kv_tokens = sequences * (prompt_tokens_of(job) + job.sampling.max_tokens)
         return Cost(min(sequences, self.capacity.max_sequences), min(kv_tokens, self.capacity.max_kv_tokens))

@@ -19,7 +19,7 @@ from engine.types import TokenLogprob as EngineLogprob
 from pool_worker.attempt import Attempt, attempt_id
 from pool_worker.credit import Credit
 from pool_worker.engines.base import Engine
-from pool_worker.generation import generation_request
+from pool_worker.generation import engine_request
 from pool_worker.peers import Peers
 from pool_worker.publisher import Publisher
 from pool_worker.replay import RecentAttempts
@@ -215,7 +215,7 @@ class Executor:
     def _submit(self, attempt: Attempt, packed_prompt: bytes) -> None:
         try:
             prompt_ids = unpack_token_ids(packed_prompt)
-            request = generation_request(attempt.id, attempt.job, prompt_ids, self._adapters)
+            request = engine_request(attempt.id, attempt.job, prompt_ids, self._adapters)
         except ProtocolError as error:
             self._fail(attempt, ErrorCode.INTERNAL_ERROR, str(error), retryable=False)
             return
@@ -243,6 +243,8 @@ class Executor:
                 continue
             if reason == "cancelled":
                 attempt.was_cancelled = True
+            elif output.vector is not None:
+                self._publisher.send(attempt.job.reply_subject, attempt.vector(output.index, output.vector))
             else:
                 self._send_tokens(attempt, output)
             if reason is not None:

@@ -1,17 +1,47 @@
 """A job of the queue as a request to the engine."""
 
 from collections.abc import Collection
+from itertools import accumulate, pairwise
 from typing import cast, get_args
 
+from engine.pooling_types import PoolingInput, PoolingRequest, PoolingTask
 from engine.types import GenerationRequest, Grammar, GrammarKind, ResumePoint, SamplingParams
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar as WireGrammar
 from protocol.messages import Job, Sampling, unpack_token_ids
+from protocol.pooling import Pooling
 
 
 def prompt_tokens_of(job: Job) -> int:
     """Return the prompt's length: counted where the ids are in the job, as the gateway says where they are not."""
     return job.prompt_tokens if job.prompt_object is not None else len(job.prompt_ids) // 4
+
+
+def engine_request(
+    request_id: str, job: Job, prompt_ids: list[int], adapters: Collection[str] = ()
+) -> GenerationRequest | PoolingRequest:
+    """Translate a job. Raises ProtocolError for one that does not fit together."""
+    if job.pooling is None:
+        return generation_request(request_id, job, prompt_ids, adapters)
+    return pooling_request(request_id, job, job.pooling, prompt_ids)
+
+
+def pooling_request(request_id: str, job: Job, pooling: Pooling, prompt_ids: list[int]) -> PoolingRequest:
+    """Translate a job of several inputs, less those that are answered. Raises ProtocolError."""
+    lengths = unpack_token_ids(pooling.lengths)
+    firsts = unpack_token_ids(pooling.first_lengths) or lengths
+    if sum(lengths) != len(prompt_ids) or len(firsts) != len(lengths):
+        raise ProtocolError(f"inputs of {sum(lengths)} tokens in a prompt of {len(prompt_ids)}")
+    if pooling.task not in get_args(PoolingTask):
+        raise ProtocolError(f"an unknown task, {pooling.task!r}")
+    answered = {point.index for point in job.resume}
+    spans = enumerate(pairwise(accumulate(lengths, initial=0)))
+    inputs = [
+        PoolingInput(index, prompt_ids[begin:end], firsts[index])
+        for index, (begin, end) in spans
+        if index not in answered
+    ]
+    return PoolingRequest(request_id, cast("PoolingTask", pooling.task), inputs, pooling.dimensions)
 
 
 def generation_request(

@@ -15,6 +15,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 HttpAddress = Annotated[str, Field(pattern="^https?://")]
 Seconds = Annotated[float, Field(ge=0, le=31_536_000)]  # a year: timers take no infinity
 Share = Annotated[float, Field(ge=0, lt=1)]
+Task = Literal["generate", "embed", "score"]
 NoticeKind = Literal["none", "aws", "gcp", "azure", "runpod", "salad"]
 Tier = Literal["spot", "reserved", "on-demand", "hosted"]
 
@@ -24,6 +25,10 @@ class LocalEngineSettings(Settings):
 
     kind: Literal["spillway"] = "spillway"
     path: str  # a model folder, or a name on the Hugging Face hub
+    task: Task | None = None  # None: what the model's files say that it is for
+    pooling: Literal["last", "mean", "cls"] | None = None  # of "embed"; None: likewise, as is the next
+    normalize: bool | None = None
+    matryoshka: bool = False  # callers may ask for fewer dimensions, even if the model's files do not say so
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # "int8": linear layers in 8-bit integers, on CPUs with AVX-512 VNNI: a quarter of the memory, faster, and slightly
     # other answers. Give all pools of a model the same: what one began, another may have to go on with.
@@ -55,6 +60,8 @@ class ScriptedEngineSettings(Settings):
     """The scripted engine: deterministic text, chosen timing, chosen faults. For tests and benchmarks."""
 
     kind: Literal["scripted"] = "scripted"
+    task: Task = "generate"
+    dimensions: PositiveInt = 8  # of the vectors, if those are its task
     ttft_s: Seconds = 0.0
     inter_token_s: Seconds = 0.0
     max_sequences: PositiveInt = 256

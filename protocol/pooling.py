@@ -12,7 +12,7 @@ class Pooling(Struct, frozen=True, omit_defaults=True):
     task: str  # "embed" | "score"
     lengths: bytes  # tokens of each input, packed like token ids; the prompt holds the inputs one after the other
     first_lengths: bytes = b""  # likewise: how many of them are of a pair's first text (token type 0); empty: all
-    dimensions: int | None = None  # keep so many leading components, and make the vector a unit vector again
+    dimensions: int | None = None  # keep so many leading components, normalised again where all are
 
     @property
     def inputs(self) -> int:

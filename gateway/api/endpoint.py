@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
@@ -23,6 +23,8 @@ from gateway.dispatch.request import OpenRequest
 from gateway.limits.body import read_body
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
+
+HotRoute = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger(__name__)
 

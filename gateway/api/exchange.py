@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final
 
 from gateway.api.errors import ApiError, InvalidApiKey, MissingScope
@@ -18,6 +18,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
 UNREAD_LIMIT_S: Final = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
+PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
 JSON_TYPE: Final = (b"content-type", b"application/json")
 SSE_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -102,6 +103,28 @@ class Exchange:
     async def answer_json(self, body: bytes, request: OpenRequest | None = None) -> None:
         """Send a whole JSON answer."""
         await self._answer_whole(200, body, [], request)
+
+    async def answer_pieces(self, pieces: AsyncIterator[bytes], request: OpenRequest) -> None:
+        """Send a JSON answer that may be large, as it is made: others' requests go on between its parts."""
+        part = bytearray()
+        try:
+            async with asyncio.timeout(UNREAD_LIMIT_S) as limit:
+                async for piece in pieces:
+                    part += piece
+                    if len(part) >= PART_BYTES:
+                        if self.sent_status is None:
+                            await self.start(200, [JSON_TYPE], request)
+                        await self.write(bytes(part), more=True)
+                        part.clear()
+                        await asyncio.sleep(0)
+                        limit.reschedule(asyncio.get_running_loop().time() + UNREAD_LIMIT_S)
+                if self.sent_status is not None:
+                    await self.write(bytes(part), more=False)
+                    return
+        except TimeoutError:
+            self.abort()
+            return
+        await self.answer_json(bytes(part), request)
 
     async def answer_error(self, error: ApiError, request: OpenRequest | None = None) -> None:
         """Send a whole error answer."""

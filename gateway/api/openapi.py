@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from gateway.api.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 
 _REF: Final = "#/components/schemas/{model}"
@@ -24,7 +25,9 @@ def add_openapi(app: FastAPI) -> None:
 
 def _describe(app: FastAPI) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    bodies = (ChatCompletionRequest, CompletionRequest, TokenizeRequest)
+    bodies = (
+        ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest,
+    )  # fmt: skip
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     components = schema.setdefault("components", {})
     components.setdefault("schemas", {}).update(definitions["$defs"])
@@ -32,6 +35,9 @@ def _describe(app: FastAPI) -> dict[str, Any]:
     schema["security"] = [{"key": []}]
     schema["paths"]["/v1/chat/completions"] = _post("Answer a conversation", "ChatCompletionRequest")
     schema["paths"]["/v1/completions"] = _post("Continue a prompt", "CompletionRequest")
+    schema["paths"]["/v1/embeddings"] = _post("Make a vector of each input", "EmbeddingRequest")
+    schema["paths"]["/v1/score"] = _post("Score pairs of texts", "ScoreRequest")
+    schema["paths"]["/v1/rerank"] = _post("Sort documents by their relevance to a query", "RerankRequest")
     return schema
 
 

@@ -274,16 +274,16 @@ class TokenizeRequest(Body):
     tools: Annotated[list[ToolDefinition] | None, Field(max_length=MAX_TOOLS)] = None
 
 
-_Body = TypeVar("_Body", bound=Body)
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse_chat(body: bytes) -> ChatCompletionRequest:
     """Validate a chat body. Raises MalformedJson or InvalidParameter."""
-    request = _parse(ChatCompletionRequest, body)
-    _refuse_unsupported(request, _UNSUPPORTED_IN_CHAT)
+    request = parse_body(ChatCompletionRequest, body)
+    refuse_unsupported(request, _UNSUPPORTED_IN_CHAT)
     _refuse_contradictions(request)
     for number, message in enumerate(request.messages):
-        _refuse_unsupported(message, _UNSUPPORTED_IN_MESSAGES, prefix=f"messages.{number}.")
+        refuse_unsupported(message, _UNSUPPORTED_IN_MESSAGES, prefix=f"messages.{number}.")
         _check_role(message, f"messages.{number}.")
     check_tools(request.tools or (), request.tool_choice, parallel_is_set=request.parallel_tool_calls is not None)
     if request.top_logprobs is not None and not request.logprobs:
@@ -296,8 +296,8 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Validate a completion body. Raises MalformedJson or InvalidParameter."""
-    request = _parse(CompletionRequest, body)
-    _refuse_unsupported(request, _UNSUPPORTED_IN_COMPLETIONS)
+    request = parse_body(CompletionRequest, body)
+    refuse_unsupported(request, _UNSUPPORTED_IN_COMPLETIONS)
     _refuse_contradictions(request)
     if request.max_tokens == 0 and not request.echo:
         raise InvalidParameter("'max_tokens' may be 0 only where 'echo' is true.", param="max_tokens")
@@ -306,13 +306,14 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Validate a tokenize body. Raises MalformedJson or InvalidParameter."""
-    request = _parse(TokenizeRequest, body)
+    request = parse_body(TokenizeRequest, body)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidParameter("Give either 'prompt' or 'messages'.", param="prompt")
     return request
 
 
-def _parse(kind: type[_Body], body: bytes) -> _Body:
+def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
+    """Validate a body's fields, one by one. Raises MalformedJson or InvalidParameter."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -335,7 +336,8 @@ def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
     return InvalidParameter(f"Invalid value for '{param}': {message}", param=param, code=code)
 
 
-def _refuse_unsupported(body: Body, unsupported: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+def refuse_unsupported(body: Body, unsupported: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Raise InvalidParameter for a known field that cannot be honoured, unless its value means what happens anyway."""
     for field, value in (body.model_extra or {}).items():
         if field in unsupported and value is not None and value not in unsupported[field]:
             param = prefix + field

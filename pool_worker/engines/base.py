@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
 from protocol.messages import ModelCard
 
@@ -20,7 +21,7 @@ class EngineDiedError(Exception):
 class Capacity:
     """What an engine can hold at once."""
 
-    max_sequences: int
+    max_sequences: int  # or pooling jobs
     max_kv_tokens: int
     max_model_len: int  # prompt + output tokens of one sequence
 
@@ -41,12 +42,12 @@ class Engine(Protocol):
         """The card under which ``model`` is served, and its tokenizer.json."""
         ...
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
         """Take a request. Never blocks; a request the engine must refuse ends in ``steps`` with a Refusal."""
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request; each live choice ends in ``steps`` as "cancelled". Unknown ids are ignored."""
+        """Stop a request; each live choice or input ends in ``steps`` as "cancelled". Unknown ids are ignored."""
         ...
 
     def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:

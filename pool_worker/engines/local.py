@@ -19,8 +19,17 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from engine import ConfigError, EngineConfig, LLMEngine, RequestRejected
-from engine.types import EngineStats, GenerationRequest, Refusal, SequenceOutput, sequences_that_fit
+from engine.pooling import PoolingEngine
+from engine.pooling_folder import task_of
+from engine.pooling_types import PoolingRequest
+from engine.types import EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput, sequences_that_fit
 from pool_worker.engines.base import Capacity, EngineDiedError
+from pool_worker.engines.pooling import (
+    pooling_capacity,
+    pooling_card,
+    pooling_options,
+    refuse_settings_of_other_tasks,
+)
 from pool_worker.settings import LocalEngineSettings
 from protocol.artifacts import tokenizer_object_name
 from protocol.messages import PROTOCOL_VERSION, ModelCard
@@ -30,6 +39,7 @@ STOP_LIMIT_S: Final = 10.0  # for the step in progress
 
 log = logging.getLogger(__name__)
 
+_Message = GenerationRequest | PoolingRequest | str  # a request to add, or the id of one to cancel
 _Tokenizers = dict[str | None, PreTrainedTokenizerBase]  # of the model (None), and of adapters that have their own
 
 
@@ -40,14 +50,14 @@ class LocalEngine:
 
     def __init__(self, settings: LocalEngineSettings) -> None:
         self._settings = settings
-        self._inbox: deque[GenerationRequest | str] = deque()  # requests to add, ids to cancel
+        self._inbox: deque[_Message] = deque()  # requests to add, ids to cancel
         self._inbox_changed = threading.Condition()
         self._is_stopping = False
         self._may_step = threading.Semaphore(STEPS_AHEAD)
         self._steps: deque[list[SequenceOutput]] = deque()  # computed, not yet taken; at most STEPS_AHEAD
         self._steps_changed = asyncio.Event()
         self._death: EngineDiedError | None = None
-        self._engine: LLMEngine
+        self._engine: LLMEngine | PoolingEngine
         self._loop: asyncio.AbstractEventLoop
         self._loaded: asyncio.Future[tuple[Capacity, _Tokenizers]]
         self._tokenizers: _Tokenizers
@@ -79,10 +89,11 @@ class LocalEngine:
             chat_template=templates.get("default"),
             special_tokens=_special_tokens(tokenizer),
             tool_template=templates.get("tool_use"),
+            pooling=pooling_card(self._engine.info) if isinstance(self._engine, PoolingEngine) else None,
         )
         return card, self._tokenizer_jsons.setdefault(object_name, tokenizer_json)
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
         """See ``base.Engine``."""
         self._tell(request)
 
@@ -117,7 +128,7 @@ class LocalEngine:
         if has_loaded:
             await asyncio.to_thread(self._thread.join, STOP_LIMIT_S)
 
-    def _tell(self, message: GenerationRequest | str) -> None:
+    def _tell(self, message: _Message) -> None:
         with self._inbox_changed:
             self._inbox.append(message)
             self._inbox_changed.notify()
@@ -126,7 +137,7 @@ class LocalEngine:
 
     def _run(self) -> None:
         try:
-            engine = load(self._settings)
+            engine = _load(self._settings)
             started_s = time.monotonic()
             engine.warm_up()
             log.info("warmed up in %.1f s", time.monotonic() - started_s)
@@ -135,17 +146,11 @@ class LocalEngine:
             self._call(self._end_loading, reason)
             return
         self._engine = engine
-        info = engine.info
-        log.info("loaded %s: %s", self._settings.path, info)
-        for adapter in info.adapters:
-            log.info(
-                "adapter %s: rank %s in %d layers, %.1f MiB",
-                *(adapter.name, "-".join(map(str, sorted(set(adapter.ranks)))), adapter.layers, adapter.bytes / 2**20),
-            )
-        fits = ", ".join(f"{count} of {length}" for length, count in sequences_that_fit(info).items())
-        log.info("%d tokens of KV memory hold so many sequences of so many tokens: %s", info.kv_tokens, fits)
-        promised_tokens = int(info.kv_tokens * self._settings.kv_overcommit)
-        capacity = Capacity(info.max_sequences, promised_tokens, info.max_model_len)
+        log.info("loaded %s: %s", self._settings.path, engine.info)
+        if isinstance(engine, PoolingEngine):
+            capacity = pooling_capacity(self._settings, engine.info)
+        else:
+            capacity = _capacity(self._settings, engine.info)
         self._call(self._end_loading, (capacity, engine.tokenizers))
         try:
             self._step_until_stopped(engine)
@@ -153,12 +158,12 @@ class LocalEngine:
             log.exception("the engine's step failed")
             self._call(self._die, EngineDiedError(f"{type(error).__name__}: {error}"))
 
-    def _step_until_stopped(self, engine: LLMEngine) -> None:
+    def _step_until_stopped(self, engine: LLMEngine | PoolingEngine) -> None:
         while True:
             messages = self._next_messages(engine)
             if self._is_stopping:
                 return
-            if not (messages or engine.has_unfinished()):
+            if isinstance(engine, LLMEngine) and not (messages or engine.has_unfinished()):
                 engine.sleep()
                 log.info(
                     "no request for %g s: the KV memory is given back until the next", self._settings.sleep_after_s
@@ -170,9 +175,10 @@ class LocalEngine:
                 self._may_step.acquire()
                 self._call(self._take, outputs)
 
-    def _next_messages(self, engine: LLMEngine) -> list[GenerationRequest | str]:
+    def _next_messages(self, engine: LLMEngine | PoolingEngine) -> list[_Message]:
         """Take what is in the inbox; wait for it, at most until it is time to sleep, if there is nothing to compute."""
-        wait_s = None if engine.is_sleeping else self._settings.sleep_after_s
+        can_sleep = isinstance(engine, LLMEngine) and not engine.is_sleeping
+        wait_s = self._settings.sleep_after_s if can_sleep else None
         with self._inbox_changed:
             self._inbox_changed.wait_for(
                 lambda: self._inbox or self._is_stopping or engine.has_unfinished(), timeout=wait_s
@@ -205,15 +211,44 @@ class LocalEngine:
         self._steps_changed.set()
 
 
+def _load(settings: LocalEngineSettings) -> LLMEngine | PoolingEngine:
+    task = task_of(settings.path, settings.task)
+    refuse_settings_of_other_tasks(settings, task)
+    if task == "generate":
+        return load(settings)
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # the worker's output is a log
+    engine = PoolingEngine.from_pretrained(settings.path, task, engine_config(settings), pooling_options(settings))
+    _require_tokenizer_json(engine.tokenizers)
+    return engine
+
+
 def load(settings: LocalEngineSettings) -> LLMEngine:
-    """Load a model and its adapters. Raises whatever transformers and the engine raise for what they cannot load."""
+    """Load a model for text, and its adapters.
+
+    Raises whatever transformers and the engine raise for what they cannot load.
+    """
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the worker's output is a log
     engine = LLMEngine.from_pretrained(settings.path, engine_config(settings))
-    for adapter, tokenizer in engine.tokenizers.items():
+    _require_tokenizer_json(engine.tokenizers)
+    return engine
+
+
+def _require_tokenizer_json(tokenizers: _Tokenizers) -> None:
+    for adapter, tokenizer in tokenizers.items():
         if not tokenizer.is_fast:
             whose = "it" if adapter is None else f"adapters.{adapter}"
             raise ValueError(f"{whose} has no tokenizer.json, which gateways count tokens with")
-    return engine
+
+
+def _capacity(settings: LocalEngineSettings, info: EngineInfo) -> Capacity:
+    for adapter in info.adapters:
+        log.info(
+            "adapter %s: rank %s in %d layers, %.1f MiB",
+            *(adapter.name, "-".join(map(str, sorted(set(adapter.ranks)))), adapter.layers, adapter.bytes / 2**20),
+        )
+    fits = ", ".join(f"{count} of {length}" for length, count in sequences_that_fit(info).items())
+    log.info("%d tokens of KV memory hold so many sequences of so many tokens: %s", info.kv_tokens, fits)
+    return Capacity(info.max_sequences, int(info.kv_tokens * settings.kv_overcommit), info.max_model_len)
 
 
 def engine_config(settings: LocalEngineSettings) -> EngineConfig:
@@ -239,17 +274,28 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
     )
 
 
-def _obey(engine: LLMEngine, message: GenerationRequest | str) -> SequenceOutput | None:
+def _obey(engine: LLMEngine | PoolingEngine, message: _Message) -> SequenceOutput | None:
     if isinstance(message, str):
         engine.abort(message)
         return None
     try:
-        engine.add_request(message)
+        _add(engine, message)
     except RequestRejected as error:
         return Refusal.of(message.request_id, error.field, error.message)
     except Exception as error:  # noqa: BLE001  # one request's prompt or resumed text must not end its batch-mates
         return SequenceOutput.failure(message.request_id, repr(error))
     return None
+
+
+def _add(engine: LLMEngine | PoolingEngine, request: GenerationRequest | PoolingRequest) -> None:
+    match engine, request:
+        case LLMEngine(), GenerationRequest():
+            engine.add_request(request)
+        case PoolingEngine(), PoolingRequest():
+            engine.add_request(request)
+        case _:
+            made = "vectors" if isinstance(engine, PoolingEngine) else "text"
+            raise RequestRejected("model", f"it makes {made} and nothing else")
 
 
 def _chat_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -12,6 +12,9 @@ that the next worker gets past it; with ``after=0`` there is nothing to resume, 
     [[crash after=k]]    after k tokens the engine is lost (EngineDiedError)
     [[exit after=k]]     after k tokens the process is gone at once, as if killed with SIGKILL
 
+With another task than "generate" it makes vectors instead, which depend on the input alone (``scripted_vectors``): one
+for each input and step, and ``k`` counts inputs.
+
 Time passes in steps, as in a real engine: all running choices get their next token in the same step, at most one step
 every ``inter_token_s``; a choice joins ``ttft_s`` after its start.
 """
@@ -28,6 +31,7 @@ from typing import Final
 
 from engine.admission import check_request
 from engine.errors import RequestRejected
+from engine.pooling_types import PoolingRequest
 from engine.step_stats import SequenceClock, StepStats
 from engine.stop_strings import StopStrings
 from engine.types import (
@@ -42,6 +46,7 @@ from engine.types import (
     SequenceOutput,
 )
 from pool_worker.engines.base import Capacity, EngineDiedError
+from pool_worker.engines.scripted_vectors import ScriptedInput, check_pooling, pooling_card
 from pool_worker.engines.scripted_words import CHAT_TEMPLATE, SPECIAL_TOKENS, Script, build_tokenizer
 from pool_worker.settings import ScriptedEngineSettings
 from protocol.artifacts import tokenizer_object_name
@@ -183,9 +188,9 @@ class ScriptedEngine:
             vocab_size=self._script.vocabulary_size,
             parameters=0,
         )
-        self._waiting: deque[ScriptedChoice] = deque()
-        self._running: list[ScriptedChoice] = []
-        self._stalled: list[ScriptedChoice] = []
+        self._waiting: deque[ScriptedChoice | ScriptedInput] = deque()
+        self._running: list[ScriptedChoice | ScriptedInput] = []
+        self._stalled: list[ScriptedChoice | ScriptedInput] = []
         self._ready: list[SequenceOutput] = []  # what the next step yields without making tokens
         self._wake = asyncio.Event()
         self._last_step_s = 0.0
@@ -208,10 +213,16 @@ class ScriptedEngine:
             tokenizer_object=tokenizer_object_name(tokenizer_json),
             chat_template=CHAT_TEMPLATE,
             special_tokens={"eos_token": SPECIAL_TOKENS[2], "pad_token": SPECIAL_TOKENS[0]},
+            pooling=pooling_card(self._settings),
         )
         return card, tokenizer_json
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _check(self, request: GenerationRequest | PoolingRequest) -> None:
+        if isinstance(request, PoolingRequest):
+            check_pooling(request, self._settings)
+            return
+        if self._settings.task != "generate":
+            raise RequestRejected("model", "it makes vectors and nothing else")
         check_request(request, self._info)
         if request.sampling.grammar is not None:
             raise RequestRejected(request.sampling.grammar.field, "the scripted engine's words follow no grammar")
@@ -219,7 +230,7 @@ class ScriptedEngine:
             if getattr(request.sampling, field) not in (None, ()):
                 raise RequestRejected(field, "the scripted engine has no probabilities")
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
         """See ``base.Engine``."""
         self._wake.set()
         try:
@@ -229,10 +240,10 @@ class ScriptedEngine:
                 Refusal(request.request_id, 0, [], "", finish_reason="error", error=error.message, param=error.field)
             )
             return
-        wishes = Directives()
-        if self._settings.faults_from_prompt:
-            prompt = self._script.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
-            wishes = Directives.of(prompt)
+        if isinstance(request, PoolingRequest):
+            self._waiting.extend(self._inputs(request))
+            return
+        wishes = self._wishes(request.prompt_ids)
         points = {point.index: point for point in request.resume}
         for index in range(request.sampling.n):
             choice = ScriptedChoice(request, index, self._script, wishes)
@@ -243,6 +254,20 @@ class ScriptedEngine:
                 self._ready.append(output)
             if output is None or output.finish_reason is None:
                 self._waiting.append(choice)
+
+    def _inputs(self, request: PoolingRequest) -> list[ScriptedInput]:
+        resumes = bool(request.inputs) and len(request.inputs) <= request.inputs[-1].index  # some are answered already
+        wishes = self._wishes([token for one in request.inputs for token in one.token_ids])
+        fault = None if resumes else wishes.fault
+        return [
+            ScriptedInput(request, one, self._settings.dimensions, fault=fault if one.index == wishes.after else None)
+            for one in request.inputs
+        ]
+
+    def _wishes(self, prompt_ids: Sequence[int]) -> Directives:
+        if not self._settings.faults_from_prompt:
+            return Directives()
+        return Directives.of(self._script.tokenizer.decode(list(prompt_ids), skip_special_tokens=False))
 
     def cancel(self, request_id: str) -> None:
         """See ``base.Engine``."""
@@ -326,8 +351,8 @@ class ScriptedEngine:
         yielding = [choice for choice in ready if choice not in striking] if striking else ready
         self._step_stats.tokens_came([choice.clock for choice in yielding], now_s)
         self._step_stats.step_tokens.observe(len(yielding))
-        self._counters.generated_tokens += len(yielding)
         outputs = [choice.step() for choice in yielding]
+        self._counters.generated_tokens += sum([len(output.token_ids) for output in outputs])
         gone = {choice for choice, output in zip(yielding, outputs, strict=True) if output.finish_reason is not None}
         gone.update(striking)
         self._running = [choice for choice in self._running if choice not in gone]
@@ -335,7 +360,7 @@ class ScriptedEngine:
             self._strike(choice, outputs)
         return outputs
 
-    def _strike(self, choice: ScriptedChoice, outputs: list[SequenceOutput]) -> None:
+    def _strike(self, choice: ScriptedChoice | ScriptedInput, outputs: list[SequenceOutput]) -> None:
         if choice.fault == "crash":
             raise EngineDiedError(f"scripted crash after {choice.made} tokens of {choice.request_id}")
         if choice.fault == "exit":

@@ -34,6 +34,7 @@ class Answer:
     chars_by_token: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    vector: bytes | None = None
 
     def take(self, output: SequenceOutput) -> None:
         assert self.finish_reason is None, "output after the end"
@@ -41,7 +42,7 @@ class Answer:
         self.text += output.text
         self.logprobs += output.logprobs or []
         self.chars_by_token += [len(self.text)] * len(output.token_ids)
-        self.finish_reason, self.error = output.finish_reason, output.error
+        self.finish_reason, self.error, self.vector = output.finish_reason, output.error, output.vector
 
     def facts(self) -> tuple[list[int], str, str | None]:
         return self.token_ids, self.text, self.finish_reason

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from array import array
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -24,6 +25,7 @@ from protocol.messages import (
     Resend,
     StepFrame,
     Tokens,
+    Vector,
     decode_control,
     decode_job,
     encode,
@@ -65,6 +67,10 @@ class Attempt:
 
     async def tokens(self, text: str, ids: tuple[int, ...] = (7,), lost: bool = False, **rest: Any) -> None:
         await self._add(self.tokens_frame(text, ids, **rest), lost)
+
+    async def vector(self, index: int, values: Iterable[float], lost: bool = False) -> None:
+        frame = Vector(self.job.request_id, self.job.attempt, len(self.frames), index, array("f", values).tobytes())
+        await self._add(frame, lost)
 
     async def finish(self, lost: bool = False, cancelled: bool = False, cached_tokens: int = 0) -> None:
         frame = Finished(

@@ -1,0 +1,50 @@
+"""The pooling engine's public records. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+PoolingTask = Literal["embed", "score"]
+PoolingKind = Literal["last", "mean", "cls"]  # which token's hidden state becomes the vector; mean: the mean of all
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInput:
+    """One text, or a pair of them, that becomes one vector."""
+
+    index: int  # its number in the request
+    token_ids: Sequence[int]
+    first_tokens: int  # of these, the ones of a pair's first text, which have token type 0; all, where there is no pair
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequest:
+    """Inputs that become vectors: embeddings, or scores of one component."""
+
+    request_id: str
+    task: PoolingTask
+    inputs: Sequence[PoolingInput]
+    dimensions: int | None = None  # keep so many leading components, normalised again where all are
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInfo:
+    """What a pooling engine has loaded and what it takes; fixed while the engine lives."""
+
+    model: str  # hub name or path it was loaded from
+    task: PoolingTask
+    max_model_len: int  # tokens of one input
+    dimensions: int  # of a whole vector; 1 for scores
+    pooling: PoolingKind | None  # None for scores
+    normalize: bool  # every vector has length 1
+    is_matryoshka: bool  # leading components are a vector too
+    matryoshka_dimensions: tuple[int, ...]  # how many of them; empty: any number
+    dtype: str
+    device: str
+    vocab_size: int
+    parameters: int
+
+    def takes_dimensions(self, dimensions: int) -> bool:
+        """Whether a vector's first ``dimensions`` components are a vector too."""
+        allowed = self.matryoshka_dimensions or range(1, self.dimensions + 1)
+        return dimensions == self.dimensions or (self.is_matryoshka and dimensions in allowed)

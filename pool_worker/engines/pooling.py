@@ -1,0 +1,44 @@
+"""What differs for our own engine where its model makes vectors instead of text."""
+
+from typing import Final
+
+from engine.errors import ConfigError
+from engine.pooling_folder import Task
+from engine.pooling_model import PoolingOptions
+from engine.pooling_types import PoolingInfo
+from pool_worker.engines.base import Capacity
+from pool_worker.settings import LocalEngineSettings
+from protocol.pooling import PoolingCard
+
+# How many steps' tokens a worker holds: enough that a step is always full, and the rest stays where others can take it.
+STEPS_HELD: Final = 16
+
+_OF_VECTORS: Final = ("pooling", "normalize", "matryoshka")
+_OF_TEXT: Final = (
+    "kv_mib", "kv_overcommit", "prefix_cache", "draft_tokens", "adapters", "quantize", "cuda_graphs",
+    "gpu_memory_utilization", "sleep_after_s",
+)  # fmt: skip
+
+
+def refuse_settings_of_other_tasks(settings: LocalEngineSettings, task: Task) -> None:
+    """Raise ConfigError, naming the key, for a setting that would do nothing."""
+    others = {"generate": _OF_VECTORS, "embed": _OF_TEXT, "score": (*_OF_TEXT, *_OF_VECTORS)}[task]
+    for name in others:
+        if getattr(settings, name) != LocalEngineSettings.model_fields[name].default:
+            raise ConfigError(name, f"means nothing for the task {task!r}")
+
+
+def pooling_options(settings: LocalEngineSettings) -> PoolingOptions:
+    """Translate the settings."""
+    return PoolingOptions(settings.pooling, settings.normalize, is_matryoshka=settings.matryoshka)
+
+
+def pooling_capacity(settings: LocalEngineSettings, info: PoolingInfo) -> Capacity:
+    """Return how much may wait in the worker. No input takes memory of its own while it waits."""
+    tokens = max(STEPS_HELD * settings.max_batched_tokens, 2 * info.max_model_len)
+    return Capacity(settings.max_sequences, tokens, info.max_model_len)
+
+
+def pooling_card(info: PoolingInfo) -> PoolingCard:
+    """Tell gateways what the model makes."""
+    return PoolingCard(info.task, info.dimensions, info.is_matryoshka, info.matryoshka_dimensions)
