@@ -22,12 +22,12 @@ MIN_TILE, MAX_TILE = 16, 64  # rows or keys; tensor cores multiply no fewer than
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One launch's cut."""
+    """How one launch is cut: (tiles, Hkv, splits) programs."""
 
     tiles: int
-    splits: int
-    tile_rows: int
-    tile: int
+    splits: int  # of each row's keys
+    tile_rows: int  # rows of one sequence that a program takes
+    tile: int  # these rows times the heads that share keys, filled up to a power of two
     is_decoding: bool
 
 
