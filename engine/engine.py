@@ -30,7 +30,7 @@ from engine.decode_graphs import CudaGraphRecorder
 from engine.device import choose_device
 from engine.errors import EngineCorrupted, EngineError, RequestRejected
 from engine.gpu_memory import kv_bytes_beside
-from engine.grammar import CompiledGrammar, MaskMaker
+from engine.grammar import CompiledGrammar, Compiling, MaskMaker
 from engine.kv_memory import CPU_KV_BYTES, kv_tokens_within, make_kv_memory
 from engine.lora import attach_adapters
 from engine.model_loader import load_model, max_model_len, prepare_model
@@ -55,15 +55,6 @@ from engine.vocabulary import Vocabulary
 WARM_UP_PROMPT_TOKENS: Final = 8
 WARM_UP_TOKENS: Final = 3  # of each answer
 COMPILING_WAIT_S: Final = 0.005  # of a step that has nothing to do but to wait for a grammar
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Compiling:
-    """A request that waits for its grammar."""
-
-    request: GenerationRequest
-    grammar: CompiledGrammar
-    added_s: float  # of the monotonic clock
 
 
 class LLMEngine:
@@ -278,14 +269,9 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Return how it does. Of all methods, this one may be called by another thread, also during a step."""
-        return EngineStats(
-            running=len(self._scheduler.running),
-            waiting=self._waiting_choices,
-            kv_usage=self._block_pool.used_blocks / self._block_pool.total_blocks,
-            counters=dataclasses.replace(self.counters),
-            step_tokens=self._step_stats.step_tokens.snapshot(),
-            inter_token_s=self._step_stats.inter_token_s.snapshot(),
-        )
+        running, waiting = len(self._scheduler.running), self._waiting_choices
+        kv_usage = self._block_pool.used_blocks / self._block_pool.total_blocks
+        return self._step_stats.told(running=running, waiting=waiting, kv_usage=kv_usage, counters=self.counters)
 
     @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import RequestRejected
-from engine.types import Grammar
+from engine.types import GenerationRequest, Grammar
 
 COMPILING_THREADS: Final = 2  # so that one enormous schema does not hold up all others
 MAX_COMPILED: Final = 64  # grammars kept for those who ask with the same one again
@@ -89,6 +89,15 @@ class CompiledGrammar:
         if isinstance(outcome, str):
             raise RequestRejected(self.grammar.field, f"invalid {self.grammar.kind}: {outcome}")
         return Matcher(outcome.deep_copy())
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """A request that waits for its grammar."""
+
+    request: GenerationRequest
+    grammar: CompiledGrammar
+    added_s: float  # of the monotonic clock
 
 
 class MaskMaker:

@@ -7,9 +7,9 @@ request of thousands does not keep a small one waiting; an input is computed who
 """
 
 import os
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import RequestRejected
 from engine.pooling_model import PooledModel, PoolingOptions, load_pooled_model
 from engine.pooling_types import PoolingInfo, PoolingInput, PoolingRequest, PoolingTask
-from engine.step_stats import StepStats
+from engine.step_stats import SequenceClock, StepStats
 from engine.types import EngineCounters, EngineStats, FinishReason, SequenceOutput
 
 # Inputs of a step are computed together while the longest has at most so many times the shortest's tokens.
@@ -44,7 +44,9 @@ class PoolingEngine:
         self._max_inputs = config.max_sequences
         self._max_tokens = config.max_batched_tokens
         self._waiting: OrderedDict[str, tuple[PoolingRequest, deque[PoolingInput]]] = OrderedDict()  # by turn
+        self._clocks: dict[str, SequenceClock] = {}  # of each request that has not ended
         self._ready: list[SequenceOutput] = []  # what the next step yields without computing
+        self._running = 0  # inputs of the step in progress
         self._counters = EngineCounters()
         self._step_stats = StepStats()
 
@@ -62,12 +64,14 @@ class PoolingEngine:
             raise RequestRejected("request_id", f"{request.request_id!r} is already running")
         if request.inputs:
             self._waiting[request.request_id] = request, deque(request.inputs)
+            self._clocks[request.request_id] = SequenceClock(added_s=time.monotonic())
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; the next step yields "cancelled" for each input that waits. Idempotent."""
         request, inputs = self._waiting.pop(request_id, (None, ()))
         if request is not None:
-            self._ready += [_ended(request, one, "cancelled") for one in inputs]
+            self._ready += [self._ended(request, one, "cancelled") for one in inputs]
+            del self._clocks[request_id]
 
     def warm_up(self) -> None:
         """Compute an input of its own, so that the first real one need not wait for what torch makes at first use."""
@@ -80,14 +84,8 @@ class PoolingEngine:
 
     def stats(self) -> EngineStats:
         """Return how it does; may be called from another thread."""
-        return EngineStats(
-            running=0,  # between two steps
-            waiting=sum(len(inputs) for _, inputs in tuple(self._waiting.values())),
-            kv_usage=0.0,
-            counters=replace(self._counters),
-            step_tokens=self._step_stats.step_tokens.snapshot(),
-            inter_token_s=self._step_stats.inter_token_s.snapshot(),
-        )
+        waiting = sum(len(inputs) for _, inputs in tuple(self._waiting.values()))
+        return self._step_stats.told(running=self._running, waiting=waiting, kv_usage=0.0, counters=self._counters)
 
     def step(self) -> list[SequenceOutput]:
         """Compute a batch."""
@@ -98,9 +96,13 @@ class PoolingEngine:
             self._step_stats.step_tokens.observe(tokens)
             self._counters.computed_tokens += tokens
             self._counters.prompt_tokens += tokens
+            self._running = len(chosen)
         for group in _like_lengths(chosen):
             vectors = self._model.vectors([one for _, one in group])
             outputs += [self._output(*chosen, vector) for chosen, vector in zip(group, vectors, strict=True)]
+        self._running = 0
+        for request_id in {request.request_id for request, _ in chosen}.difference(self._waiting):
+            del self._clocks[request_id]
         return outputs
 
     def _choose(self) -> list[Chosen]:
@@ -113,6 +115,8 @@ class PoolingEngine:
             if chosen and tokens > self._max_tokens:
                 break
             chosen.append((request, inputs.popleft()))
+            clock = self._clocks[request_id]
+            clock.scheduled_s = clock.scheduled_s or time.monotonic()
             if inputs:
                 self._waiting.move_to_end(request_id)
             else:
@@ -124,10 +128,16 @@ class PoolingEngine:
         if request.dimensions is not None and self.info.normalize:
             vector = torch.nn.functional.normalize(vector, dim=0)
         if not bool(torch.isfinite(vector).all()):
-            return _ended(request, one, "error", "the vector is not finite")
-        return SequenceOutput(
-            request.request_id, one.index, [], "", finish_reason="stop", vector=vector.numpy().tobytes()
-        )
+            return self._ended(request, one, "error", "the vector is not finite")
+        output = self._ended(request, one, "stop")
+        output.vector = vector.numpy().tobytes()
+        return output
+
+    def _ended(
+        self, request: PoolingRequest, one: PoolingInput, reason: FinishReason, error: str | None = None
+    ) -> SequenceOutput:
+        timings = self._clocks[request.request_id].timings()
+        return SequenceOutput(request.request_id, one.index, [], "", finish_reason=reason, error=error, timings=timings)
 
     def _check(self, request: PoolingRequest) -> None:
         info = self.info
@@ -157,9 +167,3 @@ def _like_lengths(chosen: Iterable[Chosen]) -> list[list[Chosen]]:
             groups.append([])
         groups[-1].append(one)
     return groups
-
-
-def _ended(
-    request: PoolingRequest, one: PoolingInput, reason: FinishReason, error: str | None = None
-) -> SequenceOutput:
-    return SequenceOutput(request.request_id, one.index, [], "", finish_reason=reason, error=error)

@@ -6,10 +6,10 @@ Another thread may take a snapshot at any time: it may miss the step in progress
 import time
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from engine.types import HistogramCounts, SequenceTimings
+from engine.types import EngineCounters, EngineStats, HistogramCounts, SequenceTimings
 
 # vLLM's buckets, and below them some for models that take a few milliseconds a step.
 INTER_TOKEN_BOUNDS_S: Final = (
@@ -70,6 +70,11 @@ class StepStats:
         self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
         self._last_s: float | None = None  # when the last step's tokens came
+
+    def told(self, *, running: int, waiting: int, kv_usage: float, counters: EngineCounters) -> EngineStats:
+        """Return all that an engine tells of itself at this moment; see EngineStats."""
+        steps, gaps = self.step_tokens.snapshot(), self.inter_token_s.snapshot()
+        return EngineStats(running, waiting, kv_usage, replace(counters), steps, gaps)
 
     def tokens_came(self, clocks: Iterable[SequenceClock], now_s: float) -> None:
         """Note that the sequence of each has now yielded one token, or several at once.

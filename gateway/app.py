@@ -6,6 +6,7 @@ from gateway.api.calls import ChatCall, CompletionCall
 from gateway.api.endpoint import HotRoute
 from gateway.api.exchange import Exchange, Receive, Scope, Send
 from gateway.api.generation import GenerationEndpoint
+from gateway.api.metrics import metrics_router
 from gateway.api.openapi import add_openapi
 from gateway.api.pooling import PoolingEndpoint, VectorRoom
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
@@ -16,7 +17,12 @@ from gateway.api.services import Services
 def build_app(services: Services) -> "GatewayApp":
     """Put the application together."""
     slow = FastAPI(title="Spillway", description="An OpenAI-compatible endpoint in front of pools of workers.")
-    for router in (health_router(services), models_router(services), tokenize_router(services)):
+    for router in (
+        health_router(services),
+        models_router(services),
+        tokenize_router(services),
+        metrics_router(services),
+    ):
         slow.include_router(router)
     add_error_answers(slow)
     add_openapi(slow)

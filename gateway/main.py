@@ -23,6 +23,7 @@ from gateway.app import build_app
 from gateway.auth.keyring import KeyRing
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry import WorkerRegistry
+from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
 from protocol import subjects
@@ -68,7 +69,8 @@ async def run(
         outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, settings.limits.max_unpublished_usage)
         registry = WorkerRegistry(bus)
         admission_control = AdmissionControl(bus, settings, registry)
-        dispatcher = Dispatcher(bus, settings, registry, outbox, admission_control)
+        series = RequestSeries()
+        dispatcher = Dispatcher(bus, settings, registry, outbox, admission_control, series=series)
         catalog = ModelCatalog(bus, settings.models, settings.data_dir)
         stack.callback(catalog.close)
         await dispatcher.start()
@@ -77,7 +79,7 @@ async def run(
         await keyed.start()
         await catalog.start()
         started_unix_s = int(time.time())
-        services = Services(settings, bus, keys, catalog, dispatcher, admission_control, keyed, started_unix_s)
+        services = Services(settings, bus, keys, catalog, dispatcher, admission_control, keyed, series, started_unix_s)
         # What is there now stays: without it, full collections skip the several 100,000 objects of our libraries.
         gc.collect()
         gc.freeze()

@@ -119,6 +119,7 @@ class GatewaySettings(Settings):
     idempotency: IdempotencySettings = IdempotencySettings()
     queue: QueueSettings = QueueSettings()
     max_attempts: PositiveInt = 6
+    open_metrics: bool = False  # GET /metrics takes no API key
 
 
 class LedgerSettings(Settings):

@@ -109,6 +109,8 @@ class Attempt:
         end_ms = max([choice.queue_ms + choice.prefill_ms + choice.decode_ms for choice in told.values()])
         if self.live and self.ttft_ms is not None:  # it is broken off: these go on until now
             end_ms = max(end_ms, first_token_ms + self.elapsed_ms() - self.ttft_ms)
+        if self.job.pooling is not None:  # vectors are all prefill
+            first_token_ms = end_ms
         preemptions = sum([choice.preemptions for choice in told.values()])
         return Timings(queue_ms, first_token_ms - queue_ms, end_ms - first_token_ms, preemptions)
 

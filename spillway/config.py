@@ -62,6 +62,7 @@ class GatewaySection(Settings):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: any free port
     max_attempts: PositiveInt = 6
+    open_metrics: bool = False
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
@@ -188,6 +189,7 @@ class Config(BaseSettings):
             idempotency=self.gateway.idempotency,
             queue=self.nats.queue,
             max_attempts=self.gateway.max_attempts,
+            open_metrics=self.gateway.open_metrics,
         )
 
     def ledger_settings(self) -> LedgerSettings:

@@ -1,9 +1,47 @@
 """How every Spillway process logs: one JSON object a line, or coloured text on a terminal."""
 
+import datetime as dt
 import logging
 import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
 
+import msgspec
 import structlog
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+class _JsonLines(structlog.stdlib.ProcessorFormatter):
+    """Writes records that bring their ``fields`` as a mapping at a fraction of the price: there is one a request."""
+
+    def __init__(
+        self,
+        process: str,
+        foreign_pre_chain: Sequence[structlog.typing.Processor],
+        processors: Sequence[structlog.typing.Processor],
+    ) -> None:
+        super().__init__(foreign_pre_chain=foreign_pre_chain, processors=processors)
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        fields: Mapping[str, object] | None = getattr(record, "fields", None)
+        if fields is None:
+            return super().format(record)
+        head = {
+            "process": self._process,
+            "event": record.msg,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "timestamp": dt.datetime.fromtimestamp(record.created, dt.UTC),
+        }
+        return _encode_json({**head, **fields}).decode()
+
+
+def _flatten(_logger: object, _name: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    event.update(event.pop("fields", {}))
+    return event
 
 
 def configure(process: str, *, level: int = logging.INFO) -> None:
@@ -13,13 +51,15 @@ def configure(process: str, *, level: int = logging.INFO) -> None:
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.stdlib.ExtraAdder(),
+        _flatten,
         structlog.processors.format_exc_info,
     ]
     renderer: structlog.typing.Processor
     renderer = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
         shared.pop()  # the console renderer formats exceptions itself, in colour
-    formatter = structlog.stdlib.ProcessorFormatter(
+    formatter_class = structlog.stdlib.ProcessorFormatter if sys.stderr.isatty() else partial(_JsonLines, process)
+    formatter = formatter_class(
         foreign_pre_chain=shared,
         processors=[
             lambda _logger, _name, event: {"process": process, **event},

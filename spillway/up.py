@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.auth.keys import create_key, list_keys
+from gateway.auth.keys import Grant, create_key, list_keys
 from gateway.auth.pepper import load_or_create_pepper
+from gateway.auth.principal import INFERENCE, METRICS
 from gateway.db.engine import create_engine
 from migrations import upgrade
 from spillway.children import Child, Restartable, keep_running
@@ -162,7 +163,7 @@ async def _first_key(config: Config) -> str:
             return kept
         if active:
             return ""
-        _, plaintext = await create_key(engine, FIRST_KEY_NAME, pepper)
+        _, plaintext = await create_key(engine, FIRST_KEY_NAME, pepper, Grant(scopes=(INFERENCE, METRICS)))
     finally:
         await engine.dispose()
     _write_private(path, plaintext + "\n")

@@ -80,6 +80,12 @@ class AdmissionControl:
             for model, lane in use.lanes():
                 yield LaneInUse(tenant, model, lane)
 
+    def waiting_jobs(self) -> Iterator[tuple[str, str, int]]:
+        """How many jobs wait for a worker, of all gateways: model, lane, jobs."""
+        for model in self._backlog.models:
+            for lane in subjects.LANES:
+                yield model, lane, self._backlog.lane(model, lane).waiting
+
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def weight_of(self, principal: Principal) -> float:

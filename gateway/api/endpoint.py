@@ -41,6 +41,17 @@ class AnyCall(Protocol):
 
 
 _Call = TypeVar("_Call", bound=AnyCall)
+_Made_co = TypeVar("_Made_co", bound=AnyCall, covariant=True)
+
+
+class CallMaker(Protocol[_Made_co]):
+    """Validates a body, such as the class of a call. Raises MalformedJson or InvalidParameter."""
+
+    name: str  # of every call it makes
+
+    def __call__(self, body: bytes, /) -> _Made_co:
+        """Validate a body."""
+        ...
 
 
 class Work(Struct, frozen=True):
@@ -56,8 +67,7 @@ class Work(Struct, frozen=True):
 class Endpoint(ABC, Generic[_Call]):
     """An ASGI application for one route."""
 
-    def __init__(self, services: Services, call_of: Callable[[bytes], _Call]) -> None:
-        """``call_of`` validates a body; it raises MalformedJson or InvalidParameter."""
+    def __init__(self, services: Services, call_of: CallMaker[_Call]) -> None:
         self._services = services
         self._call_of = call_of
 
@@ -74,8 +84,13 @@ class Endpoint(ABC, Generic[_Call]):
         exchange = Exchange(scope, receive, send)
         if IDEMPOTENCY_KEY in exchange.headers:
             await self._services.keyed.serve(exchange, scope, self._read_body, self._answer)
+            self._note_refusal(exchange)
         else:
             await self._answer(exchange)
+
+    def _note_refusal(self, exchange: Exchange) -> None:
+        if exchange.refusal is not None:
+            self._services.series.refused(self._call_of.name, exchange.refusal.status, exchange.refusal.code)
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
@@ -89,6 +104,7 @@ class Endpoint(ABC, Generic[_Call]):
             await exchange.answer_error(ApiError())
         else:
             await self._serve(exchange, call, admission)
+        self._note_refusal(exchange)
 
     # --- until the request is admitted --------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.method: str = scope["method"]
         self.sent_status: int | None = None
+        self.refusal: ApiError | None = None  # what was answered instead of admitting a request
         self._send = send
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
 
@@ -128,6 +129,7 @@ class Exchange:
 
     async def answer_error(self, error: ApiError, request: OpenRequest | None = None) -> None:
         """Send a whole error answer."""
+        self.refusal = error if request is None else None
         await self._answer_whole(error.status, error.envelope(), error.headers(), request)
 
     async def _answer_whole(

@@ -1,10 +1,10 @@
 """POST /v1/embeddings, /v1/score and /v1/rerank: one job of many inputs, each answered by one vector."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from gateway.api.endpoint import Endpoint, Work
+from gateway.api.endpoint import CallMaker, Endpoint, Work
 from gateway.api.errors import ContextLengthExceeded, InvalidParameter, Overloaded, RequestFailed
 from gateway.api.exchange import Exchange
 from gateway.api.pooling_calls import Inputs, PoolingCall
@@ -43,7 +43,7 @@ class VectorRoom:
 class PoolingEndpoint(Endpoint[PoolingCall]):
     """An ASGI application for one of the pooling routes."""
 
-    def __init__(self, services: Services, call_of: Callable[[bytes], PoolingCall], room: VectorRoom) -> None:
+    def __init__(self, services: Services, call_of: CallMaker[PoolingCall], room: VectorRoom) -> None:
         super().__init__(services, call_of)
         self._room = room
 

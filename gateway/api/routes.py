@@ -78,14 +78,14 @@ def models_router(services: Services) -> APIRouter:
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
         """All models that the caller may name."""
-        principal = _exchange_of(request).authenticate(services.keys)
+        principal = exchange_of(request).authenticate(services.keys)
         names = [name for name in services.catalog.models if principal.may_use(name)]
         return _json({"object": "list", "data": [row(name) for name in names]})
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(request: Request, name: str) -> Response:
         """One model, by its name or an alias."""
-        principal = _exchange_of(request).authenticate(services.keys)
+        principal = exchange_of(request).authenticate(services.keys)
         return _json(row(services.catalog.canonical_name(name, principal)))
 
     return router
@@ -98,7 +98,7 @@ def tokenize_router(services: Services) -> APIRouter:
     @router.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation, exactly as a generating call would count them."""
-        exchange = _exchange_of(request)
+        exchange = exchange_of(request)
         principal = exchange.authenticate(services.keys)
         limits = services.settings.limits
         length = exchange.headers.get(b"content-length")
@@ -128,7 +128,8 @@ async def _token_ids(body: TokenizeRequest, tokens: ModelTokens) -> list[int]:
     )
 
 
-def _exchange_of(request: Request) -> Exchange:
+def exchange_of(request: Request) -> Exchange:
+    """The exchange that a request belongs to (``gateway.app`` puts it there)."""
     exchange: Exchange = request.scope["spillway.exchange"]
     return exchange
 

@@ -6,6 +6,7 @@ from gateway.admission.control import AdmissionControl
 from gateway.api.keyed import KeyedRequests
 from gateway.auth.keyring import KeyRing
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
 from protocol.bus import Bus
@@ -22,4 +23,5 @@ class Services:
     dispatcher: Dispatcher
     admission_control: AdmissionControl
     keyed: KeyedRequests
+    series: RequestSeries
     started_unix_s: int

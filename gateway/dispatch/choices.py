@@ -50,6 +50,10 @@ class Choices:
         """Output tokens over all choices."""
         return sum(len(choice.token_ids) for choice in self._choices)
 
+    def longest_tokens(self) -> int:
+        """Output tokens of the longest choice."""
+        return max(len(choice.token_ids) for choice in self._choices)
+
     def are_complete(self) -> bool:
         """Whether every choice has its finish reason, and every prompt token the logprob that is wanted."""
         is_scored = self.scored_tokens >= self._tokens_to_score

@@ -24,13 +24,15 @@ from gateway.dispatch.orphans import Orphans
 from gateway.dispatch.record import dead_letter, lost_attempt_record, usage_record
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request_log import log_end
+from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
 from protocol import subjects, topology
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.messages import Cancel, Control, Frame, Resend, decode_step, encode
+from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, decode_step, encode
 from protocol.outbox import Outbox
 
 NEVER_S: Final = float("inf")
@@ -53,12 +55,15 @@ class Dispatcher:
         registry: WorkerRegistry,
         outbox: Outbox,
         admission_control: AdmissionControl,
+        *,
+        series: RequestSeries,
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._registry = registry
         self._outbox = outbox
         self._admission_control = admission_control
+        self._series = series
         self._lookups = Lookups(bus)
         self._queue = JobQueue(bus, self._lookups, settings.gateway_id)
         self._dead_letters = DeadLetters(bus)
@@ -157,6 +162,15 @@ class Dispatcher:
         """Requests admitted and not yet recorded."""
         return len(self._unsettled)
 
+    @property
+    def unpublished_records(self) -> int:
+        """Usage records that the queue server has not stored yet."""
+        return len(self._outbox)
+
+    def live_workers(self) -> list[Heartbeat]:
+        """What each live worker last told of itself."""
+        return self._registry.live_beats(time.monotonic())
+
     def refusal(self) -> Failure | None:
         """Why no request can be admitted just now; None if one can."""
         if self._draining:
@@ -198,6 +212,8 @@ class Dispatcher:
             del self._unsettled[request.request_id]
             record = usage_record(request, self._settings.gateway_id)
             self._outbox.put(record.request_id, encode(record))
+            self._series.ended(request, record)
+            log_end(request, record)
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -223,6 +239,7 @@ class Dispatcher:
         """Put the current attempt into the queue, after a pause."""
         if request.attempt > 1:
             log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
+            self._series.failed_over(request)
         self._spawn(self._queue.publish(request, after_s))
 
     def withdraw(self, request: OpenRequest) -> None:
@@ -232,6 +249,7 @@ class Dispatcher:
 
     def taken(self, request: OpenRequest) -> None:
         """A worker has the current attempt."""
+        self._series.accepted(request)
         if request.worker_id is not None:
             self._by_worker.setdefault(request.worker_id, {})[request.request_id] = request
 

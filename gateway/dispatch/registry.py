@@ -50,6 +50,14 @@ class WorkerRegistry:
         _, beat = self._beats.get(worker_id, (0.0, None))
         return beat
 
+    def live_beats(self, now_s: float) -> list[Heartbeat]:
+        """What each live worker last told of itself."""
+        return [
+            beat
+            for worker_id, (_, beat) in self._beats.items()
+            if self.knows(worker_id) and self.alive(worker_id, now_s)
+        ]
+
     def silence_s(self, worker_id: str, now_s: float) -> float:
         """For how long it has not been heard of."""
         return now_s - self._heard_s.get(worker_id, float("-inf"))

@@ -20,7 +20,6 @@ every ``inter_token_s``; a choice joins ``ttft_s`` after its start.
 """
 
 import asyncio
-import dataclasses
 import os
 import re
 import time
@@ -295,14 +294,9 @@ class ScriptedEngine:
         """See ``base.Engine``."""
         held = [*self._running, *self._stalled]
         kv_tokens = sum([choice.prompt_tokens + choice.made for choice in held])
-        return EngineStats(
-            running=len(held),
-            waiting=len(self._waiting),
-            kv_usage=min(1.0, kv_tokens / self._settings.max_kv_tokens),
-            counters=dataclasses.replace(self._counters),
-            step_tokens=self._step_stats.step_tokens.snapshot(),
-            inter_token_s=self._step_stats.inter_token_s.snapshot(),
-        )
+        kv_usage = min(1.0, kv_tokens / self._settings.max_kv_tokens)
+        waiting = len(self._waiting)
+        return self._step_stats.told(running=len(held), waiting=waiting, kv_usage=kv_usage, counters=self._counters)
 
     async def stop(self) -> None:
         """See ``base.Engine``."""

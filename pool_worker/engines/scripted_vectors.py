@@ -50,7 +50,9 @@ class ScriptedInput:
 
     def end(self, reason: FinishReason, error: str | None = None) -> SequenceOutput:
         """End without a vector."""
-        return SequenceOutput(self.request_id, self._input.index, [], "", finish_reason=reason, error=error)
+        return SequenceOutput(
+            self.request_id, self._input.index, [], "", finish_reason=reason, error=error, timings=self.clock.timings()
+        )
 
 
 def scripted_vector(one: PoolingInput, dimensions: int) -> bytes:

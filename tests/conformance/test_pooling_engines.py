@@ -88,6 +88,15 @@ async def test_scores_are_single_numbers(scorer: Driver) -> None:
     assert len({vector[0] for vector in found}) == 5
 
 
+async def test_every_input_tells_how_long_it_took(embedder: Driver) -> None:
+    await vectors(embedder, request("r", *random_inputs(20, seed=1)))
+    timings = embedder.timings["r"]
+    assert len(timings) == 20
+    assert all(one.queue_ms >= 0 and one.prefill_ms >= 0 and one.decode_ms == 0 for one in timings)
+    assert max(one.prefill_ms for one in timings) > 0
+    assert embedder.engine.stats().running == 0
+
+
 async def test_what_waits_can_be_cancelled(embedder: Driver) -> None:
     embedder.engine.submit(request("left", *random_inputs(200, seed=2)))
     embedder.engine.cancel("left")

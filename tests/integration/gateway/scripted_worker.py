@@ -10,6 +10,7 @@ from nats.aio.msg import Msg
 
 from protocol import artifacts, subjects, topology
 from protocol.bus import Bus
+from protocol.engine_stats import EngineStats
 from protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -24,6 +25,7 @@ from protocol.messages import (
     Ping,
     Resend,
     StepFrame,
+    Timings,
     Tokens,
     Vector,
     decode_control,
@@ -72,7 +74,9 @@ class Attempt:
         frame = Vector(self.job.request_id, self.job.attempt, len(self.frames), index, array("f", values).tobytes())
         await self._add(frame, lost)
 
-    async def finish(self, lost: bool = False, cancelled: bool = False, cached_tokens: int = 0) -> None:
+    async def finish(
+        self, lost: bool = False, cancelled: bool = False, cached_tokens: int = 0, timings: Timings | None = None
+    ) -> None:
         frame = Finished(
             self.job.request_id,
             self.job.attempt,
@@ -82,6 +86,7 @@ class Attempt:
             cached_tokens=cached_tokens,
             completion_tokens=self.made_tokens,
             ttft_ms=1.0,
+            timings=timings,
         )
         await ack(self.worker.bus, self.delivery)
         await self._add(frame, lost)
@@ -138,6 +143,7 @@ class ScriptedWorker:
         self.takes_jobs = takes_jobs
         self.free_sequences = 64 if takes_jobs else 0  # as its heartbeats say
         self.jobs_taken = 0  # likewise
+        self.stats: EngineStats | None = None  # likewise
         self._consumers = [
             PullConsumer(
                 bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model, lane), self._on_delivery, tier="spot"
@@ -186,7 +192,9 @@ class ScriptedWorker:
             now_ms = time.time_ns() // 1_000_000
             names = (self.worker_id, "pool-a", "provider-a", "region-a", "spot", "scripted", (self.model,))
             room = (64, 100_000, self.free_sequences, 100_000, 64 - self.free_sequences)
-            beat = Heartbeat(PROTOCOL_VERSION, *names, 0.0, *room, now_ms, now_ms, jobs_taken=self.jobs_taken)
+            beat = Heartbeat(
+                PROTOCOL_VERSION, *names, 0.0, *room, now_ms, now_ms, jobs_taken=self.jobs_taken, stats=self.stats
+            )
             await self.bus.publish(subjects.heartbeat_subject(self.worker_id), encode(beat))
             await asyncio.sleep(0.2)
 

@@ -12,6 +12,7 @@ from gateway.admission.control import AdmissionControl
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry import WorkerRegistry
+from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings, ModelSettings
 from protocol import messages as m
 from protocol import subjects
@@ -45,7 +46,8 @@ async def dispatcher(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple[Dispa
     )
     registry = WorkerRegistry(bus)
     outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10)
-    dispatcher = Dispatcher(bus, settings, registry, outbox, AdmissionControl(bus, settings, registry))
+    admission_control = AdmissionControl(bus, settings, registry)
+    dispatcher = Dispatcher(bus, settings, registry, outbox, admission_control, series=RequestSeries())
     await dispatcher.start()
     yield dispatcher, bus
     await bus.close()

@@ -41,6 +41,8 @@ async def test_every_input_is_answered_and_the_attempt_recorded(gateway: Playing
     assert (finished.prompt_tokens, finished.completion_tokens, finished.cancelled) == (tokens, 0, False)
     (record,) = gateway.records
     assert (record.outcome, record.prompt_tokens, record.completion_tokens, record.ttft_ms) == ("ok", tokens, 0, None)
+    assert 0 < record.prefill_ms < record.total_ms
+    assert record.decode_ms == 0
 
 
 async def test_a_later_attempt_runs_only_what_is_not_answered(gateway: PlayingGateway, nats_url: str) -> None:

@@ -112,6 +112,7 @@ def test_a_storm_of_arrivals_and_cancels_leaves_nothing_behind(folder: Path) -> 
                 found = torch.frombuffer(bytearray(output.vector), dtype=torch.float32)
                 assert torch.dist(found, alone[sent[output.request_id][output.index]]) < CLOSE
     assert all(ended[name] == set(range(len(chosen))) for name, chosen in sent.items())
+    assert not engine._clocks
 
 
 def test_fewer_dimensions_are_the_first_ones_made_a_unit_vector_again(folder: Path) -> None:

@@ -6,6 +6,7 @@ from engine.types import SequenceTimings
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
 from protocol.messages import PROTOCOL_VERSION, Job, Sampling, Timings
+from protocol.pooling import Pooling
 from protocol.pull import Delivery
 
 
@@ -31,3 +32,11 @@ def test_one_that_is_broken_off_went_on_until_then(attempt: Attempt, monkeypatch
     attempt.ttft_ms = 120.0
     monkeypatch.setattr(Attempt, "elapsed_ms", lambda _: 420.0)
     assert attempt.engine_timings() == Timings(10.0, 100.0, 300.0, 0)
+
+
+def test_vectors_are_all_prefill() -> None:
+    pooling = Pooling("embed", b"\x01\0\0\0\x01\0\0\0")
+    job = Job(PROTOCOL_VERSION, "r", 1, "m", "fr.g", Sampling(max_tokens=0), b"", pooling=pooling)
+    attempt = Attempt(job, Delivery(b"", "rq.m.h0", "$JS.ACK", 1, 1, 0, 0), Cost(2, 9))
+    attempt.timings = {0: SequenceTimings(10.0, 100.0, 0.0), 1: SequenceTimings(10.0, 900.0, 0.0)}
+    assert attempt.engine_timings() == Timings(10.0, 900.0, 0.0, 0)

@@ -1,0 +1,59 @@
+"""GET /metrics, for Prometheus."""
+
+import asyncio
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from gateway.api.routes import exchange_of
+from gateway.api.services import Services
+from gateway.auth.principal import METRICS
+from gateway.metrics.exposition import Moment, exposition
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError
+
+LEDGER_BACKLOG_LIMIT_S: Final = 0.5
+
+
+def metrics_router(services: Services) -> APIRouter:
+    """The series of the workers and of this gateway; for keys with the scope "metrics", or open."""
+    router = APIRouter(tags=["metrics"])
+
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """All series, in Prometheus' text format or as OpenMetrics."""
+        if not services.settings.open_metrics:
+            exchange_of(request).authenticate(services.keys, METRICS)
+        moment = await _moment(services)
+        body, content_type = await exposition(moment, request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
+
+    return router
+
+
+async def _moment(services: Services) -> Moment:
+    ledger_backlog = await _ledger_backlog(services.bus)
+    dispatcher = services.dispatcher
+    return Moment(
+        counts=services.series.snapshot(),
+        workers=dispatcher.live_workers(),
+        models=services.catalog.models,
+        in_flight=dispatcher.in_flight,
+        queued=tuple(services.admission_control.waiting_jobs()),
+        is_bus_connected=services.bus.connected,
+        unpublished_records=dispatcher.unpublished_records,
+        ledger_backlog=ledger_backlog,
+    )
+
+
+async def _ledger_backlog(bus: Bus) -> int | None:
+    """Messages that the ledger writer has not written yet; None if the queue server does not say so at once."""
+    if not bus.connected:
+        return None
+    try:
+        async with asyncio.timeout(LEDGER_BACKLOG_LIMIT_S):
+            info = await bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
+    except (BusError, TimeoutError):
+        return None
+    return int(info["num_pending"]) + int(info["num_ack_pending"])

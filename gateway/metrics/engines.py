@@ -1,0 +1,78 @@
+"""The series of the workers' engines, from their last heartbeats: vLLM's names, one series for each worker."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Final
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from gateway.metrics.histogram import add_histogram
+from protocol.engine_stats import EngineStats, Histogram
+from protocol.messages import Heartbeat
+
+ENGINE_INDEX: Final = "0"  # vLLM numbers the engines of one server, and its newer boards ask for the label
+LABELS: Final = ("model_name", "engine", "pool", "provider", "region", "worker_id")
+WORKER_LABELS: Final = ("worker_id", "pool", "provider", "region", "tier", "engine_kind")
+
+_Number = Callable[[EngineStats], float]
+
+GAUGES: Final[dict[str, tuple[str, _Number]]] = {
+    "vllm:num_requests_running": ("Sequences in the running batch.", lambda stats: stats.running),
+    "vllm:num_requests_waiting": ("Sequences that wait in the engine or its worker.", lambda stats: stats.waiting),
+    "vllm:kv_cache_usage_perc": ("Share of the KV cache in use; 1 is all of it.", lambda stats: stats.kv_usage),
+}
+COUNTERS: Final[dict[str, tuple[str, _Number]]] = {
+    "vllm:prompt_tokens": ("Prompt tokens of admitted sequences.", lambda stats: stats.prompt_tokens),
+    "vllm:generation_tokens": ("Tokens made.", lambda stats: stats.generated_tokens),
+    "vllm:prefix_cache_queries": ("Prompt tokens looked for in the prefix cache.", lambda stats: stats.queried_tokens),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda stats: stats.cached_tokens),
+    "vllm:num_preemptions": ("Sequences that gave way for want of KV memory.", lambda stats: stats.preemptions),
+    "vllm:spec_decode_num_drafts": ("Drafts computed.", lambda stats: stats.drafts),
+    "vllm:spec_decode_num_draft_tokens": ("Tokens in drafts.", lambda stats: stats.guessed_tokens),
+    "vllm:spec_decode_num_accepted_tokens": ("Tokens in drafts that came true.", lambda stats: stats.right_tokens),
+}
+HISTOGRAMS: Final[dict[str, tuple[str, Callable[[EngineStats], Histogram]]]] = {
+    "vllm:iteration_tokens_total": ("Tokens computed in one engine step.", lambda stats: stats.step_tokens),
+    "vllm:inter_token_latency_seconds": (
+        "Time between two steps that yielded tokens for the same sequence.",
+        lambda stats: stats.inter_token_s,
+    ),
+}
+
+
+def engine_families(beats: Iterable[Heartbeat], models: Collection[str]) -> Iterator[Metric]:
+    """The series of all workers that serve one of ``models`` and whose engines tell."""
+    told = [(_labels(beat, models), beat.stats) for beat in beats if beat.stats is not None]
+    told = [(labels, stats) for labels, stats in told if labels[0]]
+    for name, (meaning, number) in GAUGES.items():
+        gauge = GaugeMetricFamily(name, meaning, labels=LABELS)
+        for labels, stats in told:
+            gauge.add_metric(labels, number(stats))
+        yield gauge
+    for name, (meaning, number) in COUNTERS.items():
+        counter = CounterMetricFamily(name, meaning, labels=LABELS)
+        for labels, stats in told:
+            counter.add_metric(labels, number(stats))
+        yield counter
+    for name, (meaning, histogram_of) in HISTOGRAMS.items():
+        histogram = HistogramMetricFamily(name, meaning, labels=LABELS)
+        for labels, stats in told:
+            add_histogram(histogram, labels, histogram_of(stats))
+        yield histogram
+
+
+def worker_families(beats: Iterable[Heartbeat]) -> Iterator[Metric]:
+    """Which workers there are."""
+    info = GaugeMetricFamily("spillway_worker_info", "A live worker; always 1.", labels=WORKER_LABELS)
+    draining = GaugeMetricFamily("spillway_worker_draining", "1: it takes no new jobs.", labels=WORKER_LABELS)
+    for beat in beats:
+        labels = (beat.worker_id, beat.pool, beat.provider, beat.region, beat.tier, beat.engine)
+        info.add_metric(labels, 1)
+        draining.add_metric(labels, int(beat.draining))
+    yield info
+    yield draining
+
+
+def _labels(beat: Heartbeat, models: Collection[str]) -> tuple[str, ...]:
+    # An engine is one, however many names it serves; like vLLM, it goes by the first.
+    model = next((model for model in beat.models if model in models), "")
+    return model, ENGINE_INDEX, beat.pool, beat.provider, beat.region, beat.worker_id

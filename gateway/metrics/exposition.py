@@ -1,0 +1,77 @@
+"""One gateway's ``/metrics``: a moment's state is taken on the event loop, and written down in a thread."""
+
+import asyncio
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from gateway.metrics.engines import engine_families, worker_families
+from gateway.metrics.requests import RequestCounts
+from protocol.messages import Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What there is to show."""
+
+    counts: RequestCounts
+    workers: Collection[Heartbeat]  # the last heartbeat of each live one
+    models: Collection[str]  # that are configured
+    in_flight: int  # requests admitted and not yet recorded
+    queued: Collection[tuple[str, str, int]]  # model, lane, jobs of all gateways
+    is_bus_connected: bool
+    unpublished_records: int  # usage records that the queue server has not stored yet
+    ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
+
+    def collect(self) -> Iterator[Metric]:
+        """All series: prometheus_client's protocol for what can be encoded."""
+        yield from engine_families(self.workers, self.models)
+        yield from self.counts.families()
+        yield from worker_families(self.workers)
+        yield from self._gateway_families()
+        yield from _process.collect()
+
+    def _gateway_families(self) -> Iterator[Metric]:
+        yield _gauge("spillway_requests_in_flight", "Requests admitted and not yet recorded.", self.in_flight)
+        queued = GaugeMetricFamily(
+            "spillway_queued_jobs", "Jobs that wait for a worker, of all gateways.", labels=("model_name", "lane")
+        )
+        for model, lane, jobs in self.queued:
+            queued.add_metric((model, lane), jobs)
+        yield queued
+        yield _gauge("spillway_bus_connected", "1: connected to the queue server.", int(self.is_bus_connected))
+        yield _gauge(
+            "spillway_usage_records_unpublished",
+            "Usage records that the queue server has not stored yet.",
+            self.unpublished_records,
+        )
+        if self.ledger_backlog is not None:
+            yield _gauge(
+                "spillway_ledger_backlog_messages",
+                "Messages of usage records that are not in SQL yet, of all gateways and workers.",
+                self.ledger_backlog,
+            )
+
+
+async def exposition(moment: Moment, accept: str) -> tuple[bytes, str]:
+    """Return a moment's series as text, and its content type: OpenMetrics where ``accept`` asks for it."""
+    encode, content_type = choose_encoder(accept)
+    return await asyncio.to_thread(encode, moment), content_type
+
+
+def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, meaning, value=value)
+
+
+def _process_registry() -> CollectorRegistry:
+    """``process_…`` and ``python_…``, of the gateway's own process."""
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    return registry
+
+
+_process = _process_registry()
