@@ -63,5 +63,5 @@ def grammar_of(form: AnswerForm, request: ChatCompletionRequest) -> Grammar | No
     try:
         return form.grammar(must_call=must_call, content=content)
     except ValueError as error:
-        field = content.field if content is not None else "tools"
+        field = content.field if content is not None and not must_call else "tools"
         raise InvalidParameter(f"'{field}' cannot be honoured here: {error}.", param=field) from error

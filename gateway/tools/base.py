@@ -1,12 +1,14 @@
 """The plug point for families of models: how one writes calls of tools."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
 from gateway.tools.lark import LarkGrammar
 from gateway.tools.source import Reading, Source
+
+Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of each tool, by its name
 
 MAX_FORCED_CALLS: Final = 16  # that a grammar lets an answer hold
 
@@ -25,8 +27,8 @@ class ToolFormat(Protocol):
     marks: tuple[str, ...]  # that frame calls, and may be special tokens
     reads_reasoning: bool  # whether it reads reasoning too, which is then nobody else's
 
-    def read(self, source: Source, names: Collection[str]) -> Reading[None]:
-        """Read the whole answer, or what follows its reasoning: content and calls. ``names``: of the tools there are.
+    def read(self, source: Source, tools: Schemas) -> Reading[None]:
+        """Read the whole answer, or what follows its reasoning: content and calls of ``tools``.
 
         What is no well-formed call is content. Ends with the text only.
         """

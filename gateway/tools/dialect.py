@@ -92,7 +92,7 @@ class AnswerForm:
         if dialect.thinking is not None:
             yield from dialect.thinking.read(source, is_open=self.begins_in_reasoning)
         if dialect.format is not None and (self.tools or dialect.format.reads_reasoning):
-            yield from dialect.format.read(source, {tool.name for tool in self.tools})
+            yield from dialect.format.read(source, {tool.name: tool.schema for tool in self.tools})
         else:
             yield from source.pass_until((), Kind.CONTENT)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from gateway.tools.base import Tool
+from gateway.tools.base import Schemas, Tool
 from gateway.tools.lark import TEXT, LarkGrammar, literal, one_of
 from gateway.tools.marked import new_call_id
 from gateway.tools.source import Kind, Reading, Source
@@ -34,7 +34,7 @@ class HarmonyFormat:
     marks: tuple[str, ...] = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
     reads_reasoning = True
 
-    def read(self, source: Source, names: Collection[str]) -> Reading[None]:
+    def read(self, source: Source, tools: Schemas) -> Reading[None]:
         """See ToolFormat."""
         while (yield from source.peek()):
             header = yield from source.until((MESSAGE,), MAX_HEADER_CHARS)
@@ -42,7 +42,7 @@ class HarmonyFormat:
                 yield from source.pass_until((), Kind.CONTENT)
                 return
             source.at += len(MESSAGE)
-            kind = _kind_of(source, header, names)
+            kind = _kind_of(source, header, tools)
             yield from source.skip_space()
             yield from source.pass_until(_ENDS, kind)
             yield from source.skip_space()

@@ -6,10 +6,10 @@ Let me see.
 </tool_call>
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from gateway.tools.base import Tool
+from gateway.tools.base import Schemas, Tool
 from gateway.tools.calls import read_call
 from gateway.tools.lark import LarkGrammar, literal
 from gateway.tools.marked import free_text, json_calls, new_call_id, repeated
@@ -26,9 +26,9 @@ class HermesFormat:
     marks: tuple[str, ...] = (OPEN, CLOSE)
     reads_reasoning = False
 
-    def read(self, source: Source, names: Collection[str]) -> Reading[None]:
+    def read(self, source: Source, tools: Schemas) -> Reading[None]:
         """See ToolFormat."""
-        del names
+        del tools
         marks: tuple[str, ...] = (OPEN,)
         while mark := (yield from source.pass_until(marks, Kind.CONTENT)):
             if mark == CLOSE:

@@ -9,7 +9,7 @@ call is one of the request's own tools.
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from gateway.tools.base import Tool
+from gateway.tools.base import Schemas, Tool
 from gateway.tools.calls import read_call
 from gateway.tools.lark import LarkGrammar
 from gateway.tools.marked import json_calls, new_call_id
@@ -24,12 +24,12 @@ class LlamaFormat:
     marks: tuple[str, ...] = (PYTHON_TAG,)
     reads_reasoning = False
 
-    def read(self, source: Source, names: Collection[str]) -> Reading[None]:
+    def read(self, source: Source, tools: Schemas) -> Reading[None]:
         """See ToolFormat."""
         if (yield from source.peek()) == "{":
-            yield from _read_calls(source, names)
+            yield from _read_calls(source, tools)
         while (yield from source.pass_until((PYTHON_TAG,), Kind.CONTENT)):
-            yield from _read_calls(source, names)
+            yield from _read_calls(source, tools)
 
     def call_id(self) -> str:
         """See ToolFormat."""

@@ -9,10 +9,10 @@ The newer one repeats the whole for each further call, and may put ``[CALL_ID]â€
 import re
 import secrets
 import string
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from gateway.tools.base import Tool
+from gateway.tools.base import Schemas, Tool
 from gateway.tools.calls import pass_arguments, read_call
 from gateway.tools.lark import LarkGrammar, literal, one_of
 from gateway.tools.marked import free_text, json_calls, repeated
@@ -35,9 +35,9 @@ class MistralFormat:
     def __init__(self, *, is_new: bool) -> None:
         self._is_new = is_new
 
-    def read(self, source: Source, names: Collection[str]) -> Reading[None]:
+    def read(self, source: Source, tools: Schemas) -> Reading[None]:
         """See ToolFormat."""
-        del names
+        del tools
         while (yield from source.pass_until((OPEN,), Kind.CONTENT)):
             is_list = (yield from source.peek()) == "["
             yield from _read_list(source) if is_list else _read_named(source)

@@ -10,6 +10,7 @@ from gateway.tools.harmony import HarmonyFormat
 from gateway.tools.hermes import HermesFormat
 from gateway.tools.llama import LlamaFormat
 from gateway.tools.mistral import ARGS, MistralFormat
+from gateway.tools.qwen_coder import QwenCoderFormat
 from gateway.tools.thinking import Thinking
 
 NONE: Final = "none"
@@ -21,6 +22,7 @@ TOOL_FORMATS: Final[dict[str, ToolFormat]] = {
     "llama3_json": LlamaFormat(),
     "mistral": MistralFormat(is_new=True),
     "mistral_list": MistralFormat(is_new=False),
+    "qwen3_coder": QwenCoderFormat(),
     HARMONY: HarmonyFormat(),
 }
 REASONING_FORMATS: Final[dict[str, Thinking | None]] = {
@@ -38,8 +40,8 @@ def tool_parser_of(template: str) -> str:
         return HARMONY
     if "[TOOL_CALLS]" in template:
         return "mistral" if ARGS in template else "mistral_list"
-    if "<tool_call>" in template and "<function=" not in template:  # Qwen's coders write XML in the same mark
-        return "hermes"
+    if "<tool_call>" in template:
+        return "qwen3_coder" if "<function=" in template else "hermes"
     if "<|start_header_id|>" in template and ('"parameters": ' in template or "<|python_tag|>" in template):
         return "llama3_json"
     return NONE

@@ -9,7 +9,7 @@ text is *held*, so that what turns out to be no call can still be given back as 
 """
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import Enum, auto
 from functools import cache
 from typing import Final, NamedTuple, TypeVar
@@ -110,6 +110,13 @@ class Source:
         self.at = start
         return False
 
+    def skip(self, char: str) -> Reading[None]:
+        """Drop what was looked at, and ``char`` if it comes next."""
+        self.drop()
+        while not self._text and not self.has_ended:
+            yield
+        self._text = self._text.removeprefix(char)
+
     def until(self, marks: Sequence[str], limit_chars: int) -> Reading[str | None]:
         """The text before the first of ``marks``, which comes next then; None if it is not within the limit."""
         start = self.at
@@ -141,27 +148,33 @@ class Source:
 
     # --- text that is passed on as it comes ---------------------------------------------------------------------------
 
-    def pass_until(self, marks: Sequence[str], kind: Kind) -> Reading[str | None]:
+    def pass_until(
+        self, marks: Sequence[str], kind: Kind, *, encode: Callable[[str], str] | None = None
+    ) -> Reading[str | None]:
         """Tell text up to the first of ``marks``; return it, looked at, or None where the text has ended before.
 
-        White space before a mark is held with it.
+        White space before a mark is held with it, unless the text is told as ``encode`` writes it.
         """
         self.at = 0
         pattern = _any_of(tuple(marks))
+        has_layout = bool(marks) and encode is None
         while True:
             found = pattern.search(self._text) if marks else None
             if found is not None:
-                layout = _start_of_layout(self._text, found.start())
-                self.tell(kind, self._text[:layout])
-                self._text, self.at = self._text[layout:], found.end() - layout
+                sure = found.start()
+            elif self.has_ended:
+                sure = len(self._text)
+            else:
+                sure = len(self._text) - _possible_beginning(self._text, marks)
+            if has_layout and (found is not None or not self.has_ended):
+                sure = _start_of_layout(self._text, sure)
+            text, self._text = self._text[:sure], self._text[sure:]
+            self.tell(kind, text if encode is None else encode(text))
+            if found is not None:
+                self.at = found.end() - sure
                 return found.group()
             if self.has_ended:
-                self.at = len(self._text)
-                self.give_back(kind)
                 return None
-            sure = len(self._text) - _possible_beginning(self._text, marks)
-            self.at = _start_of_layout(self._text, sure) if marks else sure
-            self.give_back(kind)
             yield
 
     def pass_value(self, kind: Kind) -> Reading[None]:

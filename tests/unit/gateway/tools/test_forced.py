@@ -42,6 +42,7 @@ FAMILIES = [
     ("hermes", "none"),
     ("hermes", "think"),
     ("llama3_json", "none"),
+    ("qwen3_coder", "think"),
     ("mistral", "mistral"),
     ("mistral_list", "none"),
     ("harmony", "harmony"),
@@ -127,7 +128,9 @@ def check_calls(calls: list[tuple[str, str]]) -> None:
 def test_forced_calls_always_parse_and_validate(
     engine: LLMEngine, tokenizer: PreTrainedTokenizerFast, tool_parser: str, reasoning_parser: str
 ) -> None:
-    form = AnswerForm(dialect_of(tool_parser, reasoning_parser, tokenizer), TOOLS)
+    # Random weights find no end of a text that is not quoted, as Qwen's coders write it.
+    tools = TOOLS[:2] if tool_parser == "qwen3_coder" else TOOLS
+    form = AnswerForm(dialect_of(tool_parser, reasoning_parser, tokenizer), tools)
     # Reasoning may come first; it is of no use to have much of it.
     bias = likely(tokenizer, {"</think>": 12, "[/THINK]": 12, "<|end|>": 12, "</s>": 6})
     found = answers(engine, form.grammar(must_call=True, content=None), 24, bias)
@@ -259,6 +262,24 @@ def test_an_answer_has_its_form_or_is_a_call(
             assert not is_answer(tokenizer, grammar, text.replace("7", "x"))
         for text in with_calls:
             assert is_answer(tokenizer, grammar, text) == bool(tools)
+
+
+def test_texts_that_are_not_quoted(tokenizer: PreTrainedTokenizerFast) -> None:
+    properties = {"why": {"type": "string"}, "days": {"type": "integer"}}
+    tool = Tool("f", {"type": "object", "properties": properties, "required": ["why"]}, is_strict=True)
+    form = AnswerForm(dialect_of("qwen3_coder", "none", tokenizer), (tool,))
+    text = '<tool_call>\n<function=f>\n<parameter=why>\nIt "is"\n</x>\n</parameter>\n'
+    days = "<parameter=days>\n7\n</parameter>\n"
+    end = "</function>\n</tool_call>"
+    for must_call in (True, False):
+        grammar = form.grammar(must_call=must_call, content=None)
+        assert is_answer(tokenizer, grammar, text + end)
+        assert is_answer(tokenizer, grammar, text + days + end)
+        assert not is_answer(tokenizer, grammar, text + days.replace("7", "x") + end)
+        assert not is_answer(tokenizer, grammar, f"<tool_call>\n<function=f>\n{days}{end}")
+    bounded = AnswerForm(form.dialect, TOOLS)
+    with pytest.raises(ValueError, match="'why' cannot be forced"):
+        bounded.grammar(must_call=True, content=None)
 
 
 def test_slashes_and_line_ends_of_a_pattern(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -11,7 +11,9 @@ from gateway.tools.base import Tool
 from gateway.tools.dialect import AnswerForm, Dialect
 from gateway.tools.source import MAX_HELD_CHARS, MAX_LAYOUT_CHARS, Kind
 
-TOOLS = tuple(Tool(name, {"type": "object"}, is_strict=False) for name in ("f", "get_weather"))
+TYPES = {"a": "integer", "city": "string", "b": "boolean", "o": "object", "s": ["string", "null"]}
+SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in TYPES.items()}}
+TOOLS = tuple(Tool(name, SCHEMA, is_strict=False) for name in ("f", "get_weather"))
 SHORT = {Kind.CONTENT: "content", Kind.REASONING: "reasoning", Kind.CALL: "call", Kind.ARGUMENTS: "arguments"}
 Told = list[tuple[str, str]]
 
@@ -145,7 +147,36 @@ HARMONY = [
     ("Hello", [("content", "Hello")]),
     ("<|channel|>commentary to=python<|message|>1+1", [("reasoning", "1+1")]),  # its own tool, which is not here
 ]
+XML_CALL = '<tool_call>\n<function=f>\n<parameter=city>\n  a "b"\n\n</parameter>\n<parameter=a>\n5\n</parameter>\n'
+XML_HEAD = "<tool_call><function=f><parameter=b>True</parameter><parameter=z>1</parameter>"
+QWEN_CODER = [
+    ("Hi <tool", [("content", "Hi <tool")]),
+    (
+        f"So.\n\n{XML_CALL}</function>\n</tool_call>\n<tool_call><function=get_weather></function></tool_call>\n",
+        [
+            ("content", "So."),
+            ("call", "f"),
+            ("arguments", '{"city": "  a \\"b\\"\\n", "a": 5}'),
+            ("call", "get_weather"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (
+        f"{XML_HEAD}<parameter=o>{{'x'}}</parameter><parameter=s>7</parameter><parameter=s>null</parameter></function>.",
+        [
+            ("call", "f"),
+            ("arguments", '{"b": true, "z": "1", "o": "{\'x\'}", "s": "7", "s": null}'),
+            ("content", "."),
+        ],
+    ),
+    (XML_CALL[:-30], [("call", "f"), ("arguments", '{"city": "  a \\"b\\"\\n"')]),  # cut off
+    (f"{XML_CALL}</tool_call>", [("call", "f"), ("arguments", '{"city": "  a \\"b\\"\\n", "a": 5}')]),
+    (XML_CALL.partition('"b')[0], [("call", "f"), ("arguments", '{"city": "  a ')]),
+    ("<tool_call>\n{}", [("content", "<tool_call>\n{}")]),
+    ("<tool_call>\n<function=f", [("content", "<tool_call>\n<function=f")]),
+]
 CASES = [
+    *(("qwen3_coder", *case) for case in QWEN_CODER),
     *(("hermes", *case) for case in HERMES),
     *(("llama3_json", *case) for case in LLAMA),
     *(("mistral", *case) for case in MISTRAL),
@@ -222,13 +253,13 @@ FRAGMENTS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", ";", "<|python_tag|>", "<|channel|>final",
     "<|channel|>analysis", "<|message|>", "<|end|>", "<|start|>assistant", " to=functions.f", "<think>", "</think>",
     "\n", " ", "{", "}", '"name": "f"', '"arguments": ', '{"a": 1}', '{"name": "f", "arguments": {"b": "}"}}', '"',
-    "\\", "f", "word", ":",
+    "\\", "f", "word", ":", "<function=f>", "</function>", "<parameter=a>", "<parameter=city>", "</parameter>",
 ]  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    parser=st.sampled_from(["hermes", "llama3_json", "mistral", "harmony"]),
+    parser=st.sampled_from(["hermes", "llama3_json", "mistral", "qwen3_coder", "harmony"]),
     begins_in_reasoning=st.booleans(),
     parts=st.lists(st.sampled_from(FRAGMENTS), max_size=25),
     source=st.randoms(use_true_random=False),

@@ -14,6 +14,7 @@ from gateway.tools.harmony import HarmonyFormat
 from gateway.tools.hermes import HermesFormat
 from gateway.tools.llama import LlamaFormat
 from gateway.tools.mistral import MistralFormat
+from gateway.tools.qwen_coder import QwenCoderFormat
 from tests import tool_templates
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer
 
@@ -97,6 +98,9 @@ def test_a_templates_format_is_found(style: str, kind: type, marks: bool, has_re
 def test_what_settings_say_comes_first() -> None:
     hermes, harmony = tool_templates.HERMES_STYLE, tool_templates.HARMONY_STYLE
     assert Dialect.of(CHATML, {}) is None
+    coder = Dialect.of(hermes.replace('{\\"name', "<function=…>"), {})
+    assert coder is not None
+    assert isinstance(coder.format, QwenCoderFormat)
     assert Dialect.of(hermes, {}, tool_parser="none") is None
     chosen = Dialect.of(CHATML, {}, tool_parser="llama3_json", reasoning_parser="qwen3")
     assert chosen is not None
