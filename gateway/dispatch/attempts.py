@@ -17,6 +17,12 @@ PROGRESS_ALLOWANCE: Final = 4  # while every attempt makes tokens, so many times
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 
+SILENCE_LIMIT_S: Final = 2.0  # an accepted request without a frame for longer is asked after
+PROBE_PERIOD_S: Final = 1.0
+MAX_PROBES: Final = 3
+RESEND_GAP_S: Final = 0.25  # between two requests to send the same frames again
+GAP_LIMIT_S: Final = 5.0  # a gap open for longer is a failed attempt
+
 
 @dataclass(slots=True)
 class CurrentAttempt:
@@ -44,6 +50,27 @@ class CurrentAttempt:
         """Note what the worker says of it at its end."""
         self.reported_tokens = frame.completion_tokens
         self.timings = frame.timings
+
+    def should_ask_again(self, now_s: float) -> bool:
+        """Note that frames are missing; whether it is time to ask for them."""
+        if self.gap_since_s is None:
+            self.gap_since_s = now_s
+        if now_s - self.asked_s < RESEND_GAP_S:
+            return False
+        self.asked_s = now_s
+        return True
+
+    def is_too_silent(self, now_s: float) -> bool:
+        """Whether its worker is to be asked if it is still there."""
+        return now_s - self.heard_s >= SILENCE_LIMIT_S and now_s - self.asked_s >= PROBE_PERIOD_S
+
+    def why_lost(self, now_s: float) -> str | None:
+        """Why its worker must be taken for lost; None if it need not."""
+        if self.gap_since_s is not None and now_s - self.gap_since_s >= GAP_LIMIT_S:
+            return "lost frames were not sent again"
+        if self.is_too_silent(now_s) and self.probes >= MAX_PROBES:
+            return f"worker {self.worker_id} does not answer"
+        return None
 
 
 @dataclass(slots=True)

@@ -34,11 +34,6 @@ from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Vector
 
-SILENCE_LIMIT_S: Final = 2.0  # an accepted request without a frame for longer is asked after
-PROBE_PERIOD_S: Final = 1.0
-MAX_PROBES: Final = 3
-RESEND_GAP_S: Final = 0.25  # between two requests to send the same frames again
-GAP_LIMIT_S: Final = 5.0  # a gap open for longer is a failed attempt
 CANCEL_LIMIT_S: Final = 5.0  # how long the exact counts of a stopped attempt are waited for
 CANCEL_REPEAT_S: Final = 1.0
 WITHDRAW_LINGER_S: Final = 2.0  # how long a worker that pulled the job at the last moment may still say so
@@ -166,12 +161,14 @@ class OpenRequest:
     def _take(self, worker_id: str, frame: Frame, now_s: float) -> None:
         self.current.next_seq += 1
         self.current.gap_since_s = None
-        if isinstance(frame, Tokens):
+        if isinstance(frame, Tokens | Vector) and frame.index >= len(self.choices):
+            self._attempt_failed(ErrorCode.ENGINE_ERROR, f"answer {frame.index} was never asked for", now_s)
+        elif isinstance(frame, Tokens):
             self._on_tokens(frame, now_s)
-        elif isinstance(frame, Accepted):
-            self._on_accepted(worker_id, frame, now_s)
         elif isinstance(frame, Vector):
             self._on_vector(frame, now_s)
+        elif isinstance(frame, Accepted):
+            self._on_accepted(worker_id, frame, now_s)
         elif isinstance(frame, Finished):
             self._on_finished(frame, now_s)
         else:
@@ -190,20 +187,14 @@ class OpenRequest:
         self._actions.taken(self)
 
     def _on_tokens(self, frame: Tokens, now_s: float) -> None:
-        if frame.index >= len(self.choices):
-            reason = f"the worker sent choice {frame.index}, never asked for"
-            self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s)
-            return
         if frame.prompt_logprobs is not None:
             self.choices.add_prompt_logprobs(frame.prompt_logprobs)
             self.mailbox.put(frame)  # read together with what comes after them
             return
-        current = self.current
-        if current.first_token_s is None and frame.token_ids:
-            current.first_token_s = now_s
-            if self.first_token_s is None:
-                self.first_token_s = now_s
-        current.last_token_s = self._last_event_s = now_s
+        if self.current.first_token_s is None and frame.token_ids:
+            self.current.first_token_s = now_s
+            self.first_token_s = self.first_token_s or now_s
+        self.current.last_token_s = self._last_event_s = now_s
         self.choices.add(frame)
         self.mailbox.put(frame)
         if self.admission.stream:  # others read everything at the end
@@ -212,10 +203,6 @@ class OpenRequest:
                 self._give_up_slow_client(now_s)
 
     def _on_vector(self, frame: Vector, now_s: float) -> None:
-        if frame.index >= len(self.choices):
-            reason = f"the worker answered input {frame.index}, never sent"
-            self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s)
-            return
         self.current.answered_inputs += 1
         self.current.last_token_s = self._last_event_s = now_s
         self.choices.add_vector(frame)
@@ -240,12 +227,8 @@ class OpenRequest:
         self._attempt_failed(frame.code, frame.message, now_s, ended_there=True)
 
     def _on_gap(self, worker_id: str, now_s: float) -> None:
-        current = self.current
-        if current.gap_since_s is None:
-            current.gap_since_s = now_s
-        if now_s - current.asked_s >= RESEND_GAP_S:
-            current.asked_s = now_s
-            self._actions.ask_again(self, worker_id, current.next_seq)
+        if self.current.should_ask_again(now_s):
+            self._actions.ask_again(self, worker_id, self.current.next_seq)
 
     def _on_frame_while_stopping(self, worker_id: str, frame: Frame, now_s: float) -> None:
         current = self.current
@@ -403,14 +386,11 @@ class OpenRequest:
             self._actions.ask_again(self, current.worker_id, current.next_seq)  # its last frame may have been lost
 
     def _tick_running(self, now_s: float) -> None:
-        current = self.current
-        if current.gap_since_s is not None and now_s - current.gap_since_s >= GAP_LIMIT_S:
-            self._attempt_failed(ErrorCode.WORKER_LOST, "lost frames were not sent again", now_s)
-        elif now_s - current.heard_s >= SILENCE_LIMIT_S and now_s - current.asked_s >= PROBE_PERIOD_S:
-            if current.probes >= MAX_PROBES:
-                self._attempt_failed(ErrorCode.WORKER_LOST, f"worker {current.worker_id} does not answer", now_s)
-            else:
-                self.probe(now_s)
+        reason = self.current.why_lost(now_s)
+        if reason is not None:
+            self._attempt_failed(ErrorCode.WORKER_LOST, reason, now_s)
+        elif self.current.is_too_silent(now_s):
+            self.probe(now_s)
 
     def _say_still_waiting(self, now_s: float) -> None:
         period_s = self._timeouts.queued_comment_s

@@ -162,14 +162,14 @@ async def test_a_gap_is_asked_for_once_in_a_while() -> None:
     request.on_frame("w", tokens(2), 1.0)
     request.on_frame("w", tokens(3), 1.1)
     assert actions.asked == [("w", 1, 1)]
-    request.on_frame("w", tokens(4), 1.0 + request_module.RESEND_GAP_S)
+    request.on_frame("w", tokens(4), 1.0 + attempts_module.RESEND_GAP_S)
     assert actions.asked == [("w", 1, 1)] * 2
 
 
 async def test_a_gap_that_stays_open_is_a_failed_attempt() -> None:
     request, actions = open_request()
     request.on_frame("w", accepted(), 0.0)
-    for tick in range(int(request_module.GAP_LIMIT_S) + 1):
+    for tick in range(int(attempts_module.GAP_LIMIT_S) + 1):
         request.on_frame("w", tokens(2 + tick), float(tick))
         request.on_tick(float(tick), connected=True)
     assert actions.published == [2]
@@ -241,8 +241,8 @@ async def test_probes_then_the_next_attempt() -> None:
         now_s += 0.25
         request.on_tick(now_s, connected=True)
     # From the last frame on: a worker that has nothing new sends that one, which is a sign of life.
-    assert actions.asked == [("w", 1, 1)] * request_module.MAX_PROBES
-    assert now_s == request_module.SILENCE_LIMIT_S + request_module.MAX_PROBES * request_module.PROBE_PERIOD_S
+    assert actions.asked == [("w", 1, 1)] * attempts_module.MAX_PROBES
+    assert now_s == attempts_module.SILENCE_LIMIT_S + attempts_module.MAX_PROBES * attempts_module.PROBE_PERIOD_S
 
 
 async def test_an_answered_probe_starts_the_count_anew() -> None:
