@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.adapter_files import load_adapter
 from engine.admission import check_request
 from engine.attention import KVPool
 from engine.block_pool import BlockPool
@@ -29,18 +28,16 @@ from engine.config import EngineConfig
 from engine.decode_graphs import CudaGraphRecorder
 from engine.device import choose_device
 from engine.errors import EngineCorrupted, EngineError, RequestRejected
-from engine.gpu_memory import kv_bytes_beside
 from engine.grammar import CompiledGrammar, Compiling, MaskMaker
-from engine.kv_memory import CPU_KV_BYTES, kv_tokens_within, make_kv_memory
-from engine.lora import attach_adapters
-from engine.model_loader import load_model, max_model_len, prepare_model
+from engine.kv_memory import make_kv_memory
+from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
 from engine.prompt_logprobs import LogitsNotFinite, prompt_logprobs
 from engine.sampler import NOT_FINITE, Sample, sample
 from engine.scheduler import Chunk, Scheduler, Sequence
+from engine.serving_model import make_serving_model
 from engine.step_stats import StepStats
 from engine.types import (
-    AdapterInfo,
     EngineCounters,
     EngineInfo,
     EngineLoad,
@@ -50,7 +47,6 @@ from engine.types import (
     SamplingParams,
     SequenceOutput,
 )
-from engine.vocabulary import Vocabulary
 
 WARM_UP_PROMPT_TOKENS: Final = 8
 WARM_UP_TOKENS: Final = 3  # of each answer
@@ -72,21 +68,10 @@ class LLMEngine:
         """
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))
         self._device = choose_device(config)
-        model.to(self._device)  # type: ignore[arg-type]  # transformers' stub
-        parameters = model.num_parameters()
-        adapters = [load_adapter(name_, path, model) for name_, path in config.adapters.items()]
-        layer_shapes = prepare_model(model, config.block_size, config.quantize)
-        adapter_rows = attach_adapters(model, adapters)
-        vocabulary = Vocabulary(model, tokenizer)
-        self.info = _engine_info(
-            model,
-            config,
-            layer_shapes=layer_shapes,
-            eos_token_ids=vocabulary.eos_token_ids,
-            parameters=parameters,
-            name=name,
-            adapters=tuple(adapter.info for adapter in adapters),
-        )
+        serving = make_serving_model(model, tokenizer, config, self._device, name)
+        self.info = serving.info
+        self.tokenizers = serving.tokenizers
+        self._vocabularies = serving.vocabularies
         self._block_pool = BlockPool(self.info.kv_tokens // config.block_size, config.block_size)
         self._scheduler = Scheduler(
             self._block_pool,
@@ -98,9 +83,9 @@ class LLMEngine:
         self._max_waiting = config.max_waiting
         self._draft_tokens = config.draft_tokens
         self._kv_memory = make_kv_memory(
-            layer_shapes, self.info.kv_tokens, config.block_size, model.dtype, self._device
+            serving.layer_shapes, self.info.kv_tokens, config.block_size, model.dtype, self._device
         )
-        self._runner = ModelRunner(model, self._kv_memory, config.block_size, adapter_rows)
+        self._runner = ModelRunner(model, self._kv_memory, config.block_size, serving.adapter_rows)
         if self._device.type == "cuda" and config.cuda_graphs:
             self._runner.record_decoding(
                 CudaGraphRecorder(),
@@ -108,12 +93,6 @@ class LLMEngine:
                 max_model_len=self.info.max_model_len,
                 vocab_size=self.info.vocab_size,
             )
-        self.tokenizers = {None: tokenizer}
-        self._vocabularies: dict[str | None, Vocabulary] = {None: vocabulary}  # by adapter
-        for adapter in adapters:
-            if adapter.tokenizer is not None:
-                self.tokenizers[adapter.info.name] = adapter.tokenizer
-            self._vocabularies[adapter.info.name] = vocabulary.of_adapter(adapter.tokenizer)
         self._mask_maker = MaskMaker()
         self._compiling: dict[str, Compiling] = {}  # by request; the first come first
         self._choices: dict[str, list[Choice]] = {}  # the unfinished ones of each request
@@ -382,33 +361,3 @@ class LLMEngine:
     def _check_idle(self) -> None:
         if self._block_pool.used_blocks:
             raise EngineCorrupted(f"{self._block_pool.used_blocks} KV blocks are in use, but no sequence is")
-
-
-def _engine_info(
-    model: PreTrainedModel,
-    config: EngineConfig,
-    *,
-    layer_shapes: dict[int, tuple[int, int]],
-    eos_token_ids: tuple[int, ...],
-    parameters: int,
-    name: str,
-    adapters: tuple[AdapterInfo, ...],
-) -> EngineInfo:
-    text_config = model.config.get_text_config()
-    length = max_model_len(text_config, config)
-    kv_bytes = config.kv_bytes
-    if kv_bytes is None and model.device.type == "cuda":
-        kv_bytes = kv_bytes_beside(model, layer_shapes, config, length)
-    return EngineInfo(
-        model=name,
-        max_model_len=length,
-        max_sequences=config.max_sequences,
-        kv_tokens=kv_tokens_within(kv_bytes or CPU_KV_BYTES, config, layer_shapes, model.dtype, length),
-        eos_token_ids=eos_token_ids,
-        dtype=str(model.dtype).removeprefix("torch."),
-        quantize=config.quantize,
-        device=str(model.device),
-        vocab_size=text_config.vocab_size,
-        parameters=parameters,
-        adapters=adapters,
-    )
