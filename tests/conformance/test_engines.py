@@ -334,9 +334,9 @@ async def test_an_error_in_a_step_loses_the_local_engine(model_folder: str, monk
     def broken_step(_engine: LLMEngine) -> list[SequenceOutput]:
         raise ValueError("out of order")
 
-    monkeypatch.setattr(LLMEngine, "step", broken_step)
     engine = engines.create(LocalEngineSettings(path=model_folder, kv_mib=8, threads=1))
     driver = Driver(engine, await engine.start())
+    monkeypatch.setattr(LLMEngine, "step", broken_step)
     engine.submit(request())
     with pytest.raises(EngineDiedError, match="ValueError: out of order"):
         await driver.run()
