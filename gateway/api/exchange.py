@@ -174,4 +174,11 @@ def _dispatch_headers(request: OpenRequest, received_s: float) -> list[tuple[byt
             (b"x-spillway-provider", request.accepted.provider.encode()),
             (b"x-spillway-region", request.accepted.region.encode()),
         ]
+    if request.ended_s is not None:  # the answer is sent as a whole
+        spent = request.log.spent
+        headers += [
+            (b"x-spillway-engine-queue-ms", b"%.1f" % spent.engine_queue_ms),
+            (b"x-spillway-prefill-ms", b"%.1f" % spent.prefill_ms),
+            (b"x-spillway-decode-ms", b"%.1f" % spent.decode_ms),
+        ]
     return headers

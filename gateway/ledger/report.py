@@ -48,11 +48,14 @@ class UsageRow:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    preemptions: int
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
     tpot_p50_ms: float | None
     queue_p50_ms: float | None
     queue_p95_ms: float | None
+    prefill_p50_ms: float | None  # of those that an engine has told of
+    prefill_p95_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +72,11 @@ _TPOT_MS: Final = case(
         (RequestRow.total_ms - RequestRow.ttft_ms) / cast(RequestRow.completion_tokens - 1, Float(53)),
     )
 )
-_MEASURES: Final = (  # TTFT, TPOT, queue wait
+_MEASURES: Final = (  # TTFT, TPOT, queue wait, prefill
     _Measure(RequestRow.ttft_ms.expression, (50, 95)),
     _Measure(_TPOT_MS, (50,)),
     _Measure(RequestRow.queue_ms.expression, (50, 95)),
+    _Measure(RequestRow.prefill_ms.expression, (50, 95)),
 )
 
 
@@ -148,6 +152,7 @@ def _sums(span: Span, groups: list[_Column]) -> Select[Any]:
         func.sum(RequestRow.prompt_tokens),
         func.sum(RequestRow.cached_tokens),
         func.sum(RequestRow.completion_tokens),
+        func.sum(func.coalesce(RequestRow.preemptions, 0)),
     ]
     # A key's name never changes, so its greatest is its only one.
     statement = select(*groups, func.max(RequestRow.key_name), *counts)
@@ -188,7 +193,7 @@ def _within(span: Span) -> _Column:
 def _usage_row(span: Span, groups: list[_Column], row: tuple[Any, ...], percentiles: list[_ByGroup]) -> UsageRow:
     group, key_name, counts = row[: len(groups)], row[len(groups)], row[len(groups) + 1 :]
     named = {column.key: value for column, value in zip(groups, group, strict=True)}
-    ttft, tpot, queue = (
+    ttft, tpot, queue, prefill = (
         found.get(group, (None,) * len(measure.percents)) for found, measure in zip(percentiles, _MEASURES, strict=True)
     )
     return UsageRow(
@@ -200,4 +205,5 @@ def _usage_row(span: Span, groups: list[_Column], row: tuple[Any, ...], percenti
         *ttft,
         *tpot,
         *queue,
+        *prefill,
     )

@@ -121,7 +121,7 @@ class RequestSeries:
         if record.ttft_ms is not None and record.completion_tokens > 1:  # as the ledger reckons it
             gap_ms = (record.total_ms - record.ttft_ms) / (record.completion_tokens - 1)
             buckets["vllm:request_time_per_output_token_seconds"].observe(gap_ms / 1000)
-        if record.attempts == 1:  # what a rescue takes is no overhead
+        if record.attempts == 1 and engine_ms:  # what a rescue takes is no overhead
             buckets["spillway_overhead_seconds"].observe(max(0.0, record.total_ms - spent.waited_ms - engine_ms) / 1000)
 
     # --- what is shown ------------------------------------------------------------------------------------------------

@@ -171,7 +171,9 @@ async def test_sums_are_those_of_the_ledger_and_each_request_has_a_line_in_the_l
     worker = await gateway.add_worker(script=rescued)
     for script in (rescued, answer_hello, answer_hello):
         worker.script = script
-        assert (await send(gateway, json=BODY)).status_code == 200
+        answer = await send(gateway, json=BODY)
+        assert answer.status_code == 200
+        assert float(answer.headers["x-spillway-decode-ms"]) >= (300.0 if script is rescued else 0.0)
     records = await gateway.records(3)
     found = await scrape(gateway)
     for name, field in {

@@ -46,6 +46,16 @@ async def test_numbers_are_those_computed_by_hand(engine: AsyncEngine) -> None:
     assert (row.day, row.model, row.key_id, row.key_name) == (None, None, None, None)
 
 
+async def test_what_engines_told_is_summed_and_what_they_did_not_is_left_out(engine: AsyncEngine) -> None:
+    told = [request_record(str(ms), prefill_ms=ms, preemptions=2) for ms in (5.0, 7.0, 9.0)]
+    await store_records(engine, [*told, request_record("of an older gateway")])
+    [row] = await usage_report(engine)
+    assert (row.prefill_p50_ms, row.prefill_p95_ms, row.preemptions) == (7.0, 9.0, 6)
+    await store_records(engine, [request_record("other", model="other")])
+    [other] = [row for row in await usage_report(engine, group_by=["model"]) if row.model == "other"]
+    assert (other.prefill_p50_ms, other.preemptions) == (None, 0)
+
+
 async def test_no_requests_no_rows_and_percentiles_of_nothing_are_none(engine: AsyncEngine) -> None:
     assert await usage_report(engine, group_by=["model", "key", "day"]) == []
     assert await usage_report(engine) == []
