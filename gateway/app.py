@@ -12,19 +12,16 @@ from gateway.api.pooling import PoolingEndpoint, VectorRoom
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.routes import add_error_answers, health_router, models_router, tokenize_router
 from gateway.api.services import Services
+from gateway.web.routes import add_login_answers, login_router
 
 
 def build_app(services: Services) -> "GatewayApp":
     """Put the application together."""
     slow = FastAPI(title="Spillway", description="An OpenAI-compatible endpoint in front of pools of workers.")
-    for router in (
-        health_router(services),
-        models_router(services),
-        tokenize_router(services),
-        metrics_router(services),
-    ):
-        slow.include_router(router)
+    for make_router in (health_router, models_router, tokenize_router, metrics_router, login_router):
+        slow.include_router(make_router(services))
     add_error_answers(slow)
+    add_login_answers(slow)
     add_openapi(slow)
     room = VectorRoom(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)

@@ -21,11 +21,13 @@ from gateway.api.keyed import KeyedRequests
 from gateway.api.services import Services
 from gateway.app import build_app
 from gateway.auth.keyring import KeyRing
+from gateway.db.engine import create_engine
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
+from gateway.web.login import Login
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.outbox import Outbox
@@ -78,8 +80,21 @@ async def run(
         keyed = KeyedRequests(bus, settings, keys)
         await keyed.start()
         await catalog.start()
-        started_unix_s = int(time.time())
-        services = Services(settings, bus, keys, catalog, dispatcher, admission_control, keyed, series, started_unix_s)
+        database = create_engine(settings.database_url)
+        stack.push_async_callback(database.dispose)
+        services = Services(
+            settings=settings,
+            bus=bus,
+            keys=keys,
+            catalog=catalog,
+            dispatcher=dispatcher,
+            admission_control=admission_control,
+            keyed=keyed,
+            series=series,
+            database=database,
+            login=Login(database, settings),
+            started_unix_s=int(time.time()),
+        )
         # What is there now stays: without it, full collections skip the several 100,000 objects of our libraries.
         gc.collect()
         gc.freeze()

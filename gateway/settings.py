@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from gateway.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
 
@@ -16,6 +16,7 @@ class Settings(BaseModel):
 
 
 PositiveInt = Annotated[int, Field(gt=0)]
+HttpUrlText = Annotated[str, Field(pattern="^https?://[^/]+")]
 PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity
 
 
@@ -102,6 +103,34 @@ class QueueSettings(Settings):
     replicas: Annotated[int, Field(ge=1, le=5)] = 1
 
 
+class OidcSettings(Settings):
+    """Login by an OpenID Connect issuer (authorization code with PKCE). Whom nothing below allows is refused."""
+
+    issuer: HttpUrlText  # as in its discovery document, without "/.well-known/openid-configuration"
+    client_id: str
+    client_secret: SecretStr | None = None  # None: a public client, by PKCE alone
+    scopes: tuple[str, ...] = ("openid", "email", "profile")
+    allowed_emails: tuple[str, ...] = ()  # addresses; "@example.com" allows all of a domain
+    allowed_groups: tuple[str, ...] = ()
+    groups_claim: str = "groups"  # where the issuer writes a person's groups
+
+    @model_validator(mode="after")
+    def _somebody_must_be_allowed(self) -> "OidcSettings":
+        if not self.allowed_emails and not self.allowed_groups:
+            raise ValueError("allowed_emails or allowed_groups is required: without one, nobody could log in")
+        return self
+
+
+class LoginSettings(Settings):
+    """How people log in to the pages of the gateway."""
+
+    session_s: PositiveSeconds = 12 * 3600.0
+    # How people reach it, e.g. "https://llm.example.com"; default: as each request says. Behind a proxy that ends TLS,
+    # cookies are for TLS only if this says https.
+    public_url: HttpUrlText | None = None
+    oidc: OidcSettings | None = None
+
+
 class GatewaySettings(Settings):
     """Everything one gateway process needs."""
 
@@ -118,6 +147,7 @@ class GatewaySettings(Settings):
     timeouts: TimeoutSettings = TimeoutSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
     queue: QueueSettings = QueueSettings()
+    login: LoginSettings = LoginSettings()
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key
 

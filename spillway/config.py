@@ -23,6 +23,7 @@ from gateway.settings import (
     IdempotencySettings,
     LedgerSettings,
     LimitSettings,
+    LoginSettings,
     ModelSettings,
     PositiveInt,
     PositiveSeconds,
@@ -82,10 +83,10 @@ class DatabaseSection(Settings):
     url: str | None = None
 
 
-class AuthSection(Settings):
-    """``[auth]``: the secret that API keys are hashed with. Default: made once, kept in the data folder."""
+class AuthSection(LoginSettings):
+    """``[auth]``: the secret that API keys are hashed with, and how people log in to the pages."""
 
-    pepper: SecretStr | None = None
+    pepper: SecretStr | None = None  # default: made once, kept in the data folder
 
 
 class LedgerSection(Settings):
@@ -188,6 +189,7 @@ class Config(BaseSettings):
             timeouts=self.gateway.timeouts,
             idempotency=self.gateway.idempotency,
             queue=self.nats.queue,
+            login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),
             max_attempts=self.gateway.max_attempts,
             open_metrics=self.gateway.open_metrics,
         )

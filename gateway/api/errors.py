@@ -6,7 +6,9 @@ ApiError                     500  server_error
 │   ├── InvalidParameter          a field is wrong, or cannot be honoured
 │   └── ContextLengthExceeded     context_length_exceeded
 ├── InvalidApiKey            401  invalid_api_key
+├── LoginRequired            401  login_required
 ├── MissingScope             403  missing_scope
+├── ForeignOrigin            403  foreign_origin
 ├── ModelNotFound            404  model_not_found
 ├── UnknownUrl               404  unknown_url
 ├── MethodNotAllowed         405  method_not_allowed
@@ -16,6 +18,7 @@ ApiError                     500  server_error
 ├── BodyTooLarge             413  request_too_large
 ├── ModelNotReady            503  model_not_ready
 ├── Overloaded               503  overloaded
+├── DatabaseAway             503  database_unavailable
 ├── IdempotencyKeyBusy       503  idempotency_key_busy
 └── RequestFailed                 a dispatch Failure; see FAILURES: 429 where workers are alive and too much waits
                                   (contended), 503 where there is no capacity, 504 where a deadline has passed
@@ -113,6 +116,24 @@ class InvalidApiKey(ApiError):
     should_retry = False
 
 
+class LoginRequired(ApiError):
+    """Log in first."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "login_required"
+    should_retry = False
+
+
+class ForeignOrigin(ApiError):
+    """A page of another site has asked for this change."""
+
+    status = 403
+    type = "permission_error"
+    code = "foreign_origin"
+    should_retry = False
+
+
 class MissingScope(ApiError):
     """This API key may not do that."""
 
@@ -190,6 +211,15 @@ class ModelNotReady(ApiError):
 
     status = 503
     code = "model_not_ready"
+    should_retry = True
+    retry_after_s = RETRY_LATER_S
+
+
+class DatabaseAway(ApiError):
+    """The database cannot be used at the moment; generating goes on without it."""
+
+    status = 503
+    code = "database_unavailable"
     should_retry = True
     retry_after_s = RETRY_LATER_S
 

@@ -1,20 +1,25 @@
 """The routes that nobody is in a hurry for: models, tokenize, health."""
 
+import logging
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from gateway.api.errors import ApiError, MethodNotAllowed, UnknownUrl
+from gateway.api.errors import ApiError, DatabaseAway, MethodNotAllowed, UnknownUrl
 from gateway.api.exchange import Exchange
 from gateway.api.form import tools_for_template
 from gateway.api.schema import TokenizeRequest, parse_tokenize
 from gateway.api.services import Services
 from gateway.api.sse import encode_json
 from gateway.auth.principal import Principal
+from gateway.db.errors import describe
 from gateway.limits.body import read_body
 from gateway.limits.request_limits import check_shape
 from gateway.tokens.model_tokens import ModelTokens
+
+log = logging.getLogger(__name__)
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -139,13 +144,18 @@ def _body_schema(name: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
+def error_answer(error: ApiError) -> Response:
+    """An error in OpenAI's envelope."""
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return Response(error.envelope(), error.status, headers, "application/json")
+
+
 def add_error_answers(app: FastAPI) -> None:
     """Answer every error in OpenAI's envelope."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(_request: Request, error: ApiError) -> Response:
-        headers = {name.decode(): value.decode() for name, value in error.headers()}
-        return Response(error.envelope(), error.status, headers, "application/json")
+        return error_answer(error)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -154,8 +164,14 @@ def add_error_answers(app: FastAPI) -> None:
             kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.")
         elif error.status_code == 405:
             kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.")
-        return await on_api_error(request, kind)
+        return error_answer(kind)
+
+    @app.exception_handler(SQLAlchemyError)
+    @app.exception_handler(OSError)
+    async def on_sql_error(_request: Request, error: Exception) -> Response:
+        log.error("a page or the admin API cannot use the database: %s", describe(error))
+        return error_answer(DatabaseAway())
 
     @app.exception_handler(Exception)
-    async def on_exception(request: Request, _error: Exception) -> Response:
-        return await on_api_error(request, ApiError())
+    async def on_exception(_request: Request, _error: Exception) -> Response:
+        return error_answer(ApiError())

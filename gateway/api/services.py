@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from sqlalchemy.ext.asyncio import AsyncEngine
+
 from gateway.admission.control import AdmissionControl
 from gateway.api.keyed import KeyedRequests
 from gateway.auth.keyring import KeyRing
@@ -9,6 +11,7 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
+from gateway.web.login import Login
 from protocol.bus import Bus
 
 
@@ -24,4 +27,6 @@ class Services:
     admission_control: AdmissionControl
     keyed: KeyedRequests
     series: RequestSeries
+    database: AsyncEngine  # for pages and the admin API; no generating request waits for it
+    login: Login
     started_unix_s: int

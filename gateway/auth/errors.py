@@ -6,6 +6,11 @@ ApiKeyError
 ├── UnknownKey        no active key is meant by this reference
 └── AmbiguousKey      several active keys are
 PepperError           the pepper file is unusable
+LoginError            somebody cannot log in; the message is for the person at the browser
+├── WrongPassword
+├── TooManyLogins     too many wrong passwords from there
+├── BadPassword       it cannot be a new password
+└── OidcError         the issuer's word is not to be trusted, or cannot be had
 """
 
 
@@ -31,3 +36,23 @@ class AmbiguousKey(ApiKeyError):
 
 class PepperError(Exception):
     """The pepper file is unusable."""
+
+
+class LoginError(Exception):
+    """Somebody cannot log in; the message is for the person at the browser."""
+
+
+class WrongPassword(LoginError):
+    """Wrong user name or password."""
+
+
+class TooManyLogins(LoginError):
+    """Too many wrong passwords; try again in a minute."""
+
+
+class BadPassword(LoginError):
+    """It is too short or too long to become a password."""
+
+
+class OidcError(LoginError):
+    """The issuer's word is not to be trusted, or cannot be had."""

@@ -1,4 +1,4 @@
-"""The API key itself: how it looks and what is kept of it."""
+"""The API key itself, and the token of a session: how they look and what is kept of them."""
 
 import hmac
 import secrets
@@ -16,6 +16,11 @@ BASE62: Final = string.digits + string.ascii_letters
 def new_token() -> str:
     """Make a key: ``sk-sw-`` and 43 random base62 characters (256 bits)."""
     return TOKEN_PREFIX + "".join(secrets.choice(BASE62) for _ in range(TOKEN_CHARS))
+
+
+def new_session_token() -> str:
+    """Make the token of a session: 43 random base62 characters (256 bits)."""
+    return "".join(secrets.choice(BASE62) for _ in range(TOKEN_CHARS))
 
 
 def hash_token(token: str, pepper: SecretStr) -> str:

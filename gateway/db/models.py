@@ -108,6 +108,27 @@ class AuditRow(Base):
     after: Mapped[str | None]
 
 
+class AdminRow(Base):
+    """A person with a local password, who may log in to the pages."""
+
+    __tablename__ = "admins"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    password_hash: Mapped[str]  # see gateway.auth.passwords
+    changed_unix_ms: Mapped[int]
+
+
+class SessionRow(Base):
+    """One login to the pages, until it ends, is ended, or the password is changed."""
+
+    __tablename__ = "sessions"
+
+    token_hmac: Mapped[str] = mapped_column(primary_key=True)  # hex HMAC-SHA-256 of the cookie under the pepper
+    user_name: Mapped[str]  # AdminRow.name, or the address that the OIDC issuer vouches for
+    started_unix_ms: Mapped[int]
+    ends_unix_ms: Mapped[int]
+
+
 class RequestRow(Base):
     """One admitted request: a RequestRecord of the gateway, written once by the ledger writer.
 

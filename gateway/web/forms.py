@@ -1,0 +1,21 @@
+"""What a page's form sends."""
+
+from typing import Final
+from urllib.parse import parse_qsl
+
+from starlette.requests import Request
+
+from gateway.api.errors import InvalidParameter
+from gateway.limits.body import read_body
+
+MAX_FORM_BYTES: Final = 64 * 1024
+MAX_FIELDS: Final = 100
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """The fields of an ``application/x-www-form-urlencoded`` body. Raises BodyTooLarge and InvalidParameter."""
+    body = await read_body(request.receive, request.headers.get("content-length", "").encode(), MAX_FORM_BYTES)
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS))
+    except ValueError as error:
+        raise InvalidParameter("The form cannot be read.") from error

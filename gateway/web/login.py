@@ -1,0 +1,125 @@
+"""Who is at the browser: the session's cookie, the local password, and the issuer's word."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import urlencode, urlsplit
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from gateway.api.errors import ForeignOrigin, LoginRequired
+from gateway.auth.admins import check_password
+from gateway.auth.errors import TooManyLogins, WrongPassword
+from gateway.auth.sessions import Session, SessionStore
+from gateway.settings import GatewaySettings
+from gateway.web.throttle import LoginThrottle
+
+COOKIE: Final = "spillway_session"
+SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing (RFC 9110, section 9.2.1)
+FIRST_PAGE: Final = "/dashboard"
+MAX_WAITING_PASSWORDS: Final = 8  # each takes memory and 0.1 s of a core
+
+log = logging.getLogger(__name__)
+
+
+class Login:
+    """Logs people in and out, and tells whose request it is."""
+
+    def __init__(self, database: AsyncEngine, settings: GatewaySettings) -> None:
+        self.settings = settings.login
+        self.database = database
+        self._sessions = SessionStore(database, settings.key_pepper, settings.login.session_s)
+        self._throttle = LoginThrottle()
+        self._one_password = asyncio.Lock()
+        self._waiting = 0
+
+    async def current(self, request: Request) -> Session | None:
+        """Who has sent this request; None if he has not logged in. Raises SQL's own errors."""
+        token = request.cookies.get(COOKIE)
+        return None if token is None else await self._sessions.find(token)
+
+    async def require(self, request: Request) -> Session:
+        """Who has sent this request, and that he meant to. Raises LoginRequired, ForeignOrigin, SQL's own errors."""
+        session = await self.current(request)
+        if session is None:
+            raise LoginRequired("Log in first: this needs a session.")
+        refuse_foreign_origin(request)
+        return session
+
+    async def check_password(self, request: Request, name: str, password: str) -> None:
+        """Return if the password is right. Raises WrongPassword, TooManyLogins, and SQL's own errors."""
+        address = request.client.host if request.client else ""
+        self._throttle.check(address)
+        if self._waiting >= MAX_WAITING_PASSWORDS:
+            raise TooManyLogins("Too many people log in at the moment: try again.")
+        self._throttle.failed(address)
+        self._waiting += 1
+        try:
+            async with self._one_password:
+                await check_password(self.database, name, password)
+        except WrongPassword:
+            log.warning("a wrong password for %r from %s", name[:100], address)
+            raise
+        finally:
+            self._waiting -= 1
+        self._throttle.succeeded(address)
+
+    async def start(self, request: Request, user: str, next_page: str) -> Response:
+        """Start a session; returns the answer that gives its cookie and leads on. Raises SQL's own errors."""
+        response = RedirectResponse(local_page(next_page), 303)
+        token = await self._sessions.start(user)
+        self.set_cookie(request, response, COOKIE, token, int(self.settings.session_s))
+        log.info("%s has logged in", user)
+        return response
+
+    async def end(self, request: Request) -> Response:
+        """End the session; returns the answer that takes its cookie away. Raises SQL's own errors."""
+        token = request.cookies.get(COOKIE)
+        if token is not None:
+            await self._sessions.end(token)
+        response = RedirectResponse("/login", 303)
+        self.set_cookie(request, response, COOKIE, "", 0)
+        return response
+
+    def set_cookie(self, request: Request, response: Response, name: str, value: str, max_age_s: int) -> None:
+        """Set a cookie that no script and no other site's form can use."""
+        is_tls = self.public_url(request).startswith("https:")
+        response.set_cookie(name, value, max_age=max_age_s, httponly=True, samesite="lax", secure=is_tls)
+
+    def public_url(self, request: Request) -> str:
+        """How people reach this gateway, without a slash at its end."""
+        return (self.settings.public_url or str(request.base_url)).rstrip("/")
+
+
+def refuse_foreign_origin(request: Request) -> None:
+    """Refuse a change that another site's page has asked for (cross-site request forgery). Raises ForeignOrigin.
+
+    Browsers say where a request comes from, in Sec-Fetch-Site or else in Origin, and pages cannot change that; what
+    says neither is no browser. This comes on top of the cookie's SameSite.
+    """
+    if request.method in SAFE_METHODS:
+        return
+    headers: Mapping[str, str] = request.headers
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    is_ours = site in {"same-origin", "none"} if site else origin is None or _host_of(origin) == headers.get("host")
+    if not is_ours:
+        raise ForeignOrigin("A page of another site has asked for this change: it was not made.")
+
+
+def login_page(next_page: str) -> str:
+    """The login page that leads on to ``next_page``."""
+    return "/login?" + urlencode({"next": next_page})
+
+
+def local_page(wanted: str) -> str:
+    """``wanted`` if it is a page of ours, else the first page: nobody is led elsewhere after a login."""
+    parts = urlsplit(wanted)
+    is_local = wanted.startswith("/") and not wanted.startswith(("//", "/\\")) and not parts.netloc
+    return wanted if is_local and wanted.isprintable() else FIRST_PAGE
+
+
+def _host_of(origin: str) -> str:
+    return urlsplit(origin).netloc

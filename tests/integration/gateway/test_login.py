@@ -1,0 +1,95 @@
+"""Logging in to the pages with the local password."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.auth.admins import set_password
+from gateway.db.engine import create_engine
+from gateway.web.login import local_page
+from tests.integration.gateway.conftest import Start
+
+PASSWORD = "correct horse battery"
+RIGHT = {"name": "admin", "password": PASSWORD, "next": "/login?of=mine"}
+
+
+@pytest.fixture
+async def browser(start_gateway: Start, sqlite_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Somebody at a gateway whose local password is ``PASSWORD``."""
+    engine = create_engine(sqlite_url)
+    await set_password(engine, PASSWORD, "cli:test")
+    await engine.dispose()
+    gateway = await start_gateway(with_card=False)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        yield client
+
+
+def cookie_of(response: httpx.Response) -> str:
+    return response.headers["set-cookie"]
+
+
+async def log_in(browser: httpx.AsyncClient, change: dict[str, str] | None = None, **rest: Any) -> httpx.Response:
+    return await browser.post("/login", data={**RIGHT, **(change or {})}, **rest)
+
+
+async def test_the_form_logs_in_and_out(browser: httpx.AsyncClient) -> None:
+    form = await browser.get("/login", params={"next": '/dashboard?a=1&b="2"'})
+    assert form.status_code == 200
+    assert '<input type="hidden" name="next" value="/dashboard?a=1&amp;b=&#34;2&#34;">' in form.text
+    assert "frame-ancestors 'none'" in form.headers["content-security-policy"]
+    answer = await log_in(browser)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login?of=mine")
+    kept = cookie_of(answer)
+    assert {"HttpOnly", "SameSite=lax", "Path=/", "Max-Age=43200"} <= set(kept.split("; "))
+    assert "Secure" not in kept  # it came without TLS
+    assert PASSWORD not in kept
+    gone = await browser.post("/logout")
+    assert (gone.status_code, gone.headers["location"]) == (303, "/login")
+    assert "Max-Age=0" in cookie_of(gone)
+
+
+async def test_a_wrong_password_is_told_and_the_sixth_is_not_looked_at(browser: httpx.AsyncClient) -> None:
+    for change in ({"password": "wrong"}, {"name": "root"}, {"password": ""}, {"name": "<b>"}, {"password": "x" * 300}):
+        answer = await log_in(browser, change)
+        assert answer.status_code == 401
+        assert 'role="alert">Wrong user name or password.' in answer.text
+        assert "set-cookie" not in answer.headers
+    answer = await log_in(browser)
+    assert answer.status_code == 429
+    assert "Too many wrong passwords" in answer.text
+
+
+@pytest.mark.parametrize(
+    "headers", [{"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}, {"origin": "https://evil.example"}]
+)
+async def test_another_sites_page_cannot_use_the_form(browser: httpx.AsyncClient, headers: dict[str, str]) -> None:
+    answer = await log_in(browser, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_origin")
+    host = browser.base_url.netloc.decode()
+    for ours in ({"sec-fetch-site": "same-origin"}, {"origin": f"http://{host}"}):
+        assert (await log_in(browser, headers=ours)).status_code == 303
+
+
+async def test_behind_tls_the_cookie_is_for_tls_only(start_gateway: Start, sqlite_url: str) -> None:
+    engine = create_engine(sqlite_url)
+    await set_password(engine, PASSWORD, "cli:test")
+    await engine.dispose()
+    gateway = await start_gateway(with_card=False, login={"public_url": "https://llm.example.com/"})
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        assert "Secure" in cookie_of(await log_in(client)).split("; ")
+
+
+async def test_without_a_password_the_page_says_how_to_make_one(start_gateway: Start) -> None:
+    gateway = await start_gateway(with_card=False)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        page = await client.get("/login")
+    assert "spillway admin password" in page.text
+    assert "<form" not in page.text
+
+
+@pytest.mark.parametrize("elsewhere", ["//evil.example", "/\\evil.example", "https://evil.example", "", "/a\nb", "x"])
+def test_nobody_is_led_elsewhere(elsewhere: str) -> None:
+    assert local_page(elsewhere) == "/dashboard"
+    assert local_page("/dashboard/cost?by=pool") == "/dashboard/cost?by=pool"
