@@ -36,7 +36,7 @@ class LocalEngineSettings(Settings):
     device: str = "auto"  # "cpu", "cuda", "cuda:1", …; auto: a GPU if torch can use one
     max_model_len: PositiveInt | None = None
     max_sequences: PositiveInt = 64
-    max_batched_tokens: PositiveInt = 2048  # per step
+    max_batched_tokens: PositiveInt | None = None  # per step; unset: 512 on a CPU, 2048 on a GPU
     kv_mib: PositiveInt | None = None
     # Of a GPU's memory: how much is used in all, if kv_mib does not say how much the KV pool may take.
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.pooling_folder import Task
 from engine.pooling_model import PoolingOptions
@@ -33,10 +34,10 @@ def pooling_options(settings: LocalEngineSettings) -> PoolingOptions:
     return PoolingOptions(settings.pooling, settings.normalize, is_matryoshka=settings.matryoshka)
 
 
-def pooling_capacity(settings: LocalEngineSettings, info: PoolingInfo) -> Capacity:
+def pooling_capacity(config: EngineConfig, info: PoolingInfo) -> Capacity:
     """Return how much may wait in the worker. No input takes memory of its own while it waits."""
-    tokens = max(STEPS_HELD * settings.max_batched_tokens, 2 * info.max_model_len)
-    return Capacity(settings.max_sequences, tokens, info.max_model_len)
+    tokens = max(STEPS_HELD * config.max_batched_tokens, 2 * info.max_model_len)
+    return Capacity(config.max_sequences, tokens, info.max_model_len)
 
 
 def pooling_card(info: PoolingInfo) -> PoolingCard:
