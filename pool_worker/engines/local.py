@@ -277,7 +277,7 @@ def engine_config(settings: LocalEngineSettings) -> EngineConfig:
 def _batched_tokens(settings: LocalEngineSettings, device: str) -> int:
     if settings.max_batched_tokens is not None:
         return settings.max_batched_tokens
-    # A CPU computes prompts a fifth slower in steps of 2,048 (its caches are too small), and streams stand still for it.
+    # A CPU computes prompts a fifth slower in steps of 2,048, and running streams stand still for as long.
     return max(512 if device == "cpu" else 2048, settings.max_sequences)
 
 
