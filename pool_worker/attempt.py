@@ -116,10 +116,10 @@ class Attempt:
 
     # --- frames: each takes the next sequence number -----------------------------------------------------------------
 
-    def accepted(self, worker_id: str, pool: str, provider: str, region: str) -> bytes:
+    def accepted(self, worker_id: str, pool: str, provider: str, region: str, tier: str) -> bytes:
         """Make the first frame."""
         job = self.job
-        frame = Accepted(job.request_id, job.attempt, 0, worker_id, pool, provider, region, self.queue_ms)
+        frame = Accepted(job.request_id, job.attempt, 0, worker_id, pool, provider, region, self.queue_ms, tier)
         return self.add(frame)
 
     def tokens(

@@ -161,7 +161,7 @@ class Executor:
         self.jobs_taken += 1
         self.is_idle.clear()
         settings = self._settings
-        frame = attempt.accepted(settings.worker_id, settings.pool, settings.provider, settings.region)
+        frame = attempt.accepted(settings.worker_id, settings.pool, settings.provider, settings.region, settings.tier)
         self._publisher.send(job.reply_subject, frame)
         self._publisher.ack(delivery)  # from here on the gateway watches over it
         self._waiting.append(attempt)

@@ -93,6 +93,8 @@ class Origin(Struct, frozen=True, omit_defaults=True):
     key_id: str
     key_name: str
     stream: bool
+    team_id: str | None = None
+    organisation_id: str | None = None
 
 
 class Job(Struct, frozen=True, omit_defaults=True):
@@ -148,6 +150,7 @@ class Accepted(Struct, frozen=True, array_like=True, tag="a"):
     provider: str
     region: str
     queue_ms: float  # publish → pull, by the worker's clock against JetStream's time stamp
+    tier: str | None = None  # of its pool
 
 
 class Tokens(Struct, frozen=True, array_like=True, tag="t"):

@@ -39,6 +39,9 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     prefill_ms: float | None = None
     decode_ms: float | None = None
     preemptions: int | None = None
+    team_id: str | None = None
+    organisation_id: str | None = None
+    tier: str | None = None  # of the last attempt's pool
 
 
 class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
@@ -78,6 +81,8 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
     prefill_ms: float | None = None
     decode_ms: float | None = None
     preemptions: int | None = None
+    team_id: str | None = None
+    organisation_id: str | None = None
 
 
 UsageRecord = RequestRecord | AttemptRecord

@@ -125,6 +125,8 @@ class Endpoint(ABC, Generic[_Call]):
             model=model,
             key_id=principal.key_id,
             key_name=principal.key_name,
+            team_id=principal.team_id,
+            organisation_id=principal.organisation_id,
             tenant=principal.tenant,
             stream=work.stream,
             prompt_ids=work.prompt_ids,

@@ -6,7 +6,7 @@ and indexed without any conversion by a driver. Days are a matter of the viewer'
 
 from typing import ClassVar
 
-from sqlalchemy import BigInteger, Boolean, Double, Index, MetaData, Text, text
+from sqlalchemy import BigInteger, Boolean, Double, Index, LargeBinary, MetaData, Text, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -20,7 +20,7 @@ class Base(DeclarativeBase):
             "pk": "pk_%(table_name)s",
         }
     )
-    type_annotation_map: ClassVar = {int: BigInteger, str: Text, float: Double, bool: Boolean}
+    type_annotation_map: ClassVar = {int: BigInteger, str: Text, float: Double, bool: Boolean, bytes: LargeBinary}
 
 
 class _Policy:
@@ -170,6 +170,11 @@ class RequestRow(Base):
     prefill_ms: Mapped[float | None]  # computing began → first token
     decode_ms: Mapped[float | None]  # first token → last token
     preemptions: Mapped[int | None]  # how often a choice gave way to others for want of KV memory
+    team_id: Mapped[str | None]  # TeamRow.id, of the key at that time; NULL: its gateway was older than version 0006
+    organisation_id: Mapped[str | None]  # OrganisationRow.id, likewise
+    tier: Mapped[str | None]  # of the last attempt's pool, as its worker says; NULL: never accepted
+    # By the price book as it was when the request arrived (gateway.ledger.prices); NULL: the model has no price there.
+    charge_nano_usd: Mapped[int | None]
 
 
 class AttemptRow(Base):
@@ -215,3 +220,132 @@ class AttemptRow(Base):
     prefill_ms: Mapped[float | None]
     decode_ms: Mapped[float | None]
     preemptions: Mapped[int | None]
+    team_id: Mapped[str | None]  # of its request; NULL before version 0006
+    organisation_id: Mapped[str | None]
+
+
+class _Slice:
+    """What rollups are cut by: one stretch of time and every dimension. Times as everywhere, in ms since 1970, UTC.
+
+    A request lies in the stretch in which it was received. What is NULL in ``requests`` is the empty string here.
+    """
+
+    width_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # gateway.ledger.rollups.WIDTHS_S
+    bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # its begin; a multiple of it
+    model: Mapped[str] = mapped_column(primary_key=True)
+    pool: Mapped[str] = mapped_column(primary_key=True)  # of the last attempt, like provider, region and tier
+    provider: Mapped[str] = mapped_column(primary_key=True)
+    region: Mapped[str] = mapped_column(primary_key=True)
+    tier: Mapped[str] = mapped_column(primary_key=True)
+    team_id: Mapped[str] = mapped_column(primary_key=True)
+    key_id: Mapped[str] = mapped_column(primary_key=True)
+    endpoint: Mapped[str] = mapped_column(primary_key=True)
+    outcome: Mapped[str] = mapped_column(primary_key=True)
+
+
+class RollupRow(_Slice, Base):
+    """Sums over the requests of one slice. Written only in the transaction that writes those requests.
+
+    Every request counts in one row of each width. Widths that are more than 15 minutes are there so that a month is
+    read from few rows; quarters of an hour make days right in zones such as UTC+5:45.
+    """
+
+    __tablename__ = "rollups"
+    __table_args__ = ({"sqlite_with_rowid": False},)  # kept in the order of its key, in which it is read
+
+    requests: Mapped[int]
+    attempts: Mapped[int]
+    failovers: Mapped[int]  # attempts after the first
+    retried: Mapped[int]  # requests that took more than one attempt
+    prompt_tokens: Mapped[int]
+    cached_tokens: Mapped[int]
+    completion_tokens: Mapped[int]
+    charge_nano_usd: Mapped[int]  # of those that have a price
+    total_ms: Mapped[int]  # sum of the end-to-end latencies, each rounded; by Little's law, concurrency x time
+
+
+class HistogramRow(_Slice, Base):
+    """How six measures are distributed over the requests of one slice, in bins that merge by adding them up.
+
+    Each is msgpack, a map from bin to count (gateway.ledger.histogram says which values a bin holds); NULL: no values.
+    """
+
+    __tablename__ = "histograms"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    queue_ms: Mapped[bytes | None]  # the first four as in ``requests``
+    ttft_ms: Mapped[bytes | None]
+    tpot_ms: Mapped[bytes | None]  # (total - TTFT) / (completion tokens - 1), of answered requests with at least two
+    total_ms: Mapped[bytes | None]
+    prompt_tokens: Mapped[bytes | None]
+    completion_tokens: Mapped[bytes | None]
+
+
+class PriceRow(Base):
+    """A price, and from when on it holds: until the next row of the same model and pool. Rows are only ever added.
+
+    model set, pool empty: what callers are charged for the model's tokens. Both set: what the pool's provider charges
+    us for them (hosted APIs). Only pool set: what one machine of the pool costs. NULL: no such price.
+    """
+
+    __tablename__ = "price_book"
+
+    model: Mapped[str] = mapped_column(primary_key=True)  # empty: of the pool's machines
+    pool: Mapped[str] = mapped_column(primary_key=True)  # empty: what callers are charged
+    from_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    source: Mapped[str] = mapped_column()  # "config", or who set it: an actor of the audit log
+    # Nano-USD for a million tokens: 0.15 USD is 150,000,000. Cached tokens are a part of prompt tokens.
+    prompt_nano_usd: Mapped[int | None]
+    cached_nano_usd: Mapped[int | None]  # NULL: like other prompt tokens
+    completion_nano_usd: Mapped[int | None]
+    machine_nano_usd: Mapped[int | None]  # for an hour of one machine
+    on_demand_nano_usd: Mapped[int | None]  # what that hour would cost on demand; NULL: unknown
+
+
+class InstanceRow(Base):
+    """A quarter of an hour of one worker: when in it the worker was up, and how long it was busy.
+
+    Made from heartbeats by taking the least and the greatest, so that several ledger writers agree, and one that was
+    away adds what it missed. Time up = up_until - up_from, busy = busy_until - busy_from.
+    """
+
+    __tablename__ = "instance_seconds"
+
+    bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    worker_id: Mapped[str] = mapped_column(primary_key=True)  # one process of a worker, never used again
+    pool: Mapped[str]
+    provider: Mapped[str]
+    region: Mapped[str]
+    tier: Mapped[str]
+    up_from_unix_ms: Mapped[int]
+    up_until_unix_ms: Mapped[int]
+    busy_from_ms: Mapped[int]  # since the worker started: time with at least one job, at up_from
+    busy_until_ms: Mapped[int]  # and at up_until
+    nano_usd_per_hour: Mapped[int]  # of its machine at that time
+    on_demand_nano_usd_per_hour: Mapped[int | None]  # what it would cost on demand; NULL: unknown
+
+
+class PayloadRow(Base):
+    """What was asked and answered, where the key's or the team's consent says so. The consent is that of the moment."""
+
+    __tablename__ = "payloads"
+    __table_args__ = (
+        Index(None, "expires_unix_ms"),
+        Index(None, "key_id", "received_unix_ms"),
+        Index(None, "end_user"),
+    )
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)  # RequestRow.request_id
+    received_unix_ms: Mapped[int]
+    model: Mapped[str]
+    endpoint: Mapped[str]
+    key_id: Mapped[str]
+    team_id: Mapped[str]
+    end_user: Mapped[str | None]  # the caller's word for whom it asks: the request's ``user``
+    train_ok: Mapped[bool]  # whether training sets may be made of it
+    redacted: Mapped[bool]  # whether personal data were stripped (gateway.payloads.redaction)
+    expires_unix_ms: Mapped[int]  # deleted soon after
+    dropped: Mapped[bool]  # it was larger than the limit: request and answer are NULL
+    encoding: Mapped[str]  # "zlib" | "zlib+aes-256-gcm" (gateway.payloads.sealing)
+    request: Mapped[bytes | None]  # JSON: the body as it was sent
+    answer: Mapped[bytes | None]  # JSON: the answer's choices, as they would be without streaming; NULL: none

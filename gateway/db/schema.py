@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, SchemaMismatch, describe
 
-SCHEMA_VERSION: Final = "0005"  # the newest revision in migrations/versions; a test keeps both equal
+SCHEMA_VERSION: Final = "0006"  # the newest revision in migrations/versions; a test keeps both equal
 VERSION_TABLE: Final = "alembic_version"
 
 

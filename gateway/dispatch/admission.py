@@ -30,6 +30,8 @@ class Admission:
     do_not_queue: bool = False  # refuse rather than wait
     deadline_s: float = float("inf")  # monotonic clock; the caller's own: the whole answer is worth nothing later
     pooling: Pooling | None = None  # not None: vectors are wanted instead of text
+    team_id: str | None = None
+    organisation_id: str | None = None
 
     @property
     def answers(self) -> int:

@@ -17,7 +17,15 @@ UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbe
 
 def origin_of(admission: Admission, gateway_id: str) -> Origin:
     """What a record of the request needs to say, should this gateway not live to say it."""
-    return Origin(gateway_id, admission.endpoint, admission.key_id, admission.key_name, admission.stream)
+    return Origin(
+        gateway_id,
+        admission.endpoint,
+        admission.key_id,
+        admission.key_name,
+        admission.stream,
+        admission.team_id,
+        admission.organisation_id,
+    )
 
 
 def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
@@ -51,6 +59,9 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         prefill_ms=round(spent.prefill_ms, 3) if accepted else None,
         decode_ms=round(spent.decode_ms, 3) if accepted else None,
         preemptions=spent.preemptions if accepted else None,
+        team_id=admission.team_id,
+        organisation_id=admission.organisation_id,
+        tier=accepted.tier if accepted else None,
     )
 
 

@@ -107,6 +107,7 @@ def _row(attempt: RowMapping) -> dict[str, Any]:
     copied = (
         "request_id gateway_id received_unix_ms endpoint model key_id key_name stream outcome prompt_tokens"
         " cached_tokens pool provider region engine_queue_ms prefill_ms decode_ms preemptions"
+        " team_id organisation_id tier"
     )
     return {name: attempt[name] for name in copied.split()} | {
         "http_status": STATUS_UNKNOWN,

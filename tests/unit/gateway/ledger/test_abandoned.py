@@ -22,6 +22,8 @@ ORIGIN = {
     "key_id": "key_b",
     "key_name": "team b",
     "stream": False,
+    "team_id": "team_b",
+    "organisation_id": "org_b",
 }
 
 
@@ -86,6 +88,8 @@ async def test_the_last_attempt_tells_what_the_gateway_cannot(engine: AsyncEngin
             "pool": "spot",
             "provider": "local",
             "region": "here",
+            "tier": "spot",
+            "charge_nano_usd": None,
             **timings,
         }
     }

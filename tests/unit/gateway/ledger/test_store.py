@@ -28,7 +28,8 @@ async def rows(engine: AsyncEngine, table: type[Base]) -> list[dict[str, object]
 @pytest.mark.parametrize(("table", "record"), [(RequestRow, RequestRecord), (AttemptRow, AttemptRecord)])
 def test_tables_have_the_fields_of_their_records(table: type[Base], record: type[UsageRecord]) -> None:
     fields = [field.name for field in msgspec.structs.fields(record) if field.name != "v"]
-    assert [column.name for column in table.__table__.columns] == fields
+    columns = [column.name for column in table.__table__.columns]
+    assert [name for name in columns if name != "charge_nano_usd"] == fields  # which the price book tells
 
 
 async def test_every_field_comes_back_as_it_went(engine: AsyncEngine) -> None:
@@ -37,6 +38,7 @@ async def test_every_field_comes_back_as_it_went(engine: AsyncEngine) -> None:
     await store_records(engine, [request, attempt])
     for table, record in ((RequestRow, request), (AttemptRow, attempt)):
         [row] = await rows(engine, table)
+        row.pop("charge_nano_usd", None)
         assert {"v": 1, **row} == msgspec.structs.asdict(record)
 
 
