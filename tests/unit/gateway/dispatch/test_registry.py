@@ -1,7 +1,14 @@
+import time
+
+from nats.aio.msg import Msg
+
 from gateway.dispatch.registry import FORGET_AFTER_S, FORGIVENESS_S, WorkerRegistry
+from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
+from protocol.messages import encode
 from protocol.topology import HEARTBEAT_LIMIT_S
+from tests.unit.gateway.metrics.test_exposition import beat
 
 
 def registry(bus: Bus | None = None) -> WorkerRegistry:
@@ -56,3 +63,15 @@ def test_those_whom_the_server_has_cut_off_may_come_back() -> None:
     workers.lose("cut", ErrorCode.WORKER_DRAINING, "it has said so", 11.9)  # that is no guess
     workers.lose_silent(["cut"], 12.1)
     assert told == ["cut", "cut"]
+
+
+async def test_whoever_has_signed_off_is_not_shown_even_while_nobody_is_judged() -> None:
+    workers = registry()
+    for worker_id in ("w1", "w2"):
+        subject = subjects.heartbeat_subject(worker_id)
+        await workers._on_heartbeat(Msg(None, subject=subject, data=encode(beat(worker_id))))  # type: ignore[arg-type]
+    now_s = time.monotonic()
+    workers.forgive(now_s)
+    assert {one.worker_id for one in workers.live_beats(now_s)} == {"w1", "w2"}
+    await workers._on_heartbeat(Msg(None, subject=subjects.heartbeat_subject("w1")))  # type: ignore[arg-type]
+    assert [one.worker_id for one in workers.live_beats(now_s)] == ["w2"]
