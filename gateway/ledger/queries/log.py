@@ -1,6 +1,7 @@
 """Single requests: a filtered list page by page, and one with its attempts. Reads raw rows, by their indexes."""
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ MAX_ATTEMPTS: Final = 200  # of one request
 Row = dict[str, Any]  # column → value, as gateway.db.models says
 
 _REQUESTS: Final = RequestRow.__table__.columns
-_RECEIVED: Final = RequestRow.received_unix_ms
+_received: Final = RequestRow.received_unix_ms
 _COLUMNS: Final = {"team": "team_id", "key": "key_id"}  # of dimensions that are called otherwise
 
 
@@ -59,16 +60,16 @@ async def request_page(
     Where few requests pass the filters, a page may hold fewer of them, or none, and still have a next one: the search
     ends after SEARCH_LIMIT_S.
     """
-    wanted = and_(*_conditions(where), _RECEIVED >= since_unix_ms, _RECEIVED < until_unix_ms)
+    wanted = and_(*_conditions(where), _received >= since_unix_ms, _received < until_unix_ms)
     found: list[Row] = []
     started_s = time.monotonic()
     while True:
         bottom = await _bottom(connection, since_unix_ms, until_unix_ms, after) if where else None
-        within = wanted if bottom is None else and_(wanted, _RECEIVED >= bottom)
+        within = wanted if bottom is None else and_(wanted, _received >= bottom)
         newest_first = (
             select(*_REQUESTS)
             .where(within, _older_than(after))
-            .order_by(_RECEIVED.desc(), RequestRow.request_id.desc())
+            .order_by(_received.desc(), RequestRow.request_id.desc())
         )
         rows = await connection.execute(newest_first.limit(limit + 1 - len(found)))
         found += [dict(row) for row in rows.mappings()]
@@ -104,7 +105,7 @@ def _conditions(where: Filters) -> list[ColumnElement[bool]]:
     return [_is_one_of(_REQUESTS[_COLUMNS.get(dimension, dimension)], values) for dimension, values in where.items()]
 
 
-def _is_one_of(column: ColumnElement[Any], values: Any) -> ColumnElement[bool]:
+def _is_one_of(column: ColumnElement[Any], values: Collection[str]) -> ColumnElement[bool]:
     # The empty string is what rollups call NULL.
     named = column.in_([value for value in values if value])
     return or_(named, column.is_(None)) if "" in values else named
@@ -112,15 +113,15 @@ def _is_one_of(column: ColumnElement[Any], values: Any) -> ColumnElement[bool]:
 
 def _older_than(cursor: Cursor | None) -> ColumnElement[bool]:
     if cursor is None:
-        return _RECEIVED.is_not(None)
-    same = and_(_RECEIVED == cursor.received_unix_ms, RequestRow.request_id < cursor.request_id)
+        return _received.is_not(None)
+    same = and_(_received == cursor.received_unix_ms, RequestRow.request_id < cursor.request_id)
     # The first condition is implied, and lets the index begin there.
-    return and_(_RECEIVED <= cursor.received_unix_ms, or_(_RECEIVED < cursor.received_unix_ms, same))
+    return and_(_received <= cursor.received_unix_ms, or_(_received < cursor.received_unix_ms, same))
 
 
 async def _bottom(connection: AsyncConnection, since: int, until: int, after: Cursor | None) -> int | None:
     """When the last request of the next slice was received; None: what is left fits into one."""
     top = until if after is None else min(until, after.received_unix_ms + bool(after.request_id))
-    rows = select(_RECEIVED).where(_RECEIVED >= since, _RECEIVED < top).order_by(_RECEIVED.desc())
+    rows = select(_received).where(_received >= since, _received < top).order_by(_received.desc())
     found: int | None = await connection.scalar(rows.limit(1).offset(SLICE_ROWS))
     return found
