@@ -2,6 +2,7 @@
 
 from fastapi import FastAPI
 
+from gateway.admin.routes import add_admin_answers, admin_router
 from gateway.api.calls import ChatCall, CompletionCall
 from gateway.api.endpoint import HotRoute
 from gateway.api.exchange import Exchange, Receive, Scope, Send
@@ -18,10 +19,11 @@ from gateway.web.routes import add_login_answers, login_router
 def build_app(services: Services) -> "GatewayApp":
     """Put the application together."""
     slow = FastAPI(title="Spillway", description="An OpenAI-compatible endpoint in front of pools of workers.")
-    for make_router in (health_router, models_router, tokenize_router, metrics_router, login_router):
+    for make_router in (health_router, models_router, tokenize_router, metrics_router, admin_router, login_router):
         slow.include_router(make_router(services))
     add_error_answers(slow)
     add_login_answers(slow)
+    add_admin_answers(slow)
     add_openapi(slow)
     room = VectorRoom(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)

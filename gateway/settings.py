@@ -1,6 +1,6 @@
 """What a gateway and a ledger writer are told: frozen, validated, passed down. Nothing below reads the environment."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +40,11 @@ class ModelSettings(Settings):
     # How answers write calls of tools and reasoning, or "none"; default: what the chat template looks like.
     tool_parser: Annotated[str, _one_of(TOOL_FORMATS)] | None = None
     reasoning_parser: Annotated[str, _one_of(REASONING_FORMATS)] | None = None
+
+
+def canonical_names(models: Mapping[str, ModelSettings]) -> dict[str, str]:
+    """The model behind every name and alias."""
+    return {name: model for model, settings in models.items() for name in (model, *settings.aliases)}
 
 
 class LimitSettings(Settings):

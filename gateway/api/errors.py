@@ -10,9 +10,11 @@ ApiError                     500  server_error
 ├── MissingScope             403  missing_scope
 ├── ForeignOrigin            403  foreign_origin
 ├── ModelNotFound            404  model_not_found
+├── UnknownObject            404  not_found
 ├── UnknownUrl               404  unknown_url
 ├── MethodNotAllowed         405  method_not_allowed
 ├── BodyTooSlow              408  request_timeout
+├── NameInUse                409  name_in_use
 ├── IdempotencyKeyReused     409  idempotency_key_reused
 ├── AnswerNotKept            409  idempotency_answer_not_kept
 ├── BodyTooLarge             413  request_too_large
@@ -152,6 +154,15 @@ class ModelNotFound(ApiError):
     should_retry = False
 
 
+class UnknownObject(ApiError):
+    """There is no such key, team or organisation."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+    should_retry = False
+
+
 class UnknownUrl(ApiError):
     """There is nothing at this URL."""
 
@@ -177,6 +188,15 @@ class BodyTooSlow(ApiError):
     type = "invalid_request_error"
     code = "request_timeout"
     should_retry = True
+
+
+class NameInUse(ApiError):
+    """Another one has this name already."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "name_in_use"
+    should_retry = False
 
 
 class IdempotencyKeyReused(ApiError):

@@ -4,10 +4,11 @@ import logging
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from gateway.api.errors import ApiError, DatabaseAway, MethodNotAllowed, UnknownUrl
+from gateway.api.errors import ApiError, DatabaseAway, InvalidParameter, MethodNotAllowed, UnknownUrl
 from gateway.api.exchange import Exchange
 from gateway.api.form import tools_for_template
 from gateway.api.schema import TokenizeRequest, parse_tokenize
@@ -22,7 +23,8 @@ from gateway.tokens.model_tokens import ModelTokens
 log = logging.getLogger(__name__)
 
 
-def _json(content: object, status: int = 200) -> Response:
+def json_answer(content: object, status: int = 200) -> Response:
+    """A whole JSON answer."""
     return Response(encode_json(content), status_code=status, media_type="application/json")
 
 
@@ -33,12 +35,12 @@ def health_router(services: Services) -> APIRouter:
     @router.get("/livez")
     async def livez() -> Response:
         """The process answers."""
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     @router.get("/startupz")
     async def startupz() -> Response:
         """The process has started: this answers only once it has."""
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     @router.get("/readyz")
     async def readyz() -> Response:
@@ -50,7 +52,7 @@ def health_router(services: Services) -> APIRouter:
             "models_not_ready": services.catalog.not_ready(),
             "in_flight": services.dispatcher.in_flight,
         }
-        return _json(body, 503 if missing else 200)
+        return json_answer(body, 503 if missing else 200)
 
     return router
 
@@ -85,13 +87,13 @@ def models_router(services: Services) -> APIRouter:
         """All models that the caller may name."""
         principal = exchange_of(request).authenticate(services.keys)
         names = [name for name in services.catalog.models if principal.may_use(name)]
-        return _json({"object": "list", "data": [row(name) for name in names]})
+        return json_answer({"object": "list", "data": [row(name) for name in names]})
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(request: Request, name: str) -> Response:
         """One model, by its name or an alias."""
         principal = exchange_of(request).authenticate(services.keys)
-        return _json(row(services.catalog.canonical_name(name, principal)))
+        return json_answer(row(services.catalog.canonical_name(name, principal)))
 
     return router
 
@@ -100,7 +102,7 @@ def tokenize_router(services: Services) -> APIRouter:
     """Counting tokens without generating any."""
     router = APIRouter(tags=["tokenize"])
 
-    @router.post("/tokenize", openapi_extra=_body_schema("TokenizeRequest"))
+    @router.post("/tokenize", openapi_extra=body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation, exactly as a generating call would count them."""
         exchange = exchange_of(request)
@@ -111,7 +113,7 @@ def tokenize_router(services: Services) -> APIRouter:
         check_shape(limits, messages=len(body.messages or ()), choices=1)
         tokens = services.catalog.tokens_of(_model_named(services, body, principal))
         token_ids = await _token_ids(body, tokens)
-        return _json({"count": len(token_ids), "max_model_len": tokens.context_length, "tokens": token_ids})
+        return json_answer({"count": len(token_ids), "max_model_len": tokens.context_length, "tokens": token_ids})
 
     return router
 
@@ -134,12 +136,14 @@ async def _token_ids(body: TokenizeRequest, tokens: ModelTokens) -> list[int]:
 
 
 def exchange_of(request: Request) -> Exchange:
+    """The exchange behind a request that FastAPI serves."""
     """The exchange that a request belongs to (``gateway.app`` puts it there)."""
     exchange: Exchange = request.scope["spillway.exchange"]
     return exchange
 
 
-def _body_schema(name: str) -> dict[str, Any]:
+def body_schema(name: str) -> dict[str, Any]:
+    """A route's extra for OpenAPI: which body it takes."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -165,6 +169,12 @@ def add_error_answers(app: FastAPI) -> None:
         elif error.status_code == 405:
             kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.")
         return error_answer(kind)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid_query(_request: Request, error: RequestValidationError) -> Response:
+        problem = error.errors()[0]
+        name = str(problem["loc"][-1])
+        return error_answer(InvalidParameter(f"Invalid value for '{name}': {problem['msg']}", param=name))
 
     @app.exception_handler(SQLAlchemyError)
     @app.exception_handler(OSError)

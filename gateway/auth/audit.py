@@ -52,6 +52,12 @@ class AuditFilter:
     after_id: str | None = None  # those that come after this one in the list: the next page
 
 
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The fields that differ, as they were and as they are; None if none does."""
+    changed = [field for field in after if before[field] != after[field]]
+    return ({f: before[f] for f in changed}, {f: after[f] for f in changed}) if changed else None
+
+
 async def record(connection: AsyncConnection, change: Change) -> None:
     """Write an entry into the transaction that makes the change. Raises SQL's own errors."""
     row = {
@@ -80,11 +86,11 @@ async def list_changes(engine: AsyncEngine, wanted: AuditFilter, limit: int) -> 
         conditions.append(columns.at_unix_ms < wanted.until_unix_ms)
     async with engine.connect() as connection:
         if wanted.after_id is not None:
-            last = (await connection.execute(select(columns.at_unix_ms).where(columns.id == wanted.after_id))).one()
-            same_moment = and_(columns.at_unix_ms == last.at_unix_ms, columns.id < wanted.after_id)
-            conditions.append(or_(columns.at_unix_ms < last.at_unix_ms, same_moment))
+            last_unix_ms = await connection.scalar(select(columns.at_unix_ms).where(columns.id == wanted.after_id))
+            same_moment = and_(columns.at_unix_ms == last_unix_ms, columns.id < wanted.after_id)
+            conditions.append(or_(columns.at_unix_ms < last_unix_ms, same_moment))
         newest = select(AuditRow.__table__).where(*conditions).order_by(columns.at_unix_ms.desc(), columns.id.desc())
-        rows = await connection.execute(newest.limit(min(limit, MAX_PAGE_ROWS)))
+        rows = await connection.execute(newest.limit(limit))
         return [_entry(row) for row in rows.mappings()]
 
 

@@ -1,37 +1,61 @@
-"""What goes wrong with API keys.
+"""What goes wrong with keys and those who have them.
 
-ApiKeyError
-├── InvalidKeyName    empty, too long or unprintable
-├── DuplicateKeyName  an active key has this name
-├── UnknownKey        no active key is meant by this reference
-└── AmbiguousKey      several active keys are
-PepperError           the pepper file is unusable
-LoginError            somebody cannot log in; the message is for the person at the browser
+PrincipalError             refused; the message is for the operator
+├── InvalidField           a field cannot have this value
+│   └── InvalidKeyName     empty, too long or unprintable
+├── NameTaken              an active one has this name
+└── NotFound               nothing is meant by this reference
+    ├── UnknownKey
+    ├── AmbiguousKey       several active keys are
+    ├── UnknownTeam
+    └── UnknownOrganisation
+PepperError                the pepper file is unusable
+LoginError                 somebody cannot log in; the message is for the person at the browser
 ├── WrongPassword
-├── TooManyLogins     too many wrong passwords from there
-├── BadPassword       it cannot be a new password
-└── OidcError         the issuer's word is not to be trusted, or cannot be had
+├── TooManyLogins          too many wrong passwords from there
+├── BadPassword            it cannot be a new password
+└── OidcError              the issuer's word is not to be trusted, or cannot be had
 """
 
 
-class ApiKeyError(ValueError):
-    """An operation on API keys was refused; the message is for the operator."""
+class PrincipalError(ValueError):
+    """An operation on keys, teams or organisations was refused; the message is for the operator."""
 
 
-class InvalidKeyName(ApiKeyError):
+class InvalidField(PrincipalError):
+    """A field cannot have this value; the message names it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class InvalidKeyName(InvalidField):
     """The name is empty, too long or unprintable."""
 
 
-class DuplicateKeyName(ApiKeyError):
-    """An active key has this name already."""
+class NameTaken(PrincipalError):
+    """Another one has this name already."""
 
 
-class UnknownKey(ApiKeyError):
+class NotFound(PrincipalError):
+    """Nothing is meant by this reference."""
+
+
+class UnknownKey(NotFound):
     """No active key has this id, name or id prefix."""
 
 
-class AmbiguousKey(ApiKeyError):
+class AmbiguousKey(NotFound):
     """Several active keys have this id prefix."""
+
+
+class UnknownTeam(NotFound):
+    """No team has this id or name."""
+
+
+class UnknownOrganisation(NotFound):
+    """No organisation has this id or name."""
 
 
 class PepperError(Exception):

@@ -1,7 +1,8 @@
 """Who a request comes from, and what he may do."""
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
 
 DEFAULT_TEAM_ID: Final = "team_default"  # made by the migration
 INFERENCE: Final = "inference"  # generate, embed, count
@@ -30,6 +31,12 @@ class Policy:
 
 
 NO_POLICY: Final = Policy()
+POLICY_FIELDS: Final = tuple(field.name for field in fields(Policy))
+
+
+def policy_of(values: Mapping[Any, Any]) -> Policy:
+    """A policy out of what holds its fields among others; those that are missing are None."""
+    return Policy(**{name: values[name] for name in POLICY_FIELDS if name in values})
 
 
 @dataclass(frozen=True, slots=True)

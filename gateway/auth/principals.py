@@ -1,45 +1,38 @@
 """Principals out of SQL: the active keys with their teams."""
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from typing import Any, Final
+from dataclasses import replace
 
 import msgspec
-from sqlalchemy import Row, select
+from sqlalchemy import RowMapping, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.auth.principal import Policy, Principal
+from gateway.auth.principal import Principal, policy_of
 from gateway.db.models import ApiKeyRow, TeamRow
-
-_POLICY: Final = tuple(field.name for field in fields(Policy))
 
 
 async def load_principals(connection: AsyncConnection) -> dict[str, Principal]:
     """Return whose each token is, by its HMAC; of a rotated key the token before as well. Raises SQL's own errors."""
-    teams = {row.id: row for row in await connection.execute(select(TeamRow.__table__))}
+    teams = {row["id"]: row for row in (await connection.execute(select(TeamRow.__table__))).mappings()}
     active = select(ApiKeyRow.__table__).where(ApiKeyRow.revoked_unix_ms.is_(None))
-    keys = await connection.execute(active)
-    return {token_hmac: principal for key in keys for token_hmac, principal in _tokens_of(key, teams[key.team_id])}
+    keys = (await connection.execute(active)).mappings()
+    return {token_hmac: principal for key in keys for token_hmac, principal in _tokens_of(key, teams[key["team_id"]])}
 
 
-def _tokens_of(key: Row[Any], team: Row[Any]) -> Iterator[tuple[str, Principal]]:
+def _tokens_of(key: RowMapping, team: RowMapping) -> Iterator[tuple[str, Principal]]:
     principal = Principal(
-        key_id=key.id,
-        key_name=key.name,
-        team_id=team.id,
-        team_name=team.name,
-        organisation_id=team.organisation_id,
-        scopes=frozenset(key.scopes.split()),
-        models=None if key.models is None else frozenset(msgspec.json.decode(key.models, type=list[str])),
-        expires_unix_ms=key.expires_unix_ms,
-        key_policy=_policy_of(key),
-        team_policy=_policy_of(team),
+        key_id=key["id"],
+        key_name=key["name"],
+        team_id=team["id"],
+        team_name=team["name"],
+        organisation_id=team["organisation_id"],
+        scopes=frozenset(key["scopes"].split()),
+        models=None if key["models"] is None else frozenset(msgspec.json.decode(key["models"], type=list[str])),
+        expires_unix_ms=key["expires_unix_ms"],
+        key_policy=policy_of(key),
+        team_policy=policy_of(team),
     )
-    yield key.token_hmac, principal
-    if key.previous_hmac is not None:
-        ends = [end for end in (key.expires_unix_ms, key.previous_until_unix_ms) if end is not None]
-        yield key.previous_hmac, replace(principal, expires_unix_ms=min(ends))
-
-
-def _policy_of(row: Row[Any]) -> Policy:
-    return Policy(**{name: getattr(row, name) for name in _POLICY})
+    yield key["token_hmac"], principal
+    if key["previous_hmac"] is not None:
+        ends = [end for end in (key["expires_unix_ms"], key["previous_until_unix_ms"]) if end is not None]
+        yield key["previous_hmac"], replace(principal, expires_unix_ms=min(ends))

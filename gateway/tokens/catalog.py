@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 
 from gateway.api.errors import ModelNotFound, ModelNotReady
 from gateway.auth.principal import Principal
-from gateway.settings import ModelSettings
+from gateway.settings import ModelSettings, canonical_names
 from gateway.tokens.chat_template import ChatTemplate
 from gateway.tokens.encoders import (
     TIKTOKEN_PREFIX,
@@ -48,8 +48,7 @@ class ModelCatalog:
     def __init__(self, bus: Bus, models: Mapping[str, ModelSettings], data_dir: Path) -> None:
         self._bus = bus
         self._models = dict(models)
-        self._names = {name: name for name in models}
-        self._names.update({alias: name for name, model in models.items() for alias in model.aliases})
+        self._names = canonical_names(models)
         self._cache_dir = data_dir / "tokenizers"
         self._tokens: dict[str, ModelTokens] = {}
         self._cards: dict[str, ModelCard] = {}

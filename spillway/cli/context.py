@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from rich.console import Console
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.auth.errors import ApiKeyError, PepperError
+from gateway.auth.errors import LoginError, PepperError, PrincipalError
 from gateway.auth.pepper import load_or_create_pepper
 from gateway.db.engine import create_engine
 from gateway.db.errors import SQL_ERRORS, DatabaseError, DatabaseUnavailable, describe
@@ -65,14 +65,15 @@ def running_or_config(path: Path | None, data: Path | None) -> Config:
 
 
 EXPECTED_ERRORS: Final = (
-    ApiKeyError,
     BusError,
     ChildError,
     ConfigError,
     DatabaseError,
     EmbeddedNatsError,
     EngineDiedError,
+    LoginError,
     PepperError,
+    PrincipalError,
     UpError,
 )
 
