@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import uvicorn
 
@@ -31,6 +31,9 @@ from gateway.web.login import Login
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.outbox import Outbox
+
+if TYPE_CHECKING:
+    from gateway.traces import RequestTraces
 
 FLUSH_LIMIT_S: Final = 10.0
 LISTEN_BACKLOG: Final = 2048
@@ -64,6 +67,7 @@ async def run(
     """
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
+        traces = _traces(settings, stack)
         bus = await Bus.connect(list(settings.nats_urls), name=f"gateway-{settings.gateway_id}")
         stack.push_async_callback(bus.close)
         keys = KeyRing(settings.database_url, settings.key_pepper, bus)
@@ -94,6 +98,7 @@ async def run(
             database=database,
             login=Login(database, settings),
             started_unix_s=int(time.time()),
+            traces=traces,
         )
         # What is there now stays: without it, full collections skip the several 100,000 objects of our libraries.
         gc.collect()
@@ -101,6 +106,18 @@ async def run(
         hurry = asyncio.Event()
         with _signals_set(stop, hurry):
             await _serve(services, outbox, on_ready, stop, hurry)
+
+
+def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "RequestTraces | None":
+    if settings.telemetry.otlp_endpoint is None:
+        return None
+    # Only here: whoever wants no traces needs no OpenTelemetry.
+    from gateway.traces import RequestTraces  # noqa: PLC0415
+    from protocol.tracing import Tracing  # noqa: PLC0415
+
+    tracing = Tracing(settings.telemetry, "gateway", settings.gateway_id)
+    stack.push_async_callback(tracing.close)
+    return RequestTraces(tracing)
 
 
 async def _serve(

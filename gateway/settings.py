@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from gateway.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
+from protocol.telemetry import TelemetrySettings
 
 
 class Settings(BaseModel):
@@ -153,6 +154,7 @@ class GatewaySettings(Settings):
     idempotency: IdempotencySettings = IdempotencySettings()
     queue: QueueSettings = QueueSettings()
     login: LoginSettings = LoginSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key
 

@@ -28,6 +28,7 @@ class Attempt:
         "cached_tokens",
         "completion_tokens",
         "cost",
+        "deliveries",
         "frames",
         "holds_credit",
         "id",
@@ -51,6 +52,7 @@ class Attempt:
         self.job = job
         self.lane = delivery.subject.rpartition(".")[2]  # of subjects.LANES: where it was pulled from
         self.cost = cost
+        self.deliveries = delivery.deliveries  # of its message, this one included
         self.prompt_tokens = prompt_tokens_of(job)
         self.holds_credit = False  # `cost` is taken from the worker's credit
         self.in_engine = False

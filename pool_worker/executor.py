@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from engine.types import PromptLogprob as EnginePromptLogprob
 from engine.types import Refusal, SequenceOutput
@@ -33,6 +33,9 @@ from protocol.logprobs import PromptLogprob
 from protocol.messages import Failed, Job, Resend, TokenLogprob, encode, unpack_token_ids
 from protocol.outbox import Outbox
 from protocol.pull import Delivery
+
+if TYPE_CHECKING:
+    from pool_worker.traces import AttemptTraces
 
 PROMPT_FETCH_LIMIT_S: Final = 10.0
 PROMPT_LOGPROBS_PER_FRAME: Final = 64  # with 20 candidates each, about 50 kB
@@ -57,11 +60,12 @@ class Executor:
         peers: Peers,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         on_end: Callable[[Attempt], None],
+        traces: "AttemptTraces | None" = None,
     ) -> None:
         """Make an executor that holds nothing.
 
         ``spawn`` runs a coroutine in a supervised task; ``on_end`` gets each attempt that was accepted when it has
-        ended and its credit is free again.
+        ended and its credit is free again; ``traces`` makes their spans, if any are to be made.
         """
         self._settings = settings
         self._adapters = settings.adapters
@@ -73,6 +77,7 @@ class Executor:
         self._peers = peers
         self._spawn = spawn
         self._on_end = on_end
+        self._traces = traces
         self.jobs_taken = 0  # accepted, since the start
         self.tokens_made = 0
         self._held: dict[str, Attempt] = {}  # pulled and not ended
@@ -356,6 +361,8 @@ class Executor:
         record = attempt_record(self._settings, self._engine.name, attempt, outcome, error_code)
         # Another worker may run the same attempt, until it is stopped, and leaves a record too.
         self._outbox.put(f"{attempt.id}.{self._settings.worker_id}", encode(record))
+        if self._traces is not None:
+            self._traces.ended(attempt, outcome, error_code)
         self._recent.add(attempt)
         if attempt.holds_credit:
             self._credit.give_back(attempt.cost)

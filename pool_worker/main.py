@@ -1,9 +1,10 @@
 """The worker process: start the engine, connect, serve until it is told to stop."""
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pool_worker import engines, notices
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
@@ -12,6 +13,9 @@ from pool_worker.stopping import Stop
 from pool_worker.worker import Worker
 from protocol import subjects
 from protocol.bus import Bus
+
+if TYPE_CHECKING:
+    from pool_worker.traces import AttemptTraces
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -38,13 +42,30 @@ async def run(settings: WorkerSettings, on_ready: Callable[[], None] | None = No
         if bus is None:
             return
         try:
-            await _serve(settings, bus, engine, capacity, stop=stop, on_ready=on_ready)
+            async with _traces(settings) as traces:
+                await _serve(settings, bus, engine, capacity, stop=stop, on_ready=on_ready, traces=traces)
         finally:
             await bus.close()
     finally:
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
         await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def _traces(settings: WorkerSettings) -> AsyncIterator["AttemptTraces | None"]:
+    if settings.telemetry.otlp_endpoint is None:
+        yield None
+        return
+    # Only here: whoever wants no traces needs no OpenTelemetry.
+    from pool_worker.traces import AttemptTraces  # noqa: PLC0415
+    from protocol.tracing import Tracing  # noqa: PLC0415
+
+    tracing = Tracing(settings.telemetry, "worker", settings.worker_id)
+    try:
+        yield AttemptTraces(tracing, settings)
+    finally:
+        await tracing.close()
 
 
 async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, _Result]) -> _Result | None:
@@ -67,10 +88,11 @@ async def _serve(
     *,
     stop: Stop,
     on_ready: Callable[[], None] | None,
+    traces: "AttemptTraces | None",
 ) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
-            await Worker(settings, bus, engine, capacity, tasks).serve(stop, on_ready)
+            await Worker(settings, bus, engine, capacity, tasks, traces=traces).serve(stop, on_ready)
     except BaseExceptionGroup as group:
         died = group.subgroup(EngineDiedError)
         if died is None or len(group.exceptions) > 1:

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from protocol.telemetry import TelemetrySettings
+
 
 class Settings(BaseModel):
     """Base of all settings: immutable, and unknown keys are errors that name the key."""
@@ -98,6 +100,7 @@ class WorkerSettings(Settings):
     drain_s: Seconds = 25.0  # how long running jobs may go on after SIGTERM or a notice
     notice: NoticeKind = "none"  # who says that the machine will be taken away, and how
     notice_url: HttpAddress | None = None  # instead of the provider's own metadata server
+    telemetry: TelemetrySettings = TelemetrySettings()
 
     @property
     def adapters(self) -> frozenset[str]:

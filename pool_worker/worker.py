@@ -7,7 +7,7 @@ the work      engine steps, pulls, heartbeat, cards   ends by a drain, or when o
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pool_worker import notices
 from pool_worker.attempt import Attempt
@@ -31,6 +31,9 @@ from protocol.bus import Bus
 from protocol.errors import ErrorCode
 from protocol.outbox import Outbox
 
+if TYPE_CHECKING:
+    from pool_worker.traces import AttemptTraces
+
 STOP_PULLING_LIMIT_S: Final = 1.0
 OUTBOX_FLUSH_LIMIT_S: Final = 10.0  # at shutdown
 HURRIED_FLUSH_LIMIT_S: Final = 1.0  # after a second signal
@@ -43,7 +46,14 @@ class Worker:
     """A connected worker whose engine has started. Make it inside the TaskGroup that its small tasks shall live in."""
 
     def __init__(
-        self, settings: WorkerSettings, bus: Bus, engine: Engine, capacity: Capacity, tasks: asyncio.TaskGroup
+        self,
+        settings: WorkerSettings,
+        bus: Bus,
+        engine: Engine,
+        capacity: Capacity,
+        tasks: asyncio.TaskGroup,
+        *,
+        traces: "AttemptTraces | None" = None,
     ) -> None:
         self._settings = settings
         self._tasks = tasks
@@ -63,6 +73,7 @@ class Worker:
             peers=self._peers,
             spawn=tasks.create_task,
             on_end=self._on_attempt_ended,
+            traces=traces,
         )
         self._gate = Gate(
             settings.gate,

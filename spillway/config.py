@@ -44,6 +44,7 @@ from pool_worker.settings import (
     Tier,
     WorkerSettings,
 )
+from protocol.telemetry import TelemetrySettings
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
@@ -130,6 +131,7 @@ class Config(BaseSettings):
     database: DatabaseSection = DatabaseSection()
     auth: AuthSection = AuthSection()
     ledger: LedgerSection = LedgerSection()
+    telemetry: TelemetrySettings = TelemetrySettings()
     models: Annotated[dict[str, ModelSettings], Field(min_length=1)]
     tenants: dict[str, TenantSettings] = {}  # by the name of the API key
     pools: dict[str, PoolSettings] = {}
@@ -192,6 +194,7 @@ class Config(BaseSettings):
             login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),
             max_attempts=self.gateway.max_attempts,
             open_metrics=self.gateway.open_metrics,
+            telemetry=self.telemetry,
         )
 
     def ledger_settings(self) -> LedgerSettings:
@@ -204,7 +207,13 @@ class Config(BaseSettings):
         if pool is None:
             raise ConfigError(f"pools.{pool_name}: no such pool; there are: {', '.join(self.pools) or 'none'}")
         fields = pool.model_dump(exclude={"workers"})
-        return WorkerSettings(worker_id=process_id("w"), pool=pool_name, nats_urls=self._nats_urls(), **fields)
+        return WorkerSettings(
+            worker_id=process_id("w"),
+            pool=pool_name,
+            nats_urls=self._nats_urls(),
+            telemetry=self.telemetry,
+            **fields,
+        )
 
     def _nats_urls(self) -> tuple[str, ...]:
         if not self.nats.urls:

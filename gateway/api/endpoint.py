@@ -91,19 +91,25 @@ class Endpoint(ABC, Generic[_Call]):
     def _note_refusal(self, exchange: Exchange) -> None:
         if exchange.refusal is not None:
             self._services.series.refused(self._call_of.name, exchange.refusal.status, exchange.refusal.code)
+        if exchange.trace is not None:
+            exchange.trace.refused(exchange.sent_status, exchange.refusal)
 
     async def _answer(self, exchange: Exchange) -> None:
+        if self._services.traces is not None:
+            exchange.trace = self._services.traces.begin(exchange)
         try:
             call, admission = await self._admit(exchange)
         except ApiError as error:
             await exchange.answer_error(error)
         except ClientDisconnected:
+            self._note_refusal(exchange)
             return
         except Exception:
             log.exception("request %s failed before it was admitted", exchange.request_id)
             await exchange.answer_error(ApiError())
         else:
             await self._serve(exchange, call, admission)
+            return
         self._note_refusal(exchange)
 
     # --- until the request is admitted --------------------------------------------------------------------------------
@@ -137,6 +143,7 @@ class Endpoint(ABC, Generic[_Call]):
             admitted_s=time.monotonic(),
             queue_wait_s=patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s),
             traceparent=exchange.header_text(b"traceparent"),
+            trace=exchange.trace,
             batch=request.is_batch,
             weight=services.admission_control.weight_of(principal),
             do_not_queue=bool(request.do_not_queue),

@@ -4,12 +4,15 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gateway.api.errors import ApiError, InvalidApiKey, MissingScope
 from gateway.auth.keyring import KeyRing
 from gateway.auth.principal import INFERENCE, Principal
 from gateway.dispatch.request import OpenRequest
+
+if TYPE_CHECKING:
+    from gateway.traces import RequestTrace
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -40,8 +43,10 @@ class Exchange:
         self.receive = receive
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.method: str = scope["method"]
+        self.path: str = scope["path"]
         self.sent_status: int | None = None
         self.refusal: ApiError | None = None  # what was answered instead of admitting a request
+        self.trace: RequestTrace | None = None  # None: traces are off
         self._send = send
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
 

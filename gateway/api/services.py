@@ -1,6 +1,7 @@
 """What the HTTP side works with."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -13,6 +14,9 @@ from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
 from gateway.web.login import Login
 from protocol.bus import Bus
+
+if TYPE_CHECKING:
+    from gateway.traces import RequestTraces
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +34,4 @@ class Services:
     database: AsyncEngine  # for pages and the admin API; no generating request waits for it
     login: Login
     started_unix_s: int
+    traces: "RequestTraces | None" = None  # None: they are off

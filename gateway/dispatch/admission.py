@@ -1,9 +1,13 @@
 """What admission knows of a request: fixed from here on."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
+
+if TYPE_CHECKING:
+    from gateway.traces import RequestTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,8 @@ class Admission:
     received_unix_ms: int
     admitted_s: float  # monotonic clock
     queue_wait_s: float  # how long it may wait for workers, over all attempts
-    traceparent: str | None = None
+    traceparent: str | None = None  # the caller's, as it came
+    trace: "RequestTrace | None" = None  # None: traces are off
     batch: bool = False  # OpenAI's service tier "flex": served from what interactive requests leave
     weight: float = 1.0  # the tenant's share of the workers, against other tenants'
     do_not_queue: bool = False  # refuse rather than wait

@@ -187,6 +187,8 @@ class Dispatcher:
         The caller owes it a ``close``.
         """
         now_s = time.monotonic()
+        if admission.trace is not None:
+            admission.trace.admitted(admission)
         ticket = self._admission_control.enter(admission)
         request = OpenRequest(ticket, self._settings.timeouts, self._settings.max_attempts, self, now_s)
         self._open[request.request_id] = self._unsettled[request.request_id] = request
@@ -214,6 +216,8 @@ class Dispatcher:
             self._outbox.put(record.request_id, encode(record))
             self._series.ended(request, record)
             log_end(request, record)
+            if request.admission.trace is not None:
+                request.admission.trace.ended(request, record)
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -240,6 +244,8 @@ class Dispatcher:
         if request.attempt > 1:
             log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
             self._series.failed_over(request)
+        if request.admission.trace is not None:
+            request.admission.trace.queued(request, after_s)
         self._spawn(self._queue.publish(request, after_s))
 
     def withdraw(self, request: OpenRequest) -> None:
@@ -250,6 +256,8 @@ class Dispatcher:
     def taken(self, request: OpenRequest) -> None:
         """A worker has the current attempt."""
         self._series.accepted(request)
+        if request.admission.trace is not None:
+            request.admission.trace.accepted(request)
         if request.worker_id is not None:
             self._by_worker.setdefault(request.worker_id, {})[request.request_id] = request
 

@@ -97,7 +97,7 @@ class JobQueue:
             tenant=admission.tenant,
             accepted_unix_ms=admission.received_unix_ms,
             deadline_unix_ms=int((time.time() + remaining_s) * 1000),
-            traceparent=admission.traceparent,
+            traceparent=admission.traceparent if admission.trace is None else admission.trace.traceparent,
             weight=admission.weight,
             avoid=request.log.avoid,
             origin=origin_of(admission, self._gateway_id),

@@ -39,4 +39,7 @@ def log_end(request: "OpenRequest", record: RequestRecord) -> None:
         "pool": record.pool,
         "worker_id": request.accepted.worker_id if request.accepted else None,
     }
+    trace = request.admission.trace
+    if trace is not None:
+        fields["trace_id"] = trace.trace_id
     log.info("request ended", extra={"fields": fields})

@@ -1,0 +1,184 @@
+"""The spans of one gateway's requests; imported only where traces are on.
+
+    POST /v1/chat/completions          received → answered, in the caller's trace
+    ├── queue                          published → accepted by a worker, once per attempt; linked to the one before
+    │   └── chat <model>               the worker's (``pool_worker.traces``), which learns of its parent from the job
+    └── queue …
+
+Nothing is done per token, and no span holds a prompt, an answer or a key.
+"""
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.util.types import AttributeValue
+
+from protocol import trace_names as names
+from protocol.tracing import Tracing, context_of, trace_id_of, traceparent_of
+from protocol.usage import RequestRecord
+
+if TYPE_CHECKING:
+    from gateway.api.errors import ApiError
+    from gateway.api.exchange import Exchange
+    from gateway.dispatch.admission import Admission
+    from gateway.dispatch.request import OpenRequest
+
+PROVIDER: Final = "spillway"
+_NANOS: Final = 1_000_000_000
+_PROPAGATED: Final = (b"traceparent", b"tracestate")
+
+
+class RequestTraces:
+    """Begins the trace of each request."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+
+    def begin(self, exchange: "Exchange") -> "RequestTrace":
+        """A request is here."""
+        headers = {name.decode(): value for name in _PROPAGATED if (value := exchange.header_text(name)) is not None}
+        span = self._tracing.tracer.start_span(
+            f"{exchange.method} {exchange.path}",
+            context_of(headers),
+            SpanKind.SERVER,
+            {
+                names.HTTP_METHOD: exchange.method,
+                names.HTTP_ROUTE: exchange.path,
+                names.URL_PATH: exchange.path,
+                names.REQUEST_ID: exchange.request_id,
+            },
+        )
+        return RequestTrace(self._tracing, span)
+
+
+class RequestTrace:
+    """The spans of one request, from its arrival to its end."""
+
+    def __init__(self, tracing: Tracing, span: Span) -> None:
+        self._tracing = tracing
+        self._span = span
+        self._queue: Span | None = None  # of the current attempt
+        self._told_failures = 0
+
+    @property
+    def trace_id(self) -> str:
+        """The trace that it belongs to: the caller's, or its own."""
+        return trace_id_of(self._span)
+
+    @property
+    def traceparent(self) -> str:
+        """What the current attempt's job tells its worker."""
+        return traceparent_of(self._queue or self._span)
+
+    # --- what happens, in this order ----------------------------------------------------------------------------------
+
+    def refused(self, status: int | None, error: "ApiError | None") -> None:
+        """It was not admitted; ``error`` is None where the caller left before."""
+        if status is not None:
+            self._span.set_attribute(names.HTTP_STATUS, status)
+        if error is not None:
+            self._span.set_attribute(names.ERROR_TYPE, error.code or str(error.status))
+            if error.status >= 500:
+                self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
+
+    def admitted(self, admission: "Admission") -> None:
+        """It will be answered."""
+        model = admission.model
+        self._span.set_attributes(
+            {
+                names.OPERATION: names.OPERATIONS.get(admission.endpoint, admission.endpoint),
+                names.PROVIDER: PROVIDER,
+                names.REQUEST_MODEL: model,
+                names.REQUEST_STREAM: admission.stream,
+                names.INPUT_TOKENS: admission.prompt_tokens,
+            }
+        )
+        if admission.pooling is None:
+            self._span.set_attribute(names.REQUEST_MAX_TOKENS, admission.sampling.max_tokens)
+            self._span.set_attribute(names.REQUEST_CHOICES, admission.sampling.n)
+
+    def queued(self, request: "OpenRequest", after_s: float) -> None:
+        """An attempt goes into the queue, after a pause."""
+        self._tell_failures(request)
+        links = []
+        if self._queue is not None:
+            links.append(Link(self._queue.get_span_context(), {names.ATTEMPT: request.attempt - 1}))
+            self._end_queue("never accepted")
+        self._queue = self._tracing.tracer.start_span(
+            "queue",
+            set_span_in_context(self._span),
+            SpanKind.PRODUCER,
+            {
+                names.MESSAGING_SYSTEM: "nats",
+                names.MESSAGING_OPERATION: "send",
+                names.REQUEST_ID: request.request_id,
+                names.ATTEMPT: request.attempt,
+                names.RESUMED_TOKENS: request.current.tokens_before,
+            },
+            links,
+            start_time=time.time_ns() + int(after_s * _NANOS),
+        )
+
+    def accepted(self, request: "OpenRequest") -> None:
+        """A worker has the current attempt."""
+        accepted = request.current.accepted
+        if self._queue is not None and accepted is not None:
+            self._queue.set_attributes(
+                {
+                    names.WORKER_ID: accepted.worker_id,
+                    names.POOL: accepted.pool,
+                    names.MACHINE_PROVIDER: accepted.provider,
+                    names.REGION: accepted.region,
+                }
+            )
+            self._queue.end()
+
+    def ended(self, request: "OpenRequest", record: RequestRecord) -> None:
+        """It is over, and this is its record."""
+        self._tell_failures(request)
+        self._end_queue(record.error_code or record.outcome)
+        self._span.set_attributes(_result(request, record))
+        if record.error_code is not None:
+            self._span.set_attribute(names.ERROR_TYPE, record.error_code)
+        if record.outcome == "failed" and not 400 <= record.http_status < 500:
+            self._span.set_status(Status(StatusCode.ERROR, record.error_code))
+        self._span.end()
+
+    def _end_queue(self, error: str) -> None:
+        """End the current attempt's span, if nobody has accepted it."""
+        if self._queue is not None and self._queue.is_recording():
+            self._queue.set_attribute(names.ERROR_TYPE, error)
+            self._queue.end()
+
+    def _tell_failures(self, request: "OpenRequest") -> None:
+        for failure in request.log.failures[self._told_failures :]:
+            self._span.add_event(
+                names.ATTEMPT_FAILED,
+                {
+                    names.ATTEMPT: failure.attempt,
+                    names.ERROR_CODE: failure.code,
+                    **({names.WORKER_ID: failure.worker_id} if failure.worker_id else {}),
+                },
+            )
+        self._told_failures = len(request.log.failures)
+
+
+def _result(request: "OpenRequest", record: RequestRecord) -> dict[str, AttributeValue]:
+    result: dict[str, AttributeValue] = {
+        names.HTTP_STATUS: record.http_status,
+        names.OUTCOME: record.outcome,
+        names.ATTEMPTS: record.attempts,
+        names.OUTPUT_TOKENS: record.completion_tokens,
+        names.CACHED_TOKENS: record.cached_tokens,
+    }
+    if request.admission.pooling is None:
+        reasons = [request.choices[index].finish_reason for index in range(len(request.choices))]
+        result[names.FINISH_REASONS] = [reason for reason in reasons if reason is not None]
+    if record.pool is not None:
+        result[names.RESPONSE_MODEL] = record.model
+        result[names.POOL] = record.pool
+    if record.ttft_ms is not None:
+        result[names.TTFT_S] = record.ttft_ms / 1000
+    return result
