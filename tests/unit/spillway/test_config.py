@@ -101,7 +101,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         (('tier = "spot"', 'tier = "cheapest"'), "pools.cheap.tier: Input should be 'spot'"),
         (
             ('path = "org/small"', 'pathh = "x"'),
-            "pools.cheap.engine.pathh: there is no such key; there are: kind, path, dtype,",
+            "pools.cheap.engine.pathh: there is no such key; there are: kind, path, task,",
         ),
         (
             ('path = "org/small"', 'path = "org/small"\nadapters = { support-bot = "org/support" }'),
