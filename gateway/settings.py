@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from gateway.ledger.prices import ConfiguredPrice
 from gateway.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
 from protocol.telemetry import TelemetrySettings
 
@@ -30,6 +31,17 @@ def _one_of(known: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+Usd = Annotated[float, Field(ge=0, le=1_000_000)]
+
+
+class PriceSettings(Settings):
+    """What callers are charged, in USD for a million tokens. Cached tokens are a part of prompt tokens."""
+
+    prompt: Usd = 0.0
+    cached: Usd | None = None  # default: like other prompt tokens
+    completion: Usd = 0.0
+
+
 class ModelSettings(Settings):
     """One model that callers may name. It exists because it is configured, not because a worker is alive."""
 
@@ -41,6 +53,7 @@ class ModelSettings(Settings):
     # How answers write calls of tools and reasoning, or "none"; default: what the chat template looks like.
     tool_parser: Annotated[str, _one_of(TOOL_FORMATS)] | None = None
     reasoning_parser: Annotated[str, _one_of(REASONING_FORMATS)] | None = None
+    price: PriceSettings | None = None  # None: nothing is charged, and budgets do not count it
 
 
 def canonical_names(models: Mapping[str, ModelSettings]) -> dict[str, str]:
@@ -166,3 +179,4 @@ class LedgerSettings(Settings):
     database_url: str
     batch_records: PositiveInt = 500  # messages written in one transaction; under load one holds several records
     batch_wait_s: PositiveSeconds = 0.25
+    prices: tuple[ConfiguredPrice, ...] = ()  # entered into the price book when it starts

@@ -8,7 +8,7 @@ their frozen settings from the methods of ``Config``.
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, get_args, get_origin
@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSource
 
+from gateway.ledger.prices import CALLERS, MACHINE, NANO_USD, ConfiguredPrice, Price
 from gateway.settings import (
     GatewaySettings,
     IdempotencySettings,
@@ -104,6 +105,7 @@ class PoolSettings(Settings):
     region: str = "local"
     tier: Tier = "on-demand"
     usd_per_hour: Annotated[float, Field(ge=0)] = 0.0  # of one worker's machine
+    on_demand_usd_per_hour: Annotated[float, Field(ge=0)] | None = None  # what it would cost if not spot or reserved
     models: Annotated[tuple[str, ...], Field(min_length=1)]
     workers: Annotated[int, Field(ge=0, le=64)] = 1  # that `spillway up` starts on this machine
     drain_s: Seconds = 25.0
@@ -199,14 +201,30 @@ class Config(BaseSettings):
 
     def ledger_settings(self) -> LedgerSettings:
         """What one ledger writer needs."""
-        return LedgerSettings(nats_urls=self._nats_urls(), database_url=self.database_url, **self.ledger.model_dump())
+        return LedgerSettings(
+            nats_urls=self._nats_urls(),
+            database_url=self.database_url,
+            prices=tuple(self._prices()),
+            **self.ledger.model_dump(),
+        )
+
+    def _prices(self) -> Iterator[ConfiguredPrice]:
+        for name, model in self.models.items():
+            if model.price is not None:
+                price = model.price
+                tokens = Price(_nano_usd(price.prompt), _nano_usd(price.cached), _nano_usd(price.completion))
+                yield ConfiguredPrice(name, CALLERS, tokens)
+        for name, pool in self.pools.items():
+            hourly = (_nano_usd(pool.usd_per_hour), _nano_usd(pool.on_demand_usd_per_hour))
+            machine = Price(machine_nano_usd=hourly[0], on_demand_nano_usd=hourly[1])
+            yield ConfiguredPrice(MACHINE, name, machine)
 
     def worker_settings(self, pool_name: str) -> WorkerSettings:
         """What one worker of a pool needs. Raises ConfigError if there is no such pool."""
         pool = self.pools.get(pool_name)
         if pool is None:
             raise ConfigError(f"pools.{pool_name}: no such pool; there are: {', '.join(self.pools) or 'none'}")
-        fields = pool.model_dump(exclude={"workers"})
+        fields = pool.model_dump(exclude={"workers", "on_demand_usd_per_hour"})
         return WorkerSettings(
             worker_id=process_id("w"),
             pool=pool_name,
@@ -219,6 +237,10 @@ class Config(BaseSettings):
         if not self.nats.urls:
             raise ConfigError("nats.urls: required here (only `spillway up` runs a queue server of its own)")
         return self.nats.urls
+
+
+def _nano_usd(usd: float | None) -> int | None:
+    return None if usd is None else round(usd * NANO_USD)
 
 
 def process_id(kind: str) -> str:

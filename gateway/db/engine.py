@@ -1,11 +1,13 @@
 """The async engine for SQLite (default) and PostgreSQL (production)."""
 
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
-from sqlalchemy import URL, Connection, event, make_url
+from sqlalchemy import URL, Connection, event, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from gateway.db.errors import DatabaseUrlError
@@ -18,6 +20,7 @@ LOCK_LIMIT_S: Final = 5.0
 # reads before it writes needs: taking the lock later fails without waiting if anybody has written in between.
 SQLITE_BEGIN: Final = "sqlite_begin"
 IMMEDIATE: Final = "IMMEDIATE"
+WRITER_LOCK_ID: Final = 0x5350494C4C4C4544  # "SPILLLED": PostgreSQL's advisory lock of whoever writes the ledger
 
 _DRIVERS: Final = {
     "sqlite": "sqlite+aiosqlite",
@@ -66,6 +69,17 @@ def create_engine(
     # The ping finds connections that a restarted server has dropped, before a transaction does.
     limits: dict[str, Any] = {"timeout": CONNECT_LIMIT_S, "command_timeout": statement_limit_s}
     return create_async_engine(url, pool_pre_ping=True, connect_args=limits)
+
+
+@contextlib.asynccontextmanager
+async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    """A transaction that writes the ledger: the only one until it ends."""
+    async with engine.connect() as connection:
+        await connection.execution_options(**{SQLITE_BEGIN: IMMEDIATE})
+        async with connection.begin():
+            if connection.dialect.name == "postgresql":
+                await connection.execute(text("SELECT pg_advisory_xact_lock(:id)"), {"id": WRITER_LOCK_ID})
+            yield connection
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:

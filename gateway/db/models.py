@@ -224,30 +224,39 @@ class AttemptRow(Base):
     organisation_id: Mapped[str | None]
 
 
-class _Slice:
-    """What rollups are cut by: one stretch of time and every dimension. Times as everywhere, in ms since 1970, UTC.
+class SliceRow(Base):
+    """One combination of everything that rollups can be cut by, as requests have had it. Few, and never deleted.
 
-    A request lies in the stretch in which it was received. What is NULL in ``requests`` is the empty string here.
+    What is NULL in ``requests`` is the empty string here.
     """
+
+    __tablename__ = "slices"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # gateway.ledger.rollups.slice_id
+    model: Mapped[str]
+    pool: Mapped[str]  # of the last attempt, like provider, region and tier
+    provider: Mapped[str]
+    region: Mapped[str]
+    tier: Mapped[str]
+    team_id: Mapped[str]
+    key_id: Mapped[str]
+    endpoint: Mapped[str]
+    outcome: Mapped[str]
+
+
+class _Bucket:
+    """One slice in one stretch of time, by when its requests were received."""
 
     width_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # gateway.ledger.rollups.WIDTHS_S
     bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # its begin; a multiple of it
-    model: Mapped[str] = mapped_column(primary_key=True)
-    pool: Mapped[str] = mapped_column(primary_key=True)  # of the last attempt, like provider, region and tier
-    provider: Mapped[str] = mapped_column(primary_key=True)
-    region: Mapped[str] = mapped_column(primary_key=True)
-    tier: Mapped[str] = mapped_column(primary_key=True)
-    team_id: Mapped[str] = mapped_column(primary_key=True)
-    key_id: Mapped[str] = mapped_column(primary_key=True)
-    endpoint: Mapped[str] = mapped_column(primary_key=True)
-    outcome: Mapped[str] = mapped_column(primary_key=True)
+    slice_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # SliceRow.id
 
 
-class RollupRow(_Slice, Base):
+class RollupRow(_Bucket, Base):
     """Sums over the requests of one slice. Written only in the transaction that writes those requests.
 
-    Every request counts in one row of each width. Widths that are more than 15 minutes are there so that a month is
-    read from few rows; quarters of an hour make days right in zones such as UTC+5:45.
+    Every request counts in one row of each width. Widths of more than 15 minutes are there so that a month is read
+    from few rows; quarters of an hour make days right in zones such as UTC+5:45.
     """
 
     __tablename__ = "rollups"
@@ -264,7 +273,7 @@ class RollupRow(_Slice, Base):
     total_ms: Mapped[int]  # sum of the end-to-end latencies, each rounded; by Little's law, concurrency x time
 
 
-class HistogramRow(_Slice, Base):
+class HistogramRow(_Bucket, Base):
     """How six measures are distributed over the requests of one slice, in bins that merge by adding them up.
 
     Each is msgpack, a map from bin to count (gateway.ledger.histogram says which values a bin holds); NULL: no values.
@@ -273,7 +282,7 @@ class HistogramRow(_Slice, Base):
     __tablename__ = "histograms"
     __table_args__ = ({"sqlite_with_rowid": False},)
 
-    queue_ms: Mapped[bytes | None]  # the first four as in ``requests``
+    queue_ms: Mapped[bytes | None]  # as in ``requests``, like TTFT and total
     ttft_ms: Mapped[bytes | None]
     tpot_ms: Mapped[bytes | None]  # (total - TTFT) / (completion tokens - 1), of answered requests with at least two
     total_ms: Mapped[bytes | None]

@@ -14,9 +14,10 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, RowMapping, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from gateway.db.engine import writing
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import AttemptRow, RequestRow
-from gateway.ledger.store import insert_new
+from gateway.ledger.store import write_requests
 from protocol.errors import ErrorCode
 from protocol.usage import RequestRecord, UsageRecord
 
@@ -62,10 +63,10 @@ class AbandonedRequests:
         try:
             for start in range(0, len(overdue), CHUNK_REQUESTS):
                 request_ids = overdue[start : start + CHUNK_REQUESTS]
-                async with self._engine.begin() as connection:
+                async with writing(self._engine) as connection:
                     rows = await _abandoned_rows(connection, request_ids)
                     if rows:
-                        await connection.execute(insert_new(RequestRow, self._engine.dialect.name), rows)
+                        await write_requests(connection, rows, replace_lost=False)
                         log.warning("%d requests of gateways that died are recorded by their attempts", len(rows))
                 for request_id in request_ids:
                     del self._awaited[request_id]
@@ -113,7 +114,9 @@ def _row(attempt: RowMapping) -> dict[str, Any]:
         "http_status": STATUS_UNKNOWN,
         "error_code": ErrorCode.GATEWAY_LOST,
         "completion_tokens": attempt["resumed_tokens"] + attempt["completion_tokens"],
+        "finish_reason": None,
         "attempts": attempt["attempt"],
         "queue_ms": started_ms,
+        "ttft_ms": None,
         "total_ms": started_ms + attempt["total_ms"],
     }

@@ -29,7 +29,7 @@ Counts = dict[int, int]  # bin → how many values
 
 _LOG_BASE: Final = math.log(BASE)
 _decoder = msgspec.msgpack.Decoder(Counts)
-_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def bin_of(value: float) -> int:
@@ -49,7 +49,7 @@ def upper_edge(bin_number: int) -> float:
 
 def encode(counts: Counts) -> bytes | None:
     """For a column; None: no values. The same counts give the same bytes."""
-    kept = {number: count for number, count in counts.items() if count}
+    kept = {number: counts[number] for number in sorted(counts) if counts[number]}
     return _encode(kept) if kept else None
 
 

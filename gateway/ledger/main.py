@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Callable
 from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.engine import create_engine
-from gateway.db.errors import DatabaseUnavailable
+from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.schema import check_schema
+from gateway.ledger.prices import seed_prices
 from gateway.ledger.writer import LedgerWriter
 from gateway.settings import LedgerSettings
 from protocol import subjects
@@ -39,6 +41,7 @@ async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = No
         bus = await Bus.connect(list(settings.nats_urls), name="spillway-ledger")
         try:
             await _wait_for_database(engine, stopping)
+            await _enter_prices(engine, settings, stopping)
             await _wait_for_consumer(bus, stopping)
             writer = LedgerWriter(
                 bus, engine, stopping, batch_records=settings.batch_records, batch_wait_s=settings.batch_wait_s
@@ -61,6 +64,19 @@ async def _wait_for_database(engine: AsyncEngine, stopping: asyncio.Event) -> No
             failures += 1
             if failures == 1:
                 log.error("waiting for the database: %s", error)  # noqa: TRY400
+        else:
+            return
+        if await wait_for(stopping, wait_s):
+            return
+
+
+async def _enter_prices(engine: AsyncEngine, settings: LedgerSettings, stopping: asyncio.Event) -> None:
+    """Enter the configuration's prices, or return when stopping."""
+    for wait_s in backoff_s():
+        try:
+            await seed_prices(engine, settings.prices, time.time_ns() // 1_000_000)
+        except SQL_ERRORS as error:
+            log.warning("prices could not be entered, will try again: %s", describe(error))
         else:
             return
         if await wait_for(stopping, wait_s):

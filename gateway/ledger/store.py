@@ -1,22 +1,33 @@
-"""Usage records into SQL: each exactly once, however often it is delivered."""
+"""Usage records into SQL: each exactly once, however often it is delivered, and with it what it adds to the rollups.
 
-from collections.abc import Sequence
+One transaction at a time writes the ledger: SQLite has one writer anyway, and on PostgreSQL an advisory lock keeps
+further ledger writers waiting for the few milliseconds of a batch. So a row that is not there when looked for is new,
+and what replaces another knows what it takes away from the rollups.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import asyncpg
 import msgspec
-from sqlalchemy import Insert
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import ColumnElement, Text, any_, delete, func, insert, literal, select
+from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.exc import DataError, IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.orm import InstrumentedAttribute
 
+from gateway.db.engine import writing
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import AttemptRow, Base, RequestRow
+from gateway.ledger.prices import PriceBook, load_prices
+from gateway.ledger.rollups import Tally, apply
 from protocol.errors import ErrorCode
 from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
 
 # SQLSTATE classes 22 (data exception) and 23 (integrity constraint violation): this row will never be accepted.
 REFUSED_SQLSTATE_CLASSES: Final = ("22", "23")
+
+Row = dict[str, Any]  # column → value
 
 
 class RecordRefused(Exception):
@@ -24,18 +35,18 @@ class RecordRefused(Exception):
 
 
 async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> None:
-    """Insert the records in one transaction, passing over those already there.
+    """Insert the records in one transaction, passing over those already there, and count what is new.
 
     Raises RecordRefused (nothing was stored) or DatabaseUnavailable (unknown whether anything was: call again).
     """
     requests = [_row(record) for record in records if isinstance(record, RequestRecord)]
     attempts = [_row(record) for record in records if isinstance(record, AttemptRecord)]
     try:
-        async with engine.begin() as connection:
+        async with writing(engine) as connection:
             if requests:
-                await connection.execute(_insert_request(engine.dialect.name), requests)
+                await write_requests(connection, requests, replace_lost=True)
             if attempts:
-                await connection.execute(insert_new(AttemptRow, engine.dialect.name), attempts)
+                await _write_attempts(connection, attempts)
     except OverflowError as error:  # sqlite3's own, for integers beyond 64 bits
         raise RecordRefused(describe(error)) from error
     except SQL_ERRORS as error:
@@ -44,37 +55,90 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
         raise DatabaseUnavailable(describe(error)) from error
 
 
-def _row(record: UsageRecord) -> dict[str, Any]:
+async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str, Any]], *, replace_lost: bool) -> None:
+    """Write those requests that are not there, with their charge, and count them. Inside ``writing``.
+
+    With ``replace_lost`` they are a gateway's own word, which takes the place of what was said for it
+    (gateway.ledger.abandoned).
+    """
+    given: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        given.setdefault(row["request_id"], row)
+    lost = await _known(connection, given)
+    replaced = {request_id for request_id, is_lost in lost.items() if is_lost and replace_lost}
+    tally = Tally()
+    if replaced:
+        is_replaced = _is_one_of(connection, RequestRow.request_id, replaced)
+        before = (await connection.execute(select(RequestRow).where(is_replaced))).mappings()
+        tally.add([dict(row) for row in before], sign=-1)
+        await connection.execute(delete(RequestRow).where(is_replaced))
+    prices = await load_prices(connection)
+    new = [_priced(row, prices) for row in given.values() if row["request_id"] not in lost.keys() - replaced]
+    tally.add(new)
+    await _insert_all(connection, RequestRow, new)
+    await apply(connection, tally)
+
+
+async def _known(connection: AsyncConnection, request_ids: Collection[str]) -> dict[str, bool]:
+    """Those that have a row: whether it was made for a gateway that died."""
+    statement = select(RequestRow.request_id, RequestRow.error_code).where(
+        _is_one_of(connection, RequestRow.request_id, request_ids)
+    )
+    return {row.request_id: row.error_code == ErrorCode.GATEWAY_LOST for row in await connection.execute(statement)}
+
+
+async def _write_attempts(connection: AsyncConnection, rows: Iterable[Row]) -> None:
+    given: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        given.setdefault((row["request_id"], row["attempt"], row["worker_id"]), row)
+    request_ids = {request_id for request_id, _, _ in given}
+    key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
+    found = await connection.execute(select(*key).where(_is_one_of(connection, AttemptRow.request_id, request_ids)))
+    for stored in found:
+        given.pop(tuple(stored), None)
+    await _insert_all(connection, AttemptRow, list(given.values()))
+
+
+async def _insert_all(connection: AsyncConnection, table: type[Base], rows: Sequence[Row]) -> None:
+    """Rows that are known not to be there. PostgreSQL takes them as one COPY."""
+    if not rows:
+        return
+    if connection.dialect.name != "postgresql":
+        await connection.execute(insert(table), rows)
+        return
+    columns = [column.name for column in table.__table__.columns]
+    driver: asyncpg.Connection = (await connection.get_raw_connection()).driver_connection
+    await driver.copy_records_to_table(
+        table.__tablename__, columns=columns, records=[tuple([row[name] for name in columns]) for row in rows]
+    )
+
+
+def _is_one_of(
+    connection: AsyncConnection, column: InstrumentedAttribute[str], values: Collection[str]
+) -> ColumnElement[bool]:
+    """As one parameter, however many they are."""
+    if connection.dialect.name == "postgresql":
+        return column == any_(literal(list(values), ARRAY(Text)))
+    listed = func.json_each(msgspec.json.encode(list(values)).decode()).table_valued("value")
+    return column.in_(select(listed.c.value))
+
+
+def _row(record: UsageRecord) -> Row:
     row = msgspec.structs.asdict(record)
     del row["v"]
     return row
 
 
-def insert_new(table: type[Base], dialect: str) -> Insert:
-    """An insert that passes over rows whose key is there."""
-    return _insert(table, dialect).on_conflict_do_nothing()
-
-
-def _insert_request(dialect: str) -> Insert:
-    """The same; but a gateway's own word takes the place of what was said for it (gateway.ledger.abandoned)."""
-    insert = _insert(RequestRow, dialect)
-    columns = [column.name for column in RequestRow.__table__.columns if not column.primary_key]
-    return insert.on_conflict_do_update(
-        index_elements=["request_id"],
-        set_={name: insert.excluded[name] for name in columns},
-        where=RequestRow.error_code == ErrorCode.GATEWAY_LOST,
-    )
-
-
-def _insert(table: type[Base], dialect: str) -> postgresql.Insert | sqlite.Insert:
-    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+def _priced(row: Mapping[str, Any], prices: PriceBook) -> Row:
+    tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"])
+    return {**row, "charge_nano_usd": prices.charge_nano_usd(row["model"], row["received_unix_ms"], *tokens)}
 
 
 def _is_refusal(error: Exception) -> bool:
     # A false yes loses a record, a false no stops the ledger until somebody looks: only what is certain counts.
-    if isinstance(error, (DataError, IntegrityError)):
+    if isinstance(error, (DataError, IntegrityError, asyncpg.DataError)):
         return True
-    driver_error = getattr(error, "orig", None)
+    driver_error = getattr(error, "orig", None) or error  # COPY's errors come as the driver's own
     if isinstance(getattr(driver_error, "__cause__", None), asyncpg.DataError):  # refused before it was sent
         return True
     sqlstate = getattr(driver_error, "sqlstate", None) or ""

@@ -44,6 +44,7 @@ def upgrade() -> None:
             for name, kind in columns.items():
                 table.add_column(sa.Column(name, kind, nullable=True))
     name_the_teams_of_old_requests()
+    create_slices()
     create_sliced("rollups", [sa.Column(name, sa.BigInteger(), nullable=False) for name in SUMS])
     create_sliced("histograms", [sa.Column(name, sa.LargeBinary(), nullable=True) for name in MEASURES])
     create_price_book()
@@ -58,13 +59,20 @@ def name_the_teams_of_old_requests() -> None:
     )
 
 
+def create_slices() -> None:
+    op.create_table(
+        "slices",
+        sa.Column("id", sa.BigInteger(), nullable=False),
+        *(sa.Column(dimension, sa.Text(), nullable=False) for dimension in DIMENSIONS),
+        sa.PrimaryKeyConstraint("id", name="pk_slices"),
+    )
+
+
 def create_sliced(name: str, values: Sequence[sa.Column[object]]) -> None:
-    key = ("width_s", "bucket_unix_ms", *DIMENSIONS)
+    key = ("width_s", "bucket_unix_ms", "slice_id")
     op.create_table(
         name,
-        sa.Column("width_s", sa.BigInteger(), nullable=False),
-        sa.Column("bucket_unix_ms", sa.BigInteger(), nullable=False),
-        *(sa.Column(dimension, sa.Text(), nullable=False) for dimension in DIMENSIONS),
+        *(sa.Column(part, sa.BigInteger(), nullable=False) for part in key),
         *values,
         sa.PrimaryKeyConstraint(*key, name=f"pk_{name}"),
         sqlite_with_rowid=False,
@@ -122,7 +130,7 @@ def create_payloads() -> None:
 
 
 def downgrade() -> None:
-    for table_name in ("payloads", "instance_seconds", "price_book", "histograms", "rollups"):
+    for table_name in ("payloads", "instance_seconds", "price_book", "histograms", "rollups", "slices"):
         op.drop_table(table_name)
     for table_name, columns in NEW_COLUMNS.items():
         with op.batch_alter_table(table_name) as table:

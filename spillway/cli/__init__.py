@@ -27,6 +27,7 @@ app.add_typer(keys_app, name="keys")
 
 db_app = typer.Typer(help="The usage and key database.", no_args_is_help=True)
 db_app.command("upgrade")(setup.db_upgrade)
+db_app.command("check-rollups")(setup.db_check_rollups)
 app.add_typer(db_app, name="db")
 
 config_app = typer.Typer(help="The configuration file.", no_args_is_help=True)

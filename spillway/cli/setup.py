@@ -1,13 +1,15 @@
 """``spillway db`` and ``spillway config``: preparing and checking an installation."""
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from gateway.ledger.check import check_rollups
 from migrations import current, head, upgrade
-from spillway.cli.context import ConfigOption, DataOption, out, resolve_config, run_async, running_or_config
+from spillway.cli.context import ConfigOption, DataOption, database, out, resolve_config, run_async, running_or_config
 from spillway.config import DEFAULT_CONFIG_NAME
 
 
@@ -22,6 +24,30 @@ def db_upgrade(config: ConfigOption = None, data: DataOption = None) -> None:
 
     # The default database is a file in the data folder.
     resolved.data_dir.mkdir(parents=True, exist_ok=True)
+    run_async(main)
+
+
+def db_check_rollups(
+    repair: Annotated[bool, typer.Option("--repair", help="Make anew the days that differ.")] = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Compare rollups with what the requests add up to; with --repair also once after an upgrade from before 0006."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            days = await check_rollups(engine, repair=repair)
+        wrong = [day for day in days if day.wrong]
+        for day in wrong:
+            name = datetime.fromtimestamp(day.begin_unix_ms / 1000, UTC).date()
+            out.print(f"{name}: {day.wrong} rollups {'made anew' if repair else 'are wrong'}, {day.requests} requests")
+        out.print(
+            f"{sum(day.requests for day in days):,} requests of {len(days)} days checked, {len(wrong)} days differed"
+        )
+        if wrong and not repair:
+            raise typer.Exit(1)
+
     run_async(main)
 
 
