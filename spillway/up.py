@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.auth.keys import Grant, create_key, list_keys
+from gateway.auth.admins import has_admin, set_password
+from gateway.auth.keys import SYSTEM, Grant, create_key, list_keys
+from gateway.auth.passwords import new_password
 from gateway.auth.pepper import load_or_create_pepper
 from gateway.auth.principal import INFERENCE, METRICS
 from gateway.db.engine import create_engine
@@ -41,6 +43,7 @@ class Running:
 
     base_url: str
     api_key: str
+    admin_password: str  # empty: it was made earlier
     model: str
     data_dir: Path
 
@@ -88,8 +91,8 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
             resolved = _resolve(config, config.nats.urls if nats is None else (nats.url,))
             say("database: applying migrations")
             await asyncio.to_thread(upgrade, resolved.database_url)
-            api_key = await _first_key(resolved)
-            await _run_processes(nats, _children(resolved), end, say, lambda: on_running(_running(resolved, api_key)))
+            running = _running(resolved, await _first_key(resolved), await _first_password(resolved))
+            await _run_processes(nats, _children(resolved), end, say, lambda: on_running(running))
         finally:
             resolved_config_path(config.data_dir).unlink(missing_ok=True)
             if nats is not None:
@@ -124,7 +127,9 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
     )
     path = resolved_config_path(config.data_dir)
     # The pepper is left out: children find it in the environment or in the data folder, as this process did.
-    dumped = resolved.model_dump(mode="json", exclude={"auth"}, exclude_none=True)
+    dumped = resolved.model_dump(mode="json", exclude={"auth": {"pepper"}}, exclude_none=True)
+    if resolved.auth.oidc is not None and resolved.auth.oidc.client_secret is not None:
+        dumped["auth"]["oidc"]["client_secret"] = resolved.auth.oidc.client_secret.get_secret_value()
     _write_private(path, json.dumps(dumped))
     return resolved
 
@@ -168,6 +173,19 @@ async def _first_key(config: Config) -> str:
         await engine.dispose()
     _write_private(path, plaintext + "\n")
     return plaintext
+
+
+async def _first_password(config: Config) -> str:
+    """The password of the pages' local login, made once and kept nowhere but as a hash; empty if there is one."""
+    engine = create_engine(config.database_url)
+    try:
+        if await has_admin(engine):
+            return ""
+        password = new_password()
+        await set_password(engine, password, SYSTEM)
+    finally:
+        await engine.dispose()
+    return password
 
 
 def _write_private(path: Path, text: str) -> None:
@@ -242,11 +260,12 @@ async def _unless_stopped(work: asyncio.Future[Any], stop: asyncio.Event) -> boo
             await work if not work.done() else None
 
 
-def _running(config: Config, api_key: str) -> Running:
+def _running(config: Config, api_key: str, admin_password: str) -> Running:
     host = "127.0.0.1" if config.gateway.host in {"0.0.0.0", "::"} else config.gateway.host  # noqa: S104
     return Running(
         base_url=f"http://{host}:{config.gateway.port}",
         api_key=api_key,
+        admin_password=admin_password,
         model=next(iter(config.models)),
         data_dir=config.data_dir,
     )

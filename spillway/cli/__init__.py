@@ -2,7 +2,7 @@
 
 import typer
 
-from spillway.cli import bench, keys, processes, setup
+from spillway.cli import admin, bench, keys, processes, setup, teams
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.usage import usage
 
@@ -19,11 +19,33 @@ app.command("ledger")(processes.ledger)
 app.command("usage")(usage)
 app.command("dead-letters")(dead_letters)
 
-keys_app = typer.Typer(help="Create, list and revoke API keys.", no_args_is_help=True)
+app.command("audit")(admin.audit)
+
+keys_app = typer.Typer(help="API keys: who may call, and what he may do.", no_args_is_help=True)
 keys_app.command("create")(keys.create)
+keys_app.command("update")(keys.update)
+keys_app.command("rotate")(keys.rotate)
 keys_app.command("list")(keys.list_)
+keys_app.command("show")(keys.show)
 keys_app.command("revoke")(keys.revoke)
 app.add_typer(keys_app, name="keys")
+
+teams_app = typer.Typer(help="Teams: keys that share limits and a budget.", no_args_is_help=True)
+teams_app.command("create")(teams.create)
+teams_app.command("update")(teams.update)
+teams_app.command("list")(teams.list_)
+teams_app.command("show")(teams.show)
+app.add_typer(teams_app, name="teams")
+
+organisations_app = typer.Typer(help="Organisations: who teams belong to.", no_args_is_help=True)
+organisations_app.command("create")(teams.create_organisation)
+organisations_app.command("rename")(teams.rename_organisation)
+organisations_app.command("list")(teams.list_organisations)
+app.add_typer(organisations_app, name="organisations")
+
+admin_app = typer.Typer(help="The login to the pages.", no_args_is_help=True)
+admin_app.command("password")(admin.password)
+app.add_typer(admin_app, name="admin")
 
 db_app = typer.Typer(help="The usage and key database.", no_args_is_help=True)
 db_app.command("upgrade")(setup.db_upgrade)

@@ -1,38 +1,170 @@
-"""``spillway keys``: who may call the gateway."""
+"""``spillway keys``: who may call the gateway, and what he may do."""
 
+import json
 import logging
-from datetime import UTC, datetime
-from typing import Annotated, Final
+import time
+from collections.abc import Iterable
+from typing import Annotated, Any, Final
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
-from gateway.auth.keys import ApiKey, create_key, list_keys, revoke_key
+from gateway.admin.views import key_view
+from gateway.auth.checks import checked_grant
+from gateway.auth.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
+from gateway.auth.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
+from gateway.settings import canonical_names
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
 from spillway.cli.context import ConfigOption, DataOption, database, out, pepper_of, run_async, running_or_config
+from spillway.cli.policy import (
+    BatchOption,
+    BudgetOption,
+    ConcurrentOption,
+    LogPayloadOption,
+    RedactOption,
+    RetentionOption,
+    RpmOption,
+    TpmOption,
+    TrainOption,
+    WeightOption,
+    duration_s,
+    expiry_unix_ms,
+    limits_text,
+    local_time,
+    policy_changes,
+    this_actor,
+)
 from spillway.config import Config
 
 NOTIFY_LIMIT_S: Final = 3.0
+TABLE_WIDTH_CHARS: Final = 140
+
+ReferenceArgument = Annotated[str, typer.Argument(help="The key's id, a unique beginning of it, or its name.")]
+TeamOption = Annotated[str | None, typer.Option("--team", "-t", help="Its team, by name or id. `default`: none.")]
+ScopeOption = Annotated[
+    list[str] | None,
+    typer.Option("--scope", help=f"What it opens: {', '.join(SCOPES)}. May be given several times."),
+]
+ModelOption = Annotated[
+    list[str] | None, typer.Option("--model", "-m", help="A model it may name; several times for several. `all`: all.")
+]
+ExpiresOption = Annotated[str | None, typer.Option("--expires", help="When it ends: 90d, 12h, 2027-01-31 or never.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, as the admin API answers.")]
 
 log = logging.getLogger(__name__)
 
 
 def create(
     name: Annotated[str, typer.Argument(help="What the key is for; unique among the active keys.")],
+    team: TeamOption = None,
+    scope: ScopeOption = None,
+    model: ModelOption = None,
+    expires: ExpiresOption = None,
+    rpm: RpmOption = None,
+    tpm: TpmOption = None,
+    concurrent: ConcurrentOption = None,
+    budget: BudgetOption = None,
+    weight: WeightOption = None,
+    batch_only: BatchOption = None,
+    log_payload: LogPayloadOption = None,
+    train_ok: TrainOption = None,
+    redact: RedactOption = None,
+    retention_days: RetentionOption = None,
+    as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Create an API key and print it. It is stored as a hash only: this is the one time it can be seen."""
+    """Create an API key and print it. It is stored as a hash only: this is the one time it can be seen.
+
+    Without options it may generate with all models, without bounds of its own. Limits hold on top of its team's.
+    """
     resolved = running_or_config(config, data)
+    changes = _asked(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
+        rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
+        log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
+    )  # fmt: skip
+
+    async def main() -> None:
+        grant = Grant(
+            changes.get("team", DEFAULT_TEAM_ID),
+            changes.get("scopes", (INFERENCE,)),
+            _checked(resolved, changes).get("models"),
+            changes.get("expires_unix_ms"),
+            policy_of(changes),
+        )
+        async with database(resolved) as engine:
+            key, plaintext = await create_key(engine, name, pepper_of(resolved), grant, this_actor())
+        await tell_gateways(resolved)
+        _show_token(key, plaintext, as_json=as_json)
+
+    run_async(main)
+
+
+def update(
+    reference: ReferenceArgument,
+    name: Annotated[str | None, typer.Option(help="A new name.")] = None,
+    team: TeamOption = None,
+    scope: ScopeOption = None,
+    model: ModelOption = None,
+    expires: ExpiresOption = None,
+    rpm: RpmOption = None,
+    tpm: TpmOption = None,
+    concurrent: ConcurrentOption = None,
+    budget: BudgetOption = None,
+    weight: WeightOption = None,
+    batch_only: BatchOption = None,
+    log_payload: LogPayloadOption = None,
+    train_ok: TrainOption = None,
+    redact: RedactOption = None,
+    retention_days: RetentionOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Change an API key: what is not named stays. Running gateways follow at once."""
+    resolved = running_or_config(config, data)
+    changes = _asked(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
+        rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
+        log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
+    )  # fmt: skip
+    if name is not None:
+        changes["name"] = name
+
+    async def main() -> None:
+        checked = _checked(resolved, changes)
+        async with database(resolved) as engine:
+            key = await update_key(engine, reference, checked, this_actor())
+        await tell_gateways(resolved)
+        show_facts(key_view(key), as_json=as_json)
+
+    run_async(main)
+
+
+def rotate(
+    reference: ReferenceArgument,
+    grace: Annotated[str, typer.Option(help="For how long the old one is accepted too: 24h, 30m, 7d or 0.")] = "24h",
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Give an API key a new plaintext and print it. The old one goes on being accepted for a while."""
+    resolved = running_or_config(config, data)
+    grace_s = duration_s(grace, "--grace")
 
     async def main() -> None:
         async with database(resolved) as engine:
-            key, plaintext = await create_key(engine, name, pepper_of(resolved))
-        await _tell_gateways(resolved)
-        out.print(plaintext, markup=False, soft_wrap=True)
-        out.print(f"[dim]{key.key_id}: keep it now, it cannot be shown again[/dim]")
+            key, plaintext = await rotate_key(engine, reference, pepper_of(resolved), this_actor(), grace_s)
+        await tell_gateways(resolved)
+        _show_token(key, plaintext, as_json=as_json)
+        if not as_json:
+            until = local_time(key.previous_until_unix_ms)
+            out.print(
+                f"[dim]the old one is accepted until {until}[/dim]" if until else "[dim]the old one is over[/dim]"
+            )
 
     run_async(main)
 
@@ -41,6 +173,8 @@ def list_(
     config: ConfigOption = None,
     data: DataOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Revoked keys too.")] = False,
+    team: Annotated[str | None, typer.Option("--team", "-t", help="Only this team's, by its name or id.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """List API keys."""
     resolved = running_or_config(config, data)
@@ -48,41 +182,44 @@ def list_(
     async def main() -> None:
         async with database(resolved) as engine:
             keys = await list_keys(engine, include_revoked=everything)
-        table = Table("id", "name", "key", "created", "revoked")
-        for key in keys:
-            table.add_row(*_cells(key))
-        out.print(table)
+        keys = [key for key in keys if team is None or team in {key.team_id, key.team_name}]
+        if as_json:
+            out.print_json(json.dumps([key_view(key) for key in keys]))
+        else:
+            columns = ("id", "name", "key", "team", "scopes", "limits", "created", "expires", "revoked")
+            print_table(columns, (_cells(key) for key in keys))
 
     run_async(main)
 
 
-def revoke(
-    reference: Annotated[str, typer.Argument(help="The key's id, a unique beginning of it, or its name.")],
-    config: ConfigOption = None,
-    data: DataOption = None,
+def show(
+    reference: ReferenceArgument, as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None
 ) -> None:
+    """Show all that is known of an API key; the key itself is not."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            key = await find_key(engine, reference)
+        show_facts(key_view(key), as_json=as_json)
+
+    run_async(main)
+
+
+def revoke(reference: ReferenceArgument, config: ConfigOption = None, data: DataOption = None) -> None:
     """Revoke an API key: running gateways refuse it at once, or within half a minute if they cannot be told."""
     resolved = running_or_config(config, data)
 
     async def main() -> None:
         async with database(resolved) as engine:
-            key = await revoke_key(engine, reference)
-        await _tell_gateways(resolved)
+            key = await revoke_key(engine, reference, this_actor())
+        await tell_gateways(resolved)
         out.print(f"revoked {key.key_id} ({key.name})", markup=False)
 
     run_async(main)
 
 
-def _cells(key: ApiKey) -> tuple[str, ...]:
-    revoked = "" if key.revoked_unix_ms is None else _time(key.revoked_unix_ms)
-    return key.key_id, key.name, f"sk-sw-…{key.last_four}", _time(key.created_unix_ms), revoked
-
-
-def _time(unix_ms: int) -> str:
-    return f"{datetime.fromtimestamp(unix_ms / 1000, UTC).astimezone():%Y-%m-%d %H:%M}"
-
-
-async def _tell_gateways(config: Config) -> None:
+async def tell_gateways(config: Config) -> None:
     """Have running gateways load the keys now; without it they do so within half a minute."""
     if not config.nats.urls:
         return
@@ -92,3 +229,64 @@ async def _tell_gateways(config: Config) -> None:
         await bus.close()
     except BusError as error:
         log.warning("gateways will see the change within half a minute: %s", error)
+
+
+def show_facts(view: dict[str, Any], *, as_json: bool) -> None:
+    """Print one thing, all of it as JSON, or what is set as lines."""
+    if as_json:
+        out.print_json(json.dumps(view))
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for field, value in view.items():
+        if value is not None and field != "object":
+            table.add_row(field.removesuffix("_unix_ms"), _fact(field, value))
+    out.print(table)
+
+
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print rows of cells under their names."""
+    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    # A pipe has no width, and a narrow terminal wraps better than rich cuts.
+    Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False).print(table)
+
+
+def _asked(
+    config: Config, *, team: str | None, scope: list[str] | None, model: list[str] | None, expires: str | None
+) -> dict[str, Any]:
+    """What the options of a key name, but its policy."""
+    changes: dict[str, Any] = {}
+    if team is not None:
+        changes["team"] = team
+    if scope:
+        changes["scopes"] = tuple(scope)
+    if model:
+        changes["models"] = None if model == ["all"] and "all" not in canonical_names(config.models) else model
+    if expires is not None:
+        changes["expires_unix_ms"] = expiry_unix_ms(expires)
+    return changes
+
+
+def _checked(config: Config, changes: dict[str, Any]) -> dict[str, Any]:
+    return checked_grant(changes, canonical_names(config.models), time.time_ns() // 1_000_000)
+
+
+def _show_token(key: ApiKey, plaintext: str, *, as_json: bool) -> None:
+    if as_json:
+        out.print_json(json.dumps(key_view(key, plaintext)))
+        return
+    out.print(plaintext, markup=False, soft_wrap=True)
+    out.print(f"[dim]{key.key_id}: keep it now, it cannot be shown again[/dim]")
+
+
+def _cells(key: ApiKey) -> tuple[str, ...]:
+    times = (key.created_unix_ms, key.expires_unix_ms, key.revoked_unix_ms)
+    scopes, limits = ", ".join(key.scopes), limits_text(key.policy)
+    return (key.key_id, key.name, f"…{key.last_four}", key.team_name, scopes, limits, *map(local_time, times))
+
+
+def _fact(field: str, value: object) -> str:
+    if field.endswith("_unix_ms") and isinstance(value, int):
+        return local_time(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.panel import Panel
 
+from gateway.auth.admins import ADMIN_NAME
 from spillway import logs
 from spillway.cli.context import (
     ConfigOption,
@@ -55,9 +56,7 @@ def up(
         out.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/dim] {line}")
 
     def on_running(running: Running) -> None:
-        out.print(
-            Panel(banner(running.base_url, running.api_key, running.model), title="Spillway is running", expand=False)
-        )
+        out.print(Panel(banner(running), title="Spillway is running", expand=False))
         out.print(curl_command(running.base_url, running.api_key, running.model), soft_wrap=True, markup=False)
         out.print("")
 
@@ -81,14 +80,20 @@ def check_model_folders(config: Config) -> None:
             )
 
 
-def banner(base_url: str, api_key: str, model: str) -> str:
+def banner(running: Running) -> str:
     """What a newcomer needs to know, as rich markup."""
-    shown = api_key or f"(made earlier; `{command_name()} keys create NAME` makes another)"
+    command = command_name()
+    key = running.api_key or f"(made earlier; `{command} keys create NAME` makes another)"
+    password = f"{running.admin_password}  (shown this once)"
+    if not running.admin_password:
+        password = f"(made earlier; `{command} admin password` makes another)"
     return (
-        f"[bold]Endpoint[/bold]  {base_url}/v1\n"
-        f"[bold]API key[/bold]   {shown}\n"
-        f"[bold]Model[/bold]     {model}\n"
-        f"[bold]Usage[/bold]     {command_name()} usage      [bold]Stop[/bold]  Ctrl-C\n\n"
+        f"[bold]Endpoint[/bold]  {running.base_url}/v1\n"
+        f"[bold]API key[/bold]   {key}\n"
+        f"[bold]Model[/bold]     {running.model}\n"
+        f"[bold]Pages[/bold]     {running.base_url}/dashboard\n"
+        f"[bold]Login[/bold]     {ADMIN_NAME}  {password}\n"
+        f"[bold]Usage[/bold]     {command} usage      [bold]Stop[/bold]  Ctrl-C\n\n"
         "Try it from another terminal:"
     )
 

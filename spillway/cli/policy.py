@@ -1,0 +1,160 @@
+"""Options that say what a key or a team may do, and how people write limits, money and times."""
+
+import os
+import pwd
+import re
+import time
+from datetime import datetime
+from decimal import Decimal
+from typing import Annotated, Any, Final
+
+import typer
+
+from gateway.admin.schema import nano_usd
+from gateway.auth.principal import Policy
+
+NONE: Final = "none"  # takes a bound away
+_BUDGET: Final = re.compile(r"\$?\s*(\d{1,10}(?:\.\d{1,9})?)\s*(?:USD)?\s*[/ ]\s*(day|week|month|total)", re.IGNORECASE)
+_DURATION: Final = re.compile(r"(\d{1,6})\s*([smhd])")
+_UNIT_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+RpmOption = Annotated[
+    str | None, typer.Option("--rpm", metavar="N", help="Requests per minute. `none`: no bound of its own.")
+]
+TpmOption = Annotated[
+    str | None, typer.Option("--tpm", metavar="N", help="Tokens per minute, prompt and completion. Or `none`.")
+]
+ConcurrentOption = Annotated[
+    str | None, typer.Option("--concurrent", metavar="N", help="Requests admitted and not yet ended. Or `none`.")
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="MONEY", help='Such as "50 USD/month": per day, week, month (UTC) or total.'),
+]
+WeightOption = Annotated[
+    str | None,
+    typer.Option("--weight", metavar="W", help="Share of the workers against others', while both wait. Or `none`: 1."),
+]
+BatchOption = Annotated[
+    bool | None,
+    typer.Option("--batch-only/--interactive", help="Serve all its requests from what interactive ones leave."),
+]
+LogPayloadOption = Annotated[
+    bool | None, typer.Option("--log-payload/--no-log-payload", help="Keep prompts and answers. Default: no.")
+]
+TrainOption = Annotated[
+    bool | None, typer.Option("--train-ok/--no-train-ok", help="Training sets may be made of them. Default: no.")
+]
+RedactOption = Annotated[
+    bool | None, typer.Option("--redact/--no-redact", help="Strip personal data before they are kept. Default: yes.")
+]
+RetentionOption = Annotated[
+    str | None, typer.Option("--retention-days", metavar="N", help="How long they are kept. Or `none`: the usual time.")
+]
+
+
+def policy_changes(
+    *,
+    rpm: str | None,
+    tpm: str | None,
+    concurrent: str | None,
+    budget: str | None,
+    weight: str | None,
+    batch_only: bool | None,
+    log_payload: bool | None,
+    train_ok: bool | None,
+    redact: bool | None,
+    retention_days: str | None,
+) -> dict[str, Any]:
+    """The fields of Policy that the options name. Raises BadParameter."""
+    counts = {
+        "requests_per_minute": ("--rpm", rpm),
+        "tokens_per_minute": ("--tpm", tpm),
+        "max_concurrent": ("--concurrent", concurrent),
+        "retention_days": ("--retention-days", retention_days),
+    }
+    changes: dict[str, Any] = {
+        field: _number(text, option, int) for field, (option, text) in counts.items() if text is not None
+    }
+    if weight is not None:
+        changes["weight"] = _number(weight, "--weight", float)
+    if budget is not None:
+        changes.update(_budget(budget))
+    if batch_only is not None:
+        changes["priority"] = "batch" if batch_only else "interactive"
+    consents = {"log_payload": log_payload, "train_ok": train_ok, "redact": redact}
+    return changes | {field: consent for field, consent in consents.items() if consent is not None}
+
+
+def expiry_unix_ms(text: str) -> int | None:
+    """When something ends: ``90d`` (h, m, s) from now, ``2027-01-31`` in local time, ``never``. Raises BadParameter."""
+    if text == "never":
+        return None
+    after = _DURATION.fullmatch(text)
+    if after is not None:
+        return int((time.time() + int(after[1]) * _UNIT_S[after[2]]) * 1000)
+    try:
+        return int(datetime.fromisoformat(text).timestamp() * 1000)
+    except (ValueError, OverflowError) as error:
+        raise typer.BadParameter("such as 90d, 12h, 2027-01-31 or never", param_hint="--expires") from error
+
+
+def duration_s(text: str, option: str) -> int:
+    """Seconds of ``24h``, ``30m``, ``7d`` or ``0``. Raises BadParameter."""
+    if text == "0":
+        return 0
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter("such as 24h, 30m, 7d or 0", param_hint=option)
+    return int(found[1]) * _UNIT_S[found[2]]
+
+
+def limits_text(policy: Policy) -> str:
+    """A policy's bounds in a few words."""
+    words = [
+        f"{value:,} {unit}"
+        for value, unit in (
+            (policy.requests_per_minute, "rpm"),
+            (policy.tokens_per_minute, "tpm"),
+            (policy.max_concurrent, "at once"),
+        )
+        if value is not None
+    ]
+    if policy.budget_nano_usd is not None:
+        words.append(f"{Decimal(policy.budget_nano_usd) / 10**9:f} USD/{policy.budget_period}")
+    if policy.weight is not None:
+        words.append(f"weight {policy.weight:g}")
+    if policy.priority == "batch":
+        words.append("batch only")
+    return ", ".join(words)
+
+
+def local_time(unix_ms: int | None) -> str:
+    """A moment in this machine's time zone; empty if there is none."""
+    return "" if unix_ms is None else f"{datetime.fromtimestamp(unix_ms / 1000).astimezone():%Y-%m-%d %H:%M}"
+
+
+def this_actor() -> str:
+    """Who runs this command, as the audit log calls him."""
+    try:
+        return f"cli:{pwd.getpwuid(os.getuid()).pw_name}"
+    except KeyError:
+        return f"cli:{os.getuid()}"
+
+
+def _number(text: str, option: str, kind: type[int] | type[float]) -> float | None:
+    if text == NONE:
+        return None
+    try:
+        return kind(text.replace("_", ""))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no number, and not `none`", param_hint=option) from error
+
+
+def _budget(text: str) -> dict[str, Any]:
+    if text == NONE:
+        return {"budget_nano_usd": None, "budget_period": None}
+    found = _BUDGET.fullmatch(text.strip())
+    if found is None:
+        raise typer.BadParameter('such as "50 USD/month", "2.50 USD/day", "1000 USD/total"', param_hint="--budget")
+    return {"budget_nano_usd": nano_usd(Decimal(found[1])), "budget_period": found[2].lower()}

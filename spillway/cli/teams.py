@@ -1,0 +1,183 @@
+"""``spillway teams`` and ``spillway organisations``: who shares limits, and who pays."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from gateway.admin.views import organisation_view, team_view
+from gateway.auth import teams
+from gateway.auth.principal import policy_of
+from spillway.cli.context import ConfigOption, DataOption, database, out, run_async, running_or_config
+from spillway.cli.keys import JsonOption, print_table, show_facts, tell_gateways
+from spillway.cli.policy import (
+    BatchOption,
+    BudgetOption,
+    ConcurrentOption,
+    LogPayloadOption,
+    RedactOption,
+    RetentionOption,
+    RpmOption,
+    TpmOption,
+    TrainOption,
+    WeightOption,
+    limits_text,
+    local_time,
+    policy_changes,
+    this_actor,
+)
+
+ReferenceArgument = Annotated[str, typer.Argument(help="Its id or name.")]
+OrganisationOption = Annotated[str | None, typer.Option("--organisation", "-o", help="Whose it is, by name or id.")]
+
+
+def create(
+    name: Annotated[str, typer.Argument(help="Unique among the teams.")],
+    organisation: OrganisationOption = None,
+    rpm: RpmOption = None,
+    tpm: TpmOption = None,
+    concurrent: ConcurrentOption = None,
+    budget: BudgetOption = None,
+    weight: WeightOption = None,
+    batch_only: BatchOption = None,
+    log_payload: LogPayloadOption = None,
+    train_ok: TrainOption = None,
+    redact: RedactOption = None,
+    retention_days: RetentionOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Create a team. Its limits hold for all its keys together; its weight is its share against other teams."""
+    resolved = running_or_config(config, data)
+    changes = policy_changes(
+        rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
+        log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
+    )  # fmt: skip
+
+    async def main() -> None:
+        owner = organisation or teams.DEFAULT_ORGANISATION_ID
+        async with database(resolved) as engine:
+            team = await teams.create_team(engine, name, this_actor(), owner, policy_of(changes))
+        show_facts(team_view(team), as_json=as_json)
+
+    run_async(main)
+
+
+def update(
+    reference: ReferenceArgument,
+    name: Annotated[str | None, typer.Option(help="A new name.")] = None,
+    organisation: OrganisationOption = None,
+    rpm: RpmOption = None,
+    tpm: TpmOption = None,
+    concurrent: ConcurrentOption = None,
+    budget: BudgetOption = None,
+    weight: WeightOption = None,
+    batch_only: BatchOption = None,
+    log_payload: LogPayloadOption = None,
+    train_ok: TrainOption = None,
+    redact: RedactOption = None,
+    retention_days: RetentionOption = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Change a team: what is not named stays. Running gateways follow at once, for all its keys."""
+    resolved = running_or_config(config, data)
+    changes = policy_changes(
+        rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
+        log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
+    )  # fmt: skip
+    changes |= {field: value for field, value in (("name", name), ("organisation", organisation)) if value is not None}
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            team = await teams.update_team(engine, reference, changes, this_actor())
+        await tell_gateways(resolved)
+        show_facts(team_view(team), as_json=as_json)
+
+    run_async(main)
+
+
+def list_(as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None) -> None:
+    """List teams."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            found = await teams.list_teams(engine)
+        if as_json:
+            out.print_json(json.dumps([team_view(team) for team in found]))
+            return
+        rows = (
+            (t.team_id, t.name, t.organisation_name, limits_text(t.policy), local_time(t.created_unix_ms))
+            for t in found
+        )
+        print_table(("id", "name", "organisation", "limits", "created"), rows)
+
+    run_async(main)
+
+
+def show(
+    reference: ReferenceArgument, as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None
+) -> None:
+    """Show all that is known of a team."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        async with database(resolved) as engine, engine.connect() as connection:
+            team = await teams.find_team(connection, reference)
+        show_facts(team_view(team), as_json=as_json)
+
+    run_async(main)
+
+
+def create_organisation(
+    name: Annotated[str, typer.Argument(help="Unique among the organisations.")],
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Create an organisation, to put teams into."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            made = await teams.create_organisation(engine, name, this_actor())
+        show_facts(organisation_view(made), as_json=as_json)
+
+    run_async(main)
+
+
+def rename_organisation(
+    reference: ReferenceArgument,
+    name: Annotated[str, typer.Argument(help="The new name.")],
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Rename an organisation."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            renamed = await teams.rename_organisation(engine, reference, name, this_actor())
+        show_facts(organisation_view(renamed), as_json=as_json)
+
+    run_async(main)
+
+
+def list_organisations(as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None) -> None:
+    """List organisations."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            found = await teams.list_organisations(engine)
+        if as_json:
+            out.print_json(json.dumps([organisation_view(organisation) for organisation in found]))
+            return
+        rows = ((o.organisation_id, o.name, local_time(o.created_unix_ms)) for o in found)
+        print_table(("id", "name", "created"), rows)
+
+    run_async(main)
