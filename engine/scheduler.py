@@ -283,7 +283,8 @@ class Scheduler:
         return self._wanted_blocks(sequence) - found_blocks <= self.block_pool.free_blocks - promised
 
     def _wanted_blocks(self, sequence: Sequence) -> int:
-        tokens = min(sequence.max_total_tokens, len(sequence.token_ids) + LOOKAHEAD_TOKENS)
+        ahead = max(LOOKAHEAD_TOKENS, len(sequence.draft))  # what it holds for its draft cannot be taken back
+        tokens = min(sequence.max_total_tokens, len(sequence.token_ids) + ahead)
         return self.block_pool.blocks_for(tokens)
 
     def _admit(self, sequence: Sequence, found_blocks: list[int]) -> None:
