@@ -6,7 +6,7 @@ MODEL ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-gpu check format bench bench-engine-peers chaos lock clean
+.PHONY: help run test test-gpu check format bench bench-engine-peers leaks chaos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -46,6 +46,11 @@ bench-engine-peers: ## Our engine beside transformers and vLLM for CPUs (install
 	@scripts/setup.sh test
 	.venv/bin/python -m benchmarks.engine_throughput --systems generate continuous vllm spillway spillway-int8 \
 	  $(if $(PICTURE),--picture $(PICTURE))
+
+REQUESTS ?= 10000
+leaks: ## Cancel requests at random moments and look for what the engine keeps of them: make leaks [REQUESTS=10000] [SEED=1]
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.unit.engine.leaks --requests $(REQUESTS) --seed $(SEED)
 
 SCENARIO ?= kill
 SEED ?= 1

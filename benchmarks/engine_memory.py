@@ -4,8 +4,9 @@
   to first token of each, counted from handing over, and output tokens per second; with the cache off, an empty cache
   ("cold": the prefix is computed once, by the first), and once more with the prefix in it ("warm").
 - *overload*: 64 requests of random lengths (prompts of 32 to 256 tokens, 16 to 256 new ones, 256 asked for) into memory
-  for a quarter of them. Reserving each one's whole length is compared with growing and preempting. The recompute tax
-  is the share of tokens computed more than once.
+  for a quarter of them; *outgrow*: 40 that become as long as they may (prompts of 16 to 64 tokens, 128 to 512 new
+  ones). Reserving each one's whole length is compared with growing and preempting. The recompute tax is the share of
+  tokens computed more than once; the longest pause is the most steps that a stream stood still, having given way.
 
 The model is a Llama of 68 M random float32 parameters. Needs no network.
 
@@ -19,6 +20,7 @@ import random
 import statistics
 import subprocess
 import time
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -30,7 +32,6 @@ from engine import EngineConfig, GenerationRequest, LLMEngine, SamplingParams
 
 SEED = 21
 SHARING, PREFIX_TOKENS, OWN_TOKENS, NEW_TOKENS = 32, 512, 32, 32
-OVERLOAD, PROMPTS, OUTPUTS, MAX_TOKENS = 64, (32, 256), (16, 256), 256
 BLOCK_SIZE = 16
 
 
@@ -82,23 +83,39 @@ def shared_prefix(model: LlamaForCausalLM, threads: int) -> dict[str, dict[str, 
     }
 
 
-def overload(model: LlamaForCausalLM, threads: int) -> dict[str, dict[str, float]]:
+@dataclass(frozen=True)
+class Load:
+    """Requests that all come at once."""
+
+    requests: int
+    prompts: tuple[int, int]  # tokens, from and to
+    outputs: tuple[int, int]
+    asked: int | None  # max_tokens; None: as many as it will have
+
+
+OVERLOADS = {
+    "overload": Load(64, (32, 256), (16, 256), asked=256),
+    "outgrow": Load(40, (16, 64), (128, 512), asked=None),
+}
+
+
+def overload(model: LlamaForCausalLM, threads: int, load: Load) -> dict[str, dict[str, float]]:
     source = random.Random(SEED)
-    wanted = [(source.randint(*PROMPTS), source.randint(*OUTPUTS)) for _ in range(OVERLOAD)]
+    wanted = [(source.randint(*load.prompts), source.randint(*load.outputs)) for _ in range(load.requests)]
     prompts = [random_tokens(source, prompt) for prompt, _ in wanted]
     config = model.config
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    kv_bytes = bytes_per_token * sum(prompt + MAX_TOKENS for prompt, _ in wanted) // 4
+    kv_bytes = bytes_per_token * sum(prompt + (load.asked or output) for prompt, output in wanted) // 4
     usual_lookahead = engine.scheduler.LOOKAHEAD_TOKENS
     found = {}
-    for name, lookahead in {"reserve": MAX_TOKENS, "preempt": usual_lookahead}.items():
+    for name, lookahead in {"reserve": model.config.max_position_embeddings, "preempt": usual_lookahead}.items():
         engine.scheduler.LOOKAHEAD_TOKENS = lookahead
-        under_test = make_engine(model, max_sequences=OVERLOAD, threads=threads, kv_bytes=kv_bytes)
+        under_test = make_engine(model, max_sequences=load.requests, threads=threads, kv_bytes=kv_bytes)
         for number, (prompt, (_, output)) in enumerate(zip(prompts, wanted, strict=True)):
-            # The engine is told of the longest answer only; where it ends is not known beforehand.
-            params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+            # Where only the longest answer is asked for, it is not known beforehand where one ends.
+            params = SamplingParams(temperature=0.0, max_tokens=load.asked or output, ignore_eos=True)
             under_test.add_request(GenerationRequest(f"{number}.{output}", prompt, params))
-        found[name] = until_the_end(under_test, sum(prompt + output for prompt, output in wanted) - OVERLOAD)
+        found[name] = until_the_end(under_test, sum(prompt + output for prompt, output in wanted) - load.requests)
     engine.scheduler.LOOKAHEAD_TOKENS = usual_lookahead
     return found
 
@@ -106,10 +123,15 @@ def overload(model: LlamaForCausalLM, threads: int) -> dict[str, dict[str, float
 def until_the_end(under_test: LLMEngine, needed_tokens: int) -> dict[str, float]:
     start_s = time.perf_counter()
     made: dict[str, int] = {}
+    last_step: dict[str, int] = {}
+    steps = longest_pause = 0
     while under_test.has_unfinished():
+        steps += 1
         for output in under_test.step():
             name = output.request_id
             made[name] = made.get(name, 0) + len(output.token_ids)
+            longest_pause = max(longest_pause, steps - last_step.get(name, steps) - 1)
+            last_step[name] = steps
             if output.finish_reason is None and made[name] >= int(name.partition(".")[2]):
                 under_test.abort(name)
     seconds = time.perf_counter() - start_s
@@ -117,6 +139,8 @@ def until_the_end(under_test: LLMEngine, needed_tokens: int) -> dict[str, float]
     return {
         "seconds": round(seconds, 1),
         "tokens_per_s": round(sum(made.values()) / seconds, 1),
+        "steps": steps,
+        "longest_pause_steps": longest_pause,
         "preemptions": counters.preemptions,
         "recompute_tax": round(counters.computed_tokens / needed_tokens - 1, 3),
     }
@@ -131,9 +155,10 @@ def main() -> None:
     prefix = shared_prefix(model, args.threads)
     for name, figures in prefix.items():
         print(f"shared prefix, cache {name:<5} {figures}")
-    loads = overload(model, args.threads)
-    for name, figures in loads.items():
-        print(f"overload, {name:<8} {figures}")
+    loads = {name: overload(model, args.threads, load) for name, load in OVERLOADS.items()}
+    for name, ways in loads.items():
+        for way, figures in ways.items():
+            print(f"{name:<8}, {way:<8} {figures}")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     print(
         json.dumps(
@@ -143,7 +168,7 @@ def main() -> None:
                 "torch": torch.__version__,
                 "commit": commit.stdout.strip() or None,
                 "shared_prefix": prefix,
-                "overload": loads,
+                **loads,
             }
         )
     )

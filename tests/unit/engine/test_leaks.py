@@ -1,0 +1,29 @@
+"""A short run of what `make leaks` does with 10,000 requests."""
+
+import gc
+
+import pytest
+
+from engine.grammar import MAX_COMPILED
+from tests.unit.engine.invariants import check_engine
+from tests.unit.engine.leaks import held, make_engine, storm
+
+
+def test_nothing_stays_of_a_thousand_requests_that_are_cancelled_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 0)  # so that memory runs short
+    engine = make_engine()
+    objects = 0
+    for step, came in enumerate(storm(engine, 1000, seed=3)):
+        if step % 8 == 0:
+            check_engine(engine)
+        if came > 200 and not objects:
+            objects = count_objects()
+    assert engine.counters.preemptions > 0
+    assert not any(held(engine).values())
+    assert len(engine._vocabularies[None].grammars._compiled) <= MAX_COMPILED
+    assert count_objects() < objects + 800, "one or more for each request"
+
+
+def count_objects() -> int:
+    gc.collect()
+    return len(gc.get_objects())
