@@ -14,6 +14,7 @@ MODELS_BUCKET: Final = "models"
 ARTIFACTS_BUCKET: Final = "artifacts"
 PROMPTS_BUCKET: Final = "prompts"
 IDEMPOTENCY_BUCKET: Final = "idempotency"
+QUOTAS_BUCKET: Final = "quotas"
 
 LEDGER_CONSUMER: Final = "ledger"
 DEAD_LETTER_STREAM: Final = "DLQ"
@@ -37,6 +38,9 @@ KEYS_CHANGED_SUBJECT: Final = "config.keys.changed"
 
 # Core NATS: each gateway tells the others which lanes its tenants' jobs wait in.
 LANES_IN_USE: Final = "lanes.in-use"
+
+# Core NATS, an account's id: a gateway misses something of a limit that others may hold without need.
+QUOTA_WANTED: Final = "quotas.wanted"
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 

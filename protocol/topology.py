@@ -34,12 +34,14 @@ PROMPT_MAX_AGE_S: Final = 3600
 PROMPTS_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, a job with a prompt by reference waits for another's to be done
 IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themselves: these are of dead ones
 IDEMPOTENCY_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 claims
+QUOTAS_MAX_BYTES: Final = 256 * 1024 * 1024  # one entry of some 1 KB for each key and each team that has a limit
 
 NS: Final = 1_000_000_000
 STREAM_NOT_FOUND: Final = 10059
 STREAM_NAME_IN_USE: Final = 10058
 CONSUMER_NOT_FOUND: Final = 10014
 CONSUMER_CANNOT_CHANGE: Final = 10012
+WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # of a compare-and-set: somebody else was quicker
 FIRST_APPLY_LIMIT_S: Final = 30.0  # how long a starting gateway waits for a cluster's first leader
 # Cluster incomplete, no suitable peers, not available, not the leader, insufficient resources.
 NOT_YET: Final = {10004, 10005, 10008, 10009, 10023}
@@ -107,6 +109,7 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             "discard": "old",
             "deny_delete": False,  # a claim is removed by its sequence, so that nobody else's is
         },
+        {**_bucket(subjects.QUOTAS_BUCKET, bounds, storage="file", max_age_s=0), "max_bytes": QUOTAS_MAX_BYTES},
         _object_bucket(subjects.ARTIFACTS_BUCKET, bounds, storage="file", max_age_s=0),
         {
             **_object_bucket(subjects.PROMPTS_BUCKET, bounds, storage="memory", max_age_s=PROMPT_MAX_AGE_S),

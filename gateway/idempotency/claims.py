@@ -12,9 +12,9 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ApiError, BusError, ProtocolError
 from protocol.idempotency import Claim, decode_claim, encode
+from protocol.topology import WRONG_LAST_SEQUENCE
 
 CLAIM_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
-WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # JetStream: somebody else was quicker
 STREAM: Final = f"KV_{subjects.IDEMPOTENCY_BUCKET}"
 
 log = logging.getLogger(__name__)

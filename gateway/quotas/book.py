@@ -1,0 +1,131 @@
+"""One account's books at this gateway: the slice, what is known of the account, and who waits."""
+
+import asyncio
+import time
+from typing import Final
+
+from msgspec import Struct
+
+from gateway.quotas.account import EMPTY, Exchanged, Report, exchange
+from gateway.quotas.refusals import RateStatus, Refusal, rate_status, shortage
+from gateway.quotas.slices import Slice
+from gateway.quotas.terms import Terms, plus
+from gateway.quotas.vault import Vault
+from protocol.errors import BusError
+from protocol.quotas import NOTHING, Account, Amounts, Kind, Lease
+
+MAX_TRIES: Final = 16  # of one exchange, while other gateways change the same account
+MAX_NEEDS_TOLD: Final = 1024  # requests whose needs one exchange looks at
+FRESH_S: Final = 0.05  # so long after an exchange, what it has found may refuse requests without another one
+
+
+class Doubt(Struct, frozen=True):
+    """An exchange of which nobody knows whether it was stored."""
+
+    number: int
+    report: Report
+    given_back: Amounts
+    exchanged: Exchanged
+
+
+class Book:
+    """Only the event loop touches it, and ``exchange`` runs once at a time."""
+
+    def __init__(self, account_id: str, whose: str, gateway_id: str, terms: Terms) -> None:
+        self.account_id = account_id
+        self.whose = whose  # "key" | "team"
+        self.terms = terms
+        self.slice = Slice()
+        self.account: Account = EMPTY  # as it was after the last exchange
+        self.exchanged_s = float("-inf")  # monotonic clock
+        self.is_wanted = False  # others miss what we hold without need
+        self.waiting: dict[asyncio.Event, Amounts] = {}  # what each needs
+        self._gateway_id = gateway_id
+        self._number = 0
+        self._entry: int | None = None  # sequence of the bucket's entry that is ``account``; None: to be read again
+        self._lease: Lease | None = None  # as it was last stored
+        self._period = ""  # of the account at that time
+        self._doubt: Doubt | None = None
+
+    def wake(self) -> None:
+        """Let those who wait look again."""
+        for event in self.waiting:
+            event.set()
+
+    def shortage(self, needs: Amounts, now_s: float) -> Refusal | None:
+        """The limit that refuses, by what is known; None: there may be enough, or nothing recent is known."""
+        if time.monotonic() - self.exchanged_s > FRESH_S:
+            return None
+        return shortage(self.account, self.terms, self.whose, needs, idle=self._within_reach(), now_s=now_s)
+
+    def last_known_shortage(self, needs: Amounts, now_s: float) -> Refusal | None:
+        """The same, of what may be with the other gateways too; None: the account has not been reached lately."""
+        if now_s >= self.slice.expires_s:
+            return None
+        idle = (self.slice.idle[0], self.slice.idle[1], self.slice.idle[2], self.slice.idle[3])
+        return shortage(self.account, self.terms, self.whose, needs, idle=idle, now_s=now_s)
+
+    def _within_reach(self) -> Amounts:
+        """What is idle here, and what others may give back."""
+        idle = (self.slice.idle[0], self.slice.idle[1], self.slice.idle[2], self.slice.idle[3])
+        for gateway_id, lease in self.account.leases.items():
+            if gateway_id != self._gateway_id:
+                idle = plus(idle, lease.idle)
+        return idle
+
+    def rate_status(self, kind: Kind, now_s: float) -> RateStatus | None:
+        """How far a rate is used."""
+        return rate_status(self.account, self.terms, kind, self._gateway_id, unreported=self.slice.unreported(), now_s=now_s)
+
+    async def exchange(self, vault: Vault, *, keep_idle: bool = True) -> None:
+        """Report to the account and lease from it. Raises BusError or ProtocolError."""
+        if self.is_wanted:
+            self.is_wanted = keep_idle = False
+        for _ in range(MAX_TRIES):
+            if self._entry is None:
+                await self._read(vault)
+            if await self._write(vault, keep_idle=keep_idle):
+                return
+        raise BusError(f"the quota account {self.account_id} changes all the time")
+
+    async def _read(self, vault: Vault) -> None:
+        self.account, self._entry = await vault.load(self.account_id) or (EMPTY, 0)
+        lease, ours, doubt = self.account.leases.get(self._gateway_id), self._lease, self._doubt
+        self._doubt = None
+        if doubt is not None and lease is not None and lease.exchange == doubt.number:
+            self._leased(doubt.exchanged)
+        elif doubt is not None and ours is not None and any(ours.held) and lease is None:
+            # Stored or not, the lease has run out: all is presumed used by now, and which of the two nobody can say.
+            self.slice.presumed_dead(Lease(ours.exchange, 0, NOTHING, NOTHING), self._period)
+            self._lease = None
+        else:
+            if doubt is not None:
+                self.slice.undo_report(doubt.report, doubt.given_back)
+            if ours is not None and any(ours.held) and (lease is None or lease.exchange != ours.exchange):
+                self.slice.presumed_dead(ours, self._period)
+                self._lease = None
+
+    async def _write(self, vault: Vault, *, keep_idle: bool) -> bool:
+        """Whether the account has been changed; False: somebody else was quicker."""
+        now_s = time.time()
+        needs = tuple(list(self.waiting.values())[:MAX_NEEDS_TOLD])
+        self._number += 1
+        report, given_back = self.slice.begin_report(self.terms, needs, now_s, keep_idle=keep_idle)
+        exchanged = exchange(self.account, self._gateway_id, report, self.terms, number=self._number, now_s=now_s)
+        over, self._entry = self._entry or 0, None
+        self._doubt = Doubt(self._number, report, given_back, exchanged)
+        entry = await vault.store(self.account_id, exchanged.account, over)
+        self._doubt = None
+        if entry is None:
+            self.slice.undo_report(report, given_back)
+            return False
+        self._entry = entry
+        self.account = exchanged.account
+        self.exchanged_s = time.monotonic()
+        self._leased(exchanged)
+        return True
+
+    def _leased(self, exchanged: Exchanged) -> None:
+        self.slice.end_report(exchanged)
+        self._lease = exchanged.account.leases[self._gateway_id]
+        self._period = exchanged.account.period

@@ -1,0 +1,221 @@
+"""Limits of keys and teams as this gateway keeps them: a request reserves from memory, the rest happens beside it.
+
+Only a request whose slice does not hold enough waits, for one exchange with the bucket, at most ``SLICE_WAIT_S``.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from gateway.auth.principal import Principal
+from gateway.quotas.account import LEASE_S
+from gateway.quotas.book import Book
+from gateway.quotas.refusals import Refusal, too_large
+from gateway.quotas.reservation import Estimate, Reservation
+from gateway.quotas.terms import Terms, terms_of
+from gateway.quotas.vault import Vault
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError, ProtocolError
+from protocol.quotas import Amounts
+
+SLICE_WAIT_S: Final = 0.1  # how long a request waits for a larger slice
+EXCHANGE_GAP_S: Final = 0.02  # between two exchanges of one account
+REPORT_PERIOD_S: Final = 1.0  # how old what others know of our use may be; a part of LEASE_S
+RENEW_S: Final = LEASE_S / 3
+TICK_S: Final = 0.25
+FORGET_S: Final = 120.0  # books that nobody has asked for and that hold nothing
+MAX_EXCHANGES: Final = 32  # at once, over all accounts
+CLOSE_LIMIT_S: Final = 2.0  # for giving everything back
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """A limit refuses the request."""
+
+    def __init__(self, refusal: Refusal, books: tuple[Book, ...]) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
+        self.books = books
+
+
+class Unavailable(Exception):
+    """What is left of a limit cannot be asked at the moment: the queue server is away."""
+
+
+class Quotas:
+    """Reserves, and reports what was used. ``start`` it, run ``run`` as a supervised task, ``close`` it at the end."""
+
+    def __init__(self, bus: Bus, gateway_id: str) -> None:
+        self._bus = bus
+        self._gateway_id = gateway_id
+        self._vault = Vault(bus)
+        self._books: dict[str, Book] = {}
+        self._asked_s: dict[str, float] = {}  # by account, when a request last needed it (monotonic clock)
+        self._exchanging: dict[str, asyncio.Task[None]] = {}
+        self._places = asyncio.Semaphore(MAX_EXCHANGES)
+        self._failing = False
+
+    async def start(self) -> None:
+        """Listen to what others miss. Raises BusError."""
+        await self._bus.subscribe(subjects.QUOTA_WANTED, self._on_wanted)
+
+    async def run(self) -> None:
+        """Report what was used, renew leases, give back what is not needed; never returns."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            for book in list(self._books.values()):
+                if book.slice.is_empty:
+                    self._forget_if_old(book, now_s)
+                elif now_s - book.exchanged_s >= (REPORT_PERIOD_S if book.slice.is_changed else RENEW_S):
+                    self._exchange_soon(book)
+
+    def _forget_if_old(self, book: Book, now_s: float) -> None:
+        account_id = book.account_id
+        if now_s - self._asked_s[account_id] > FORGET_S and account_id not in self._exchanging:
+            del self._books[account_id], self._asked_s[account_id]
+
+    async def close(self) -> None:
+        """Report everything and give back what is idle, within ``CLOSE_LIMIT_S``; what is not ends with its lease."""
+        try:
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await asyncio.gather(*self._exchanging.values(), return_exceptions=True)
+                for book in self._books.values():
+                    if not book.slice.is_empty:
+                        await book.exchange(self._vault, keep_idle=False)
+        except (TimeoutError, BusError, ProtocolError) as error:
+            log.warning("limits are not given back; they return when their leases end: %s", error or "too slow")
+        finally:
+            for task in self._exchanging.values():
+                task.cancel()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def reserve(self, principal: Principal, estimate: Estimate) -> Reservation | None:
+        """Reserve the most that a request can use, of the key's and the team's limits; None: it has none.
+
+        Raises Refused or Unavailable; then nothing is reserved.
+        """
+        key, team = terms_of(principal.key_policy), terms_of(principal.team_policy)
+        if key is None and team is None:
+            return None
+        claims = self._claims(principal, key, team, estimate.amounts)
+        now_s = time.time()
+        if not all(book.slice.has(needs, now_s) for book, needs in claims):
+            await self._wait_for_slices(claims)
+            now_s = time.time()
+        taken = [(book, book.slice.take(needs, now_s)) for book, needs in claims]
+        for book, _ in claims:
+            if book.slice.is_low:
+                self._exchange_soon(book)
+        return Reservation(taken, estimate.price)
+
+    def _claims(
+        self, principal: Principal, key: Terms | None, team: Terms | None, amounts: Amounts
+    ) -> list[tuple[Book, Amounts]]:
+        """The books that a request needs something of. Raises Refused for what is more than a limit by itself."""
+        claims = []
+        for whose, account_id, terms in (("key", principal.key_id, key), ("team", principal.team_id, team)):
+            if terms is not None:
+                book = self._book(account_id, whose, terms)
+                claims.append((book, terms.needs(amounts)))
+        for book, needs in claims:
+            refusal = too_large(book.terms, book.whose, needs)
+            if refusal is not None:
+                raise Refused(refusal, tuple(one for one, _ in claims))
+        return claims
+
+    def _book(self, account_id: str, whose: str, terms: Terms) -> Book:
+        book = self._books.get(account_id)
+        if book is None:
+            book = self._books[account_id] = Book(account_id, whose, self._gateway_id, terms)
+        book.terms = terms
+        self._asked_s[account_id] = time.monotonic()
+        return book
+
+    async def _wait_for_slices(self, claims: list[tuple[Book, Amounts]]) -> None:
+        """Return when all slices hold enough at once. Raises Refused or Unavailable."""
+        changed = asyncio.Event()
+        books = tuple(book for book, _ in claims)
+        try:
+            async with asyncio.timeout(SLICE_WAIT_S):
+                while short := self._short_ones(claims):
+                    changed.clear()
+                    for book, needs in short:
+                        book.waiting[changed] = needs
+                        self._exchange_soon(book)
+                    await changed.wait()
+        except TimeoutError:
+            raise self._late_refusal(claims) from None
+        finally:
+            for book in books:
+                book.waiting.pop(changed, None)
+
+    def _short_ones(self, claims: list[tuple[Book, Amounts]]) -> list[tuple[Book, Amounts]]:
+        """Those whose slices do not hold enough. Raises Refused where an account has nothing more."""
+        now_s = time.time()
+        short = [(book, needs) for book, needs in claims if not book.slice.has(needs, now_s)]
+        for book, needs in short:
+            refusal = book.shortage(needs, now_s)
+            if refusal is not None:
+                raise Refused(refusal, tuple(one for one, _ in claims))
+        return short
+
+    def _late_refusal(self, claims: list[tuple[Book, Amounts]]) -> Refused | Unavailable:
+        now_s = time.time()
+        for book, needs in claims:
+            if not book.slice.has(needs, now_s):
+                refusal = book.last_known_shortage(needs, now_s)
+                if refusal is not None:
+                    return Refused(refusal, tuple(one for one, _ in claims))
+        return Unavailable()
+
+    # --- exchanges ----------------------------------------------------------------------------------------------------
+
+    def _exchange_soon(self, book: Book) -> None:
+        if book.account_id not in self._exchanging:
+            task = asyncio.create_task(self._exchange_until_served(book))
+            self._exchanging[book.account_id] = task
+            task.add_done_callback(lambda _: self._exchanging.pop(book.account_id, None))
+
+    async def _exchange_until_served(self, book: Book) -> None:
+        while True:
+            await asyncio.sleep(max(0.0, book.exchanged_s + EXCHANGE_GAP_S - time.monotonic()))
+            async with self._places:
+                if not await self._exchange(book):
+                    return
+            book.wake()
+            await asyncio.sleep(0)  # they look
+            if book.waiting:
+                await self._tell_wanted(book)
+            elif not book.is_wanted:
+                return
+
+    async def _exchange(self, book: Book) -> bool:
+        try:
+            await book.exchange(self._vault)
+        except (BusError, ProtocolError) as error:
+            if not self._failing:
+                log.warning("limits cannot be shared; what is leased serves until its lease ends: %s", error)
+            self._failing = True
+            return False
+        self._failing = False
+        return True
+
+    async def _tell_wanted(self, book: Book) -> None:
+        try:
+            await self._bus.publish(subjects.QUOTA_WANTED, f"{self._gateway_id} {book.account_id}".encode())
+        except BusError as error:  # who waits is refused soon
+            log.debug("that a limit is wanted could not be told: %s", error)
+
+    async def _on_wanted(self, message: Msg) -> None:
+        sender, _, account_id = message.data.decode("utf-8", "replace").partition(" ")
+        book = self._books.get(account_id)
+        if book is not None and sender != self._gateway_id and any(book.slice.idle) and not book.waiting:
+            book.is_wanted = True
+            self._exchange_soon(book)

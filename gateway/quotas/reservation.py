@@ -1,0 +1,61 @@
+"""What one admitted request has reserved: its duty is to be settled, or refunded, once."""
+
+from typing import Final
+
+from msgspec import Struct
+
+from gateway.quotas.book import Book
+from gateway.quotas.price import Price
+from gateway.quotas.slices import Taken
+from protocol.quotas import NOTHING, Amounts
+
+FREE: Final = Price(prompt=0, completion=0)
+
+
+class Estimate(Struct, frozen=True):
+    """The most that a request can use."""
+
+    prompt_tokens: int
+    completion_tokens: int  # max_tokens of all choices together
+    price: Price = FREE
+
+    @property
+    def amounts(self) -> Amounts:
+        """What to reserve. The cache's discount is not sure before the end."""
+        tokens = self.prompt_tokens + self.completion_tokens
+        return 1, tokens, 1, self.price.charge(self.prompt_tokens, 0, self.completion_tokens)
+
+
+class Reservation:
+    """Its methods may be called again: only the first ``settle`` or ``refund`` counts. ``clock`` as time.time."""
+
+    __slots__ = ("_is_open", "_price", "_taken", "books")
+
+    def __init__(self, taken: list[tuple[Book, Taken]], price: Price) -> None:
+        self.books = tuple(book for book, _ in taken)
+        self._taken = taken
+        self._price = price
+        self._is_open = True
+
+    def release_place(self) -> None:
+        """The request no longer takes up anything; what it has used is told later."""
+        for book, taken in self._taken:
+            book.slice.release_place(taken)
+            book.wake()
+
+    def settle(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int, now_s: float) -> None:
+        """The request has ended, and this is what it used. ``now_s``: seconds since 1970."""
+        charge = self._price.charge(prompt_tokens, cached_tokens, completion_tokens)
+        self._close((1, prompt_tokens + completion_tokens, 0, charge), now_s)
+
+    def refund(self, now_s: float) -> None:
+        """The request was not admitted after all."""
+        self._close(NOTHING, now_s)
+
+    def _close(self, actual: Amounts, now_s: float) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        for book, taken in self._taken:
+            book.slice.settle(taken, book.terms.needs(actual), now_s)
+            book.wake()

@@ -1,0 +1,49 @@
+"""The bucket of accounts: each is replaced only by who has read what is there."""
+
+import base64
+import uuid
+from typing import Final
+
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import ApiError
+from protocol.quotas import Account, decode_account, encode
+from protocol.topology import WRONG_LAST_SEQUENCE
+
+CALL_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
+STREAM: Final = f"KV_{subjects.QUOTAS_BUCKET}"
+
+
+class Vault:
+    """The bucket, as one gateway uses it."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def load(self, account_id: str) -> tuple[Account, int] | None:
+        """An account and the sequence of its entry; None: there is none. Raises BusError or ProtocolError."""
+        found = await self._bus.get_message(STREAM, last_by_subj=self._subject(account_id))
+        if found is None:
+            return None
+        return decode_account(base64.b64decode(found["data"])), int(found["seq"])
+
+    async def store(self, account_id: str, account: Account, over: int) -> int | None:
+        """Put an account in the place of the entry with sequence ``over`` (0: of none); returns the new sequence.
+
+        None: another entry stands there. Raises BusError: nobody knows whether it was stored.
+        """
+        try:
+            return await self._bus.publish_durable(
+                self._subject(account_id),
+                encode(account),
+                message_id=uuid.uuid4().hex,
+                expected_last_sequence=over,
+                timeout_s=CALL_LIMIT_S,
+            )
+        except ApiError as error:
+            if error.code in WRONG_LAST_SEQUENCE:
+                return None
+            raise
+
+    def _subject(self, account_id: str) -> str:
+        return subjects.kv_subject(subjects.QUOTAS_BUCKET, subjects.escape(account_id))
