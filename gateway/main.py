@@ -25,6 +25,7 @@ from gateway.db.engine import create_engine
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.metrics.requests import RequestSeries
+from gateway.quotas.quotas import Quotas
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
 from gateway.web.login import Login
@@ -83,6 +84,9 @@ async def run(
         await keys.start()
         keyed = KeyedRequests(bus, settings, keys)
         await keyed.start()
+        quotas = Quotas(bus, settings.gateway_id)
+        await quotas.start()
+        stack.push_async_callback(quotas.close)
         await catalog.start()
         database = create_engine(settings.database_url)
         stack.push_async_callback(database.dispose)
@@ -95,6 +99,7 @@ async def run(
             admission_control=admission_control,
             keyed=keyed,
             series=series,
+            quotas=quotas,
             database=database,
             login=Login(database, settings),
             started_unix_s=int(time.time()),
@@ -138,6 +143,7 @@ async def _serve(
                 "admission control": services.admission_control.run(),
                 "key ring": services.keys.run(),
                 "model catalog": services.catalog.run(),
+                "limits": services.quotas.run(),
             }.items()
         ]
         serving = group.create_task(server.serve(sockets=[listener]), name="http")

@@ -41,4 +41,6 @@ class Ticket:
         self.leave_queue()
         if self._is_open:
             self._is_open = False
+            if self.admission.reservation is not None:
+                self.admission.reservation.release_place()
             self._control.leave(self)

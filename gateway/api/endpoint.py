@@ -16,6 +16,7 @@ from gateway.api import patience
 from gateway.api.errors import ApiError, BodyTooSlow, ClientDisconnected, MethodNotAllowed, RequestFailed
 from gateway.api.exchange import Exchange, Receive, Scope, Send
 from gateway.api.keyed import IDEMPOTENCY_KEY
+from gateway.api.rate_limits import reserve
 from gateway.api.schema import JobRequest
 from gateway.api.services import Services
 from gateway.dispatch.admission import Admission
@@ -125,6 +126,8 @@ class Endpoint(ABC, Generic[_Call]):
         model = services.catalog.canonical_name(request.model, principal)
         deadline_s = patience.deadline_s(exchange)
         work = await self._work(call, model)
+        queue_wait_s = patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s)
+        reservation = await reserve(services.quotas, exchange, principal, work, None)
         admission = Admission(
             request_id=exchange.request_id,
             endpoint=call.name,
@@ -141,7 +144,7 @@ class Endpoint(ABC, Generic[_Call]):
             received_s=exchange.received_s,
             received_unix_ms=exchange.received_unix_ms,
             admitted_s=time.monotonic(),
-            queue_wait_s=patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s),
+            queue_wait_s=queue_wait_s,
             traceparent=exchange.header_text(b"traceparent"),
             trace=exchange.trace,
             batch=request.is_batch,
@@ -149,10 +152,13 @@ class Endpoint(ABC, Generic[_Call]):
             do_not_queue=bool(request.do_not_queue),
             deadline_s=deadline_s,
             pooling=work.pooling,
+            reservation=reservation,
         )
-        self._refuse_if_full()  # counting may have taken a while
-        refusal = services.admission_control.refusal(admission)
+        # Counting may have taken a while.
+        refusal = services.dispatcher.refusal() or services.admission_control.refusal(admission)
         if refusal is not None:
+            if reservation is not None:
+                reservation.refund(time.time())
             raise RequestFailed(refusal)
         return call, admission
 

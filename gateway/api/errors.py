@@ -18,8 +18,11 @@ ApiError                     500  server_error
 ├── IdempotencyKeyReused     409  idempotency_key_reused
 ├── AnswerNotKept            409  idempotency_answer_not_kept
 ├── BodyTooLarge             413  request_too_large
+├── RateLimitExceeded        429  rate_limit_exceeded
+├── InsufficientQuota        429  insufficient_quota
 ├── ModelNotReady            503  model_not_ready
 ├── Overloaded               503  overloaded
+├── LimitsUnavailable        503  limits_unavailable
 ├── DatabaseAway             503  database_unavailable
 ├── IdempotencyKeyBusy       503  idempotency_key_busy
 └── RequestFailed                 a dispatch Failure; see FAILURES: 429 where workers are alive and too much waits
@@ -224,6 +227,32 @@ class BodyTooLarge(ApiError):
     type = "invalid_request_error"
     code = "request_too_large"
     should_retry = False
+
+
+class RateLimitExceeded(ApiError):
+    """A limit of the key or its team refuses this request for now."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+    should_retry = True
+
+
+class InsufficientQuota(ApiError):
+    """The budget of the key or its team is used up."""
+
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+    should_retry = False
+
+
+class LimitsUnavailable(ApiError):
+    """What is left of this key's limits cannot be told at the moment."""
+
+    status = 503
+    code = "limits_unavailable"
+    should_retry = True
+    retry_after_s = RETRY_SOON_S
 
 
 class ModelNotReady(ApiError):

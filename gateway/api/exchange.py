@@ -45,6 +45,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.sent_status: int | None = None
+        self.limit_headers: list[tuple[bytes, bytes]] = []  # how far the caller's limits are used
         self.refusal: ApiError | None = None  # what was answered instead of admitting a request
         self.trace: RequestTrace | None = None  # None: traces are off
         self._send = send
@@ -157,6 +158,7 @@ class Exchange:
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % ((time.monotonic() - self.received_s) * 1000)),
         ]
+        headers += self.limit_headers
         if request is not None:
             headers.extend(_dispatch_headers(request, self.received_s))
         return headers

@@ -1,5 +1,6 @@
 """POST /v1/embeddings, /v1/score and /v1/rerank: one job of many inputs, each answered by one vector."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -84,6 +85,8 @@ class PoolingEndpoint(Endpoint[PoolingCall]):
     async def _serve(self, exchange: Exchange, call: PoolingCall, admission: Admission) -> None:
         vectors_bytes = self._vectors_bytes(admission)
         if not self._room.has(vectors_bytes):
+            if admission.reservation is not None:
+                admission.reservation.refund(time.time())
             await exchange.answer_error(Overloaded("This gateway holds as many embeddings as it may at the moment."))
             return
         with self._room.holding(vectors_bytes):

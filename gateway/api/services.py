@@ -10,6 +10,7 @@ from gateway.api.keyed import KeyedRequests
 from gateway.auth.keyring import KeyRing
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.metrics.requests import RequestSeries
+from gateway.quotas.quotas import Quotas
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
 from gateway.web.login import Login
@@ -31,6 +32,7 @@ class Services:
     admission_control: AdmissionControl
     keyed: KeyedRequests
     series: RequestSeries
+    quotas: Quotas
     database: AsyncEngine  # for pages and the admin API; no generating request waits for it
     login: Login
     started_unix_s: int

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gateway.quotas.reservation import Reservation
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 
@@ -37,6 +38,7 @@ class Admission:
     pooling: Pooling | None = None  # not None: vectors are wanted instead of text
     team_id: str | None = None
     organisation_id: str | None = None
+    reservation: Reservation | None = None  # of limits; None: its key and team have none
 
     @property
     def answers(self) -> int:

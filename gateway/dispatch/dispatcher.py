@@ -21,7 +21,7 @@ from gateway.dispatch.job_queue import JobQueue
 from gateway.dispatch.lookups import ROUND_PERIOD_S, Lookups
 from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.orphans import Orphans
-from gateway.dispatch.record import dead_letter, lost_attempt_record, usage_record
+from gateway.dispatch.record import dead_letter, lost_attempt_record, settle_limits, usage_record
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest, State
 from gateway.dispatch.request_log import log_end
@@ -304,6 +304,7 @@ class Dispatcher:
         if request.failure is not None and request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED:
             log.error("request %s is given up: %s", request.request_id, request.failure.message)
             self._spawn(self._dead_letters.publish(dead_letter(request, self._settings.gateway_id)))
+        settle_limits(request, time.time())
         self._settle(request)
 
     async def _control(self, worker_id: str, control: Control) -> None:

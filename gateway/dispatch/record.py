@@ -65,6 +65,18 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
     )
 
 
+def settle_limits(request: OpenRequest, now_unix_s: float) -> None:
+    """Tell the limits of key and team what a request that has ended used: nothing, if no worker ever took it."""
+    reservation = request.admission.reservation
+    if reservation is None:
+        return
+    if request.accepted is None:
+        reservation.settle(0, 0, 0, now_unix_s)
+    else:
+        tokens = request.admission.prompt_tokens, request.cached_tokens, request.completion_tokens
+        reservation.settle(*tokens, now_unix_s)
+
+
 def lost_attempt_record(
     request: OpenRequest,
     worker: Heartbeat | None,

@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.quotas.account import EMPTY, Exchanged, Report, exchange
+from gateway.quotas.account import EMPTY, Exchanged, Report, exchange, free_amounts
 from gateway.quotas.refusals import RateStatus, Refusal, rate_status, shortage
 from gateway.quotas.slices import Slice
 from gateway.quotas.terms import Terms, plus
@@ -56,26 +56,30 @@ class Book:
         """The limit that refuses, by what is known; None: there may be enough, or nothing recent is known."""
         if time.monotonic() - self.exchanged_s > FRESH_S:
             return None
-        return shortage(self.account, self.terms, self.whose, needs, idle=self._within_reach(), now_s=now_s)
-
-    def last_known_shortage(self, needs: Amounts, now_s: float) -> Refusal | None:
-        """The same, of what may be with the other gateways too; None: the account has not been reached lately."""
-        if now_s >= self.slice.expires_s:
-            return None
-        idle = (self.slice.idle[0], self.slice.idle[1], self.slice.idle[2], self.slice.idle[3])
-        return shortage(self.account, self.terms, self.whose, needs, idle=idle, now_s=now_s)
-
-    def _within_reach(self) -> Amounts:
-        """What is idle here, and what others may give back."""
-        idle = (self.slice.idle[0], self.slice.idle[1], self.slice.idle[2], self.slice.idle[3])
+        left = plus(self._idle(), free_amounts(self.account, self.terms.limits))
         for gateway_id, lease in self.account.leases.items():
             if gateway_id != self._gateway_id:
-                idle = plus(idle, lease.idle)
-        return idle
+                left = plus(left, lease.idle)  # it may be given back
+        return self._shortage(needs, left, now_s)
+
+    def _shortage(self, needs: Amounts, left: Amounts, now_s: float) -> Refusal | None:
+        account = self.slice.with_unreported(self.account)
+        return shortage(account, self.terms, self.whose, needs, left=left, now_s=now_s)
+
+    def last_known_shortage(self, needs: Amounts, now_s: float) -> Refusal | None:
+        """The limit of which this gateway could not get enough; None: the account has not been reached lately."""
+        if now_s >= self.slice.expires_s:
+            return None
+        return self._shortage(needs, self._idle(), now_s)
+
+    def _idle(self) -> Amounts:
+        idle = self.slice.idle
+        return idle[0], idle[1], idle[2], idle[3]
 
     def rate_status(self, kind: Kind, now_s: float) -> RateStatus | None:
         """How far a rate is used."""
-        return rate_status(self.account, self.terms, kind, self._gateway_id, unreported=self.slice.unreported(), now_s=now_s)
+        account = self.slice.with_unreported(self.account)
+        return rate_status(account, self.terms, kind, self._gateway_id, now_s)
 
     async def exchange(self, vault: Vault, *, keep_idle: bool = True) -> None:
         """Report to the account and lease from it. Raises BusError or ProtocolError."""

@@ -7,16 +7,18 @@ MILLION: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
-    """Nano-USD for a million tokens: 0.15 USD is 150,000,000. Cached tokens are a part of prompt tokens."""
+class TokenPrice:
+    """Nano-USD for a million tokens of each kind; cached tokens are a part of prompt tokens."""
 
-    prompt: int
-    completion: int
-    cached: int | None = None  # None: like other prompt tokens
+    prompt_nano_usd: int
+    cached_nano_usd: int
+    completion_nano_usd: int
 
-    def charge(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
-        """Nano-USD, rounded up to a whole one."""
-        cached = self.prompt if self.cached is None else self.cached
-        fresh_tokens = prompt_tokens - cached_tokens
-        total = fresh_tokens * self.prompt + cached_tokens * cached + completion_tokens * self.completion
-        return -(-total // MILLION)
+    def charge_nano_usd(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+        """What a request costs, rounded to the nearest nano-USD."""
+        millionths = (
+            (prompt_tokens - cached_tokens) * self.prompt_nano_usd
+            + cached_tokens * self.cached_nano_usd
+            + completion_tokens * self.completion_nano_usd
+        )
+        return (millionths + MILLION // 2) // MILLION

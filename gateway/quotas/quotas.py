@@ -151,7 +151,7 @@ class Quotas:
                         self._exchange_soon(book)
                     await changed.wait()
         except TimeoutError:
-            raise self._late_refusal(claims) from None
+            self._refuse_late(claims)
         finally:
             for book in books:
                 book.waiting.pop(changed, None)
@@ -166,14 +166,15 @@ class Quotas:
                 raise Refused(refusal, tuple(one for one, _ in claims))
         return short
 
-    def _late_refusal(self, claims: list[tuple[Book, Amounts]]) -> Refused | Unavailable:
+    def _refuse_late(self, claims: list[tuple[Book, Amounts]]) -> None:
+        """Nothing came in time. Raises Refused or Unavailable, if something is missing still."""
         now_s = time.time()
         for book, needs in claims:
             if not book.slice.has(needs, now_s):
                 refusal = book.last_known_shortage(needs, now_s)
-                if refusal is not None:
-                    return Refused(refusal, tuple(one for one, _ in claims))
-        return Unavailable()
+                if refusal is None:
+                    raise Unavailable
+                raise Refused(refusal, tuple(one for one, _ in claims))
 
     # --- exchanges ----------------------------------------------------------------------------------------------------
 

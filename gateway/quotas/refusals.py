@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from gateway.quotas.account import WINDOW_S, free_amounts, used_amounts
+from gateway.quotas.account import WINDOW_S, used_amounts
 from gateway.quotas.terms import Limits, Terms
 from protocol.quotas import KINDS, RATES, Account, Amounts, Kind
 
@@ -42,16 +42,15 @@ def too_large(terms: Terms, whose: str, needs: Amounts) -> Refusal | None:
     return None
 
 
-def shortage(account: Account, terms: Terms, whose: str, needs: Amounts, *, idle: Amounts, now_s: float) -> Refusal | None:
-    """The limit that refuses a request while this gateway has ``idle``; None: there may be enough."""
-    free = free_amounts(account, terms.limits)
+def shortage(
+    account: Account, terms: Terms, whose: str, needs: Amounts, *, left: Amounts, now_s: float
+) -> Refusal | None:
+    """The limit of which only ``left`` is to be had, less than a request needs; None: there is enough of all."""
     for kind in KINDS:
         limit = terms.limits[kind]
-        if limit is not None and needs[kind] and needs[kind] > idle[kind] + free[kind]:
-            used = min(limit, limit - idle[kind] - free[kind])
-            return Refusal(
-                kind, whose, limit, used, needs[kind], _retry_after_s(account, terms.limits, kind, needs, now_s)
-            )
+        if limit is not None and needs[kind] and needs[kind] > left[kind]:
+            retry_after_s = _retry_after_s(account, terms.limits, kind, needs, now_s)
+            return Refusal(kind, whose, limit, max(0, limit - left[kind]), needs[kind], retry_after_s)
     return None
 
 
@@ -72,15 +71,13 @@ def _retry_after_s(account: Account, limits: Limits, kind: Kind, needs: Amounts,
     return SOON_S
 
 
-def rate_status(
-    account: Account, terms: Terms, kind: Kind, gateway_id: str, *, unreported: Amounts, now_s: float
-) -> RateStatus | None:
+def rate_status(account: Account, terms: Terms, kind: Kind, gateway_id: str, now_s: float) -> RateStatus | None:
     """How far a rate is used, as far as this gateway knows; None: it has no limit."""
     limit = terms.limits[kind]
     if limit is None:
         return None
     oldest = int(now_s) - WINDOW_S
-    used = sum(amount for second, amount in account.used[kind].items() if second > oldest)
+    used = {second: amount for second, amount in account.used[kind].items() if second > oldest and amount > 0}
     held = sum(lease.held[kind] for one, lease in account.leases.items() if one != gateway_id)
-    newest = now_s if unreported[kind] > 0 else max(account.used[kind], default=oldest)
-    return RateStatus(limit, max(0, limit - used - held - unreported[kind]), max(0.0, newest + WINDOW_S - now_s))
+    newest = max(used, default=oldest)
+    return RateStatus(limit, max(0, limit - sum(used.values()) - held), max(0.0, newest + WINDOW_S - now_s))

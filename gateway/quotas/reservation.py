@@ -1,15 +1,11 @@
 """What one admitted request has reserved: its duty is to be settled, or refunded, once."""
 
-from typing import Final
-
 from msgspec import Struct
 
 from gateway.quotas.book import Book
-from gateway.quotas.price import Price
+from gateway.quotas.price import TokenPrice
 from gateway.quotas.slices import Taken
 from protocol.quotas import NOTHING, Amounts
-
-FREE: Final = Price(prompt=0, completion=0)
 
 
 class Estimate(Struct, frozen=True):
@@ -17,21 +13,21 @@ class Estimate(Struct, frozen=True):
 
     prompt_tokens: int
     completion_tokens: int  # max_tokens of all choices together
-    price: Price = FREE
+    price: TokenPrice | None = None  # None: it costs nothing
 
     @property
     def amounts(self) -> Amounts:
         """What to reserve. The cache's discount is not sure before the end."""
         tokens = self.prompt_tokens + self.completion_tokens
-        return 1, tokens, 1, self.price.charge(self.prompt_tokens, 0, self.completion_tokens)
+        return 1, tokens, 1, charge_of(self.price, self.prompt_tokens, 0, self.completion_tokens)
 
 
 class Reservation:
-    """Its methods may be called again: only the first ``settle`` or ``refund`` counts. ``clock`` as time.time."""
+    """Its methods may be called again: only the first ``settle`` or ``refund`` counts. Times are seconds since 1970."""
 
     __slots__ = ("_is_open", "_price", "_taken", "books")
 
-    def __init__(self, taken: list[tuple[Book, Taken]], price: Price) -> None:
+    def __init__(self, taken: list[tuple[Book, Taken]], price: TokenPrice | None) -> None:
         self.books = tuple(book for book, _ in taken)
         self._taken = taken
         self._price = price
@@ -44,8 +40,8 @@ class Reservation:
             book.wake()
 
     def settle(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int, now_s: float) -> None:
-        """The request has ended, and this is what it used. ``now_s``: seconds since 1970."""
-        charge = self._price.charge(prompt_tokens, cached_tokens, completion_tokens)
+        """The request has ended, and this is what it used."""
+        charge = charge_of(self._price, prompt_tokens, cached_tokens, completion_tokens)
         self._close((1, prompt_tokens + completion_tokens, 0, charge), now_s)
 
     def refund(self, now_s: float) -> None:
@@ -59,3 +55,8 @@ class Reservation:
         for book, taken in self._taken:
             book.slice.settle(taken, book.terms.needs(actual), now_s)
             book.wake()
+
+
+def charge_of(price: TokenPrice | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+    """Nano-USD."""
+    return 0 if price is None else price.charge_nano_usd(prompt_tokens, cached_tokens, completion_tokens)

@@ -9,9 +9,11 @@ At every moment idle + busy + what is not reported yet is what the account has d
 import math
 from typing import Final
 
+from msgspec.structs import replace
+
 from gateway.quotas.account import CLOCK_SLACK_S, LEASE_S, WINDOW_S, Exchanged, Report
 from gateway.quotas.terms import Terms, is_later, period_at, plus
-from protocol.quotas import KINDS, NOTHING, RATES, Amounts, Kind, Lease
+from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, Kind, Lease
 
 # An amount of a rate that comes back is used again only where its second stays in the account's window until this has
 # been reported: later, the window gives it back by itself.
@@ -64,9 +66,13 @@ class Slice:
         """Whether less than half of what will soon be needed is left."""
         return any(2 * idle < usual for idle, usual in zip(self.idle, self._usual, strict=True))
 
-    def unreported(self) -> Amounts:
-        """What was used since the last report."""
-        return sum(self._used[0].values()), sum(self._used[1].values()), 0, self._spent
+    def with_unreported(self, account: Account) -> Account:
+        """The account with the rates that were used since the last report."""
+        requests, tokens = (
+            {at_s: told.get(at_s, 0) + mine.get(at_s, 0) for at_s in told.keys() | mine.keys()}
+            for told, mine in zip(account.used, self._used, strict=True)
+        )
+        return replace(account, used=(requests, tokens))
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

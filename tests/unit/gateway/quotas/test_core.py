@@ -34,7 +34,9 @@ class World:
         self.born += 1
         self.slices[f"g{self.born}"] = Slice()
 
-    def exchange(self, gateway: str, needs: tuple[Amounts, ...], *, keep_idle: bool = True, stored: bool = True) -> None:
+    def exchange(
+        self, gateway: str, needs: tuple[Amounts, ...], *, keep_idle: bool = True, stored: bool = True
+    ) -> None:
         self.number += 1
         held = self.slices[gateway]
         lease = self.account.leases.get(gateway)

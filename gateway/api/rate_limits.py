@@ -1,0 +1,114 @@
+"""Limits of keys and teams over HTTP: refusals and headers as OpenAI's clients know them.
+
+x-ratelimit-limit-requests, -remaining-requests, -reset-requests, and the same for tokens: of key or team, whichever
+has less left. Concurrency and money have no headers.
+"""
+
+import math
+import time
+from typing import Final, Protocol
+
+from gateway.api.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
+from gateway.api.exchange import Exchange
+from gateway.auth.principal import Principal
+from gateway.quotas.book import Book
+from gateway.quotas.price import TokenPrice
+from gateway.quotas.quotas import Quotas, Refused, Unavailable
+from gateway.quotas.refusals import Refusal
+from gateway.quotas.reservation import Estimate, Reservation
+from protocol.messages import Sampling
+from protocol.pooling import Pooling
+from protocol.quotas import RATES, Kind
+
+NANO: Final = 1_000_000_000
+_NAMES: Final = {
+    Kind.REQUESTS: "requests per minute",
+    Kind.TOKENS: "tokens per minute",
+    Kind.CONCURRENT: "concurrent requests",
+}
+_TYPES: Final = {Kind.REQUESTS: "requests", Kind.TOKENS: "tokens", Kind.CONCURRENT: "concurrent_requests"}
+_HEADERS: Final = {
+    kind: tuple(b"x-ratelimit-%s-%s" % (what, name) for what in (b"limit", b"remaining", b"reset"))
+    for kind, name in ((Kind.REQUESTS, b"requests"), (Kind.TOKENS, b"tokens"))
+}
+
+
+class Wanted(Protocol):
+    """What is asked of a worker."""
+
+    @property
+    def prompt_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def sampling(self) -> Sampling: ...  # noqa: D102
+    @property
+    def pooling(self) -> Pooling | None: ...  # noqa: D102
+
+
+async def reserve(
+    quotas: Quotas, exchange: Exchange, principal: Principal, work: Wanted, price: TokenPrice | None
+) -> Reservation | None:
+    """Reserve the most that a request can use; None: neither its key nor its team has limits.
+
+    Raises RateLimitExceeded, InsufficientQuota or LimitsUnavailable.
+    """
+    completion_tokens = 0 if work.pooling is not None else work.sampling.max_tokens * work.sampling.n
+    estimate = Estimate(work.prompt_tokens, completion_tokens, price)
+    try:
+        reservation = await quotas.reserve(principal, estimate)
+    except Refused as refused:
+        exchange.limit_headers = _limit_headers(refused.books)
+        raise _error_of(refused.refusal) from refused
+    except Unavailable as error:
+        raise LimitsUnavailable from error
+    if reservation is not None:
+        exchange.limit_headers = _limit_headers(reservation.books)
+    return reservation
+
+
+def _limit_headers(books: tuple[Book, ...]) -> list[tuple[bytes, bytes]]:
+    headers: list[tuple[bytes, bytes]] = []
+    now_s = time.time()
+    for kind in RATES:
+        known = [status for book in books if (status := book.rate_status(kind, now_s)) is not None]
+        if known:
+            tightest = min(known, key=lambda status: status.remaining)
+            limit, remaining, reset = _HEADERS[kind]
+            headers += [
+                (limit, b"%d" % tightest.limit),
+                (remaining, b"%d" % tightest.remaining),
+                (reset, b"%ds" % math.ceil(tightest.reset_s)),
+            ]
+    return headers
+
+
+def _error_of(refusal: Refusal) -> ApiError:
+    if refusal.kind is Kind.MONEY:
+        return _budget_error(refusal)
+    name = _NAMES[refusal.kind]
+    if refusal.is_too_large:
+        error = RateLimitExceeded(
+            f"Request too large for the {refusal.whose}'s limit of {name}: limit {refusal.limit}, requested"
+            f" {refusal.needed} (prompt and 'max_tokens', for each choice). Make it smaller."
+        )
+        error.should_retry = False
+    else:
+        error = RateLimitExceeded(
+            f"Rate limit reached for the {refusal.whose}'s {name}: limit {refusal.limit}, used {refusal.used},"
+            f" requested {refusal.needed}."
+        )
+        error.retry_after_s = math.ceil(refusal.retry_after_s or 1)
+    error.type = _TYPES[refusal.kind]
+    return error
+
+
+def _budget_error(refusal: Refusal) -> ApiError:
+    told = (
+        f"limit {refusal.limit / NANO:.6g} USD, used {refusal.used / NANO:.6g} USD, this request may cost up to"
+        f" {refusal.needed / NANO:.6g} USD"
+    )
+    if refusal.retry_after_s is None:
+        return InsufficientQuota(f"The {refusal.whose}'s budget is used up: {told}.")
+    error = RateLimitExceeded(f"The {refusal.whose}'s budget is reserved by requests that are running: {told}.")
+    error.type = "budget"
+    error.retry_after_s = math.ceil(refusal.retry_after_s)
+    return error

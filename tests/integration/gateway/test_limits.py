@@ -1,0 +1,195 @@
+"""Limits of keys over HTTP, as the official client sees them, at one gateway and at three."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.auth.keys import Grant, create_key
+from gateway.auth.principal import Policy
+from gateway.db.engine import create_engine
+from gateway.quotas.vault import Vault
+from protocol.bus import Bus
+from protocol.quotas import Account, Kind
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
+
+HELLO = [{"role": "user", "content": "Hi"}]
+MakeKey = Callable[[Policy], Awaitable[tuple[str, str]]]
+
+
+@pytest.fixture
+def make_key(sqlite_url: str) -> MakeKey:
+    """Makes a key with limits, before its gateways start; returns its id and its plaintext."""
+
+    async def make(policy: Policy) -> tuple[str, str]:
+        engine = create_engine(sqlite_url)
+        key, token = await create_key(engine, "limited", PEPPER, Grant(policy=policy))
+        await engine.dispose()
+        return key.key_id, token
+
+    return make
+
+
+async def say_hello(gateway: GatewayUnderTest, key: str, **rest: Any) -> Any:
+    """The answer with its headers, or the error."""
+    client = gateway.client(api_key=key)
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 16, **rest}
+    try:
+        return await client.chat.completions.with_raw_response.create(**body)
+    except openai.APIStatusError as error:
+        return error
+
+
+def is_refused(answer: Any) -> bool:
+    return isinstance(answer, openai.RateLimitError)
+
+
+async def the_account(bus: Bus, key_id: str) -> Account:
+    found = await Vault(bus).load(key_id)
+    assert found is not None
+    return found[0]
+
+
+async def test_headers_and_refusal_of_a_rate(start_gateway: Start, make_key: MakeKey) -> None:
+    _, key = await make_key(Policy(requests_per_minute=2, tokens_per_minute=1000))
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    first, second, third = [await say_hello(gateway, key) for _ in range(3)]
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+    assert second.headers["x-ratelimit-remaining-requests"] == "0"
+    assert 900 < int(second.headers["x-ratelimit-remaining-tokens"]) < 984  # the first is settled, the second reserved
+    assert is_refused(third)
+    assert (third.code, third.type) == ("rate_limit_exceeded", "requests")
+    assert "key's requests per minute: limit 2, used 2" in third.message
+    assert third.response.headers["x-should-retry"] == "true"
+    assert 30 < int(third.response.headers["retry-after"]) <= 60
+    assert third.response.headers["x-ratelimit-remaining-requests"] == "0"
+    assert 55 <= int(third.response.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 61
+
+
+async def test_a_request_that_is_more_than_the_limit_is_not_to_be_tried_again(
+    start_gateway: Start, make_key: MakeKey
+) -> None:
+    _, key = await make_key(Policy(tokens_per_minute=100))
+    gateway = await start_gateway()
+    refused = await say_hello(gateway, key, max_tokens=60, n=2)
+    assert (refused.status_code, refused.code, refused.type) == (429, "rate_limit_exceeded", "tokens")
+    assert refused.response.headers["x-should-retry"] == "false"
+    assert "limit 100, requested 1" in refused.message
+
+
+async def test_who_has_no_limit_sees_no_headers(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    answer = await say_hello(gateway, gateway.key)
+    assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+
+
+async def test_concurrency_at_three_gateways_is_exact_and_comes_back(
+    start_gateway: Start, make_key: MakeKey, bus: Bus
+) -> None:
+    key_id, key = await make_key(Policy(max_concurrent=6))
+    gateways = [await start_gateway(), await start_gateway(), await start_gateway()]
+    worker = await gateways[0].add_worker(script=until_cancelled)
+    tasks = [asyncio.create_task(say_hello(gateways[number % 3], key, max_tokens=400)) for number in range(24)]
+    await until(lambda: sum(task.done() for task in tasks) == 18)
+    assert all(is_refused(task.result()) for task in tasks if task.done())
+    await until(lambda: len(worker.attempts) == 6)
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+    async def is_free() -> bool:
+        account = await the_account(bus, key_id)
+        return not any(lease.held[Kind.CONCURRENT] for lease in account.leases.values())
+
+    await until_async(is_free)
+    worker.script = answer_hello
+    assert not is_refused(await say_hello(gateways[2], key))
+
+
+async def test_what_admission_refuses_is_refunded(start_gateway: Start, make_key: MakeKey) -> None:
+    _, key = await make_key(Policy(requests_per_minute=1))
+    gateway = await start_gateway()
+    for _ in range(3):
+        refused = await say_hello(gateway, key, extra_body={"do_not_queue": True})
+        assert refused.status_code == 503
+    await gateway.add_worker()
+    assert not is_refused(await say_hello(gateway, key))
+    assert is_refused(await say_hello(gateway, key))
+
+
+async def test_a_replayed_answer_counts_once(start_gateway: Start, make_key: MakeKey) -> None:
+    _, key = await make_key(Policy(requests_per_minute=2))
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    for _ in range(4):
+        assert not is_refused(await say_hello(gateway, key, extra_headers={"Idempotency-Key": "once"}))
+    assert not is_refused(await say_hello(gateway, key))
+    assert is_refused(await say_hello(gateway, key))
+
+
+async def test_a_rescued_request_is_charged_once_for_what_was_made(
+    start_gateway: Start, make_key: MakeKey, bus: Bus
+) -> None:
+    key_id, key = await make_key(Policy(tokens_per_minute=1000))
+    gateway = await start_gateway()
+
+    async def fail_once(attempt: Attempt) -> None:
+        await attempt.accept()
+        if attempt.job.attempt == 1:
+            await attempt.tokens("a", (1,))
+            await attempt.fail("engine_died", "gone", retryable=True)
+        else:
+            await attempt.tokens("b", (2,), finish_reason="stop")
+            await attempt.finish()
+
+    await gateway.add_worker(script=fail_once)
+    answer = await say_hello(gateway, key)
+    usage = answer.parse().usage
+    assert usage.completion_tokens == 2
+
+    async def counted() -> bool:
+        account = await the_account(bus, key_id)
+        return sum(account.used[Kind.TOKENS].values()) == usage.total_tokens
+
+    await until_async(counted)
+
+
+async def test_who_leaves_while_waiting_pays_nothing(start_gateway: Start, make_key: MakeKey, bus: Bus) -> None:
+    key_id, key = await make_key(Policy(tokens_per_minute=1000, max_concurrent=1))
+    gateway = await start_gateway()
+    asking = asyncio.create_task(say_hello(gateway, key))
+
+    async def used() -> int:
+        return sum((await the_account(bus, key_id)).used[Kind.TOKENS].values())
+
+    async def is_reserved() -> bool:
+        return await Vault(bus).load(key_id) is not None and await used() > 0
+
+    await until_async(is_reserved)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+    async def is_refunded() -> bool:
+        return await used() == 0
+
+    await until_async(is_refunded)
+
+
+async def test_limits_outlive_the_gateway(start_gateway: Start, make_key: MakeKey) -> None:
+    _, key = await make_key(Policy(requests_per_minute=3))
+    first = await start_gateway()
+    await first.add_worker()
+    for _ in range(2):
+        assert not is_refused(await say_hello(first, key))
+    await first.end()
+    second = await start_gateway()
+    assert not is_refused(await say_hello(second, key))
+    assert is_refused(await say_hello(second, key))

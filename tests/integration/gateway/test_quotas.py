@@ -1,0 +1,319 @@
+"""Several gateways' quotas over one real bucket, without HTTP: exact at the edge, nothing lost, nothing left."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from gateway.auth.principal import Policy, Principal
+from gateway.quotas import account as accounts
+from gateway.quotas import book as books
+from gateway.quotas.price import TokenPrice
+from gateway.quotas.quotas import Quotas, Refused, Unavailable
+from gateway.quotas.reservation import Estimate, Reservation
+from gateway.quotas.vault import Vault
+from protocol import topology
+from protocol.bus import Bus
+from protocol.quotas import NOTHING, Account, Kind
+from tests.integration.gateway.conftest import until, until_async
+from tests.nats_server import NatsServer
+
+PRICE = TokenPrice(prompt_nano_usd=1_000_000_000, cached_nano_usd=500_000_000, completion_nano_usd=2_000_000_000)
+SMALL = Estimate(10, 90)
+Start = Callable[[str], Awaitable[Quotas]]
+
+
+def principal(key: Policy, team: Policy | None = None) -> Principal:
+    return Principal("key_1", "k", "team_1", "t", "org_1", key_policy=key, team_policy=team or Policy())
+
+
+@pytest.fixture
+async def start(nats_url: str) -> AsyncIterator[Start]:
+    running: list[tuple[Bus, asyncio.Task[None]]] = []
+
+    async def start_one(gateway_id: str) -> Quotas:
+        bus = await Bus.connect(nats_url, name=gateway_id)
+        await topology.apply(bus, [], topology.QueueBounds())
+        quotas = Quotas(bus, gateway_id)
+        await quotas.start()
+        running.append((bus, asyncio.create_task(quotas.run())))
+        return quotas
+
+    yield start_one
+    for bus, task in running:
+        task.cancel()
+        await bus.close()
+
+
+async def three(start: Start) -> list[Quotas]:
+    return [await start(f"g{number}") for number in range(3)]
+
+
+async def ask(quotas: Quotas, who: Principal, estimate: Estimate = SMALL) -> Reservation | None:
+    """None: refused."""
+    try:
+        reservation = await quotas.reserve(who, estimate)
+    except Refused:
+        return None
+    assert reservation is not None
+    return reservation
+
+
+async def ask_all(
+    gateways: list[Quotas], who: Principal, callers: int, estimate: Estimate = SMALL
+) -> list[Reservation]:
+    asked = await asyncio.gather(*(ask(gateways[number % len(gateways)], who, estimate) for number in range(callers)))
+    return [reservation for reservation in asked if reservation is not None]
+
+
+def settle_all(reservations: list[Reservation], prompt_tokens: int = 10, completion_tokens: int = 90) -> None:
+    for reservation in reservations:
+        reservation.settle(prompt_tokens, 0, completion_tokens, time.time())
+
+
+async def the_account(bus: Bus, account_id: str = "key_1") -> Account:
+    found = await Vault(bus).load(account_id)
+    assert found is not None
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "admitted"),
+    [
+        (Policy(requests_per_minute=60), 60),
+        (Policy(tokens_per_minute=6_050), 60),
+        (Policy(max_concurrent=60), 60),
+        (Policy(budget_nano_usd=60 * 190_000, budget_period="day"), 60),
+    ],
+    ids=["requests", "tokens", "concurrent", "budget"],
+)
+async def test_200_callers_at_three_gateways_get_what_there_is_and_no_more(
+    start: Start, policy: Policy, admitted: int
+) -> None:
+    gateways = await three(start)
+    estimate = Estimate(10, 90, PRICE)
+    held: list[Reservation] = []
+    for _ in range(4):
+        held += await ask_all(gateways, principal(policy), 200, estimate)
+        assert len(held) <= admitted
+        await asyncio.sleep(0.1)
+    assert len(held) == admitted
+
+
+async def test_what_running_requests_held_goes_from_gateway_to_gateway(start: Start) -> None:
+    gateways = await three(start)
+    who = principal(Policy(max_concurrent=8))
+    for number in range(12):
+        held = await ask_all([gateways[number % 3]], who, 20)
+        assert len(held) == 8
+        settle_all(held)
+
+
+async def test_key_and_team_are_reserved_together_or_not_at_all(start: Start, bus: Bus) -> None:
+    gateways = await three(start)
+    who = principal(Policy(max_concurrent=50), Policy(requests_per_minute=5))
+    held = await ask_all(gateways, who, 100)
+    assert len(held) == 5
+    settle_all(held)
+    for quotas in gateways:
+        await quotas.close()
+    key = await the_account(bus)
+    assert all(lease.held == NOTHING for lease in key.leases.values())
+    team = await the_account(bus, "team_1")
+    assert sum(team.used[Kind.REQUESTS].values()) == 5
+
+
+async def test_tokens_that_were_not_made_can_be_used(start: Start) -> None:
+    [quotas] = [await start("g0")]
+    who = principal(Policy(tokens_per_minute=250))
+    for _ in range(15):  # 10 tokens each, reserving 100
+        reservation = await ask(quotas, who)
+        assert reservation is not None
+        reservation.settle(8, 0, 2, time.time())
+    first, second = await ask(quotas, who), await ask(quotas, who)
+    assert first is not None
+    assert second is None  # 150 are used, 100 reserved
+    first.refund(time.time())
+    assert await ask(quotas, who) is not None
+
+
+async def test_the_cache_makes_it_cheaper_and_nothing_is_charged_twice(start: Start, bus: Bus) -> None:
+    quotas = await start("g0")
+    who = principal(Policy(budget_nano_usd=10_000_000, budget_period="month"))
+    reservation = await ask(quotas, who, Estimate(1000, 100, PRICE))
+    assert reservation is not None
+    for _ in range(2):
+        reservation.settle(1000, 400, 10, time.time())
+        reservation.refund(time.time())
+    await quotas.close()
+    assert (await the_account(bus)).spent_nano_usd == 600_000 + 200_000 + 20_000
+
+
+async def test_a_restart_forgets_nothing(start: Start) -> None:
+    first = await start("g0")
+    who = principal(Policy(requests_per_minute=10, budget_nano_usd=12 * 190_000))
+    held = [await ask(first, who, Estimate(10, 90, PRICE)) for _ in range(7)]
+    settle_all([one for one in held if one])
+    await first.close()
+    second = await start("g1")
+    assert len(await ask_all([second], who, 20, Estimate(10, 90, PRICE))) == 3
+
+
+async def test_what_a_killed_gateway_held_comes_back_with_its_lease(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "LEASE_S", 0.6)
+    monkeypatch.setattr(accounts, "CLOCK_SLACK_S", 0.1)
+    vault_only = [await start("g0"), await start("g1")]
+    who = principal(Policy(max_concurrent=10))
+    assert len(await ask_all(vault_only[:1], who, 20)) == 10
+    monkeypatch.setattr(Quotas, "_exchange_soon", _only_for(vault_only[1], Quotas._exchange_soon))
+    assert await ask(vault_only[1], who) is None
+    began_s = time.monotonic()
+    held: list[Reservation] = []
+
+    async def has_all() -> bool:
+        held.extend(await ask_all(vault_only[1:], who, 10))
+        assert len(held) <= 10
+        return len(held) == 10
+
+    await until_async(has_all)
+    assert time.monotonic() - began_s < 5
+
+
+def _only_for(living: Quotas, exchange_soon: Callable[[Quotas, books.Book], None]) -> Callable[..., None]:
+    def exchange_if_living(quotas: Quotas, book: books.Book) -> None:
+        if quotas is living:
+            exchange_soon(quotas, book)
+
+    return exchange_if_living
+
+
+async def test_a_gateway_that_was_frozen_learns_that_it_was_given_up(
+    start: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "CLOCK_SLACK_S", 0.0)
+    frozen, other = await start("g0"), await start("g1")
+    who = principal(Policy(budget_nano_usd=10 * 190_000))
+    estimate = Estimate(10, 90, PRICE)
+    [first] = await ask_all([frozen], who, 1, estimate)
+    monkeypatch.setattr(time, "time", _later(time.time, accounts.LEASE_S + 1))
+    assert len(await ask_all([other], who, 20, estimate)) == 9  # what g0 held is presumed spent
+    assert (await the_account(bus)).presumed_nano_usd == 190_000
+    first.settle(5, 0, 0, time.time())
+    assert len(await ask_all([frozen], who, 3, estimate)) == 0
+    book = frozen._books["key_1"]
+    await until(lambda: not book.slice.is_changed)
+    account = await the_account(bus)
+    assert (account.presumed_nano_usd, account.spent_nano_usd) == (0, 5_000)
+
+
+def _later(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
+    return lambda: clock() + seconds
+
+
+async def test_while_the_queue_server_is_away_slices_serve_until_their_lease_ends(
+    start: Start, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quotas = await start("g0")
+    who = principal(Policy(requests_per_minute=1000))
+    await ask_all([quotas], who, 100)
+    await ask_all([quotas], who, 1)
+    await until(lambda: quotas._books["key_1"].slice.idle[Kind.REQUESTS] > 0)
+    nats_server.kill()
+    assert await ask(quotas, who) is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", _later(time.time, accounts.LEASE_S))
+        with pytest.raises(Unavailable):
+            await quotas.reserve(who, SMALL)
+    nats_server.start()
+
+    async def serves() -> bool:
+        try:
+            return await quotas.reserve(who, SMALL) is not None
+        except Unavailable:
+            return False
+
+    await until_async(serves)
+
+
+async def test_an_exchange_whose_answer_was_lost_counts_once(
+    start: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from protocol.errors import BusTimeout
+
+    quotas = await start("g0")
+    who = principal(Policy(requests_per_minute=10, max_concurrent=10))
+    store = Vault.store
+
+    async def store_and_lose_the_answer(vault: Vault, account_id: str, account: Account, over: int) -> int | None:
+        await store(vault, account_id, account, over)
+        raise BusTimeout("lost")
+
+    async def lose(vault: Vault, account_id: str, account: Account, over: int) -> int | None:
+        raise BusTimeout("lost")
+
+    held: list[Reservation] = []
+    for broken in (store_and_lose_the_answer, lose, store_and_lose_the_answer):
+        with monkeypatch.context() as patched:
+            patched.setattr(Vault, "store", broken)
+            held += [one for one in [await ask_or_none(quotas, who)] if one]
+        held += await ask_all([quotas], who, 2)
+    held += await ask_all([quotas], who, 20)
+    assert len(held) == 10
+    settle_all(held)
+    await quotas.close()
+    account = await the_account(bus)
+    assert sum(account.used[Kind.REQUESTS].values()) == 10
+    assert account.leases["g0"].held == NOTHING
+
+
+async def ask_or_none(quotas: Quotas, who: Principal) -> Reservation | None:
+    try:
+        return await ask(quotas, who)
+    except Unavailable:
+        return None
+
+
+async def test_nothing_is_left_reserved_after_a_storm(start: Start, bus: Bus) -> None:
+    gateways = await three(start)
+    rng = random.Random(7)
+    who = principal(
+        Policy(requests_per_minute=100_000, tokens_per_minute=9_000, max_concurrent=20),
+        Policy(budget_nano_usd=10**12, max_concurrent=30),
+    )
+    spent, most, running = 0, 0, 0
+
+    async def call(number: int) -> None:
+        nonlocal spent, most, running
+        reservation = await ask(gateways[number % 3], who, Estimate(10, 90, PRICE))
+        if reservation is None:
+            return
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(rng.random() * 0.01)
+        running -= 1
+        if rng.random() < 0.3:
+            reservation.refund(time.time())
+        else:
+            made = rng.randrange(90)
+            spent += PRICE.charge_nano_usd(10, 0, made)
+            reservation.settle(10, 0, made, time.time())
+
+    for wave in range(20):
+        await asyncio.gather(*(call(wave + number) for number in range(100)))
+    assert 0 < most <= 20
+    for quotas in gateways:
+        await quotas.close()
+    for account_id in ("key_1", "team_1"):
+        account = await the_account(bus, account_id)
+        assert all(lease.held == NOTHING for lease in account.leases.values())
+    assert account.spent_nano_usd == spent
+
+
+async def test_who_has_no_limit_reserves_nothing(start: Start) -> None:
+    quotas = await start("g0")
+    assert await quotas.reserve(principal(Policy(weight=2.0)), SMALL) is None
+    assert not quotas._books
