@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from gateway.ledger.prices import ConfiguredPrice
 from gateway.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
@@ -132,6 +133,14 @@ class OidcSettings(Settings):
     allowed_emails: tuple[str, ...] = ()  # addresses; "@example.com" allows all of a domain
     allowed_groups: tuple[str, ...] = ()
     groups_claim: str = "groups"  # where the issuer writes a person's groups
+
+    @field_validator("issuer")
+    @classmethod
+    def _the_issuer_must_be_the_issuer(cls, issuer: str) -> str:
+        parts = urlsplit(issuer)
+        if parts.scheme != "https" and parts.hostname not in {"localhost", "127.0.0.1", "::1"}:
+            raise ValueError("must be https: without TLS anybody in between could let himself in")
+        return issuer
 
     @model_validator(mode="after")
     def _somebody_must_be_allowed(self) -> "OidcSettings":

@@ -10,6 +10,7 @@ from gateway.auth.admins import ADMIN_NAME, has_admin
 from gateway.auth.errors import LoginError, TooManyLogins
 from gateway.web.forms import read_form
 from gateway.web.login import SAFE_METHODS, local_page, login_page, refuse_foreign_origin
+from gateway.web.oidc_routes import oidc_router
 from gateway.web.pages import page
 
 
@@ -18,7 +19,7 @@ def login_router(services: Services) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     login = services.login
 
-    async def form(next_page: str, problem: str | None = None, status: int = 200) -> Response:
+    async def form(next_page: str, problem: str | None, status: int) -> Response:
         return page(
             "login.html",
             status,
@@ -31,7 +32,7 @@ def login_router(services: Services) -> APIRouter:
 
     @router.get("/login")
     async def ask(next: str = "") -> Response:  # noqa: A002  # as it is called in the URL
-        return await form(next)
+        return await form(next, None, 200)
 
     @router.post("/login")
     async def log_in(request: Request) -> Response:
@@ -43,6 +44,9 @@ def login_router(services: Services) -> APIRouter:
         except LoginError as error:
             return await form(next_page, str(error), 429 if isinstance(error, TooManyLogins) else 401)
         return await login.start(request, name, next_page)
+
+    if login.settings.oidc is not None:
+        router.include_router(oidc_router(login, login.settings.oidc, services.settings.key_pepper, form))
 
     @router.post("/logout")
     async def log_out(request: Request) -> Response:

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from spillway.config import DEMO_MODEL_PATH, Config, ConfigError, default_config, load_config
+from spillway.config import DEMO_MODEL_PATH, Config, ConfigError, GatewaySection, default_config, load_config
+from spillway.up import _resolve, resolved_config_path, run_dir_of
 
 GOOD = """
 data_dir = "somewhere"
@@ -208,3 +209,29 @@ def test_secrets_do_not_show() -> None:
     config = default_config(env={"SPILLWAY_AUTH__PEPPER": "very-secret"})
     assert "very-secret" not in repr(config)
     assert "very-secret" not in config.model_dump_json()
+
+
+OIDC = """
+[auth]
+session_s = 3600
+public_url = "https://llm.example.com"
+[auth.oidc]
+issuer = "https://id.example.com"
+client_id = "spillway"
+client_secret = "of the client"
+allowed_groups = ["ops"]
+"""
+
+
+def test_how_people_log_in_reaches_the_gateway_and_the_children_of_up(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD + OIDC)
+    login = config.gateway_settings(SecretStr("p")).login
+    assert login.oidc is not None
+    assert (login.session_s, login.public_url) == (3600.0, "https://llm.example.com")
+    assert (login.oidc.issuer, login.oidc.allowed_groups) == ("https://id.example.com", ("ops",))
+    config = config.model_copy(update={"data_dir": tmp_path, "gateway": GatewaySection(port=0)})
+    run_dir_of(tmp_path).mkdir()
+    _resolve(config, ("nats://127.0.0.1:4222",))
+    written = resolved_config_path(tmp_path)
+    assert written.stat().st_mode & 0o777 == 0o600
+    assert load_config(written, {}).auth == config.auth

@@ -1,0 +1,196 @@
+"""Logging in by an OpenID Connect issuer, and each way in which its word is not to be believed."""
+
+import base64
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import pytest
+from joserfc import jwt
+from joserfc.jwk import RSAKey
+from pydantic import ValidationError
+
+from gateway.auth.errors import OidcError
+from gateway.auth.oidc import OidcLogin, allowed_user
+from gateway.settings import OidcSettings
+from tests.integration.gateway.conftest import Start
+from tests.integration.gateway.fake_issuer import CLIENT_ID, CLIENT_SECRET, KEY_BITS, FakeIssuer
+
+CALLBACK = "http://spillway.example/login/oidc/callback"
+
+
+@pytest.fixture
+async def issuer() -> AsyncIterator[FakeIssuer]:
+    async with FakeIssuer().serve() as issuer:
+        yield issuer
+
+
+def settings_for(issuer: FakeIssuer) -> OidcSettings:
+    allowed = {"allowed_emails": ("alice@example.com",)}
+    return OidcSettings.model_validate(
+        {"issuer": issuer.url, "client_id": CLIENT_ID, "client_secret": CLIENT_SECRET, **allowed}
+    )
+
+
+async def log_in(login: OidcLogin, issuer: FakeIssuer, **answer: str) -> str:
+    url, asked = await login.question(CALLBACK)
+    return await login.user(asked, CALLBACK, issuer.approve(url, **answer))
+
+
+async def test_a_browser_is_sent_there_and_back_and_is_logged_in(start_gateway: Start, issuer: FakeIssuer) -> None:
+    gateway = await start_gateway(with_card=False, login={"oidc": settings_for(issuer)})
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as browser:
+        page = await browser.get("/login", params={"next": "/dashboard/cost"})
+        assert 'href="/login/oidc?next=%2Fdashboard%2Fcost"' in page.text
+        sent = await browser.get("/login/oidc", params={"next": "/dashboard/cost"})
+        assert sent.headers["location"].startswith(f"{issuer.url}/authorize?")
+        asked = parse_qs(urlsplit(sent.headers["location"]).query)
+        assert asked["redirect_uri"] == [f"{gateway.url}/login/oidc/callback"]
+        back = issuer.approve(sent.headers["location"])
+        answer = await browser.get("/login/oidc/callback", params=back)
+        assert (answer.status_code, answer.headers["location"]) == (303, "/dashboard/cost")
+        made = await browser.post("/admin/v1/teams", json={"name": "a"})
+        [entry] = (await browser.get("/admin/v1/audit", params={"subject": made.json()["id"]})).json()["data"]
+        assert entry["actor"] == "user:alice@example.com"
+        # The same answer again, and one that another browser was sent away for.
+        again = await browser.get("/login/oidc/callback", params=back)
+        assert again.status_code == 401
+        assert "begun too long ago, or elsewhere" in again.text
+        await browser.get("/login/oidc")
+        stranger = await browser.get("/login/oidc/callback", params=issuer.approve(sent.headers["location"]))
+        assert stranger.status_code == 401
+        assert "belongs to another login" in stranger.text
+
+
+def by_hand(header: dict[str, str], claims: dict[str, Any], secret: bytes | None) -> str:
+    """A token as no library would make it: unsigned, or signed (HS256) with what is no secret."""
+
+    def part(data: bytes) -> str:
+        return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+    signed = f"{part(json.dumps(header).encode())}.{part(json.dumps(claims).encode())}"
+    signature = b"" if secret is None else hmac.digest(secret, signed.encode(), "sha256")
+    return f"{signed}.{part(signature)}"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"iss": "https://other.example"},
+        {"iss": None},
+        {"aud": "another-client"},
+        {"aud": [CLIENT_ID, "another-client"]},  # without azp
+        {"aud": None},
+        {"nonce": "of another login"},
+        {"nonce": None},
+        {"exp": 1_000_000_000},
+        {"exp": None},
+        {"iat": int(time.time()) + 10_000},
+        {"sub": None},
+    ],
+    ids=str,
+)
+async def test_a_token_that_is_not_for_this_login_is_refused(issuer: FakeIssuer, lie: dict[str, Any]) -> None:
+    login = OidcLogin(settings_for(issuer))
+    issuer.claims.update(lie)
+    with pytest.raises(OidcError):
+        await log_in(login, issuer)
+    for name in lie:
+        issuer.claims.pop(name)
+    issuer.claims["sub"] = "u1"
+    assert await log_in(login, issuer) == "alice@example.com"
+
+
+async def test_a_token_that_the_issuer_has_not_signed_is_refused(issuer: FakeIssuer) -> None:
+    login = OidcLogin(settings_for(issuer))
+    other = RSAKey.generate_key(KEY_BITS)
+    public, symmetric = issuer.key.as_pem(private=False), {"alg": "HS256", "kid": "first"}
+    lies = {
+        "unsigned": lambda claims: by_hand({"alg": "none"}, claims, None),
+        "another key": lambda claims: jwt.encode({"alg": "RS256", "kid": "first"}, claims, other),
+        "unknown key": lambda claims: jwt.encode({"alg": "RS256", "kid": "other"}, claims, other),
+        "public key as a secret": lambda claims: by_hand(symmetric, claims, public),
+        "client's secret": lambda claims: by_hand({"alg": "HS256"}, claims, CLIENT_SECRET.encode()),
+        "changed": lambda claims: issuer.sign_rightly(claims)[:-8] + "AAAAAAAA",
+        "no token": lambda _claims: "x",
+    }
+    for lie in lies.values():
+        issuer.sign = lie
+        with pytest.raises(OidcError, match="cannot be trusted"):
+            await log_in(login, issuer)
+    issuer.sign = issuer.sign_rightly
+    assert await log_in(login, issuer) == "alice@example.com"
+
+
+async def test_another_answer_or_browser_gets_nowhere(issuer: FakeIssuer) -> None:
+    login = OidcLogin(settings_for(issuer))
+    for answer, said in (
+        ({"state": "of another"}, "another login"),
+        ({"iss": "https://other.example"}, "another issuer"),
+        ({"code": "made up"}, "not confirmed"),
+    ):
+        with pytest.raises(OidcError, match=said):
+            await log_in(login, issuer, **answer)
+    url, _ = await login.question(CALLBACK)
+    _, asked = await login.question(CALLBACK)
+    stolen = {**issuer.approve(url), "state": asked.state}  # its verifier is in the other browser
+    with pytest.raises(OidcError, match="not confirmed"):
+        await login.user(asked, CALLBACK, stolen)
+    with pytest.raises(OidcError, match="refused"):
+        await login.user(asked, CALLBACK, {"state": asked.state, "error": "access_denied"})
+
+
+async def test_new_keys_of_the_issuer_are_found(issuer: FakeIssuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    login = OidcLogin(settings_for(issuer))
+    assert await log_in(login, issuer) == "alice@example.com"
+    issuer.key = RSAKey.generate_key(KEY_BITS, {"kid": "second"})
+    issuer.published.append(issuer.key)
+    with pytest.raises(OidcError):  # it has asked just now, and does not ask for each token that comes
+        await log_in(login, issuer)
+    monkeypatch.setattr("gateway.auth.oidc.NEW_KEYS_GAP_S", 0.0)
+    assert await log_in(login, issuer) == "alice@example.com"
+
+
+async def test_an_issuer_that_is_another_or_away_is_not_asked(issuer: FakeIssuer) -> None:
+    issuer.says_of_itself = {"issuer": "https://other.example"}
+    with pytest.raises(OidcError, match="cannot be reached"):
+        await OidcLogin(settings_for(issuer)).question(CALLBACK)
+    gone = settings_for(issuer).model_copy(update={"issuer": "http://127.0.0.1:1"})
+    with pytest.raises(OidcError, match="cannot be reached"):
+        await OidcLogin(gone).question(CALLBACK)
+
+
+def test_only_those_are_let_in_who_are_allowed() -> None:
+    def of(claims: dict[str, Any], **allowed: Any) -> str:
+        settings = OidcSettings(issuer="https://id.example", client_id="c", **allowed)
+        return allowed_user(settings, {"sub": "u1", **claims})
+
+    alice = {"email": "Alice@Example.com", "email_verified": True}
+    assert of(alice, allowed_emails=("alice@example.com",)) == "alice@example.com"
+    assert of(alice, allowed_emails=("@example.com",)) == "alice@example.com"
+    assert of({"groups": ["ops", "dev"]}, allowed_groups=("ops",)) == "sub:u1"
+    assert of({"roles": "ops"}, allowed_groups=("ops",), groups_claim="roles") == "sub:u1"
+    for claims, allowed in (
+        ({**alice, "email_verified": False}, {"allowed_emails": ("alice@example.com",)}),
+        ({"email": "alice@example.com"}, {"allowed_emails": ("alice@example.com",)}),
+        ({"email": "alice@evil-example.com", "email_verified": True}, {"allowed_emails": ("@example.com",)}),
+        ({"email": "alice@example.com.evil", "email_verified": True}, {"allowed_emails": ("@example.com",)}),
+        (alice, {"allowed_groups": ("ops",)}),
+        ({"groups": ["dev", ["ops"], None]}, {"allowed_groups": ("ops",)}),
+    ):
+        with pytest.raises(OidcError, match="not among those"):
+            of(claims, **allowed)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"issuer": "http://id.example"}, "https"), ({"allowed_emails": ()}, "nobody could log in")]
+)
+def test_settings_that_let_anybody_or_nobody_in_are_refused(change: dict[str, Any], said: str) -> None:
+    good = {"issuer": "https://id.example", "client_id": "c", "allowed_emails": ("a@b.example",)}
+    assert OidcSettings.model_validate(good)
+    with pytest.raises(ValidationError, match=said):
+        OidcSettings.model_validate({**good, **change})
