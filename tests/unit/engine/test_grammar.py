@@ -135,6 +135,29 @@ def test_resumed_anywhere_it_is_the_undisturbed_answer(engine: LLMEngine, params
         assert (resumed.text, resumed.finish_reason) == (whole.text, whole.finish_reason)
 
 
+def test_in_little_memory_with_guesses_and_resumed_anywhere_it_is_the_same_answer(
+    model: PreTrainedModel, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = json.dumps(BOUNDED)
+    whole = run(engine, request("r", "json_schema", schema, n=3))
+    assert len({answer.text for answer in whole.values()}) == 3
+    for answer in whole.values():
+        jsonschema.validate(json.loads(answer.text), BOUNDED)
+    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 0)
+    monkeypatch.setattr("engine.drafts.NgramDrafts.guess", lambda _drafts, most_tokens: [20, 21][:most_tokens])
+    longest = max(len(answer.token_ids) for answer in whole.values())
+    small = make_engine(model, draft_tokens=4, kv_bytes=2048 * (longest // 2))
+    mate = GenerationRequest("mate", PROMPT * 10, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    for position in range(0, longest, 3):  # each choice at another one
+        points = tuple(ResumePoint(i, tuple(whole["r", i].token_ids[: position + i]), 0) for i in range(3))
+        params: dict[str, Any] = {"n": 3, "resume": points, "max_tokens": longest}
+        answers = run(small, mate, request("r", "json_schema", schema, **params))
+        for index in range(3):
+            assert answers["r", index].text == whole["r", index].text
+    assert small.counters.preemptions > 0
+    assert small.counters.guessed_tokens > 0
+
+
 def test_batch_mates_without_a_grammar_are_not_disturbed(model: PreTrainedModel, engine: LLMEngine) -> None:
     alone = run(make_engine(model), free("free"))["free", 0]
     together = run(engine, request("bound", "regex", "[ab]{30}"), free("free"), request("other", "regex", "[cd]{30}"))

@@ -13,6 +13,7 @@ from engine.scheduler import Scheduler, Sequence
 from tests.unit.engine.invariants import check_scheduler
 
 BLOCK_SIZE = 16
+MIN_PROGRESS_TOKENS = 32  # half of what everybody must have room for when a sequence is admitted
 
 
 def sequences_of(
@@ -49,11 +50,18 @@ def test_four_times_more_sequences_than_memory_holds(outputs: tuple[int, int]) -
     for sequence in sequences:
         scheduler.add(sequence)
     steps = streamed_tokens = 0
+    gave_way: dict[int, tuple[int, int]] = {}  # sequence → how often, and its tokens then
     oldest_pause = pause = 0  # steps in which the oldest unfinished sequence got no token, though it had its first
     for streamed in steps_of(scheduler, sequences, source):
         steps += 1
         streamed_tokens += len(streamed)
         check_scheduler(scheduler)
+        for sequence in sequences:
+            times, tokens = gave_way.get(id(sequence), (0, 0))
+            if sequence.clock.preemptions > times:
+                # vLLM 54644: preempted, admitted, preempted, and not a token in between.
+                assert len(sequence.token_ids) >= tokens + MIN_PROGRESS_TOKENS
+                gave_way[id(sequence)] = sequence.clock.preemptions, len(sequence.token_ids)
         oldest = next((one for one in sequences if len(one.token_ids) < one.max_total_tokens), None)
         pause = 0 if oldest is None or oldest in streamed or not oldest.output_tokens else pause + 1
         oldest_pause = max(oldest_pause, pause)
