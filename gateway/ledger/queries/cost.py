@@ -1,10 +1,19 @@
 """What tokens cost in each pool, idle time included, and what spot machines save."""
 
+from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any, Final
 
+from sqlalchemy import Select, case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.ledger.queries.window import NO_FILTERS, Filters, Window
+from gateway.db.models import InstanceRow
+from gateway.ledger.prices import load_prices
+from gateway.ledger.queries.reading import Group
+from gateway.ledger.queries.traffic import Traffic, totals
+from gateway.ledger.queries.window import HOUR_MS, NO_FILTERS, Dimension, Filters, Window
+
+_POOL: Final[tuple[Dimension, ...]] = ("pool", "provider", "region", "tier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +75,98 @@ class ModelCost:
 
 async def pool_costs(connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS) -> list[PoolCost]:
     """Of each pool, the dearest first. Of ``where`` only pool, provider, region and tier count."""
-    raise NotImplementedError
+    tokens = await _token_costs(connection, window, where)
+    costs: list[PoolCost] = []
+    for pool, provider, region, tier, *time, would_cost in await connection.execute(_machine_time(window, where)):
+        up_ms, busy_ms, cost = map(int, time)  # PostgreSQL sums bigints into decimals
+        on_demand = None if would_cost is None else int(would_cost)
+        costs.append(PoolCost(pool, provider, region, tier, up_ms, busy_ms, cost, tokens.pop(pool, 0), on_demand))
+    if tokens:  # pools without machines: hosted APIs
+        for traffic in await totals(connection, window, where=_of_pools(where), by=_POOL):
+            cost = tokens.pop(traffic.group[0], 0)
+            if cost:
+                pool, provider, region, tier = traffic.group
+                costs.append(PoolCost(pool, provider, region, tier, 0, 0, 0, cost, None))
+    return sorted(costs, key=lambda cost: (-cost.cost_nano_usd, cost.pool))
 
 
 async def model_costs(connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS) -> list[ModelCost]:
     """Of each model in each pool, the dearest first. Of ``where``, team, key, endpoint and outcome do not count."""
-    raise NotImplementedError
+    pools = {_place(cost): cost for cost in await pool_costs(connection, window, where=where)}
+    answered = await totals(connection, window, where=_of_pools(where), by=("model", *_POOL))
+    of_pool: dict[Group, int] = defaultdict(int)
+    for traffic in answered:
+        of_pool[traffic.group[1:]] += traffic.tokens
+    models = where.get("model")
+    costs = [
+        _share(traffic, pools.get(traffic.group[1:]), traffic.tokens / max(1, of_pool[traffic.group[1:]]))
+        for traffic in answered
+        if traffic.group[1] and (not models or traffic.group[0] in models)
+    ]
+    unused = [cost for place, cost in pools.items() if not of_pool.get(place)] if not models else []
+    costs += [_share(Traffic(("", *_place(cost))), cost, 1.0) for cost in unused]
+    return sorted(costs, key=lambda cost: (-cost.cost_nano_usd, cost.model, cost.pool))
+
+
+def _machine_time(window: Window, where: Filters) -> Select[Any]:
+    """Pool, provider, region, tier; time up, time busy, cost, cost on demand (NULL where a price is unknown)."""
+    columns = InstanceRow.__table__.columns
+    place = [columns[name] for name in _POOL]
+    up_ms = columns.up_until_unix_ms - columns.up_from_unix_ms
+    on_demand = func.sum(up_ms * columns.on_demand_nano_usd_per_hour // HOUR_MS)
+    all_known = func.count() == func.count(columns.on_demand_nano_usd_per_hour)
+    statement = select(
+        *place,
+        func.sum(up_ms),
+        func.sum(columns.busy_until_ms - columns.busy_from_ms),
+        func.sum(up_ms * columns.nano_usd_per_hour // HOUR_MS),
+        case((all_known, on_demand)),
+    )
+    within = (columns.bucket_unix_ms >= window.since_unix_ms, columns.bucket_unix_ms < window.until_unix_ms)
+    allowed = [columns[name].in_(list(values)) for name, values in _of_pools(where).items() if values]
+    return statement.where(*within, *allowed).group_by(*place)
+
+
+async def _token_costs(connection: AsyncConnection, window: Window, where: Filters) -> dict[str, int]:
+    """Pool → what its provider charges us for tokens, by the prices that held."""
+    costs: dict[str, int] = defaultdict(int)
+    for (model, pool), dated in (await load_prices(connection)).dated().items():
+        ends = [*(start for start, _ in dated[1:]), window.until_unix_ms]
+        for (start, price), end in zip(dated, ends, strict=True):
+            since, until = max(start, window.since_unix_ms), min(end, window.until_unix_ms)
+            if model and pool and price.tokens and since < until:
+                here: Filters = {**_of_pools(where), "model": [model], "pool": [pool]}
+                [sums] = await totals(connection, Window(since, until), where=here)
+                tokens = (sums.prompt_tokens, sums.cached_tokens, sums.completion_tokens)
+                costs[pool] += price.tokens.charge_nano_usd(*tokens)
+    return costs
+
+
+def _share(traffic: Traffic, pool: PoolCost | None, part: float) -> ModelCost:
+    """That part of what the pool has cost; None: nothing is known of its machines, and it has no price."""
+    model, name, provider, region, tier = traffic.group
+    return ModelCost(
+        model,
+        name,
+        provider,
+        region,
+        tier,
+        requests=traffic.requests,
+        prompt_tokens=traffic.prompt_tokens,
+        completion_tokens=traffic.completion_tokens,
+        cost_nano_usd=round(pool.cost_nano_usd * part) if pool else 0,
+        idle_nano_usd=round(_idle(pool) * part) if pool else 0,
+        charge_nano_usd=traffic.charge_nano_usd,
+    )
+
+
+def _idle(pool: PoolCost) -> int:
+    return round(pool.machine_nano_usd * (pool.idle_share or 0.0))
+
+
+def _place(cost: PoolCost) -> Group:
+    return cost.pool, cost.provider, cost.region, cost.tier
+
+
+def _of_pools(where: Filters) -> Filters:
+    return {name: values for name, values in where.items() if name in _POOL}

@@ -1,12 +1,19 @@
 """How many requests, tokens and dollars: in all, by one or two dimensions, over time, by hour of the week."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from datetime import datetime
+from typing import Any, Final, Literal
 
+from sqlalchemy import ColumnElement, case, func
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.ledger.queries.window import NO_FILTERS, Dimension, Filters, Step, Window
+from gateway.db.models import RollupRow, SliceRow
+from gateway.ledger.queries.reading import Group, read
+from gateway.ledger.queries.window import DIMENSIONS, NO_FILTERS, Dimension, Filters, Step, Window
+
+OTHER: Final = "(other)"  # the group of what top N leaves; no model, pool, team or key is named so
 
 Figure = Literal["requests", "failed", "failovers", "prompt_tokens", "completion_tokens", "tokens", "charge_nano_usd"]
 
@@ -29,6 +36,18 @@ class Traffic:
     charge_nano_usd: int = 0
     total_ms: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """Prompt and completion."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        """Both together, as this group."""
+        return Traffic(self.group, *(getattr(self, name) + getattr(other, name) for name in _NAMES))
+
+
+_NAMES: Final = tuple(name for name in Traffic.__dataclass_fields__ if name != "group")
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -47,11 +66,12 @@ async def totals(
     order: Figure = "requests",
     top: int | None = None,
 ) -> list[Traffic]:
-    """Sums by up to two dimensions, greatest first; beyond ``top`` groups the rest is one, OTHER, the last.
+    """Sums by any dimensions, greatest first; beyond ``top`` groups the rest is one, OTHER, the last.
 
     Without ``by`` there is exactly one.
     """
-    raise NotImplementedError
+    found = await _read(connection, [window], where, by)
+    return [points[0] for points in _ranked(found, 1, by, order, top)]
 
 
 async def series(
@@ -65,16 +85,73 @@ async def series(
     top: int | None = None,
 ) -> list[Series]:
     """The same over time; ``window.steps(step)`` are the points' times. Raises TooManySteps."""
-    raise NotImplementedError
+    steps = window.steps(step)
+    found = await _read(connection, steps, where, by)
+    ranked = _ranked(found, len(steps), by, order, top) if steps else []
+    return [Series(points[0].group, tuple(points)) for points in ranked]
 
 
 async def heat_map(
     connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS, figure: Figure = "requests"
 ) -> list[list[int]]:
     """A figure by weekday (Monday first) and hour of the viewer's day: 7 rows of 24."""
-    raise NotImplementedError
+    cells = [[0] * 24 for _ in range(7)]
+    steps = window.steps("hour")
+    for hours in (await _read(connection, steps, where, ())).values():
+        for number, traffic in hours.items():
+            local = datetime.fromtimestamp(steps[number].since_unix_ms / 1000, window.zone)
+            cells[local.weekday()][local.hour] += getattr(traffic, figure)
+    return cells
 
 
 async def choices(connection: AsyncConnection, window: Window) -> dict[Dimension, list[str]]:
     """Which values each dimension has in the window, in alphabetical order: what filters can offer."""
-    raise NotImplementedError
+    found: dict[Dimension, set[str]] = {dimension: set() for dimension in DIMENSIONS}
+    async for _, group, _ in read(
+        connection, RollupRow, [func.count()], [window], where=NO_FILTERS, by=DIMENSIONS, summed=True
+    ):
+        for dimension, value in zip(DIMENSIONS, group, strict=True):
+            found[dimension].add(value)
+    return {dimension: sorted(values - {""}) for dimension, values in found.items()}
+
+
+async def _read(
+    connection: AsyncConnection, steps: Sequence[Window], where: Filters, by: Sequence[Dimension]
+) -> dict[Group, dict[int, Traffic]]:
+    """Group → step number → sums; only what there is."""
+    found: dict[Group, dict[int, Traffic]] = defaultdict(dict)
+    async for number, group, values in read(connection, RollupRow, _sums(), steps, where=where, by=by, summed=True):
+        if values[0]:
+            more = Traffic(group, *map(int, values))  # PostgreSQL sums bigints into decimals
+            before = found[group].get(number)
+            found[group][number] = before.plus(more) if before else more
+    return found
+
+
+def _sums() -> list[ColumnElement[Any]]:
+    """In the order of _NAMES."""
+    outcomes = ("ok", "failed", "cancelled")
+    by_outcome = {
+        outcome: func.sum(case((SliceRow.outcome == outcome, RollupRow.requests), else_=0)) for outcome in outcomes
+    }
+    return [by_outcome[name] if name in by_outcome else func.sum(getattr(RollupRow, name)) for name in _NAMES]
+
+
+def _ranked(
+    found: Mapping[Group, Mapping[int, Traffic]], steps: int, by: Sequence[Dimension], order: Figure, top: int | None
+) -> list[list[Traffic]]:
+    """Each group's points, the greatest group first, the surplus together at the end."""
+
+    def size(group: Group) -> tuple[int, Group]:
+        return -sum(getattr(traffic, order) for traffic in found[group].values()), group
+
+    groups = sorted(found, key=size) if by else [()]
+    kept = groups if top is None else groups[:top]
+    lines = [[found.get(group, {}).get(number, Traffic(group)) for number in range(steps)] for group in kept]
+    if len(groups) > len(kept):
+        rest = [Traffic((OTHER,) * len(by)) for _ in range(steps)]
+        for group in groups[len(kept) :]:
+            for number, traffic in found[group].items():
+                rest[number] = rest[number].plus(traffic)
+        lines.append(rest)
+    return lines
