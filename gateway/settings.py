@@ -98,7 +98,10 @@ class TimeoutSettings(Settings):
 
 
 class TenantSettings(Settings):
-    """What one tenant may take of each gateway. Tenants that are not named have weight 1 and no bounds of their own."""
+    """What one tenant may take of each gateway. Tenants that are not named have weight 1 and no bounds of their own.
+
+    A weight that a team or a key has of its own comes first.
+    """
 
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # share of the workers, against other tenants'
     max_in_flight: PositiveInt | None = None  # requests, queued ones included

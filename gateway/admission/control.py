@@ -89,7 +89,9 @@ class AdmissionControl:
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def weight_of(self, principal: Principal) -> float:
-        """The caller's share of the workers, against other tenants'."""
+        """The caller's share of the workers, against other tenants': by his key, his team, or the configuration."""
+        if principal.weight is not None:
+            return principal.weight
         return self._settings_of(principal.tenant, principal.key_name).weight
 
     def refusal(self, admission: Admission) -> Failure | None:

@@ -8,9 +8,16 @@ from msgspec.structs import replace
 from gateway.api.answers import chat_answer, completion_answer
 from gateway.api.details import NO_DETAILS, details_of
 from gateway.api.form import answer_form, grammar_of, template_variables, tools_for_template, tools_told
+from gateway.api.job_call import JobCall
 from gateway.api.parsed import ParsedChatChunks
 from gateway.api.sampling import requested_max_tokens, sampling_of
-from gateway.api.schema import GenerationRequest, parse_chat, parse_completion
+from gateway.api.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_chat,
+    parse_completion,
+)
 from gateway.api.sse import ChatChunks, Chunks, CompletionChunks
 from gateway.api.token_ids import with_token_ids
 from gateway.tokens.model_tokens import ModelTokens
@@ -28,6 +35,10 @@ class Call(Protocol):
     @property
     def request(self) -> GenerationRequest:
         """The body."""
+        ...
+
+    def serve_as_batch(self) -> None:
+        """See JobCall."""
         ...
 
     @property
@@ -52,7 +63,7 @@ class Call(Protocol):
         ...
 
 
-class ChatCall:
+class ChatCall(JobCall[ChatCompletionRequest]):
     """POST /v1/chat/completions."""
 
     name = "chat.completions"
@@ -125,7 +136,7 @@ class ChatCall:
         )
 
 
-class CompletionCall:
+class CompletionCall(JobCall[CompletionRequest]):
     """POST /v1/completions."""
 
     name = "completions"

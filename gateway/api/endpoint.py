@@ -40,6 +40,10 @@ class AnyCall(Protocol):
         """The body."""
         ...
 
+    def serve_as_batch(self) -> None:
+        """See JobCall."""
+        ...
+
 
 _Call = TypeVar("_Call", bound=AnyCall)
 _Made_co = TypeVar("_Made_co", bound=AnyCall, covariant=True)
@@ -122,6 +126,8 @@ class Endpoint(ABC, Generic[_Call]):
         principal = exchange.authenticate(services.keys)
         self._refuse_if_full()
         call = self._call_of(await self._read_body(exchange))
+        if principal.is_batch_only:
+            call.serve_as_batch()
         request = call.request
         model = services.catalog.canonical_name(request.model, principal)
         deadline_s = patience.deadline_s(exchange)

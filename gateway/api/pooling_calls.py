@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 from msgspec import Struct
 
 from gateway.api.errors import InvalidParameter
+from gateway.api.job_call import JobCall
 from gateway.api.pooling_schema import (
     EmbeddingRequest,
     PoolingBody,
@@ -49,6 +50,10 @@ class PoolingCall(Protocol):
         """The body."""
         ...
 
+    def serve_as_batch(self) -> None:
+        """See JobCall."""
+        ...
+
     async def encode(self, tokens: ModelTokens) -> Inputs:
         """Count the inputs. Raises InvalidParameter, also where the model is for something else."""
         ...
@@ -66,7 +71,7 @@ def _pooling_of(tokens: ModelTokens, tasks: tuple[str, ...], wanted: str) -> Poo
     return tokens.pooling
 
 
-class EmbeddingsCall:
+class EmbeddingsCall(JobCall[EmbeddingRequest]):
     """POST /v1/embeddings."""
 
     name = "embeddings"
@@ -74,7 +79,7 @@ class EmbeddingsCall:
 
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
-        self.request: EmbeddingRequest = parse_embedding(body)
+        self.request = parse_embedding(body)
 
     async def encode(self, tokens: ModelTokens) -> Inputs:
         """See PoolingCall."""
@@ -142,7 +147,7 @@ class _ScoringCall:
         return scores
 
 
-class ScoreCall(_ScoringCall):
+class ScoreCall(_ScoringCall, JobCall[ScoreRequest]):
     """POST /v1/score."""
 
     name = "score"
@@ -150,7 +155,7 @@ class ScoreCall(_ScoringCall):
 
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
-        self.request: ScoreRequest = parse_score(body)
+        self.request = parse_score(body)
         super().__init__(self.request.text_1, self.request.text_2)
 
     async def encode(self, tokens: ModelTokens) -> Inputs:
@@ -167,7 +172,7 @@ class ScoreCall(_ScoringCall):
         yield encode_json({**head, "data": rows, "usage": usage})
 
 
-class RerankCall(_ScoringCall):
+class RerankCall(_ScoringCall, JobCall[RerankRequest]):
     """POST /v1/rerank."""
 
     name = "rerank"
@@ -175,7 +180,7 @@ class RerankCall(_ScoringCall):
 
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
-        self.request: RerankRequest = parse_rerank(body)
+        self.request = parse_rerank(body)
         super().__init__([self.request.query], self.request.documents)
 
     async def encode(self, tokens: ModelTokens) -> Inputs:

@@ -59,6 +59,16 @@ class Principal:
         """The fairness domain: the team; a key that nobody has put into one is a tenant of its own."""
         return self.key_id if self.team_id == DEFAULT_TEAM_ID else self.team_id
 
+    @property
+    def weight(self) -> float | None:
+        """Its share of the workers, as the key or else the team says; None: neither does."""
+        return self.team_policy.weight if self.key_policy.weight is None else self.key_policy.weight
+
+    @property
+    def is_batch_only(self) -> bool:
+        """Whether its requests take what interactive ones leave, as the key or else the team says."""
+        return (self.key_policy.priority or self.team_policy.priority) == "batch"
+
     def has_expired(self, now_unix_ms: int) -> bool:
         """Whether the key is over."""
         return self.expires_unix_ms is not None and now_unix_ms >= self.expires_unix_ms

@@ -3,11 +3,12 @@
 import time
 
 from gateway.auth.keys import Grant, create_key
-from gateway.auth.principal import ADMIN
+from gateway.auth.principal import ADMIN, Policy
 from gateway.db.engine import create_engine
 from protocol import subjects
 from protocol.bus import Bus
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
+from tests.integration.gateway.test_admission import queued_jobs
 from tests.integration.gateway.test_errors import HELLO, error_of, send
 
 
@@ -45,3 +46,23 @@ async def test_a_key_opens_only_what_it_was_made_for(start_gateway: Start, bus: 
     assert listed.json()["data"] == []
     hidden = await send(gateway, f"/v1/models/{MODEL}", method="GET", headers={"authorization": f"Bearer {other}"})
     assert error_of(hidden) == (404, "model_not_found", "model")
+
+
+async def test_a_batch_keys_requests_take_what_others_leave(start_gateway: Start, bus: Bus, sqlite_url: str) -> None:
+    gateway = await start_gateway(tenants={"nightly": {"weight": 7}})
+    policy = Policy(priority="batch", weight=2.5)
+    token = await key_with(bus, sqlite_url, "nightly", Grant(policy=policy))
+    await until_async(lambda: knows(gateway, token))
+    asked = [{}, {"service_tier": "auto"}, {"service_tier": "default"}]
+    body = {"model": MODEL, "messages": HELLO, "stream": True}
+    streams = [await gateway.client(api_key=token).chat.completions.create(**body, **named) for named in asked]
+    theirs = await gateway.client().chat.completions.create(**body, service_tier="default")
+    lanes = await queued_jobs(gateway)
+    assert lanes.pop(subjects.LOW_LANE) == 3
+    assert sum(lanes.values()) == 1
+    worker = await gateway.add_worker()
+    assert {(await anext(aiter(stream))).service_tier for stream in streams} == {"flex"}
+    assert (await anext(aiter(theirs))).service_tier == "default"
+    assert sorted(attempt.job.weight for attempt in worker.attempts) == [1.0, 2.5, 2.5, 2.5]
+    for stream in (*streams, theirs):
+        await stream.close()

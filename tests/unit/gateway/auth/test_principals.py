@@ -70,3 +70,14 @@ async def test_the_token_before_a_rotation_ends_with_its_grace(engine: AsyncEngi
     assert after is not None
     assert after.expires_unix_ms is None
     assert before == replace(after, expires_unix_ms=until_unix_ms)
+
+
+def test_a_keys_weight_and_priority_come_before_its_teams() -> None:
+    def of(key: Policy, team: Policy) -> tuple[float | None, bool]:
+        principal = Principal("key_a", "a", "team_a", "A", "org_default", key_policy=key, team_policy=team)
+        return principal.weight, principal.is_batch_only
+
+    none, batch = Policy(), Policy(weight=3.0, priority="batch")
+    assert of(none, none) == (None, False)
+    assert of(none, batch) == of(batch, none) == (3.0, True)
+    assert of(Policy(weight=2.0, priority="interactive"), batch) == (2.0, False)
