@@ -10,6 +10,7 @@ from gateway.api.keyed import KeyedRequests
 from gateway.auth.keyring import KeyRing
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.metrics.requests import RequestSeries
+from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.quotas import Quotas
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
@@ -35,5 +36,6 @@ class Services:
     quotas: Quotas
     database: AsyncEngine  # for pages and the admin API; no generating request waits for it
     login: Login
+    payloads: PayloadPublisher
     started_unix_s: int
     traces: "RequestTraces | None" = None  # None: they are off

@@ -50,7 +50,7 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
     except OverflowError as error:  # sqlite3's own, for integers beyond 64 bits
         raise RecordRefused(describe(error)) from error
     except SQL_ERRORS as error:
-        if _is_refusal(error):
+        if is_refusal(error):
             raise RecordRefused(describe(error)) from error
         raise DatabaseUnavailable(describe(error)) from error
 
@@ -134,7 +134,8 @@ def _priced(row: Mapping[str, Any], prices: PriceBook) -> Row:
     return {**row, "charge_nano_usd": prices.charge_nano_usd(row["model"], row["received_unix_ms"], *tokens)}
 
 
-def _is_refusal(error: Exception) -> bool:
+def is_refusal(error: Exception) -> bool:
+    """Whether the database will never accept what caused this error."""
     # A false yes loses a record, a false no stops the ledger until somebody looks: only what is certain counts.
     if isinstance(error, (DataError, IntegrityError, asyncpg.DataError)):
         return True
