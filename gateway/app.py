@@ -13,6 +13,7 @@ from gateway.api.pooling import PoolingEndpoint, VectorRoom
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.routes import add_error_answers, health_router, models_router, tokenize_router
 from gateway.api.services import Services
+from gateway.dashboard.routes import dashboard_routers
 from gateway.web.routes import add_login_answers, login_router
 
 
@@ -21,6 +22,8 @@ def build_app(services: Services) -> "GatewayApp":
     slow = FastAPI(title="Spillway", description="An OpenAI-compatible endpoint in front of pools of workers.")
     for make_router in (health_router, models_router, tokenize_router, metrics_router, admin_router, login_router):
         slow.include_router(make_router(services))
+    for router in dashboard_routers(services):
+        slow.include_router(router)
     add_error_answers(slow)
     add_login_answers(slow)
     add_admin_answers(slow)

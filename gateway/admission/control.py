@@ -86,6 +86,14 @@ class AdmissionControl:
             for lane in subjects.LANES:
                 yield model, lane, self._backlog.lane(model, lane).waiting
 
+    def waiting_by_lane(self, model: str) -> dict[str, int]:
+        """Jobs of a configured model that wait in each lane, over all gateways."""
+        return {lane: self._backlog.lane(model, lane).waiting for lane in subjects.LANES}
+
+    def jobs_per_s(self, model: str) -> float | None:
+        """How fast a configured model's queue is served; None while that is unknown."""
+        return self._capacity.of(model).jobs_per_s
+
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def weight_of(self, principal: Principal) -> float:

@@ -8,9 +8,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.admission.control import AdmissionControl
 from gateway.api.keyed import KeyedRequests
 from gateway.auth.keyring import KeyRing
+from gateway.dashboard.reader import Reader
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.metrics.requests import RequestSeries
-from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.quotas import Quotas
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
@@ -36,6 +36,6 @@ class Services:
     quotas: Quotas
     database: AsyncEngine  # for pages and the admin API; no generating request waits for it
     login: Login
-    payloads: PayloadPublisher
+    reader: Reader  # the ledger, for the dashboard
     started_unix_s: int
     traces: "RequestTraces | None" = None  # None: they are off

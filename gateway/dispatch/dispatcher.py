@@ -8,6 +8,7 @@ answered (``request``, seconds), its message is gone and nobody has it (``lookup
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from gateway.admission.control import AdmissionControl
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.dead_letters import DeadLetters
 from gateway.dispatch.detector import LossDetector
+from gateway.dispatch.failovers import MAX_REMEMBERED, Failover
 from gateway.dispatch.job_queue import JobQueue
 from gateway.dispatch.lookups import ROUND_PERIOD_S, Lookups
 from gateway.dispatch.mailbox import Failure
@@ -76,6 +78,7 @@ class Dispatcher:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # by request, of those whose callers have set one
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self.failovers: deque[Failover] = deque(maxlen=MAX_REMEMBERED)  # the latest last
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -244,6 +247,7 @@ class Dispatcher:
         if request.attempt > 1:
             log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
             self._series.failed_over(request)
+            self.failovers.append(_failover(request))
         if request.admission.trace is not None:
             request.admission.trace.queued(request, after_s)
         self._spawn(self._queue.publish(request, after_s))
@@ -362,3 +366,16 @@ class Dispatcher:
                 self._spawn(self._queue.publish_again(request))
             else:
                 request.probe(now_s)
+
+
+def _failover(request: OpenRequest) -> Failover:
+    failed = request.log.failures[-1]
+    return Failover(
+        time.time_ns() // 1_000_000,
+        request.request_id,
+        request.admission.model,
+        request.attempt,
+        failed.worker_id,
+        failed.code,
+        request.choices.held_tokens(),
+    )

@@ -126,6 +126,10 @@ class RequestSeries:
 
     # --- what is shown ------------------------------------------------------------------------------------------------
 
+    def ended_requests(self) -> int:
+        """How many requests have ended so far."""
+        return self._counts["spillway_requests"].total()
+
     def snapshot(self) -> "RequestCounts":
         """A copy for another thread."""
         counts = {name: dict(counter) for name, counter in self._counts.items()}

@@ -1,0 +1,200 @@
+"""What goes on at this moment, from the gateway's memory: one aggregate every two seconds, however many look at it."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.admission.control import AdmissionControl
+from gateway.api.errors import Overloaded
+from gateway.api.sse import encode_json
+from gateway.dashboard import formats
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.failovers import Failover
+from gateway.metrics.requests import RequestSeries
+from gateway.tokens.catalog import ModelCatalog
+from protocol import subjects
+from protocol.messages import Heartbeat
+
+PERIOD_S: Final = 2.0
+OLDEST_BASE_S: Final = 10.0  # a rate is reckoned against an aggregate that is not older
+MAX_STREAMS: Final = 100  # browsers that watch
+STREAM_LIMIT_S: Final = 600.0  # then the browser connects again, and its session is looked at again
+RECENT_FAILOVERS_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNow:
+    """The live workers of one pool, taken together."""
+
+    pool: str
+    provider: str
+    region: str
+    tier: str
+    engine: str
+    workers: tuple[Heartbeat, ...]
+
+    @property
+    def running(self) -> int:
+        """Slots in use."""
+        return sum(beat.max_sequences - beat.free_sequences for beat in self.workers)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that its engines take at a time."""
+        return sum(beat.max_sequences for beat in self.workers)
+
+    @property
+    def kv_share(self) -> float | None:
+        """The share of KV memory in use; None: it has none of its own."""
+        return kv_share(self.workers)
+
+    @property
+    def usd_per_hour(self) -> float:
+        """What its machines cost at this moment."""
+        return sum(beat.usd_per_hour for beat in self.workers)
+
+    @property
+    def models(self) -> list[str]:
+        """What its workers serve."""
+        return sorted({model for beat in self.workers for model in beat.models})
+
+
+@dataclass(frozen=True, slots=True)
+class QueueNow:
+    """What waits for one model."""
+
+    model: str
+    resuming: int
+    interactive: int
+    batch: int
+    jobs_per_s: float | None  # how fast it is served; None: unknown
+    workers: int
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in all lanes."""
+        return self.resuming + self.interactive + self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class LiveNumbers:
+    """One aggregate. Rates are None until there are two of them."""
+
+    in_flight: int  # at this gateway
+    waiting: int
+    workers: int
+    running: int
+    slots: int
+    kv_share: float | None
+    requests_per_s: float | None  # of this gateway
+    tokens_per_s: float | None  # output, of all workers
+    failovers: int  # of this gateway, in the last RECENT_FAILOVERS_S
+
+    def as_text(self) -> dict[str, str]:
+        """As the pages write them, by name."""
+        return {
+            "in_flight": formats.count(self.in_flight),
+            "waiting": formats.count(self.waiting),
+            "workers": formats.count(self.workers),
+            "slots": f"{self.running:,} / {self.slots:,}",
+            "kv_share": formats.share(self.kv_share),
+            "requests_per_s": formats.NOTHING if self.requests_per_s is None else f"{self.requests_per_s:,.1f}",
+            "tokens_per_s": formats.compact(self.tokens_per_s),
+            "failovers": formats.count(self.failovers),
+        }
+
+
+def kv_share(workers: Sequence[Heartbeat]) -> float | None:
+    """The share of these workers' KV memory that is in use; None: they have none of their own."""
+    total = sum(beat.max_kv_tokens for beat in workers)
+    return 1 - sum(beat.free_kv_tokens for beat in workers) / total if total else None
+
+
+class Live:
+    """Looks into the gateway's memory. Only the event loop touches it."""
+
+    def __init__(
+        self, catalog: ModelCatalog, dispatcher: Dispatcher, admission_control: AdmissionControl, series: RequestSeries
+    ) -> None:
+        self._catalog = catalog
+        self._dispatcher = dispatcher
+        self._admission_control = admission_control
+        self._series = series
+        self._last: tuple[float, int, dict[str, int]] | None = None  # time, requests ended, tokens by worker
+        self._numbers: LiveNumbers | None = None
+        self._streams = 0
+
+    def numbers(self) -> LiveNumbers:
+        """The aggregate of at most PERIOD_S ago."""
+        now_s = time.monotonic()
+        if self._numbers is None or self._last is None or now_s - self._last[0] >= PERIOD_S * 0.9:
+            self._numbers = self._aggregate(now_s)
+        return self._numbers
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Server-sent events with the numbers as text, for a while. Raises Overloaded."""
+        if self._streams >= MAX_STREAMS:
+            raise Overloaded("Too many browsers watch this gateway.")
+        self._streams += 1
+        try:
+            until_s = time.monotonic() + STREAM_LIMIT_S
+            while time.monotonic() < until_s and not self._dispatcher.draining:
+                yield b"data: " + encode_json(self.numbers().as_text()) + b"\n\n"
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            self._streams -= 1
+
+    def pools(self) -> list[PoolNow]:
+        """All pools with a live worker, in alphabetical order."""
+        by_pool: dict[tuple[str, str, str, str, str], list[Heartbeat]] = {}
+        for beat in self._dispatcher.live_workers():
+            by_pool.setdefault((beat.pool, beat.provider, beat.region, beat.tier, beat.engine), []).append(beat)
+        return [
+            PoolNow(*names, tuple(sorted(beats, key=lambda beat: beat.worker_id)))
+            for names, beats in sorted(by_pool.items())
+        ]
+
+    def queues(self) -> list[QueueNow]:
+        """What waits for each configured model; the longest queue first."""
+        workers = Counter(model for beat in self._dispatcher.live_workers() for model in beat.models)
+        queues = [self._queue(model, workers[model]) for model in self._catalog.models]
+        return sorted(queues, key=lambda queue: (-queue.waiting, -queue.workers, queue.model))
+
+    def failovers(self) -> list[Failover]:
+        """The latest failovers of this gateway, the last one first."""
+        return list(reversed(self._dispatcher.failovers))
+
+    def models(self) -> list[str]:
+        """The configured models."""
+        return sorted(self._catalog.models)
+
+    def _queue(self, model: str, workers: int) -> QueueNow:
+        waiting = self._admission_control.waiting_by_lane(model)
+        resuming, batch = waiting.pop(subjects.RESUME_LANE), waiting.pop(subjects.LOW_LANE)
+        rate = self._admission_control.jobs_per_s(model)
+        return QueueNow(model, resuming, sum(waiting.values()), batch, rate, workers)
+
+    def _aggregate(self, now_s: float) -> LiveNumbers:
+        beats = self._dispatcher.live_workers()
+        ended, tokens = self._series.ended_requests(), {beat.worker_id: beat.tokens_made for beat in beats}
+        requests_per_s = tokens_per_s = None
+        if self._last is not None and now_s - self._last[0] <= OLDEST_BASE_S:
+            then_s, ended_then, tokens_then = self._last
+            made = sum(max(0, count - tokens_then.get(worker, count)) for worker, count in tokens.items())
+            requests_per_s, tokens_per_s = (ended - ended_then) / (now_s - then_s), made / (now_s - then_s)
+        self._last = (now_s, ended, tokens)
+        recent_unix_ms = time.time() * 1000 - RECENT_FAILOVERS_S * 1000
+        return LiveNumbers(
+            in_flight=self._dispatcher.in_flight,
+            waiting=sum(sum(self._admission_control.waiting_by_lane(model).values()) for model in self._catalog.models),
+            workers=len(beats),
+            running=sum(beat.max_sequences - beat.free_sequences for beat in beats),
+            slots=sum(beat.max_sequences for beat in beats),
+            kv_share=kv_share(beats),
+            requests_per_s=requests_per_s,
+            tokens_per_s=tokens_per_s,
+            failovers=sum(failover.at_unix_ms >= recent_unix_ms for failover in self._dispatcher.failovers),
+        )

@@ -1,0 +1,1 @@
+"""One module for each page: what it asks, and the values of its template."""

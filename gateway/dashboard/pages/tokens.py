@@ -1,0 +1,84 @@
+"""Tokens: how many, how they are distributed over requests, and over the hours of the week."""
+
+from dataclasses import replace
+from typing import Any, Final, get_args
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.api.errors import InvalidParameter
+from gateway.dashboard.charts import LINE_COLOURS, Chart, Line, distribution, heat_map
+from gateway.dashboard.latency import shown
+from gateway.dashboard.names import load_names
+from gateway.dashboard.pages.overview import MAX_GROUPS, USUAL_GROUPING
+from gateway.dashboard.view import View
+from gateway.ledger.histogram import Measure
+from gateway.ledger.queries import traffic
+from gateway.ledger.queries.distributions import length_histograms, percentiles
+from gateway.ledger.queries.traffic import Figure
+from gateway.ledger.queries.window import Dimension
+
+HEAT_FIGURES: Final[dict[Figure, str]] = {
+    "tokens": "tokens",
+    "requests": "requests",
+    "prompt_tokens": "prompt tokens",
+    "completion_tokens": "completion tokens",
+    "failovers": "failovers",
+    "failed": "failed requests",
+}
+LENGTHS: Final[dict[Measure, str]] = {"prompt_tokens": "prompt tokens", "completion_tokens": "completion tokens"}
+
+
+async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str, Any]:
+    """The values of tokens.html; ``heat`` is what the heat map shows. Raises InvalidParameter."""
+    figure = _figure(heat)
+    view = replace(view, by=view.by or USUAL_GROUPING)
+    window, where = view.window, view.filters
+    (now,) = await traffic.totals(connection, window, where=where)
+    (before,) = await traffic.totals(connection, view.before, where=where)
+    lengths = []
+    for measure, name in LENGTHS.items():
+        (found,) = await percentiles(connection, window, measure, where=where)
+        histograms = await length_histograms(connection, window, measure, where=where)
+        lengths.append((name, distribution(histograms[0] if histograms else None, name), found.n, shown(found)))
+    return {
+        "page": "Tokens",
+        "view": view,
+        "choices": await traffic.choices(connection, window),
+        "names": await load_names(connection),
+        "now": now,
+        "before": before,
+        "lengths": lengths,
+        "figure": figure,
+        "figures": HEAT_FIGURES,
+        "heat": heat_map(await traffic.heat_map(connection, window, where=where, figure=figure), HEAT_FIGURES[figure]),
+        "chart": await _over_time(connection, view, view.by[0]),
+        "groups": await traffic.totals(connection, window, where=where, by=view.by, order="tokens", top=MAX_GROUPS),
+    }
+
+
+def _figure(name: str) -> Figure:
+    for figure in get_args(Figure):
+        if figure == (name or "tokens") and figure in HEAT_FIGURES:
+            return figure  # type: ignore[no-any-return]
+    raise InvalidParameter(f"heat: must be one of {', '.join(HEAT_FIGURES)}.", param="heat")
+
+
+async def _over_time(connection: AsyncConnection, view: View, dimension: Dimension) -> Chart:
+    names = await load_names(connection)
+    found = await traffic.series(
+        connection, view.window, view.step, where=view.filters, by=(dimension,), order="tokens", top=LINE_COLOURS - 1
+    )
+    lines = [
+        Line(
+            traffic_name(one.group[0], names),
+            [point.prompt_tokens + point.completion_tokens for point in one.points],
+            colour,
+        )
+        for colour, one in enumerate(found, 1)
+    ]
+    return Chart(f"Tokens by {dimension}", "tokens", view.window.steps(view.step), lines, view)
+
+
+def traffic_name(value: str, names: dict[str, str]) -> str:
+    """What a group is called in a chart."""
+    return "all others" if value == traffic.OTHER else names.get(value, value) or "none"

@@ -1,0 +1,131 @@
+"""/dashboard: every page behind the login; only the static files are open."""
+
+from typing import Any, Final
+
+from fastapi import APIRouter, Depends, Request
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+from gateway.api.errors import InvalidParameter, UnknownUrl
+from gateway.api.services import Services
+from gateway.dashboard.change_routes import add_export_pages, add_key_pages
+from gateway.dashboard.pages.cost import cost
+from gateway.dashboard.pages.latency import latency
+from gateway.dashboard.pages.overview import overview
+from gateway.dashboard.pages.pools import pools
+from gateway.dashboard.pages.requests import request_detail, request_log, request_rows
+from gateway.dashboard.pages.tokens import tokens
+from gateway.dashboard.render import HEADERS, static_file
+from gateway.dashboard.shell import PageRoute, Pages
+from gateway.dashboard.view import ZONE_COOKIE, View, find_zone
+from gateway.web.forms import read_form
+from gateway.web.login import local_page
+
+COOKIE_LIFE_S: Final = 31_536_000
+
+
+def dashboard_routers(services: Services) -> list[APIRouter]:
+    """All of /dashboard."""
+    pages = Pages(services)
+    closed = APIRouter(
+        prefix="/dashboard", include_in_schema=False, route_class=PageRoute, dependencies=[Depends(pages.require_login)]
+    )
+    for add in (_add_ledger_pages, _add_request_pages, _add_live_pages, add_key_pages, add_export_pages, _add_others):
+        add(closed, pages)
+    return [_static_router(), closed]
+
+
+def _static_router() -> APIRouter:
+    router = APIRouter(prefix="/dashboard/static", include_in_schema=False)
+
+    @router.get("/{version}/{name}")
+    async def static(version: str, name: str) -> Response:
+        found = static_file(version, name)
+        if found is None:
+            raise UnknownUrl("There is no such file.")
+        return found
+
+    return router
+
+
+def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
+    @router.get("")
+    async def show_overview(request: Request) -> Response:
+        return await pages.show(request, "overview.html", overview, live=pages.live.numbers())
+
+    @router.get("/tokens")
+    async def show_tokens(request: Request, heat: str = "") -> Response:
+        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
+            return await tokens(connection, view, heat)
+
+        return await pages.show(request, "tokens.html", ask)
+
+    @router.get("/latency")
+    async def show_latency(request: Request) -> Response:
+        return await pages.show(request, "latency.html", latency)
+
+    @router.get("/cost")
+    async def show_cost(request: Request) -> Response:
+        return await pages.show(request, "cost.html", cost)
+
+
+def _add_request_pages(router: APIRouter, pages: Pages) -> None:
+    @router.get("/requests")
+    async def show_requests(request: Request, older: str = "", live: str = "") -> Response:
+        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
+            return await request_log(connection, view, older)
+
+        return await pages.show(request, "requests.html", ask, is_live=bool(live))
+
+    @router.get("/requests/rows")
+    async def show_request_rows(request: Request, older: str = "") -> Response:
+        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
+            return await request_rows(connection, view, older)
+
+        return await pages.show(request, "request_rows.html", ask)
+
+    @router.get("/requests/{request_id:path}")
+    async def show_request(request: Request, request_id: str) -> Response:
+        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any] | None:
+            return await request_detail(connection, view, request_id)
+
+        return await pages.show(request, "request.html", ask)
+
+
+def _add_live_pages(router: APIRouter, pages: Pages) -> None:
+    @router.get("/live")
+    async def stream_numbers() -> Response:
+        return StreamingResponse(pages.live.stream(), headers=HEADERS, media_type="text/event-stream")
+
+    @router.get("/pools")
+    async def show_pools(request: Request) -> Response:
+        return await pages.show(request, "pools.html", pools, failovers=pages.live.failovers(), **_pools_now(pages))
+
+    @router.get("/pools/now")
+    async def show_pools_now(request: Request) -> Response:
+        return pages.show_memory(request, "pools_now.html", _pools_now(pages))
+
+
+def _pools_now(pages: Pages) -> dict[str, Any]:
+    return {"pools": pages.live.pools(), "queues": pages.live.queues()}
+
+
+def _add_others(router: APIRouter, pages: Pages) -> None:
+    @router.get("/playground")
+    async def show_playground(request: Request) -> Response:
+        return pages.show_memory(request, "playground.html", {"page": "Playground", "models": pages.live.models()})
+
+    @router.post("/zone")
+    async def choose_zone(request: Request) -> Response:
+        zone = (await read_form(request)).get("zone", "").strip()
+        if find_zone(zone) is None:
+            raise InvalidParameter(f"{zone!r} is not an IANA time zone such as Europe/Berlin.", param="zone")
+        response = RedirectResponse(_page_before(request), 303)
+        response.set_cookie(ZONE_COOKIE, zone, max_age=COOKIE_LIFE_S, path="/dashboard", samesite="lax")
+        return response
+
+
+def _page_before(request: Request) -> str:
+    """The page that a form was sent from."""
+    _, _, after_host = request.headers.get("referer", "").partition("://")
+    return local_page("/" + after_host.partition("/")[2])

@@ -1,0 +1,160 @@
+"""A ledger as a small installation's might look after some weeks: working hours, spot losses, two models, two teams."""
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import SecretStr
+from sqlalchemy import insert
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.auth.keys import ApiKey, Grant, create_key
+from gateway.auth.teams import create_team
+from gateway.db.models import InstanceRow
+from gateway.ledger.store import store_records
+from protocol.usage import UsageRecord
+from tests.usage_records import attempt_record, request_record
+
+DAYS = 21
+BATCH = 500
+QUARTER_MS = 900_000
+DAY_MS = 86_400_000
+SEED = 5
+POOLS: dict[str, dict[str, Any]] = {
+    "aws-spot-l4": {"provider": "aws", "region": "us-east-1", "tier": "spot", "usd_per_hour": 0.38},
+    "gcp-ondemand-a100": {"provider": "gcp", "region": "europe-west4", "tier": "on-demand", "usd_per_hour": 3.67},
+    "salad-4090": {"provider": "salad", "region": "eu", "tier": "spot", "usd_per_hour": 0.25},
+}
+ON_DEMAND_USD = {"aws-spot-l4": 0.98, "gcp-ondemand-a100": 3.67, "salad-4090": 0.69}
+MODELS = ("demo-8b", "coder-32b")
+
+
+async def fill_ledger(engine: AsyncEngine, pepper: SecretStr, requests: int = 4000) -> None:
+    """Keys of two teams, requests of three weeks up to now, and the machines that served them."""
+    keys = []
+    for team, names in {"search": ("search-web", "search-batch"), "support": ("support-bot",)}.items():
+        made = await create_team(engine, team, "cli:test")
+        grant = Grant(team_id=made.team_id)
+        keys += [(await create_key(engine, name, pepper, grant, "cli:test"))[0] for name in names]
+    records = list(_records(keys, requests, time.time_ns() // 1_000_000))
+    for start in range(0, len(records), BATCH):
+        await store_records(engine, records[start : start + BATCH])
+    await _store_machines(engine, time.time_ns() // 1_000_000)
+
+
+def _records(keys: list[ApiKey], requests: int, now_unix_ms: int) -> Iterator[UsageRecord]:
+    rng = random.Random(SEED)
+    for number in range(requests):
+        # A third of all in the last day, so that every stretch of time has something to show.
+        age_ms = rng.uniform(0, DAY_MS) if number % 3 == 0 else rng.uniform(0, DAYS * DAY_MS)
+        received = now_unix_ms - int(age_ms)
+        if rng.random() > _busyness(received):
+            received -= 7 * 3_600_000
+        yield from _one(rng, f"req_{number:06}", received, rng.choice(keys))
+
+
+def _busyness(unix_ms: int) -> float:
+    """From nothing to 1: working hours of working days, UTC."""
+    hour, weekday = unix_ms / 3_600_000 % 24, (unix_ms // DAY_MS + 3) % 7
+    return (0.15 + 0.85 * math.exp(-(((hour - 14) / 4) ** 2))) * (1 if weekday < 5 else 0.4)
+
+
+def _one(rng: random.Random, request_id: str, received: int, key: ApiKey) -> Iterator[UsageRecord]:
+    model = rng.choices(MODELS, (3, 1))[0]
+    pools = rng.sample(list(POOLS), 3)
+    fate = rng.random()
+    outcome = "failed" if fate < 0.015 else "cancelled" if fate < 0.05 else "ok"
+    retries = 2 if fate > 0.995 else 1 if fate > 0.97 or outcome == "failed" else 0
+    prompt, tokens = int(rng.lognormvariate(6, 1.2)) + 1, int(rng.lognormvariate(4.6, 1)) + 1
+    tpot = rng.lognormvariate(2.9 if model == "demo-8b" else 3.7, 0.25)
+    whose = {"key_id": key.key_id, "key_name": key.name, "team_id": key.team_id, "organisation_id": "org_default"}
+    at, left = received + 3, tokens
+    queue = ttft = 0.0
+    for attempt in range(1, retries + 2):
+        is_last = attempt == retries + 1
+        queue, prefill = rng.lognormvariate(3.5, 1.1), 20 + prompt * rng.uniform(0.05, 0.15)
+        made = left if is_last else left // 2
+        total = prefill + tpot * made
+        engine_queue = prefill * 0.1
+        name = pools[attempt - 1]
+        yield attempt_record(
+            request_id,
+            attempt,
+            **POOLS[name],
+            **whose,
+            pool=name,
+            worker_id=f"{name}-{rng.randrange(4)}",
+            engine="local",
+            model=model,
+            started_unix_ms=int(at + queue),
+            outcome=outcome if is_last else "failed",
+            error_code=None if is_last and outcome != "failed" else "worker_lost",
+            prompt_tokens=prompt,
+            cached_tokens=prompt // 4,
+            completion_tokens=made,
+            queue_ms=queue,
+            ttft_ms=prefill if made else None,
+            total_ms=total,
+            resumed_tokens=tokens - left,
+            engine_queue_ms=engine_queue,
+            prefill_ms=prefill - engine_queue,
+            decode_ms=tpot * made,
+            preemptions=0,
+        )
+        if attempt == 1:
+            ttft = queue + prefill + 3
+        at += queue + total + (0 if is_last else 4)
+        left -= made
+    last = {name: POOLS[pools[retries]][name] for name in ("provider", "region", "tier")}
+    yield request_record(
+        request_id,
+        **last,
+        **whose,
+        received_unix_ms=received,
+        model=model,
+        outcome=outcome,
+        http_status={"ok": 200, "cancelled": 499, "failed": 502}[outcome],
+        error_code="attempts_exhausted" if outcome == "failed" else None,
+        finish_reason="stop" if outcome == "ok" else None,
+        prompt_tokens=prompt,
+        cached_tokens=prompt // 4,
+        completion_tokens=tokens,
+        attempts=retries + 1,
+        queue_ms=queue,
+        ttft_ms=ttft,
+        total_ms=at - received + 1,
+        pool=pools[retries],
+        preemptions=0,
+    )
+
+
+async def _store_machines(engine: AsyncEngine, now_unix_ms: int) -> None:
+    """One or two machines of each pool, a good half of the time busy."""
+    rng = random.Random(SEED)
+    rows = []
+    first = (now_unix_ms - DAYS * DAY_MS) // QUARTER_MS * QUARTER_MS
+    for bucket in range(first, now_unix_ms, QUARTER_MS):
+        for pool, place in POOLS.items():
+            for number in range(1 if _busyness(bucket) < 0.5 else 2):
+                until = min(bucket + QUARTER_MS, now_unix_ms)
+                rows.append(
+                    {
+                        "bucket_unix_ms": bucket,
+                        "worker_id": f"{pool}-{number}",
+                        "pool": pool,
+                        "provider": place["provider"],
+                        "region": place["region"],
+                        "tier": place["tier"],
+                        "up_from_unix_ms": bucket,
+                        "up_until_unix_ms": until,
+                        "busy_from_ms": 0,
+                        "busy_until_ms": int((until - bucket) * min(1.0, _busyness(bucket) * rng.uniform(0.5, 1.1))),
+                        "nano_usd_per_hour": int(place["usd_per_hour"] * 1e9),
+                        "on_demand_nano_usd_per_hour": int(ON_DEMAND_USD[pool] * 1e9),
+                    }
+                )
+    async with engine.begin() as connection:
+        for start in range(0, len(rows), BATCH):
+            await connection.execute(insert(InstanceRow), rows[start : start + BATCH])

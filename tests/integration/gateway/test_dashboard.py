@@ -1,0 +1,223 @@
+"""The dashboard's pages as a program sees them: login, headers, keys, exports, live numbers."""
+
+import asyncio
+import csv
+import io
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.auth.admins import set_password
+from gateway.dashboard.reader import Reader
+from gateway.dashboard.render import PAGES
+from gateway.db.engine import create_engine
+from gateway.ledger.store import store_records
+from tests.acceptance.dashboard.generated_ledger import fill_ledger
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
+from tests.usage_records import request_record
+
+PASSWORD = "correct horse battery"
+
+
+@pytest.fixture
+async def engine(sqlite_url: str) -> AsyncIterator[AsyncEngine]:
+    engine = create_engine(sqlite_url)
+    await set_password(engine, PASSWORD, "cli:test")
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+async def gateway(start_gateway: Start, engine: AsyncEngine) -> GatewayUnderTest:
+    return await start_gateway()
+
+
+@pytest.fixture
+async def browser(gateway: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        answer = await client.post("/login", data={"name": "admin", "password": PASSWORD, "next": "/dashboard"})
+        assert answer.status_code == 303
+        yield client
+
+
+async def test_no_page_is_open_without_a_login(gateway: GatewayUnderTest) -> None:
+    more = ["/live", "/pools/now", "/requests/rows", "/requests/r1", "/exports/list", "/exports/x"]
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as stranger:
+        for path in [*(path for path, _ in PAGES), *more]:
+            answer = await stranger.get(f"/dashboard{path}", headers={"accept": "text/html"})
+            assert (answer.status_code, path) == (303, path)
+            assert answer.headers["location"].startswith("/login?next=%2Fdashboard")
+        for path in ("/keys", "/keys/key_x/rotate", "/keys/key_x/revoke", "/exports", "/zone"):
+            answer = await stranger.post(f"/dashboard{path}", data={"name": "n"})
+            assert (answer.status_code, path) == (401, path)
+        part = await stranger.get("/dashboard/pools/now", headers={"hx-request": "true"})
+        assert (part.status_code, part.headers["hx-refresh"]) == (401, "true")
+
+
+async def test_every_page_is_whole_with_an_empty_ledger_and_with_a_full_one(
+    browser: httpx.AsyncClient, engine: AsyncEngine
+) -> None:
+    for filled in (False, True):
+        if filled:
+            await fill_ledger(engine, PEPPER, requests=300)
+        for path, name in PAGES:
+            answer = await browser.get(f"/dashboard{path}", params={"range": "30d", "by": "team", "and": "tier"})
+            assert answer.status_code == 200, name
+            assert f'aria-current="page">{name}</a>' in answer.text
+            policy = answer.headers["content-security-policy"]
+            assert "script-src 'self'" in policy
+            assert "unsafe" not in policy
+            assert not re.search(r"<script(?![^>]*(src=|application/json))| style=| on[a-z]+=\"", answer.text), name
+            assert not re.search(r"(?:src|href)=\"(?:https?:)?//", answer.text), name
+
+
+async def test_static_files_are_kept_for_ever_under_their_version(browser: httpx.AsyncClient) -> None:
+    page = (await browser.get("/dashboard/playground")).text
+    paths = re.findall(r'"(/dashboard/static/[^"]+)"', page)
+    assert len(paths) >= 6
+    for path in paths:
+        answer = await browser.get(path)
+        assert answer.status_code == 200
+        assert "immutable" in answer.headers["cache-control"]
+    other = await browser.get(re.sub(r"static/\w+", "static/0", paths[0]))
+    assert other.headers["cache-control"] == "no-store"
+    assert (await browser.get("/dashboard/static/0/../render.py")).status_code == 404
+
+
+async def test_errors_are_pages(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
+    missing = await browser.get("/dashboard/requests/none-such")
+    assert missing.status_code == 404
+    assert "There is nothing of this name." in missing.text
+    wrong = await browser.get("/dashboard", params={"range": "<b>"})
+    assert wrong.status_code == 400
+    assert "range: must be one of 6h" in wrong.text
+    async with engine.begin() as connection:
+        await connection.exec_driver_sql("DROP TABLE rollups")
+    broken = await browser.get("/dashboard")
+    assert broken.status_code == 503
+    assert "database cannot be used" in broken.text
+
+
+async def test_a_key_is_shown_once_rotated_and_revoked(gateway: GatewayUnderTest, browser: httpx.AsyncClient) -> None:
+    form = {
+        "name": "web <b>",
+        "team": "team_default",
+        "requests_per_minute": "60",
+        "budget_usd": "12.5",
+        "models": MODEL,
+    }
+    made = await browser.post("/dashboard/keys", data=form)
+    token = re.findall(r'id="token">([^<]+)<', made.text)[0]
+    assert "web &lt;b&gt;" in made.text
+    listed = (await browser.get("/dashboard/keys")).text
+    assert token not in listed
+    assert "$12.50 a month" in listed
+    assert "60 requests/min" in listed
+    await until_async(lambda: can_list_models(gateway, token))
+    key_id = re.findall(r"/dashboard/keys/(key_\w+)/rotate", listed)[0]
+    rotated = await browser.post(f"/dashboard/keys/{key_id}/rotate")
+    new_token = re.findall(r'id="token">([^<]+)<', rotated.text)[0]
+    await until_async(lambda: can_list_models(gateway, new_token))
+    assert (await browser.post(f"/dashboard/keys/{key_id}/revoke")).status_code == 303
+
+    async def is_refused() -> bool:
+        return not await can_list_models(gateway, new_token)
+
+    await until_async(is_refused)
+    for change, named in (
+        ({"name": "web 2", "models": "no-such"}, "models"),
+        ({"name": ""}, "name"),
+        ({"tokens_per_minute": "x"}, "tokens_per_minute"),
+    ):
+        refused = await browser.post("/dashboard/keys", data={**form, **change})
+        assert refused.status_code == 200
+        assert re.search(rf'role="alert">[^<]*{named}', refused.text), change
+    foreign = await browser.post("/dashboard/keys", data=form, headers={"sec-fetch-site": "cross-site"})
+    assert foreign.status_code == 403
+
+
+async def can_list_models(gateway: GatewayUnderTest, token: str) -> bool:
+    async with httpx.AsyncClient(base_url=gateway.url, headers={"authorization": f"Bearer {token}"}) as caller:
+        return (await caller.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+async def test_an_export_holds_the_whole_filtered_set(
+    browser: httpx.AsyncClient, engine: AsyncEngine, kind: str
+) -> None:
+    received = 1_800_000_000_000
+    records = [
+        request_record(f"r{n:04}", received_unix_ms=received + n, model="a,b" if n % 3 else "other", error_code=None)
+        for n in range(2500)
+    ]
+    await store_records(engine, records)
+    query = {"since": str(received), "until": str(received + 2400), "model": "a,b"}
+    started = await browser.post("/dashboard/exports", params=query, data={"format": kind})
+    assert started.status_code == 303
+
+    async def link() -> bool:
+        return "download>" in (await browser.get("/dashboard/exports/list")).text
+
+    await until_async(link)
+    path = re.findall(
+        r'href="(/dashboard/exports/[^"]+)" download', (await browser.get("/dashboard/exports/list")).text
+    )[0]
+    answer = await browser.get(path)
+    assert answer.headers["content-disposition"].endswith(f'.{kind}"')
+    rows = rows_of(answer.content, kind)
+    assert [row["request_id"] for row in rows] == [f"r{n:04}" for n in range(2399, -1, -1) if n % 3]
+    assert {row["model"] for row in rows} == {"a,b"}
+
+
+def rows_of(content: bytes, kind: str) -> list[dict[str, Any]]:
+    if kind == "parquet":
+        found: list[dict[str, Any]] = pq.read_table(io.BytesIO(content)).to_pylist()
+        return found
+    decoded = content.decode()
+    if kind == "jsonl":
+        return [json.loads(line) for line in decoded.splitlines()]
+    return list(csv.DictReader(io.StringIO(decoded)))
+
+
+async def test_live_numbers_come_as_events(gateway: GatewayUnderTest, browser: httpx.AsyncClient) -> None:
+    await gateway.add_worker()
+    async with browser.stream("GET", "/dashboard/live") as events:
+        assert events.headers["content-type"].startswith("text/event-stream")
+        async for line in events.aiter_lines():
+            if line.startswith("data: "):
+                numbers = json.loads(line.removeprefix("data: "))
+                if numbers["workers"] == "1":
+                    break
+    assert numbers["in_flight"] == "0"
+    page = (await browser.get("/dashboard/pools/now")).text
+    assert "<code>w1</code>" in page
+
+
+async def test_a_zone_is_chosen_and_kept(browser: httpx.AsyncClient) -> None:
+    before = f"{browser.base_url}/dashboard/latency?range=7d"
+    answer = await browser.post("/dashboard/zone", data={"zone": "Asia/Kolkata"}, headers={"referer": before})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/dashboard/latency?range=7d")
+    assert 'data-zone="Asia/Kolkata"' in (await browser.get("/dashboard/playground")).text
+    assert (await browser.post("/dashboard/zone", data={"zone": "Mars/Base"})).status_code == 400
+
+
+async def test_a_slow_ledger_is_given_up_and_holds_nobody_up(sqlite_url: str) -> None:
+    async with Reader(sqlite_url) as reader:
+
+        async def never(_connection: object) -> None:
+            await asyncio.Event().wait()
+
+        asked = [asyncio.create_task(reader.read(never, 0.2)) for _ in range(40)]
+        done, _ = await asyncio.wait(asked)
+        assert {str(task.exception()) for task in done} == {
+            "Too many pages are asked for at the moment.",
+            "The ledger has not answered within 0.2 s.",
+        }
+        assert await reader.read(lambda connection: connection.scalar(text("SELECT 1"))) == 1
