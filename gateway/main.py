@@ -26,6 +26,7 @@ from gateway.db.engine import create_engine
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.metrics.requests import RequestSeries
+from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.quotas import Quotas
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from gateway.traces import RequestTraces
 
 FLUSH_LIMIT_S: Final = 10.0
+PAYLOAD_FLUSH_LIMIT_S: Final = 3.0
 LISTEN_BACKLOG: Final = 2048
 CLOSE_LIMIT_S: Final = 5  # for connections still open when everything has been answered
 
@@ -103,7 +105,11 @@ async def run(
             quotas=quotas,
             database=database,
             login=Login(database, settings),
+<<<<<<< ours
+            payloads=PayloadPublisher(bus, settings.payloads),
+=======
             reader=await stack.enter_async_context(Reader(settings.database_url)),
+>>>>>>> theirs
             started_unix_s=int(time.time()),
             traces=traces,
         )
@@ -166,13 +172,17 @@ async def _flushed(services: Services, outbox: Outbox) -> AsyncIterator[None]:
     """Run the outbox for longer than all that writes into it: whatever ends the rest, every request is recorded."""
     async with asyncio.TaskGroup() as group:
         publishing = group.create_task(_must_not_end("usage outbox", outbox.run()), name="usage outbox")
+        keeping = group.create_task(_must_not_end("payload publisher", services.payloads.run()), name="payloads")
         try:
             yield
         finally:
             services.dispatcher.settle_all()
             if not publishing.done():
                 await outbox.flush(FLUSH_LIMIT_S)
+            if not keeping.done():
+                await services.payloads.flush(PAYLOAD_FLUSH_LIMIT_S)
             publishing.cancel()
+            keeping.cancel()
 
 
 async def _must_not_end(part: str, work: Coroutine[Any, Any, None]) -> NoReturn:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from gateway.ledger.prices import ConfiguredPrice
+from gateway.payloads.sealing import parse_keys
 from gateway.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
 from protocol.telemetry import TelemetrySettings
 
@@ -162,6 +163,21 @@ class LoginSettings(Settings):
     oidc: OidcSettings | None = None
 
 
+def _are_payload_keys(text: SecretStr) -> SecretStr:
+    parse_keys(text)
+    return text
+
+
+class PayloadSettings(Settings):
+    """How payloads are kept of callers who agreed to that."""
+
+    # 32 random bytes in hex or base64; several, the newest first: it seals, and all of them open. None: no encryption.
+    key: Annotated[SecretStr, AfterValidator(_are_payload_keys)] | None = None
+    retention_days: PositiveInt = 30  # where the consent says nothing else
+    # Of request and answer together, as JSON. What is larger is not kept, and its row says so.
+    max_payload_bytes: Annotated[int, Field(gt=0, le=4 * 1024 * 1024)] = 1024 * 1024
+
+
 class GatewaySettings(Settings):
     """Everything one gateway process needs."""
 
@@ -180,6 +196,7 @@ class GatewaySettings(Settings):
     queue: QueueSettings = QueueSettings()
     login: LoginSettings = LoginSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    payloads: PayloadSettings = PayloadSettings()
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key
 

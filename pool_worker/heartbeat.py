@@ -37,6 +37,8 @@ class Heart:
         self._gate = gate
         self._subject = subjects.heartbeat_subject(settings.worker_id)
         self._started_unix_ms = _now_unix_ms()
+        self._beat_s = time.monotonic()
+        self._busy_s = 0.0  # held at least one job when beating: to the heartbeat exact
         self._is_failing = False
 
     async def run(self) -> None:
@@ -47,6 +49,7 @@ class Heart:
 
     async def beat(self) -> None:
         """Put one heartbeat."""
+        self._note_busy()
         try:
             await self._bus.publish(self._subject, encode(self._heartbeat()))
         except BusError as error:
@@ -55,6 +58,12 @@ class Heart:
             self._is_failing = True
         else:
             self._is_failing = False
+
+    def _note_busy(self) -> None:
+        now_s = time.monotonic()
+        if self._executor.held:
+            self._busy_s += now_s - self._beat_s
+        self._beat_s = now_s
 
     async def remove(self) -> None:
         """Take the worker out of the registry."""
@@ -88,6 +97,7 @@ class Heart:
             jobs_taken=self._executor.jobs_taken,
             tokens_made=self._executor.tokens_made,
             stats=wire_stats(self._engine.stats(), self._executor.waiting_jobs),
+            busy_ms=round(self._busy_s * 1000),
         )
 
 

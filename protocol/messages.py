@@ -281,6 +281,7 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     jobs_taken: int = 0  # since the worker started: their increase is the rate at which the queue is served
     tokens_made: int = 0  # output tokens, likewise
     stats: EngineStats | None = None  # None: the engine does not tell
+    busy_ms: int = 0  # time with at least one job since it started, as seen from heartbeat to heartbeat
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):

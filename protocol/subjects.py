@@ -9,6 +9,7 @@ from typing import Final
 
 INTERACTIVE_STREAM: Final = "RQ"
 USAGE_STREAM: Final = "USAGE"
+PAYLOADS_STREAM: Final = "PAYLOADS"
 WORKERS_BUCKET: Final = "workers"
 MODELS_BUCKET: Final = "models"
 ARTIFACTS_BUCKET: Final = "artifacts"
@@ -17,6 +18,7 @@ IDEMPOTENCY_BUCKET: Final = "idempotency"
 QUOTAS_BUCKET: Final = "quotas"
 
 LEDGER_CONSUMER: Final = "ledger"
+PAYLOADS_CONSUMER: Final = "payloads"
 DEAD_LETTER_STREAM: Final = "DLQ"
 
 # The lanes of each model: one queue subject and one durable consumer each. Workers serve ``resume`` first (those
@@ -32,6 +34,7 @@ DISCONNECTS: Final = "$SYS.ACCOUNT.*.DISCONNECT"
 
 REQUEST_USAGE_SUBJECT: Final = "usage.request"
 ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"
+PAYLOAD_SUBJECT: Final = "payloads.request"
 
 # Core NATS, no payload: API keys have changed in SQL, load them again.
 KEYS_CHANGED_SUBJECT: Final = "config.keys.changed"

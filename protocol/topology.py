@@ -30,6 +30,8 @@ PULL_PRIORITIES: Final = {"spot": 0, "reserved": 3, "on-demand": 6, "hosted": 9}
 DEAD_LETTER_MAX_AGE_S: Final = 30 * 24 * 3600
 DUPLICATE_WINDOW_S: Final = 120
 USAGE_MAX_AGE_S: Final = 14 * 24 * 3600
+PAYLOADS_MAX_AGE_S: Final = 7 * 24 * 3600
+PAYLOADS_MAX_BYTES: Final = 512 * 1024 * 1024  # past it the oldest go: losing a payload is not losing money
 PROMPT_MAX_AGE_S: Final = 3600
 PROMPTS_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, a job with a prompt by reference waits for another's to be done
 IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themselves: these are of dead ones
@@ -89,6 +91,19 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             max_age=USAGE_MAX_AGE_S * NS,
             duplicate_window=DUPLICATE_WINDOW_S * NS,
         ),
+        {
+            **_stream(
+                subjects.PAYLOADS_STREAM,
+                "payloads.>",
+                bounds,
+                retention="workqueue",  # what is in SQL is gone from here at once
+                storage="file",
+                max_bytes=PAYLOADS_MAX_BYTES,
+                max_age=PAYLOADS_MAX_AGE_S * NS,
+                duplicate_window=DUPLICATE_WINDOW_S * NS,
+            ),
+            "discard": "old",
+        },
         {
             **_stream(
                 subjects.DEAD_LETTER_STREAM,
@@ -166,6 +181,17 @@ def ledger_consumer_config() -> dict[str, Any]:
     }
 
 
+def payloads_consumer_config() -> dict[str, Any]:
+    """The durable by which ledger writers take payloads."""
+    return {
+        "durable_name": subjects.PAYLOADS_CONSUMER,
+        "filter_subject": "payloads.>",
+        "ack_policy": "explicit",
+        "ack_wait": 30 * NS,
+        "max_ack_pending": 1000,
+    }
+
+
 async def apply(bus: Bus, models: list[str], bounds: QueueBounds, *, limit_s: float = 0.0) -> None:
     """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError, or BusTimeout.
 
@@ -190,6 +216,7 @@ async def _apply_all(bus: Bus, models: list[str], bounds: QueueBounds) -> None:
     consumers = [job_consumer_config(model, lane) for model in models for lane in subjects.LANES]
     await _each(bus, consumers, _apply_job_consumer)
     await _apply_consumer(bus, subjects.USAGE_STREAM, ledger_consumer_config())
+    await _apply_consumer(bus, subjects.PAYLOADS_STREAM, payloads_consumer_config())
 
 
 async def _each(

@@ -26,6 +26,7 @@ from gateway.settings import (
     LimitSettings,
     LoginSettings,
     ModelSettings,
+    PayloadSettings,
     PositiveInt,
     PositiveSeconds,
     QueueSettings,
@@ -98,6 +99,15 @@ class LedgerSection(Settings):
     batch_wait_s: PositiveSeconds = 0.25
 
 
+class PayloadsSection(PayloadSettings):
+    """``[payloads]``: how what was asked and answered is kept, of callers who agreed to that.
+
+    Its key comes from the environment (``SPILLWAY_PAYLOADS__KEY``) or from a file, never from spillway.toml.
+    """
+
+    key_file: Path | None = None  # instead of the key
+
+
 class PoolSettings(Settings):
     """``[pools.<name>]``: workers of one provider, region, engine, model set and price tier."""
 
@@ -134,6 +144,7 @@ class Config(BaseSettings):
     auth: AuthSection = AuthSection()
     ledger: LedgerSection = LedgerSection()
     telemetry: TelemetrySettings = TelemetrySettings()
+    payloads: PayloadsSection = PayloadsSection()
     models: Annotated[dict[str, ModelSettings], Field(min_length=1)]
     tenants: dict[str, TenantSettings] = {}  # by the name of the API key
     pools: dict[str, PoolSettings] = {}
@@ -194,10 +205,23 @@ class Config(BaseSettings):
             idempotency=self.gateway.idempotency,
             queue=self.nats.queue,
             login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),
+            payloads=self.payload_settings(),
             max_attempts=self.gateway.max_attempts,
             open_metrics=self.gateway.open_metrics,
             telemetry=self.telemetry,
         )
+
+    def payload_settings(self) -> PayloadSettings:
+        """How payloads are sealed and opened. Raises ConfigError if the key's file cannot be used."""
+        section = self.payloads
+        fields = section.model_dump(exclude={"key_file"})
+        if section.key_file is None:
+            return PayloadSettings(**fields)
+        try:
+            return PayloadSettings(**{**fields, "key": SecretStr(section.key_file.read_text())})
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it must hold keys of 32 random bytes in hex"
+            raise ConfigError(f"payloads.key_file: {section.key_file}: {reason}") from error
 
     def ledger_settings(self) -> LedgerSettings:
         """What one ledger writer needs."""
@@ -261,6 +285,10 @@ def load_config(path: Path, env: Mapping[str, str] | None = None, overrides: Map
         from_file = source_class(Config, path)()
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path}: {error}") from error
+    if "key" in from_file.get("payloads", {}):
+        raise ConfigError(
+            f"{path}: payloads.key: does not belong here; use SPILLWAY_PAYLOADS__KEY or payloads.key_file"
+        )
     return _validated(from_file, str(path), env, overrides)
 
 

@@ -126,8 +126,8 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
         update={"gateway": gateway, "nats": nats, "database": database, "data_dir": config.data_dir.resolve()}
     )
     path = resolved_config_path(config.data_dir)
-    # The pepper is left out: children find it in the environment or in the data folder, as this process did.
-    dumped = resolved.model_dump(mode="json", exclude={"auth": {"pepper"}}, exclude_none=True)
+    # The pepper and the key of payloads are left out: children find them where this process did.
+    dumped = resolved.model_dump(mode="json", exclude={"auth": {"pepper"}, "payloads": {"key"}}, exclude_none=True)
     if resolved.auth.oidc is not None and resolved.auth.oidc.client_secret is not None:
         dumped["auth"]["oidc"]["client_secret"] = resolved.auth.oidc.client_secret.get_secret_value()
     _write_private(path, json.dumps(dumped))

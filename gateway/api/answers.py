@@ -56,14 +56,17 @@ def chat_answer(
     return encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], details)})
 
 
-def _chat_row(index: int, choice: _Gathered, details: Details, form: AnswerForm | None) -> dict[str, Any]:
-    text = "".join(choice.texts)
+def told_choice(text: str, finish_reason: str | None, form: AnswerForm | None) -> dict[str, Any]:
+    """What a choice of a chat says, and why it ended."""
     message = parsed_message(text, form) if form else {"role": "assistant", "content": text, "refusal": None}
+    return {"message": message, "finish_reason": finish_reason_of(finish_reason, has_calls="tool_calls" in message)}
+
+
+def _chat_row(index: int, choice: _Gathered, details: Details, form: AnswerForm | None) -> dict[str, Any]:
     return {
         "index": index,
-        "message": message,
         "logprobs": _chat_logprobs(choice, details),
-        "finish_reason": finish_reason_of(choice.finish_reason, has_calls="tool_calls" in message),
+        **told_choice("".join(choice.texts), choice.finish_reason, form),
         **_own_token_ids(choice, details),
     }
 

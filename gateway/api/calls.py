@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from gateway.api.answers import chat_answer, completion_answer
+from gateway.api.answers import chat_answer, completion_answer, told_choice
 from gateway.api.details import NO_DETAILS, details_of
 from gateway.api.form import answer_form, grammar_of, template_variables, tools_for_template, tools_told
 from gateway.api.job_call import JobCall
@@ -60,6 +60,10 @@ class Call(Protocol):
 
     def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
         """The body of an answer that is not streamed."""
+        ...
+
+    def told(self, text: str, finish_reason: str) -> dict[str, Any]:
+        """See gateway.payloads.answers.Teller."""
         ...
 
 
@@ -135,6 +139,10 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             form=self._form,
         )
 
+    def told(self, text: str, finish_reason: str) -> dict[str, Any]:
+        """See Call."""
+        return told_choice(text, finish_reason, self._form)
+
 
 class CompletionCall(JobCall[CompletionRequest]):
     """POST /v1/completions."""
@@ -192,6 +200,10 @@ class CompletionCall(JobCall[CompletionRequest]):
             usage=usage,
             details=self._details,
         )
+
+    def told(self, text: str, finish_reason: str) -> dict[str, Any]:
+        """See Call."""
+        return {"text": text, "finish_reason": finish_reason}
 
 
 def truncated(request: GenerationRequest, prompt_ids: list[int], context_length: int) -> list[int]:

@@ -22,6 +22,7 @@ from gateway.api.services import Services
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.request import OpenRequest
 from gateway.limits.body import read_body
+from gateway.payloads.consent import consent_of
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 
@@ -125,7 +126,8 @@ class Endpoint(ABC, Generic[_Call]):
             raise MethodNotAllowed(f"Use POST, not {exchange.method}.")
         principal = exchange.authenticate(services.keys)
         self._refuse_if_full()
-        call = self._call_of(await self._read_body(exchange))
+        body = await self._read_body(exchange)
+        call = self._call_of(body)
         if principal.is_batch_only:
             call.serve_as_batch()
         request = call.request
@@ -159,6 +161,8 @@ class Endpoint(ABC, Generic[_Call]):
             deadline_s=deadline_s,
             pooling=work.pooling,
             reservation=reservation,
+            consent=consent_of(principal),
+            body_bytes=len(body),
         )
         # Counting may have taken a while.
         refusal = services.dispatcher.refusal() or services.admission_control.refusal(admission)

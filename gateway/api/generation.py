@@ -7,8 +7,11 @@ from gateway.api.exchange import Exchange
 from gateway.api.sampling import requested_max_tokens
 from gateway.api.streaming import StreamWriter, usage_of
 from gateway.dispatch.mailbox import Ended
-from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.request import OpenRequest, State
 from gateway.limits.request_limits import check_prompt_logprobs, check_shape, output_limit
+from gateway.payloads.answers import RecordedAnswer
+from gateway.payloads.consent import Consent
+from gateway.payloads.publisher import Capture
 from gateway.tokens.model_tokens import use_of
 from protocol.messages import Tokens, pack_token_ids
 
@@ -50,24 +53,64 @@ class GenerationEndpoint(Endpoint[Call]):
         )
 
     async def _write_answer(self, exchange: Exchange, call: Call, request: OpenRequest) -> None:
-        if request.admission.stream:
-            await StreamWriter(exchange, call, request, self._services.settings.timeouts).write()
-        else:
-            await self._answer_whole(exchange, call, request)
+        if request.admission.consent is None:
+            await self._write(exchange, call, request, None)
+            return
+        answer = self._services.payloads.new_answer(len(request.choices))
+        try:
+            await self._write(exchange, call, request, answer)
+        finally:
+            # Only what was answered whole is kept; also where the caller left when there was no more to come.
+            if request.state is State.ENDED and request.outcome == "ok" and answer.is_complete:
+                self._services.payloads.take(_capture(call, request, request.admission.consent, answer))
 
-    async def _answer_whole(self, exchange: Exchange, call: Call, request: OpenRequest) -> None:
+    async def _write(self, exchange: Exchange, call: Call, request: OpenRequest, answer: RecordedAnswer | None) -> None:
+        if request.admission.stream:
+            await StreamWriter(exchange, call, request, self._services.settings.timeouts, answer).write()
+        else:
+            await self._answer_whole(exchange, call, request, answer)
+
+    async def _answer_whole(
+        self, exchange: Exchange, call: Call, request: OpenRequest, answer: RecordedAnswer | None
+    ) -> None:
         frames: list[Tokens] = []
         while True:
             for event in await request.mailbox.take():
                 if isinstance(event, Tokens):
                     frames.append(event)
                 elif isinstance(event, Ended):
-                    await self._answer_end(exchange, call, request, frames)
+                    await self._answer_end(exchange, call, request, frames, answer)
                     return
 
-    async def _answer_end(self, exchange: Exchange, call: Call, request: OpenRequest, frames: list[Tokens]) -> None:
+    async def _answer_end(
+        self,
+        exchange: Exchange,
+        call: Call,
+        request: OpenRequest,
+        frames: list[Tokens],
+        answer: RecordedAnswer | None,
+    ) -> None:
         if request.failure is not None:
             await exchange.answer_error(RequestFailed(request.failure), request)
         elif request.outcome == "ok":
             created = exchange.received_unix_ms // 1000
-            await exchange.answer_json(call.whole(exchange.id, created, frames, usage_of(request)), request)
+            body = call.whole(exchange.id, created, frames, usage_of(request))
+            if answer is not None:
+                answer.add_whole(frames, body)
+            await exchange.answer_json(body, request)
+
+
+def _capture(call: Call, request: OpenRequest, consent: Consent, answer: RecordedAnswer) -> Capture:
+    admission = request.admission
+    return Capture(
+        request_id=admission.request_id,
+        received_unix_ms=admission.received_unix_ms,
+        model=admission.model,
+        key_id=admission.key_id,
+        team_id=admission.team_id or "",
+        end_user=call.request.user,
+        consent=consent,
+        call=call,
+        body_bytes=admission.body_bytes,
+        answer=answer,
+    )

@@ -44,6 +44,7 @@ async def _moment(services: Services) -> Moment:
         is_bus_connected=services.bus.connected,
         unpublished_records=dispatcher.unpublished_records,
         ledger_backlog=ledger_backlog,
+        payloads=dict(services.payloads.outcomes),
     )
 
 

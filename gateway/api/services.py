@@ -11,6 +11,7 @@ from gateway.auth.keyring import KeyRing
 from gateway.dashboard.reader import Reader
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.metrics.requests import RequestSeries
+from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.quotas import Quotas
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
@@ -36,6 +37,10 @@ class Services:
     quotas: Quotas
     database: AsyncEngine  # for pages and the admin API; no generating request waits for it
     login: Login
+<<<<<<< ours
+    payloads: PayloadPublisher
+=======
     reader: Reader  # the ledger, for the dashboard
+>>>>>>> theirs
     started_unix_s: int
     traces: "RequestTraces | None" = None  # None: they are off

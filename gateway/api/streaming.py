@@ -14,6 +14,7 @@ from gateway.api.sse import DONE, comment, error_event, usage_fields
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S
 from gateway.dispatch.mailbox import Ended, Event, StillWaiting
 from gateway.dispatch.request import OpenRequest, State
+from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Tokens
@@ -36,12 +37,21 @@ def _last_moment_s(end: Ended) -> float:
 class StreamWriter:
     """From one request's mailbox to its socket."""
 
-    def __init__(self, exchange: Exchange, call: Call, request: OpenRequest, timeouts: TimeoutSettings) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        call: Call,
+        request: OpenRequest,
+        timeouts: TimeoutSettings,
+        answer: RecordedAnswer | None = None,
+    ) -> None:
+        """``answer``: what remembers it, where it is to be kept."""
         self._exchange = exchange
         self._request = request
         self._timeouts = timeouts
         self._with_usage = call.request.include_usage
-        self._chunks = call.chunks(exchange.id, exchange.received_unix_ms // 1000)
+        chunks = call.chunks(exchange.id, exchange.received_unix_ms // 1000)
+        self._chunks = chunks if answer is None else RecordedChunks(chunks, answer)
 
     async def write(self) -> None:
         """Send the whole answer; returns early, leaving the response incomplete, where it cannot be completed.

@@ -354,7 +354,7 @@ class PayloadRow(Base):
     train_ok: Mapped[bool]  # whether training sets may be made of it
     redacted: Mapped[bool]  # whether personal data were stripped (gateway.payloads.redaction)
     expires_unix_ms: Mapped[int]  # deleted soon after
-    dropped: Mapped[bool]  # it was larger than the limit: request and answer are NULL
-    encoding: Mapped[str]  # "zlib" | "zlib+aes-256-gcm" (gateway.payloads.sealing)
-    request: Mapped[bytes | None]  # JSON: the body as it was sent
-    answer: Mapped[bytes | None]  # JSON: the answer's choices, as they would be without streaming; NULL: none
+    dropped: Mapped[bool]  # it was larger than the limit, or could not be redacted: request and answer are NULL
+    encoding: Mapped[str]  # "zlib" | "zlib+aes-256-gcm:<id of the key>" (gateway.payloads.sealing)
+    request: Mapped[bytes | None]  # JSON: the body as it was validated
+    answer: Mapped[bytes | None]  # JSON: {"choices": […]} as they would be without streaming and logprobs

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gateway.payloads.consent import Consent
 from gateway.quotas.reservation import Reservation
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
@@ -36,6 +37,8 @@ class Admission:
     do_not_queue: bool = False  # refuse rather than wait
     deadline_s: float = float("inf")  # monotonic clock; the caller's own: the whole answer is worth nothing later
     pooling: Pooling | None = None  # not None: vectors are wanted instead of text
+    consent: Consent | None = None  # to keep what is asked and answered
+    body_bytes: int = 0
     team_id: str | None = None
     organisation_id: str | None = None
     reservation: Reservation | None = None  # of limits; None: its key and team have none

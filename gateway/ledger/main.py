@@ -14,6 +14,7 @@ from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.schema import check_schema
 from gateway.ledger.prices import seed_prices
 from gateway.ledger.writer import LedgerWriter
+from gateway.payloads.writer import PayloadWriter
 from gateway.settings import LedgerSettings
 from protocol import subjects
 from protocol.backoff import backoff_s, wait_for
@@ -46,8 +47,11 @@ async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = No
             writer = LedgerWriter(
                 bus, engine, stopping, batch_records=settings.batch_records, batch_wait_s=settings.batch_wait_s
             )
+            payloads = PayloadWriter(bus, engine, stopping)
             if not stopping.is_set():
-                await writer.run(on_ready)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(writer.run(on_ready), name="ledger writer")
+                    group.create_task(payloads.run(), name="payload writer")
         finally:
             await bus.close()
     finally:

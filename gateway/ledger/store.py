@@ -50,7 +50,7 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
     except OverflowError as error:  # sqlite3's own, for integers beyond 64 bits
         raise RecordRefused(describe(error)) from error
     except SQL_ERRORS as error:
-        if _is_refusal(error):
+        if is_refusal(error):
             raise RecordRefused(describe(error)) from error
         raise DatabaseUnavailable(describe(error)) from error
 
@@ -75,7 +75,7 @@ async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str
     prices = await load_prices(connection)
     new = [_priced(row, prices) for row in given.values() if row["request_id"] not in lost.keys() - replaced]
     tally.add(new)
-    await _insert_all(connection, RequestRow, new)
+    await insert_rows(connection, RequestRow, new)
     await apply(connection, tally)
 
 
@@ -96,10 +96,10 @@ async def _write_attempts(connection: AsyncConnection, rows: Iterable[Row]) -> N
     found = await connection.execute(select(*key).where(_is_one_of(connection, AttemptRow.request_id, request_ids)))
     for stored in found:
         given.pop(tuple(stored), None)
-    await _insert_all(connection, AttemptRow, list(given.values()))
+    await insert_rows(connection, AttemptRow, list(given.values()))
 
 
-async def _insert_all(connection: AsyncConnection, table: type[Base], rows: Sequence[Row]) -> None:
+async def insert_rows(connection: AsyncConnection, table: type[Base], rows: Sequence[Row]) -> None:
     """Rows that are known not to be there. PostgreSQL takes them as one COPY."""
     if not rows:
         return
@@ -130,11 +130,14 @@ def _row(record: UsageRecord) -> Row:
 
 
 def _priced(row: Mapping[str, Any], prices: PriceBook) -> Row:
-    tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"])
+    # No worker has accepted it: nothing was computed, and its prompt costs nobody anything.
+    ran = row["pool"] is not None
+    tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]) if ran else (0, 0, 0)
     return {**row, "charge_nano_usd": prices.charge_nano_usd(row["model"], row["received_unix_ms"], *tokens)}
 
 
-def _is_refusal(error: Exception) -> bool:
+def is_refusal(error: Exception) -> bool:
+    """Whether the database will never accept what caused this error."""
     # A false yes loses a record, a false no stops the ledger until somebody looks: only what is certain counts.
     if isinstance(error, (DataError, IntegrityError, asyncpg.DataError)):
         return True

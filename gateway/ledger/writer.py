@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.errors import DatabaseUnavailable
 from gateway.ledger.abandoned import AbandonedRequests
+from gateway.ledger.machine_time import MachineTime
 from gateway.ledger.store import RecordRefused, store_records
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
@@ -31,6 +32,7 @@ from protocol.usage import UsageRecord, decode_usage
 IDLE_WAIT_S: Final = 0.5  # how soon an expired pull is noticed and asked again
 PURGE_PERIOD_S: Final = 60.0
 ABANDONED_PERIOD_S: Final = 5.0
+MACHINE_TIME_PERIOD_S: Final = 15.0
 MAX_BATCHES_OUTSTANDING: Final = 2  # one being written while the next arrives
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class LedgerWriter:
         self._unwritten: list[_Entry] = []  # what is handed back in the end: at most what was held when told to stop
         self._purged_s = 0.0  # monotonic clock
         self._abandoned = AbandonedRequests(engine)
+        self._machine_time = MachineTime(bus, engine)
+        self._timed_s = 0.0  # when machine time was last written; monotonic clock
         self._looked_back = False
         self._looked_s = 0.0  # for requests of gateways that died; monotonic clock
         self._arrived = asyncio.Event()  # set at the first record held, at a full batch, and when stopping
@@ -64,6 +68,7 @@ class LedgerWriter:
     async def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Pull, write, acknowledge, until ``stopping`` is set; then finish what is held."""
         await self._consumer.start()
+        await self._machine_time.start()
         self._bus.on_reconnect(self._on_reconnected)
         wake = asyncio.create_task(self._wake_when_stopping(), name="ledger-wake")
         try:
@@ -75,6 +80,7 @@ class LedgerWriter:
                 await self._write_batch()
                 await self._purge_what_is_written()
                 await self._record_abandoned()
+                await self._record_machine_time()
         finally:
             wake.cancel()
             await self._consumer.stop()
@@ -154,6 +160,16 @@ class LedgerWriter:
             await self._abandoned.record_overdue()
         except DatabaseUnavailable as error:
             log.warning("requests of gateways that died could not be recorded, will try again: %s", error)
+
+    async def _record_machine_time(self) -> None:
+        """Now and then, write down for how long workers have been up."""
+        if time.monotonic() - self._timed_s < MACHINE_TIME_PERIOD_S:
+            return
+        self._timed_s = time.monotonic()
+        try:
+            await self._machine_time.flush()
+        except DatabaseUnavailable as error:
+            log.warning("machine time could not be written, will try again: %s", error)
 
     async def _decoded(self, delivery: Delivery) -> _Entry | None:
         try:

@@ -1,12 +1,12 @@
 """One gateway's ``/metrics``: a moment's state is taken on the event loop, and written down in a thread."""
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from gateway.metrics.engines import engine_families, worker_families
 from gateway.metrics.requests import RequestCounts
@@ -25,6 +25,7 @@ class Moment:
     is_bus_connected: bool
     unpublished_records: int  # usage records that the queue server has not stored yet
     ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
+    payloads: Mapping[str, int]  # what became of those that were to be kept
 
     def collect(self) -> Iterator[Metric]:
         """All series: prometheus_client's protocol for what can be encoded."""
@@ -48,6 +49,12 @@ class Moment:
             "Usage records that the queue server has not stored yet.",
             self.unpublished_records,
         )
+        payloads = CounterMetricFamily(
+            "spillway_payloads", "Requests and answers that were to be kept.", labels=("outcome",)
+        )
+        for outcome, count in self.payloads.items():
+            payloads.add_metric((outcome,), count)
+        yield payloads
         if self.ledger_backlog is not None:
             yield _gauge(
                 "spillway_ledger_backlog_messages",

@@ -2,7 +2,7 @@
 
 import typer
 
-from spillway.cli import admin, bench, keys, processes, setup, teams
+from spillway.cli import admin, bench, keys, payloads, processes, setup, teams
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.usage import usage
 
@@ -46,6 +46,11 @@ app.add_typer(organisations_app, name="organisations")
 admin_app = typer.Typer(help="The login to the pages.", no_args_is_help=True)
 admin_app.command("password")(admin.password)
 app.add_typer(admin_app, name="admin")
+
+payloads_app = typer.Typer(help="What was asked and answered, kept by consent.", no_args_is_help=True)
+payloads_app.command("show")(payloads.show)
+payloads_app.command("delete")(payloads.delete)
+app.add_typer(payloads_app, name="payloads")
 
 db_app = typer.Typer(help="The usage and key database.", no_args_is_help=True)
 db_app.command("upgrade")(setup.db_upgrade)

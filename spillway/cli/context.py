@@ -16,6 +16,7 @@ from gateway.auth.errors import LoginError, PepperError, PrincipalError
 from gateway.auth.pepper import load_or_create_pepper
 from gateway.db.engine import create_engine
 from gateway.db.errors import SQL_ERRORS, DatabaseError, DatabaseUnavailable, describe
+from gateway.payloads.errors import PayloadError
 from pool_worker.engines.base import EngineDiedError
 from protocol.errors import BusError
 from spillway.children import ChildError
@@ -72,6 +73,7 @@ EXPECTED_ERRORS: Final = (
     EmbeddedNatsError,
     EngineDiedError,
     LoginError,
+    PayloadError,
     PepperError,
     PrincipalError,
     UpError,

@@ -235,3 +235,24 @@ def test_how_people_log_in_reaches_the_gateway_and_the_children_of_up(tmp_path: 
     written = resolved_config_path(tmp_path)
     assert written.stat().st_mode & 0o777 == 0o600
     assert load_config(written, {}).auth == config.auth
+
+
+def test_the_key_of_payloads_comes_from_the_environment_or_a_file_only(tmp_path: Path) -> None:
+    key = "6e" * 32
+    config = default_config({"SPILLWAY_PAYLOADS__KEY": key})
+    assert config.payload_settings().key == SecretStr(key)
+    key_file = tmp_path / "key"
+    key_file.write_text(f"{key}\n")
+    config = default_config({"SPILLWAY_PAYLOADS__KEY_FILE": str(key_file)})
+    assert config.payload_settings().key == SecretStr(f"{key}\n")
+    for text in ("", "short"):
+        key_file.write_text(text)
+        with pytest.raises(ConfigError, match="payloads.key_file"):
+            config.payload_settings()
+    with pytest.raises(ConfigError, match=r"payloads\.key"):
+        default_config({"SPILLWAY_PAYLOADS__KEY": "short"})
+    path = tmp_path / "spillway.toml"
+    path.write_text(f'[payloads]\nkey = "{key}"\n[models.m]\n')
+    with pytest.raises(ConfigError, match="does not belong here") as caught:
+        load_config(path)
+    assert key not in str(caught.value)

@@ -130,10 +130,11 @@ async def test_charges_are_those_of_the_price_that_held_at_that_time(engine: Asy
     tokens = {"prompt_tokens": 1000, "cached_tokens": 400, "completion_tokens": 10}
     before, after = ({"received_unix_ms": START_UNIX_MS + late_ms, **tokens} for late_ms in (-1, 0))
     unpriced = request_record("c", model="free", **after)
-    await store_records(engine, [request_record("a", **before), request_record("b", **after), unpriced])
+    unrun = request_record("d", pool=None, **after)
+    await store_records(engine, [request_record("a", **before), request_record("b", **after), unpriced, unrun])
     async with engine.connect() as connection:
         rows = await connection.execute(text("SELECT request_id, charge_nano_usd FROM requests ORDER BY request_id"))
-        assert [tuple(row) for row in rows] == [("a", 3000), ("b", 600 + 40 + 20), ("c", None)]
+        assert [tuple(row) for row in rows] == [("a", 3000), ("b", 600 + 40 + 20), ("c", None), ("d", 0)]
 
 
 async def test_the_configuration_adds_what_it_changes_and_leaves_what_somebody_has_set(engine: AsyncEngine) -> None:

@@ -1,0 +1,103 @@
+"""The answer of one request, remembered while it is written: its texts, and the ids that its calls of tools got."""
+
+from collections.abc import Iterable
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from gateway.api.sse import Chunks
+from protocol.messages import Tokens
+
+_CALLS: Final = b'"tool_calls":['  # never inside a JSON string, where its quotes would be escaped
+_EVENT_START: Final = b"data: "
+_EVENT_END: Final = b"\n\n"
+
+
+class Teller(Protocol):
+    """What a call makes of a choice's text."""
+
+    def told(self, text: str, finish_reason: str) -> dict[str, Any]:
+        """The choice as a whole answer tells it, without logprobs and token ids."""
+        ...
+
+
+class RecordedAnswer:
+    """Grows with the answer, up to ``max_chars``; from then on it is too large and holds nothing."""
+
+    def __init__(self, choices: int, max_chars: int) -> None:
+        self.is_too_large = False
+        self._max_chars = self._room_chars = max_chars
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._finish_reasons: list[str | None] = [None] * choices
+        self._calls: list[bytes] = []  # JSON that tells ids of calls
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has come to its end."""
+        return None not in self._finish_reasons
+
+    @property
+    def chars(self) -> int:
+        """How much it holds."""
+        return 0 if self.is_too_large else self._max_chars - self._room_chars
+
+    def add(self, frame: Tokens) -> None:
+        """Take what one step brought."""
+        self._room_chars -= len(frame.text)
+        self._finish_reasons[frame.index] = frame.finish_reason
+        if self._room_chars >= 0:
+            self._texts[frame.index].append(frame.text)
+        elif not self.is_too_large:
+            self.is_too_large = True
+            self._texts = [[] for _ in self._texts]
+            self._calls = []
+
+    def add_events(self, events: bytes) -> None:
+        """Take the events that tell a frame, for the ids in them."""
+        if _CALLS in events and not self.is_too_large:
+            self._calls += [event.removeprefix(_EVENT_START) for event in events.split(_EVENT_END) if _CALLS in event]
+
+    def add_whole(self, frames: Iterable[Tokens], body: bytes) -> None:
+        """Take an answer that is not streamed; ``body``: as the caller gets it."""
+        for frame in frames:
+            self.add(frame)
+        if _CALLS in body:
+            self._calls.append(body)
+
+    def choices(self, teller: Teller) -> list[dict[str, Any]]:
+        """The choices, once complete."""
+        ids = self._call_ids()
+        choices = []
+        for index, (texts, finish_reason) in enumerate(zip(self._texts, self._finish_reasons, strict=True)):
+            choice = {"index": index, **teller.told("".join(texts), finish_reason or "")}
+            for place, call in enumerate(choice.get("message", {}).get("tool_calls", ())):
+                call["id"] = ids.get((index, place), call["id"])
+            choices.append(choice)
+        return choices
+
+    def _call_ids(self) -> dict[tuple[int, int], str]:
+        """The ids that the caller got, by choice and place."""
+        ids = {}
+        for told in self._calls:
+            for choice in msgspec.json.decode(told)["choices"]:
+                calls = (choice.get("delta") or choice["message"]).get("tool_calls", ())
+                for place, call in enumerate(calls):
+                    if "id" in call:
+                        ids[choice["index"], call.get("index", place)] = call["id"]
+        return ids
+
+
+class RecordedChunks:
+    """``Chunks`` that are remembered as they are told."""
+
+    def __init__(self, inner: Chunks, answer: RecordedAnswer) -> None:
+        self.usage = inner.usage
+        self._inner = inner
+        self._answer = answer
+
+    def of(self, frame: Tokens) -> bytes:
+        """See Chunks."""
+        events = self._inner.of(frame)
+        self._answer.add(frame)
+        self._answer.add_events(events)
+        return events

@@ -1,0 +1,201 @@
+"""Payloads on their way into the PAYLOADS stream, off the hot path: ``take`` only remembers.
+
+take ──> waiting (bounded; past it one is lost, and counted) ──> assembled, redacted, sealed in a thread ──> stored
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+from msgspec import Struct
+from pydantic import BaseModel
+
+from gateway.payloads.answers import RecordedAnswer, Teller
+from gateway.payloads.consent import Consent
+from gateway.payloads.end_user import kept_end_user
+from gateway.payloads.redaction import Redactor, UnredactablePrompt
+from gateway.payloads.sealing import Sealer, parse_keys
+from gateway.settings import PayloadSettings
+from protocol import subjects
+from protocol.backoff import backoff_s
+from protocol.bus import Bus
+from protocol.errors import BusError, PayloadTooLarge
+from protocol.messages import PROTOCOL_VERSION
+from protocol.payloads import PayloadRecord, encode_payloads
+
+MESSAGE_BYTES: Final = 1024 * 1024  # of what goes into one message, before it is compressed; one payload may be more
+MESSAGE_PAYLOADS: Final = 64
+MAX_WAITING_BYTES: Final = 64 * 1024 * 1024
+DAY_MS: Final = 24 * 3600 * 1000
+
+log = logging.getLogger(__name__)
+
+
+class CapturedCall(Teller, Protocol):
+    """What is kept of a call."""
+
+    name: str
+
+    @property
+    def request(self) -> BaseModel:
+        """The body."""
+        ...
+
+
+class Capture(Struct, frozen=True):
+    """One request that was answered, and its answer."""
+
+    request_id: str
+    received_unix_ms: int
+    model: str
+    key_id: str
+    team_id: str
+    end_user: str | None
+    consent: Consent
+    call: CapturedCall
+    body_bytes: int  # of the request, as it came
+    answer: RecordedAnswer
+
+
+class PayloadPublisher:
+    """Publishes payloads, each until it is stored. ``run`` must be running for anything to leave."""
+
+    def __init__(self, bus: Bus, settings: PayloadSettings) -> None:
+        """Raises BadPayloadKey."""
+        self.outcomes: Counter[str] = Counter()  # "published" | "too_large" | "not_redactable" | "lost"
+        self._bus = bus
+        self._settings = settings
+        self._sealer = Sealer(parse_keys(settings.key))
+        self._waiting: deque[Capture] = deque()
+        self._waiting_bytes = 0  # with what is being published
+        self._has_waiting = asyncio.Event()
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def new_answer(self, choices: int) -> RecordedAnswer:
+        """What an answer is remembered in that may have to be kept."""
+        return RecordedAnswer(choices, self._settings.max_payload_bytes)
+
+    def take(self, capture: Capture) -> None:
+        """Keep a payload. Never waits: what there is no room for is lost."""
+        if self._waiting_bytes + self._size(capture) > MAX_WAITING_BYTES:
+            self._lose(1, "too many wait to be stored")
+            return
+        self._waiting_bytes += self._size(capture)
+        self._waiting.append(capture)
+        self._has_waiting.set()
+        self._is_empty.clear()
+
+    def _size(self, capture: Capture) -> int:
+        return capture.body_bytes + capture.answer.chars
+
+    async def run(self) -> None:
+        """Publish for ever; cancel it to stop."""
+        while True:
+            await self._has_waiting.wait()
+            captures = self._next()
+            try:
+                records = await asyncio.to_thread(self._records, captures)
+                await self._publish_until_stored(records)
+            except Exception:
+                log.exception("%d payloads are lost", len(captures))
+                self.outcomes["lost"] += len(captures)
+            self._waiting_bytes -= sum(map(self._size, captures))
+            if not self._waiting:
+                self._is_empty.set()
+
+    async def flush(self, limit_s: float) -> None:
+        """Wait until everything is stored, at most ``limit_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._is_empty.wait()
+        if not self._is_empty.is_set():
+            log.error("some payloads were not stored within %g s and are lost", limit_s)
+
+    def _next(self) -> list[Capture]:
+        """What goes into the next message: at least one."""
+        captures = [self._waiting.popleft()]
+        room_bytes = MESSAGE_BYTES - self._size(captures[0])
+        while self._waiting and len(captures) < MESSAGE_PAYLOADS and self._size(self._waiting[0]) <= room_bytes:
+            captures.append(self._waiting.popleft())
+            room_bytes -= self._size(captures[-1])
+        if not self._waiting:
+            self._has_waiting.clear()
+        return captures
+
+    async def _publish_until_stored(self, records: Sequence[PayloadRecord]) -> None:
+        message_id = f"payload.{records[0].request_id}+{len(records) - 1}"
+        message = encode_payloads(records)
+        for wait_s in backoff_s():
+            try:
+                await self._bus.publish_durable(subjects.PAYLOAD_SUBJECT, message, message_id=message_id)
+            except PayloadTooLarge as error:
+                self._lose(len(records), str(error))
+                return
+            except BusError as error:
+                log.debug("payloads are not stored, trying again: %s", error)
+            else:
+                return
+            await asyncio.sleep(wait_s)
+
+    def _lose(self, count: int, why: str) -> None:
+        if not self.outcomes["lost"]:
+            log.error("payloads are lost, of which the metrics count all: %s", why)
+        self.outcomes["lost"] += count
+
+    # --- in a thread --------------------------------------------------------------------------------------------------
+
+    def _records(self, captures: Sequence[Capture]) -> list[PayloadRecord]:
+        return [self._record(capture) for capture in captures]
+
+    def _record(self, capture: Capture) -> PayloadRecord:
+        parts: Mapping[str, Any] = {}
+        outcome = "published"
+        try:
+            request, answer = self._contents(capture)
+            if len(request) + len(answer) > self._settings.max_payload_bytes:
+                outcome = "too_large"
+            else:
+                parts = {
+                    "request": self._sealer.seal(request, capture.request_id, "request"),
+                    "answer": self._sealer.seal(answer, capture.request_id, "answer"),
+                }
+        except UnredactablePrompt:
+            outcome = "not_redactable"
+        self.outcomes[outcome] += 1
+        return self._labelled(capture, parts)
+
+    def _contents(self, capture: Capture) -> tuple[bytes, bytes]:
+        """Request and answer as JSON, redacted where that is agreed; no more than is needed to see it is too large."""
+        if capture.answer.is_too_large or capture.body_bytes > 2 * self._settings.max_payload_bytes:
+            return b"", bytes(self._settings.max_payload_bytes + 1)
+        request: Any = capture.call.request.model_dump(mode="json", by_alias=True, exclude_none=True)
+        choices: Any = capture.answer.choices(capture.call)
+        if capture.consent.redact:
+            redactor = Redactor()
+            request, choices = redactor.request(request), redactor.value(choices)
+        return msgspec.json.encode(request), msgspec.json.encode({"choices": choices})
+
+    def _labelled(self, capture: Capture, parts: Mapping[str, Any]) -> PayloadRecord:
+        consent = capture.consent
+        days = self._settings.retention_days if consent.retention_days is None else consent.retention_days
+        return PayloadRecord(
+            v=PROTOCOL_VERSION,
+            request_id=capture.request_id,
+            received_unix_ms=capture.received_unix_ms,
+            model=capture.model,
+            endpoint=capture.call.name,
+            key_id=capture.key_id,
+            team_id=capture.team_id,
+            end_user=kept_end_user(capture.end_user),
+            train_ok=consent.train_ok,
+            redacted=consent.redact,
+            expires_unix_ms=capture.received_unix_ms + days * DAY_MS,
+            encoding=self._sealer.encoding,
+            dropped=not parts,
+            **parts,
+        )

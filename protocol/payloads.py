@@ -1,0 +1,45 @@
+"""What gateways leave for the ledger in the PAYLOADS stream: requests and answers, of callers who agreed to that."""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from protocol import wire
+from protocol.messages import check_version, encode
+
+
+class PayloadRecord(Struct, frozen=True, omit_defaults=True):
+    """One answered request with its answer, published once, compressed and, where there is a key, encrypted."""
+
+    v: int
+    request_id: str
+    received_unix_ms: int
+    model: str  # canonical name
+    endpoint: str  # see Origin
+    key_id: str
+    team_id: str
+    end_user: str | None  # the caller's word for whom he asks
+    train_ok: bool
+    redacted: bool
+    expires_unix_ms: int
+    encoding: str  # of both that follow (gateway.payloads.sealing)
+    dropped: bool = False  # it may not be kept, or is too large: request and answer are left out
+    request: bytes | None = None
+    answer: bytes | None = None
+
+
+_decoder: msgspec.msgpack.Decoder[list[PayloadRecord]] = msgspec.msgpack.Decoder(list[PayloadRecord])
+
+
+def encode_payloads(records: Sequence[PayloadRecord]) -> bytes:
+    """Make one message of the PAYLOADS stream: a msgpack array of records."""
+    return encode(list(records))
+
+
+def decode_payloads(message: bytes) -> list[PayloadRecord]:
+    """Decode a message of the PAYLOADS stream. Raises ProtocolError."""
+    records = wire.decode(_decoder, message)
+    for record in records:
+        check_version(record.v)
+    return records

@@ -1,0 +1,56 @@
+"""``spillway payloads``: what was asked and answered, kept by consent."""
+
+import getpass
+from typing import Annotated
+
+import msgspec
+import typer
+
+from gateway.auth.keys import list_keys
+from gateway.payloads.sealing import Sealer, parse_keys
+from gateway.payloads.store import Erasure, erase, read_payload
+from spillway.cli.context import ConfigOption, DataOption, database, out, run_async, running_or_config
+
+
+def show(
+    request_id: Annotated[str, typer.Argument(help="The request's id, as in its x-request-id header.")],
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Print a request and its answer as JSON, decrypted."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        sealer = Sealer(parse_keys(resolved.payload_settings().key))
+        async with database(resolved) as engine:
+            payload = await read_payload(engine, request_id, sealer)
+        out.print_json(msgspec.json.encode(payload).decode())
+
+    run_async(main)
+
+
+def delete(
+    user: Annotated[str | None, typer.Option(help="All of this end user: the requests' field `user`.")] = None,
+    key: Annotated[str | None, typer.Option(help="All of this API key: its id or name.")] = None,
+    request: Annotated[str | None, typer.Option(help="That of this request.")] = None,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Delete payloads for good. What requests cost stays known; what was said does not.
+
+    Payloads of the last seconds may still be on their way into the database: run it again a minute later.
+    """
+    if [user, key, request].count(None) != 2:
+        raise typer.BadParameter("give exactly one of --user, --key and --request")
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            key_id = key
+            for known in await list_keys(engine, include_revoked=True) if key is not None else ():
+                if key == known.name and known.revoked_unix_ms is None:
+                    key_id = known.key_id
+            deleted = await erase(engine, Erasure(user, key_id, request), actor=f"cli:{getpass.getuser()}")
+        out.print(f"deleted {deleted} payloads")
+
+    run_async(main)

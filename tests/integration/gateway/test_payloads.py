@@ -1,0 +1,340 @@
+"""Requests and answers are kept by consent only, as the consent says, once and whole, or not at all."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from msgspec.structs import replace
+from pydantic import SecretStr
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.auth.keys import Grant, create_key
+from gateway.auth.principal import Policy
+from gateway.db.engine import create_engine
+from gateway.db.models import PayloadRow
+from gateway.payloads.errors import PayloadKeyMissing
+from gateway.payloads.sealing import Sealer, parse_keys
+from gateway.payloads.store import Payload, open_row, read_payload
+from gateway.payloads.writer import PayloadWriter
+from gateway.settings import ModelSettings, PayloadSettings
+from protocol import artifacts, subjects
+from protocol.bus import Bus
+from protocol.payloads import encode_payloads
+from tests.integration.gateway.conftest import (
+    MODEL,
+    PEPPER,
+    GatewayUnderTest,
+    Start,
+    card,
+    has_context_length,
+    until_async,
+)
+from tests.integration.gateway.scripted_worker import Attempt, Script, answer_hello, until_cancelled
+from tests.integration.gateway.test_tools import ARGUMENTS, NOW, TOOL, TWO_CALLS, says
+from tests.payload_records import payload_record
+from tests.postgres import PostgresServer
+from tests.small_tokenizer import byte_tokenizer_json
+from tests.tool_templates import HERMES_STYLE
+
+AGREED = Policy(log_payload=True, redact=False)
+HELLO = [{"role": "user", "content": "Hi, I am ann@example.com"}]
+KEYS = ["11" * 32, "22" * 32]
+DAY_MS = 24 * 3600 * 1000
+
+
+class Keeper:
+    """A gateway, a client that agreed, and the table that its payloads come into."""
+
+    def __init__(self, gateway: GatewayUnderTest, key: str, key_id: str, engine: AsyncEngine) -> None:
+        self.gateway = gateway
+        self.client = gateway.client(api_key=key)
+        self.key_id = key_id
+        self.engine = engine
+
+    async def ask(self, **fields: Any) -> Any:
+        body = {"model": "short", "messages": HELLO, **fields}
+        answer = await self.client.chat.completions.create(**body)
+        return [chunk async for chunk in answer] if fields.get("stream") else answer
+
+    async def rows(self, count: int) -> list[dict[str, Any]]:
+        """The table, once it has so many rows."""
+        found: list[dict[str, Any]] = []
+        async with asyncio.timeout(20):
+            while len(found) < count:
+                async with self.engine.connect() as connection:
+                    result = await connection.execute(select(PayloadRow.__table__).order_by(PayloadRow.request_id))
+                    found = [dict(row) for row in result.mappings()]
+                await asyncio.sleep(0.02)
+        assert len(found) == count
+        return found
+
+    async def payload(self) -> Payload:
+        [row] = await self.rows(1)
+        return open_row(row, Sealer())
+
+
+StartKeeper = Callable[..., Awaitable[Keeper]]
+
+
+@asynccontextmanager
+async def writing(nats_url: str, engine: AsyncEngine) -> AsyncIterator[None]:
+    bus = await Bus.connect(nats_url, name="writer")
+    stopping = asyncio.Event()
+    task = asyncio.create_task(PayloadWriter(bus, engine, stopping).run())
+    yield
+    stopping.set()
+    await task
+    await bus.close()
+
+
+@pytest.fixture
+async def start_keeper(start_gateway: Start, sqlite_url: str, nats_url: str, bus: Bus) -> AsyncIterator[StartKeeper]:
+    """Starts a gateway with a worker, and a writer beside it."""
+    engine = create_engine(sqlite_url)
+
+    async def start(script: Script = answer_hello, *, policy: Policy = AGREED, **settings: Any) -> Keeper:
+        key, token = await create_key(engine, "agreed", PEPPER, Grant(policy=policy))
+        gateway = await start_gateway(**settings)
+        await gateway.add_worker(script=script)
+        await stack.enter_async_context(writing(nats_url, engine))
+        return Keeper(gateway, token, key.key_id, engine)
+
+    async with AsyncExitStack() as stack:
+        yield start
+    await engine.dispose()
+
+
+async def stored_messages(bus: Bus) -> int:
+    info = await bus.api(f"STREAM.INFO.{subjects.PAYLOADS_STREAM}")
+    return int(info["state"]["last_seq"])
+
+
+async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper, bus: Bus) -> None:
+    keeper = await start_keeper()
+    stranger = keeper.gateway.client()
+    for stream in (False, True):
+        answer = await stranger.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
+        if stream:
+            assert [chunk async for chunk in answer]
+    await keeper.ask()  # what was taken before it would have come before it
+    [row] = await keeper.rows(1)
+    assert row["key_id"] == keeper.key_id
+    assert await stored_messages(bus) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_is_kept_as_it_was_asked_and_answered(start_keeper: StartKeeper, stream: bool) -> None:
+    keeper = await start_keeper(policy=Policy(log_payload=True, redact=False, train_ok=True, retention_days=3))
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    await keeper.ask(messages=messages, stream=stream, user="ann@example.com", temperature=0.5, n=2, logprobs=None)
+    payload = await keeper.payload()
+    assert payload.request == {
+        "model": "short",
+        "messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi\nyou"}],
+        "user": "ann@example.com",
+        "temperature": 0.5,
+        "n": 2,
+        "stream": stream,
+    }
+    message = {"role": "assistant", "content": "Hello world", "refusal": None}
+    assert payload.choices == [{"index": i, "message": message, "finish_reason": "stop"} for i in range(2)]
+    told = (payload.model, payload.endpoint, payload.key_id, payload.end_user, payload.train_ok, payload.redacted)
+    assert told == (MODEL, "chat.completions", keeper.key_id, "ann@example.com", True, False)
+    assert payload.expires_unix_ms - payload.received_unix_ms == 3 * DAY_MS
+    [record] = await keeper.gateway.records()
+    assert payload.request_id == record.request_id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_is_kept(start_keeper: StartKeeper, stream: bool) -> None:
+    keeper = await start_keeper()
+    answer = await keeper.client.completions.create(model=MODEL, prompt="Once", echo=True, stream=stream)
+    if stream:
+        assert [chunk async for chunk in answer]
+    payload = await keeper.payload()
+    assert payload.request is not None
+    assert payload.request["prompt"] == "Once"
+    assert payload.choices == [{"index": 0, "text": "Hello world", "finish_reason": "stop"}]
+    assert (payload.train_ok, payload.end_user) == (False, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_of_tools_are_kept_with_the_ids_that_the_caller_got(
+    start_keeper: StartKeeper, bus: Bus, stream: bool
+) -> None:
+    script = says(TWO_CALLS, "Just text.", TWO_CALLS)
+    keeper = await start_keeper(script, with_card=False, models={MODEL: ModelSettings(aliases=("short",))})
+    its_card = replace(card(), chat_template=HERMES_STYLE, context_length=4096)
+    await artifacts.publish_model_card(bus, its_card, byte_tokenizer_json())
+    client = keeper.client
+    await until_async(lambda: has_context_length(client))
+    answer = await keeper.ask(tools=[TOOL, NOW], n=3, stream=stream)
+    told: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    for event in answer if stream else [answer]:
+        for choice in event.choices:
+            calls = (choice.delta if stream else choice.message).tool_calls or []
+            told[choice.index] += [call.id for call in calls if call.id]
+    payload = await keeper.payload()
+    assert payload.choices is not None
+    kept = [[call["id"] for call in choice["message"].get("tool_calls", ())] for choice in payload.choices]
+    assert kept == list(told.values())
+    assert [len(ids) for ids in kept] == [2, 0, 2]
+    first = payload.choices[0]
+    assert first["message"]["content"].strip() == "Let me see."
+    assert first["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    assert [choice["finish_reason"] for choice in payload.choices] == ["tool_calls", "stop", "tool_calls"]
+
+
+async def test_personal_data_is_taken_out_unless_agreed_otherwise(start_keeper: StartKeeper) -> None:
+    keeper = await start_keeper(says("Hello ann@example.com, call +49 171 1234567"), policy=Policy(log_payload=True))
+    await keeper.ask(user="customer-7")
+    payload = await keeper.payload()
+    assert payload.redacted
+    assert payload.request is not None
+    assert payload.choices is not None
+    assert payload.request["messages"][0]["content"] == "Hi, I am [EMAIL_1]"
+    assert payload.choices[0]["message"]["content"] == "Hello [EMAIL_1], call [PHONE_1]"
+    assert payload.end_user == "customer-7"
+
+
+async def test_what_cannot_be_redacted_is_not_kept(start_keeper: StartKeeper) -> None:
+    keeper = await start_keeper(policy=Policy(log_payload=True))
+    await keeper.client.completions.create(model=MODEL, prompt=[72, 105])
+    [row] = await keeper.rows(1)
+    assert (row["dropped"], row["request"], row["answer"]) == (True, None, None)
+
+
+async def test_encrypted_at_rest_and_readable_after_a_change_of_keys(start_keeper: StartKeeper) -> None:
+    keeper = await start_keeper(payloads=PayloadSettings(key=SecretStr(KEYS[0])))
+    await keeper.ask()
+    [row] = await keeper.rows(1)
+    assert row["encoding"].startswith("zlib+aes-256-gcm:")
+    request_id = row["request_id"]
+    rotated = Sealer(parse_keys(SecretStr(f"{KEYS[1]} {KEYS[0]}")))
+    payload = await read_payload(keeper.engine, request_id, rotated)
+    assert payload.request is not None
+    assert payload.request["messages"] == HELLO
+    with pytest.raises(PayloadKeyMissing, match=row["encoding"].partition(":")[2]):
+        await read_payload(keeper.engine, request_id, Sealer(parse_keys(SecretStr(KEYS[1]))))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("large", ["question", "answer"])
+async def test_what_is_too_large_is_not_kept_and_its_row_says_so(
+    start_keeper: StartKeeper, large: str, stream: bool
+) -> None:
+    script = says("y" * 900, width=50) if large == "answer" else answer_hello
+    keeper = await start_keeper(script, payloads=PayloadSettings(max_payload_bytes=400))
+    content = "x" * (380 if large == "question" else 20)
+    await keeper.ask(messages=[{"role": "user", "content": content}], stream=stream)
+    [row] = await keeper.rows(1)
+    assert (row["dropped"], row["request"], row["answer"]) == (True, None, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_another_worker_went_on_with_is_kept_once_and_whole(
+    start_keeper: StartKeeper, stream: bool
+) -> None:
+    async def script(attempt: Attempt) -> None:
+        await attempt.accept()
+        if attempt.job.attempt == 1:
+            await attempt.tokens("Hel", (1,))
+            await attempt.fail("engine_error", "oh", retryable=True)
+            return
+        await attempt.tokens("lo again", (2,), finish_reason="stop")
+        await attempt.finish()
+
+    keeper = await start_keeper(script)
+    await keeper.ask(stream=stream)
+    payload = await keeper.payload()
+    assert payload.choices is not None
+    assert payload.choices[0]["message"]["content"] == "Hello again"
+    [record] = await keeper.gateway.records()
+    assert record.attempts == 2
+
+
+async def test_what_was_cancelled_or_failed_is_not_kept(start_keeper: StartKeeper, bus: Bus) -> None:
+    async def script(attempt: Attempt) -> None:
+        if attempt.job.prompt_tokens > 60:
+            await attempt.accept()
+            await attempt.fail("bad_request", "no", retryable=False)
+        elif attempt.job.sampling.max_tokens == 7:
+            await until_cancelled(attempt)
+        else:
+            await answer_hello(attempt)
+
+    keeper = await start_keeper(script)
+    stream = await keeper.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, max_tokens=7)
+    async for _ in stream:
+        break
+    await stream.close()
+    with pytest.raises(openai.APIStatusError):
+        await keeper.ask(messages=[{"role": "user", "content": "x" * 70}])
+    await keeper.gateway.records(2)
+    await keeper.ask()
+    payload = await keeper.payload()
+    assert payload.choices is not None
+    assert payload.choices[0]["message"]["content"] == "Hello world"
+    assert await stored_messages(bus) == 1
+
+
+async def test_payloads_wait_for_sql(
+    start_gateway: Start, sqlite_url: str, nats_url: str, postgres_server: PostgresServer, postgres_url: str, bus: Bus
+) -> None:
+    keys, engine = create_engine(sqlite_url), create_engine(postgres_url)
+    key, token = await create_key(keys, "agreed", PEPPER, Grant(policy=AGREED))
+    await keys.dispose()
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    keeper = Keeper(gateway, token, key.key_id, engine)
+    async with writing(nats_url, engine):
+        await asyncio.to_thread(postgres_server.stop)
+        try:
+            await keeper.ask()
+            await keeper.ask()
+            await until_async(lambda: has_messages(bus, 2))
+        finally:
+            await asyncio.to_thread(postgres_server.start)
+        assert len({row["request_id"] for row in await keeper.rows(2)}) == 2
+    await engine.dispose()
+
+
+async def has_messages(bus: Bus, count: int) -> bool:
+    return await stored_messages(bus) >= count
+
+
+async def test_the_writer_survives_what_nobody_can_store(
+    start_gateway: Start, nats_url: str, database_url: str, bus: Bus
+) -> None:
+    await start_gateway(with_card=False)  # makes the streams
+    engine = create_engine(database_url)
+    bad = payload_record("bad", received_unix_ms=2**63)
+    messages = [
+        b"rubbish",
+        encode_payloads([payload_record("a"), bad, payload_record("b")]),
+        encode_payloads([payload_record("a")]),
+    ]
+    for number, message in enumerate(messages):
+        await bus.publish_durable(subjects.PAYLOAD_SUBJECT, message, message_id=str(number))
+    async with writing(nats_url, engine):
+        await until_async(lambda: has_left(bus))
+        async with engine.connect() as connection:
+            assert list(await connection.scalars(select(PayloadRow.request_id).order_by("request_id"))) == ["a", "b"]
+    await engine.dispose()
+
+
+async def has_left(bus: Bus) -> bool:
+    info = await bus.api(f"STREAM.INFO.{subjects.PAYLOADS_STREAM}")
+    return int(info["state"]["messages"]) == 0
+
+
+async def test_the_stream_forgets_what_is_in_sql(start_keeper: StartKeeper, bus: Bus) -> None:
+    keeper = await start_keeper()
+    await keeper.ask()
+    await keeper.rows(1)
+    await until_async(lambda: has_left(bus))
