@@ -105,11 +105,8 @@ async def run(
             quotas=quotas,
             database=database,
             login=Login(database, settings),
-<<<<<<< ours
             payloads=PayloadPublisher(bus, settings.payloads),
-=======
             reader=await stack.enter_async_context(Reader(settings.database_url)),
->>>>>>> theirs
             started_unix_s=int(time.time()),
             traces=traces,
         )

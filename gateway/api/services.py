@@ -37,10 +37,7 @@ class Services:
     quotas: Quotas
     database: AsyncEngine  # for pages and the admin API; no generating request waits for it
     login: Login
-<<<<<<< ours
     payloads: PayloadPublisher
-=======
     reader: Reader  # the ledger, for the dashboard
->>>>>>> theirs
     started_unix_s: int
     traces: "RequestTraces | None" = None  # None: they are off
