@@ -2,7 +2,7 @@
 
 import typer
 
-from spillway.cli import admin, bench, keys, payloads, processes, setup, teams
+from spillway.cli import admin, bench, export, keys, payloads, processes, setup, teams
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.usage import usage
 
@@ -51,6 +51,10 @@ payloads_app = typer.Typer(help="What was asked and answered, kept by consent.",
 payloads_app.command("show")(payloads.show)
 payloads_app.command("delete")(payloads.delete)
 app.add_typer(payloads_app, name="payloads")
+
+export_app = typer.Typer(help="Training sets, from what callers agreed to.", no_args_is_help=True)
+export_app.command("finetune")(export.finetune)
+app.add_typer(export_app, name="export")
 
 db_app = typer.Typer(help="The usage and key database.", no_args_is_help=True)
 db_app.command("upgrade")(setup.db_upgrade)

@@ -1,0 +1,108 @@
+"""``spillway export``: training sets from what callers agreed to have kept for that."""
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.db.models import ApiKeyRow, TeamRow
+from gateway.payloads.errors import ExportError
+from gateway.payloads.sealing import Sealer, parse_keys
+from gateway.training.export import Exporter, ExportPlan
+from gateway.training.formats import FORMATS
+from gateway.training.rows import Wanted
+from gateway.training.rules import MIN_EXAMPLES
+from spillway.cli.context import ConfigOption, DataOption, database, err, out, run_async, running_or_config
+
+
+def finetune(
+    folder: Annotated[Path, typer.Option("--out", help="A new folder: nothing is overwritten.")],
+    format_: Annotated[str, typer.Option("--format", "-f", help=f"One of: {', '.join(FORMATS)}.")] = "openai",
+    model: Annotated[str | None, typer.Option(help="Answers of this model only.")] = None,
+    team: Annotated[str | None, typer.Option(help="Of this team only: its id or name.")] = None,
+    key: Annotated[str | None, typer.Option(help="Of this API key only: its id or name.")] = None,
+    since: Annotated[datetime | None, typer.Option(help="From this local time on.")] = None,
+    until: Annotated[datetime | None, typer.Option(help="Before this local time. Default: now.")] = None,
+    min_turns: Annotated[int, typer.Option(min=1, help="Conversations in which the user spoke so often.")] = 1,
+    split: Annotated[str, typer.Option(help="Shares of train, validation and test.")] = "0.9,0.05,0.05",
+    seed: Annotated[int, typer.Option(help="Another seed, another split.")] = 0,
+    keep_failovers: Annotated[
+        bool, typer.Option("--keep-failovers", help="Also answers that several workers made in turn.")
+    ] = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Write conversations as JSON lines for fine-tuning: only those whose callers agreed to it, then and now."""
+    if format_ not in FORMATS:
+        raise typer.BadParameter(f"choose from {', '.join(FORMATS)}", param_hint="--format")
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        sealer = Sealer(parse_keys(resolved.payload_settings().key))
+        async with database(resolved) as engine:
+            wanted = Wanted(
+                until_unix_ms=_unix_ms(until) or time.time_ns() // 1_000_000,
+                since_unix_ms=_unix_ms(since),
+                model=model,
+                team_id=await _id_of(engine, TeamRow, team),
+                key_id=await _id_of(engine, ApiKeyRow, key),
+            )
+            plan = ExportPlan(wanted, format_, min_turns, _shares(split), seed, keep_failovers)
+            with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err) as progress:
+                bar = progress.add_task("export")
+                manifest = await Exporter(engine, sealer, plan, _tool_version()).write(
+                    folder, lambda done, total: progress.update(bar, completed=done, total=total)
+                )
+        _print(manifest, folder)
+
+    run_async(main)
+
+
+def _unix_ms(moment: datetime | None) -> int | None:
+    return None if moment is None else int(moment.astimezone().timestamp() * 1000)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError as error:
+        raise ExportError(f"the split {text!r} must be numbers, such as 0.9,0.05,0.05") from error
+
+
+async def _id_of(engine: AsyncEngine, table: type[TeamRow | ApiKeyRow], reference: str | None) -> str | None:
+    """The id of a team or key that is named by id or name. Raises ExportError."""
+    if reference is None:
+        return None
+    async with engine.connect() as connection:
+        named = select(table.id, table.name).where((table.id == reference) | (table.name == reference))
+        found: Sequence[Any] = (await connection.execute(named)).all()
+    by_id = [row.id for row in found if row.id == reference]
+    if len(by_id or found) != 1:
+        raise ExportError(f"{len(found)} have the id or name {reference!r}; give an id")
+    return by_id[0] if by_id else str(found[0].id)
+
+
+def _tool_version() -> str:
+    try:
+        return version("spillway")
+    except PackageNotFoundError:  # run from its folder
+        return "unknown"
+
+
+def _print(manifest: dict[str, Any], folder: Path) -> None:
+    for name, file in manifest["files"].items():
+        out.print(f"{folder / name}: {file['examples']} examples", markup=False, soft_wrap=True)
+    left_out = ", ".join(f"{count} {reason}" for reason, count in manifest["left_out"].items())
+    out.print(f"{manifest['rows_read']} payloads read; left out: {left_out or 'none'}", markup=False, soft_wrap=True)
+    if (
+        manifest["format"] == "openai"
+        and manifest["files"].get("train.jsonl", {"examples": 0})["examples"] < MIN_EXAMPLES
+    ):
+        err.print(f"note: OpenAI takes files of at least {MIN_EXAMPLES} examples", style="yellow")
