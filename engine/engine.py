@@ -113,7 +113,7 @@ class LLMEngine:
         """Queue a request; its choices start as soon as its grammar, if it has one, is compiled and there is room.
 
         Raises RequestRejected, naming the field, for what can never be served. What only the compiler of its grammar
-        sees ends as a Refusal instead.
+        sees always ends as a Refusal instead, however soon that is.
         """
         check_request(request, self.info)
         if request.request_id in self._choices or request.request_id in self._compiling:
@@ -124,7 +124,7 @@ class LLMEngine:
         grammar = request.sampling.grammar
         if grammar is None:
             self._start(request, None)
-        elif (compiled := self._vocabularies[request.adapter].grammars.compile(grammar)).outcome.done():
+        elif (compiled := self._vocabularies[request.adapter].grammars.compile(grammar)).is_good:
             self._start(request, compiled)
         else:
             self._compiling[request.request_id] = Compiling(request, compiled, time.monotonic())

@@ -83,6 +83,12 @@ class CompiledGrammar:
     grammar: Grammar
     outcome: Future[LLMatcher | str]  # at the beginning of an answer; or why it is no grammar
 
+    @property
+    def is_good(self) -> bool:
+        """Whether it is compiled by now, without an error."""
+        done = self.outcome.done() and self.outcome.exception() is None
+        return done and not isinstance(self.outcome.result(), str)
+
     def matcher(self) -> Matcher:
         """Return a matcher for one answer, as soon as it is there. Raises RequestRejected if the grammar is not one."""
         outcome = self.outcome.result()

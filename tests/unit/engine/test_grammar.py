@@ -187,15 +187,13 @@ def test_an_optional_rest_ends_by_the_models_own_end(engine: LLMEngine) -> None:
 def test_what_is_no_grammar_is_refused_by_the_fields_name(
     engine: LLMEngine, kind: GrammarKind, source: str, because: str
 ) -> None:
-    engine.add_request(request("r", kind, source, n=2))
-    [refusal] = steps_until(engine, bool)
-    assert isinstance(refusal, Refusal)
-    assert refusal.param == "response_format"
-    assert because in str(refusal.error)
-    assert not engine.has_unfinished()
-    with pytest.raises(RequestRejected, match=because) as refused:
-        engine.add_request(request("again", kind, source))
-    assert refused.value.field == "response_format"
+    for _ in range(2):  # the second time it is known at once
+        engine.add_request(request("r", kind, source, n=2))
+        [refusal] = steps_until(engine, bool)
+        assert isinstance(refusal, Refusal)
+        assert refusal.param == "response_format"
+        assert because in str(refusal.error)
+        assert not engine.has_unfinished()
 
 
 def test_a_grammar_that_is_too_long_is_refused_at_once(engine: LLMEngine) -> None:
