@@ -208,4 +208,7 @@ class LedgerSettings(Settings):
     database_url: str
     batch_records: PositiveInt = 500  # messages written in one transaction; under load one holds several records
     batch_wait_s: PositiveSeconds = 0.25
+    retention_days: PositiveInt | None = (
+        None  # how long requests and attempts are kept, in whole UTC days; None: always
+    )
     prices: tuple[ConfiguredPrice, ...] = ()  # entered into the price book when it starts

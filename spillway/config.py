@@ -93,10 +93,11 @@ class AuthSection(LoginSettings):
 
 
 class LedgerSection(Settings):
-    """``[ledger]``: how the writer batches."""
+    """``[ledger]``: how the writer batches, and how long rows are kept."""
 
     batch_records: PositiveInt = 500
     batch_wait_s: PositiveSeconds = 0.25
+    retention_days: PositiveInt | None = None  # of requests and attempts; rollups stay. None: for ever
 
 
 class PayloadsSection(PayloadSettings):

@@ -37,17 +37,17 @@ class DayCheck:
     wrong: int  # rows of rollups and histograms that are missing, too many, or differ
 
 
-async def check_rollups(engine: AsyncEngine, *, repair: bool = False) -> list[DayCheck]:
+async def check_rollups(engine: AsyncEngine, *, repair: bool = False, since_unix_ms: int = 0) -> list[DayCheck]:
     """Compare every UTC day from the oldest request on, and with ``repair`` make anew those that differ.
 
-    Rollups that have outlived their requests (``ledger.retention_days``) are left alone. Raises
-    DatabaseUnavailable. Writers wait while a day is looked at.
+    Rollups of before ``since_unix_ms``, which outlive their requests (``ledger.retention_days``), are left alone.
+    Writers wait while a day is looked at. Raises DatabaseUnavailable.
     """
     checks: list[DayCheck] = []
     try:
         async with engine.connect() as connection:
             days = await _days(connection)
-        for begin_unix_ms in days:
+        for begin_unix_ms in (day for day in days if day >= since_unix_ms):
             async with writing(engine) as connection:
                 tally, requests = await _recount(connection, begin_unix_ms)
                 wrong = _differences(_counted(tally), await _stored(connection, begin_unix_ms))

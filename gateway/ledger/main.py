@@ -44,9 +44,7 @@ async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = No
             await _wait_for_database(engine, stopping)
             await _enter_prices(engine, settings, stopping)
             await _wait_for_consumer(bus, stopping)
-            writer = LedgerWriter(
-                bus, engine, stopping, batch_records=settings.batch_records, batch_wait_s=settings.batch_wait_s
-            )
+            writer = LedgerWriter(bus, engine, settings, stopping)
             payloads = PayloadWriter(bus, engine, stopping)
             if not stopping.is_set():
                 async with asyncio.TaskGroup() as group:

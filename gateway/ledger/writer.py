@@ -21,7 +21,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.db.errors import DatabaseUnavailable
 from gateway.ledger.abandoned import AbandonedRequests
 from gateway.ledger.machine_time import MachineTime
+from gateway.ledger.retention import Retention
 from gateway.ledger.store import RecordRefused, store_records
+from gateway.settings import LedgerSettings
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
@@ -33,6 +35,7 @@ IDLE_WAIT_S: Final = 0.5  # how soon an expired pull is noticed and asked again
 PURGE_PERIOD_S: Final = 60.0
 ABANDONED_PERIOD_S: Final = 5.0
 MACHINE_TIME_PERIOD_S: Final = 15.0
+RETENTION_PERIOD_S: Final = 600.0
 MAX_BATCHES_OUTSTANDING: Final = 2  # one being written while the next arrives
 
 log = logging.getLogger(__name__)
@@ -46,19 +49,19 @@ class _Entry(Struct):
 class LedgerWriter:
     """Writes until told to stop. Holds at most two batches of records."""
 
-    def __init__(
-        self, bus: Bus, engine: AsyncEngine, stopping: asyncio.Event, *, batch_records: int, batch_wait_s: float
-    ) -> None:
+    def __init__(self, bus: Bus, engine: AsyncEngine, settings: LedgerSettings, stopping: asyncio.Event) -> None:
         self._bus = bus
         self._engine = engine
         self._stopping = stopping
-        self._batch_records = batch_records
-        self._batch_wait_s = batch_wait_s
+        self._batch_records = settings.batch_records
+        self._batch_wait_s = settings.batch_wait_s
         self._held: deque[Delivery] = deque()  # bounded by what _pull_into_room asks for
         self._unwritten: list[_Entry] = []  # what is handed back in the end: at most what was held when told to stop
         self._purged_s = 0.0  # monotonic clock
         self._abandoned = AbandonedRequests(engine)
         self._machine_time = MachineTime(bus, engine)
+        self._retention = Retention(engine, settings.retention_days)
+        self._deleted_s = 0.0  # when it last looked for old rows and found no more; monotonic clock
         self._timed_s = 0.0  # when machine time was last written; monotonic clock
         self._looked_back = False
         self._looked_s = 0.0  # for requests of gateways that died; monotonic clock
@@ -81,6 +84,7 @@ class LedgerWriter:
                 await self._purge_what_is_written()
                 await self._record_abandoned()
                 await self._record_machine_time()
+                await self._delete_old()
         finally:
             wake.cancel()
             await self._consumer.stop()
@@ -170,6 +174,17 @@ class LedgerWriter:
             await self._machine_time.flush()
         except DatabaseUnavailable as error:
             log.warning("machine time could not be written, will try again: %s", error)
+
+    async def _delete_old(self) -> None:
+        """Now and then, delete what is past its retention: a little between any two batches until there is no more."""
+        if time.monotonic() - self._deleted_s < RETENTION_PERIOD_S:
+            return
+        try:
+            if not await self._retention.delete_some():
+                self._deleted_s = time.monotonic()
+        except DatabaseUnavailable as error:
+            log.warning("old rows could not be deleted, will try again: %s", error)
+            self._deleted_s = time.monotonic()
 
     async def _decoded(self, delivery: Delivery) -> _Entry | None:
         try:

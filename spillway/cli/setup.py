@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gateway.ledger.check import check_rollups
+from gateway.ledger.retention import kept_since_unix_ms
 from migrations import current, head, upgrade
 from spillway.cli.context import ConfigOption, DataOption, database, out, resolve_config, run_async, running_or_config
 from spillway.config import DEFAULT_CONFIG_NAME
@@ -37,7 +38,9 @@ def db_check_rollups(
 
     async def main() -> None:
         async with database(resolved) as engine:
-            days = await check_rollups(engine, repair=repair)
+            kept_days = resolved.ledger.retention_days
+            since_unix_ms = kept_since_unix_ms(kept_days) if kept_days else 0
+            days = await check_rollups(engine, repair=repair, since_unix_ms=since_unix_ms)
         wrong = [day for day in days if day.wrong]
         for day in wrong:
             name = datetime.fromtimestamp(day.begin_unix_ms / 1000, UTC).date()

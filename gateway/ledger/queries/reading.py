@@ -6,16 +6,17 @@ those are depends on the viewer's zone only at the edges, so a month of days in 
 
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Select, and_, or_, select
+from sqlalchemy import ColumnElement, Select, and_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.db.models import HistogramRow, RollupRow, SliceRow
 from gateway.ledger.queries.window import Dimension, Filters, Window
 from gateway.ledger.rollups import WIDTHS_S
 
-RANGES_AT_ONCE: Final = 200  # of one statement: SQLite takes expressions 1,000 deep
+RANGES_AT_ONCE: Final = 200  # of one statement; each may name some dozen buckets, all of them at most 32,767
 
 Group = tuple[str, ...]
 Range = tuple[int, int]  # since, until
@@ -46,22 +47,23 @@ async def read(
     where: Filters,
     by: Sequence[Dimension],
     summed: bool,
+    sliced: bool = True,
 ) -> AsyncIterator[tuple[int, Group, Sequence[Any]]]:
     """Step number, group and values of all rows in the steps, which follow on one another without gaps.
 
-    ``summed``: the values are aggregates, and SQL puts rows of one bucket and group together.
+    ``summed``: the values are aggregates, and SQL puts rows of one bucket and group together. Without ``sliced`` they
+    ask nothing of ``slices``, which is then left aside unless filters or groups need it.
     """
     starts = [step.since_unix_ms for step in steps]
-    groups = [column_of(dimension) for dimension in by]
+    groups, conditions = [column_of(dimension) for dimension in by], filtered(where)
     bucket = table.bucket_unix_ms.expression
     head = [bucket, *groups] if len(steps) > 1 else groups
     for width_s, ranges in _cover(steps):
         for first in range(0, len(ranges), RANGES_AT_ONCE):
-            within = _within(bucket, ranges[first : first + RANGES_AT_ONCE])
-            statement: Select[Any] = (
-                select(*head, *values).select_from(table).join(SliceRow, SliceRow.id == table.slice_id)
-            )
-            statement = statement.where(table.width_s == width_s, within, *filtered(where))
+            within = _within(bucket, ranges[first : first + RANGES_AT_ONCE], width_s * 1000)
+            statement: Select[Any] = select(*head, *values).select_from(table).where(table.width_s == width_s, within)
+            if sliced or groups or conditions:
+                statement = statement.join(SliceRow, SliceRow.id == table.slice_id).where(*conditions)
             if summed and head:
                 statement = statement.group_by(*head)
             for row in await connection.execute(statement):
@@ -74,8 +76,17 @@ def filtered(where: Filters) -> list[ColumnElement[bool]]:
     return [column_of(dimension).in_(list(allowed)) for dimension, allowed in where.items() if allowed]
 
 
-def _within(bucket: ColumnElement[int], ranges: Sequence[Range]) -> ColumnElement[bool]:
-    return or_(*(and_(bucket >= since, bucket < until) for since, until in ranges))
+def _within(bucket: ColumnElement[int], ranges: Sequence[Range], width_ms: int) -> ColumnElement[bool]:
+    """The buckets of the ranges: those between the first and the last but the gaps, or, if they are fewer, by name.
+
+    A condition for each range would be looked at for every row.
+    """
+    gaps = [start for (_, end), (until, _) in pairwise(ranges) for start in range(end, until, width_ms)]
+    inside = [start for since, until in ranges for start in range(since, until, width_ms)] if gaps else []
+    if gaps and len(inside) < len(gaps):
+        return bucket.in_(inside)
+    between = and_(bucket >= ranges[0][0], bucket < ranges[-1][1])
+    return and_(between, bucket.not_in(gaps)) if gaps else between
 
 
 def _cover(steps: Sequence[Window]) -> Iterator[tuple[int, list[Range]]]:

@@ -97,10 +97,14 @@ async def heat_map(
     """A figure by weekday (Monday first) and hour of the viewer's day: 7 rows of 24."""
     cells = [[0] * 24 for _ in range(7)]
     steps = window.steps("hour")
-    for hours in (await _read(connection, steps, where, ())).values():
-        for number, traffic in hours.items():
-            local = datetime.fromtimestamp(steps[number].since_unix_ms / 1000, window.zone)
-            cells[local.weekday()][local.hour] += getattr(traffic, figure)
+    is_failed = case((SliceRow.outcome == "failed", RollupRow.requests), else_=0)
+    asked = {"failed": is_failed, "tokens": RollupRow.prompt_tokens + RollupRow.completion_tokens}
+    value = func.sum(asked[figure] if figure in asked else getattr(RollupRow, figure))
+    async for number, _, (found,) in read(
+        connection, RollupRow, [value], steps, where=where, by=(), summed=True, sliced=figure == "failed"
+    ):
+        local = datetime.fromtimestamp(steps[number].since_unix_ms / 1000, window.zone)
+        cells[local.weekday()][local.hour] += int(found or 0)
     return cells
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.db.engine import create_engine
 from gateway.ledger.writer import LedgerWriter
+from gateway.settings import LedgerSettings
 from protocol import subjects
 from protocol.messages import encode
 from protocol.usage import encode_usage
@@ -22,7 +23,8 @@ class RunningWriter:
     def __init__(self, ledger: Ledger, database_url: str) -> None:
         self.stopping = asyncio.Event()
         self._engine = create_engine(database_url, lock_limit_s=0.1)
-        writer = LedgerWriter(ledger.bus, self._engine, self.stopping, batch_records=50, batch_wait_s=0.05)
+        settings = LedgerSettings(nats_urls=(), database_url=database_url, batch_records=50, batch_wait_s=0.05)
+        writer = LedgerWriter(ledger.bus, self._engine, settings, self.stopping)
         self.task = asyncio.create_task(writer.run())
 
     async def stop(self) -> None:
