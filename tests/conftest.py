@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import migrations
+from gateway.auth.passwords import HASH_OF_NOTHING
 from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
 
@@ -83,3 +84,10 @@ def database_url(request: pytest.FixtureRequest) -> str:
     """A fresh, migrated database; the test runs once for each kind."""
     fixture = "sqlite_url" if request.param == "sqlite" else "postgres_url"
     return str(request.getfixturevalue(fixture))
+
+
+@pytest.fixture
+def cheap_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passwords hashed at a 1024th of their cost, for tests of what comes after."""
+    monkeypatch.setattr("gateway.auth.passwords.COST", 16)
+    monkeypatch.setattr("gateway.auth.admins.HASH_OF_NOTHING", HASH_OF_NOTHING.replace("$16384$", "$16$"))

@@ -1,5 +1,6 @@
 """What every route of the admin API does: ask who it is, read the body, tell the gateways."""
 
+import asyncio
 import logging
 from typing import TypeVar
 
@@ -7,6 +8,7 @@ from fastapi import Request
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.admin.schema import AdminBody
+from gateway.api.errors import BodyTooSlow
 from gateway.api.routes import exchange_of
 from gateway.api.schema import parse_body
 from gateway.api.services import Services
@@ -40,9 +42,17 @@ class Office:
         return (await self._services.login.require(request)).actor
 
     async def body(self, request: Request, kind: type[_Body]) -> _Body:
-        """The body, within its limit. Raises BodyTooLarge, MalformedJson and InvalidParameter."""
-        length = request.headers.get("content-length", "").encode()
-        return parse_body(kind, await read_body(request.receive, length, self.settings.limits.max_body_bytes))
+        """The body, within its limits; none is an empty one.
+
+        Raises BodyTooLarge, BodyTooSlow, MalformedJson and InvalidParameter.
+        """
+        length, limit_s = request.headers.get("content-length", "").encode(), self.settings.timeouts.body_s
+        try:
+            async with asyncio.timeout(limit_s):
+                body = await read_body(request.receive, length, self.settings.limits.max_body_bytes)
+        except TimeoutError as error:
+            raise BodyTooSlow(f"The request body did not arrive within {limit_s:g} s.") from error
+        return parse_body(kind, body or b"{}")
 
     async def tell_gateways(self) -> None:
         """Have all gateways load the keys now; without it they do so within half a minute."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, get_args
 
-from gateway.auth.errors import InvalidField, InvalidKeyName
+from gateway.auth.errors import InvalidField, InvalidName
 from gateway.auth.principal import SCOPES, BudgetPeriod, Policy
 
 MAX_NAME_CHARS: Final = 100
@@ -17,9 +17,9 @@ _SAID: Final = {"budget_nano_usd": "budget_usd"}
 
 
 def check_name(name: str) -> None:
-    """A name is 1 to ``MAX_NAME_CHARS`` printable characters. Raises InvalidKeyName."""
+    """A name is 1 to ``MAX_NAME_CHARS`` printable characters. Raises InvalidName."""
     if not name.strip() or len(name) > MAX_NAME_CHARS or not name.isprintable():
-        raise InvalidKeyName("name", f"must have 1 to {MAX_NAME_CHARS} printable characters")
+        raise InvalidName("name", f"must have 1 to {MAX_NAME_CHARS} printable characters")
 
 
 def check_policy(policy: Policy) -> None:

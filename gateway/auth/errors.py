@@ -2,7 +2,7 @@
 
 PrincipalError             refused; the message is for the operator
 ├── InvalidField           a field cannot have this value
-│   └── InvalidKeyName     empty, too long or unprintable
+│   └── InvalidName        empty, too long or unprintable
 ├── NameTaken              an active one has this name
 └── NotFound               nothing is meant by this reference
     ├── UnknownKey
@@ -30,7 +30,7 @@ class InvalidField(PrincipalError):
         self.field = field
 
 
-class InvalidKeyName(InvalidField):
+class InvalidName(InvalidField):
     """The name is empty, too long or unprintable."""
 
 

@@ -1,5 +1,6 @@
 """The admin API, as programs and pages use it."""
 
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from gateway.db.engine import create_engine
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
 from tests.integration.gateway.test_errors import error_of
 
+pytestmark = pytest.mark.usefixtures("cheap_passwords")
 PASSWORD = "correct horse battery"
 
 
@@ -81,6 +83,10 @@ async def test_a_key_lives_by_the_admin_api(admin: httpx.AsyncClient, status_at_
     await until_async(lambda: status_at_other(token, 401))
     await until_async(lambda: status_at_other(rotated["token"], 200))
 
+    again = (await admin.post(f"/admin/v1/keys/{key['id']}/rotate")).json()  # no body: the usual grace
+    assert again["previous_until_unix_ms"] > time.time_ns() // 1_000_000
+    await until_async(lambda: status_at_other(again["token"], 200))
+
     revoked = (await admin.delete(f"/admin/v1/keys/{key['id']}")).json()
     assert revoked["revoked_unix_ms"] is not None
     await until_async(lambda: status_at_other(rotated["token"], 401))
@@ -89,10 +95,10 @@ async def test_a_key_lives_by_the_admin_api(admin: httpx.AsyncClient, status_at_
     assert every["data"] == [revoked]
 
     audit = (await admin.get("/admin/v1/audit", params={"subject": key["id"], "limit": 3})).json()
-    assert [entry["action"] for entry in audit["data"]] == ["key.revoke", "key.rotate", "key.update"]
+    assert [entry["action"] for entry in audit["data"]] == ["key.revoke", "key.rotate", "key.rotate"]
     assert audit["has_more"] is True
     rest = await admin.get("/admin/v1/audit", params={"subject": key["id"], "after": audit["data"][-1]["id"]})
-    assert [entry["action"] for entry in rest.json()["data"]] == ["key.create"]
+    assert [entry["action"] for entry in rest.json()["data"]] == ["key.update", "key.create"]
     assert {entry["actor"][:8] for entry in audit["data"]} == {"key:key_"}
 
 

@@ -11,6 +11,7 @@ from gateway.db.engine import create_engine
 from gateway.web.login import local_page
 from tests.integration.gateway.conftest import Start
 
+pytestmark = pytest.mark.usefixtures("cheap_passwords")
 PASSWORD = "correct horse battery"
 RIGHT = {"name": "admin", "password": PASSWORD, "next": "/login?of=mine"}
 

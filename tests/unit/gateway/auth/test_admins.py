@@ -44,6 +44,7 @@ def test_a_password_must_be_long_but_not_a_book(password: str) -> None:
         hash_password(password)
 
 
+@pytest.mark.usefixtures("cheap_passwords")
 async def test_a_password_is_checked_and_changing_it_is_written_down_and_ends_its_sessions(engine: AsyncEngine) -> None:
     assert not await has_admin(engine)
     with pytest.raises(WrongPassword):

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.auth.errors import AmbiguousKey, InvalidKeyName, NameTaken, UnknownKey
+from gateway.auth.errors import AmbiguousKey, InvalidName, NameTaken, UnknownKey
 from gateway.auth.keys import create_key, list_keys, revoke_key
 from gateway.db.engine import create_engine
 
@@ -67,7 +67,7 @@ async def test_an_active_name_is_taken_and_a_revoked_one_is_free(engine: AsyncEn
 
 @pytest.mark.parametrize("name", ["", "  ", "x" * 101, "a\nb", "a\x00b"])
 async def test_a_bad_name_is_refused(engine: AsyncEngine, name: str) -> None:
-    with pytest.raises(InvalidKeyName):
+    with pytest.raises(InvalidName):
         await create_key(engine, name, PEPPER)
 
 

@@ -1,5 +1,6 @@
 """Changing organisations, teams and keys: what is refused, and what the audit log says."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -177,6 +178,19 @@ async def test_after_a_rotation_both_tokens_are_good_until_the_next(engine: Asyn
             await rotate_key(engine, "a", PEPPER, ME, grace_s)
     _, rotation, *_ = await changes_of(engine, made.key_id)
     assert rotation == ("key.rotate", {"last_four": made.last_four}, {"last_four": second[-4:], "grace_s": 86_400})
+
+
+async def test_changes_at_once_come_one_after_another(engine: AsyncEngine) -> None:
+    made, _ = await create_key(engine, "a", PEPPER, actor=ME)
+    await asyncio.gather(*(update_key(engine, "a", {"requests_per_minute": n}, ME) for n in range(1, 6)))
+    _, *changes = await changes_of(engine, made.key_id)
+    next_of = {before["requests_per_minute"]: after["requests_per_minute"] for _, before, after in changes}
+    told, seen = next_of.get(None), []
+    while told is not None:
+        seen.append(told)
+        told = next_of.get(told)
+    assert sorted(seen) == [1, 2, 3, 4, 5]
+    assert (await find_key(engine, "a")).policy.requests_per_minute == seen[-1]
 
 
 async def test_no_secret_is_in_the_audit_log(engine: AsyncEngine) -> None:
