@@ -53,9 +53,32 @@ install_servers_for_tests() {
   fi
 }
 
+# Debian's package would start a server, too: only the program that checks rules and their tests is taken out of it.
+fetch_promtool() {
+  if [ -x .venv/tools/promtool ] || command -v promtool >/dev/null; then return; fi
+  if ! command -v dpkg-deb >/dev/null; then
+    echo "promtool is not installed: the tests of deploy/prometheus will be skipped." >&2
+    return
+  fi
+  local folder
+  folder="$(mktemp -d)"
+  echo "Fetching promtool for the tests"
+  (
+    cd "$folder"
+    apt-get download -qq -o APT::Sandbox::User=root prometheus
+    dpkg-deb --extract prometheus_*.deb .
+  )
+  mkdir -p .venv/tools
+  mv "$folder/usr/bin/promtool" .venv/tools/
+  rm -rf "$folder"
+}
+
 stamp=".venv/.spillway-$profile"
 want="$(cat "$lock" pyproject.toml scripts/install_torch.py scripts/setup.sh | sha256sum) ${SPILLWAY_TORCH:-}"
-if [ "$profile" = test ]; then install_servers_for_tests; fi
+if [ "$profile" = test ]; then
+  install_servers_for_tests
+  fetch_promtool
+fi
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
   exit 0
 fi

@@ -24,7 +24,7 @@ class LaneBacklog:
     __slots__ = ("_changed", "_polled", "_ranked_s", "_ranks", "here")
 
     def __init__(self) -> None:
-        self.here: dict[str, None] = {}  # this gateway's jobs in order of admission
+        self.here: dict[str, float] = {}  # this gateway's jobs in order of admission, and when that was (monotonic)
         self._polled = 0  # messages in the stream at the last answer
         self._changed = 0  # this gateway's jobs that came, less those that left, since the last question
         self._ranks: dict[str, int] = {}
@@ -35,10 +35,14 @@ class LaneBacklog:
         """Jobs that wait for a worker, of all gateways."""
         return max(len(self.here), self._polled + self._changed)
 
-    def enter(self, request_id: str) -> None:
+    def enter(self, request_id: str, admitted_s: float) -> None:
         """A job of this gateway is on its way into the queue."""
-        self.here[request_id] = None
+        self.here[request_id] = admitted_s
         self._changed += 1
+
+    def oldest_wait_s(self, now_s: float) -> float:
+        """How long this gateway's oldest job has waited; 0 if none waits."""
+        return now_s - next(iter(self.here.values()), now_s)
 
     def leave(self, request_id: str) -> None:
         """A job of this gateway no longer waits."""

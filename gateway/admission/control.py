@@ -94,6 +94,12 @@ class AdmissionControl:
         """How fast a configured model's queue is served; None while that is unknown."""
         return self._capacity.of(model).jobs_per_s
 
+    def oldest_waits_s(self) -> Iterator[tuple[str, float]]:
+        """How long the oldest job of this gateway has waited for its first worker: model, seconds."""
+        now_s = time.monotonic()
+        for model in self._backlog.models:
+            yield model, max(self._backlog.lane(model, lane).oldest_wait_s(now_s) for lane in subjects.LANES)
+
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def weight_of(self, principal: Principal) -> float:
@@ -214,7 +220,7 @@ class AdmissionControl:
         """Count a request in and choose its lane."""
         self._last_entry_s = admission.admitted_s
         lane = self._lane_of_next(admission)
-        self._backlog.lane(admission.model, lane).enter(admission.request_id)
+        self._backlog.lane(admission.model, lane).enter(admission.request_id, admission.admitted_s)
         self._models.setdefault(admission.model, ModelUse()).add(admission, 1)
         self._tenants.setdefault(admission.tenant, TenantUse()).enter(admission.model, lane)
         return Ticket(self, admission, lane)

@@ -41,6 +41,7 @@ async def _moment(services: Services) -> Moment:
         models=services.catalog.models,
         in_flight=dispatcher.in_flight,
         queued=tuple(services.admission_control.waiting_jobs()),
+        oldest_waits_s=tuple(services.admission_control.oldest_waits_s()),
         is_bus_connected=services.bus.connected,
         unpublished_records=dispatcher.unpublished_records,
         ledger_backlog=ledger_backlog,

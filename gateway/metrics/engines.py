@@ -60,16 +60,25 @@ def engine_families(beats: Iterable[Heartbeat], models: Collection[str]) -> Iter
         yield histogram
 
 
-def worker_families(beats: Iterable[Heartbeat]) -> Iterator[Metric]:
-    """Which workers there are."""
+def worker_families(beats: Collection[Heartbeat], models: Collection[str]) -> Iterator[Metric]:
+    """Which workers there are, and for which models."""
     info = GaugeMetricFamily("spillway_worker_info", "A live worker; always 1.", labels=WORKER_LABELS)
     draining = GaugeMetricFamily("spillway_worker_draining", "1: it takes no new jobs.", labels=WORKER_LABELS)
+    told = GaugeMetricFamily(
+        "spillway_worker_heartbeat_timestamp_seconds", "Its last heartbeat, by its own clock.", labels=WORKER_LABELS
+    )
     for beat in beats:
         labels = (beat.worker_id, beat.pool, beat.provider, beat.region, beat.tier, beat.engine)
         info.add_metric(labels, 1)
         draining.add_metric(labels, int(beat.draining))
-    yield info
-    yield draining
+        told.add_metric(labels, beat.sent_unix_ms / 1000)
+    yield from (info, draining, told)
+    serving = GaugeMetricFamily(
+        "spillway_model_workers", "Live workers that take jobs of a configured model.", labels=("model_name",)
+    )
+    for model in models:
+        serving.add_metric((model,), sum(model in beat.models and not beat.draining for beat in beats))
+    yield serving
 
 
 def _labels(beat: Heartbeat, models: Collection[str]) -> tuple[str, ...]:

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from gateway.metrics.engines import engine_families, worker_families
 from gateway.metrics.requests import RequestCounts
@@ -22,6 +24,7 @@ class Moment:
     models: Collection[str]  # that are configured
     in_flight: int  # requests admitted and not yet recorded
     queued: Collection[tuple[str, str, int]]  # model, lane, jobs of all gateways
+    oldest_waits_s: Collection[tuple[str, float]]  # model, seconds that this gateway's oldest job has waited
     is_bus_connected: bool
     unpublished_records: int  # usage records that the queue server has not stored yet
     ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
@@ -31,7 +34,7 @@ class Moment:
         """All series: prometheus_client's protocol for what can be encoded."""
         yield from engine_families(self.workers, self.models)
         yield from self.counts.families()
-        yield from worker_families(self.workers)
+        yield from worker_families(self.workers, self.models)
         yield from self._gateway_families()
         yield from _process.collect()
 
@@ -43,6 +46,14 @@ class Moment:
         for model, lane, jobs in self.queued:
             queued.add_metric((model, lane), jobs)
         yield queued
+        oldest = GaugeMetricFamily(
+            "spillway_queue_oldest_seconds",
+            "How long this gateway's oldest job has waited for its first worker.",
+            labels=("model_name",),
+        )
+        for model, wait_s in self.oldest_waits_s:
+            oldest.add_metric((model,), wait_s)
+        yield oldest
         yield _gauge("spillway_bus_connected", "1: connected to the queue server.", int(self.is_bus_connected))
         yield _gauge(
             "spillway_usage_records_unpublished",
@@ -66,6 +77,8 @@ class Moment:
 async def exposition(moment: Moment, accept: str) -> tuple[bytes, str]:
     """Return a moment's series as text, and its content type: OpenMetrics where ``accept`` asks for it."""
     encode, content_type = choose_encoder(accept)
+    if isinstance(encode, partial):  # it would escape vLLM's colons, too; none of our names needs any escaping
+        encode = partial(encode, escaping=ALLOWUTF8)
     return await asyncio.to_thread(encode, moment), content_type
 
 

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 OVERLAY_FILE = ROOT / "deploy/compose/remote-workers.yml"
+OBSERVABILITY_FILE = ROOT / "deploy/compose/observability.yml"
 DOCKERFILES = sorted((ROOT / "deploy/images").glob("*.Dockerfile"))
 
 # As init-env.sh makes them: hex, and here of digits only, which is the hard case for nats-server's configuration.
@@ -22,6 +24,16 @@ def tool(name: str) -> str:
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     assert found is not None, f"{name} is not installed"
+    return found
+
+
+def promtool() -> str:
+    """Prometheus' checker, which scripts/setup.sh takes out of Debian's package."""
+    beside = Path(sys.executable).parents[1] / "tools/promtool"
+    found = str(beside) if beside.exists() else shutil.which("promtool")
+    if found is None and not Path("/etc/debian_version").exists():
+        pytest.skip("promtool is not installed")
+    assert found is not None, "promtool is not installed: scripts/setup.sh test"
     return found
 
 
@@ -53,6 +65,11 @@ def compose() -> dict[str, Any]:
 
 def services() -> dict[str, Any]:
     return compose()["services"]
+
+
+def observability() -> dict[str, Any]:
+    """The services that the overlay for Prometheus and Grafana adds."""
+    return filled_in(yaml.safe_load(OBSERVABILITY_FILE.read_text()))["services"]
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:

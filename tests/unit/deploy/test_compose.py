@@ -16,10 +16,12 @@ from tests.unit.deploy.description import (
     COMPOSE_FILE,
     DOCKERFILES,
     ENVIRONMENT,
+    OBSERVABILITY_FILE,
     OVERLAY_FILE,
     ROOT,
     compose,
     instructions,
+    observability,
     seconds,
     services,
     tool,
@@ -58,6 +60,7 @@ def test_files_follow_the_compose_specification() -> None:
         "vendor.compose-spec",
         str(COMPOSE_FILE),
         str(OVERLAY_FILE),
+        str(OBSERVABILITY_FILE),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,9 +83,12 @@ def test_an_overlay_that_publishes_also_joins_a_network_that_can() -> None:
         assert not service.get("ports") or "edge" in service["networks"]
 
 
-@pytest.mark.parametrize("name", services())
+ALL_SERVICES = {**services(), **observability()}
+
+
+@pytest.mark.parametrize("name", ALL_SERVICES)
 def test_service_has_no_rights_it_does_not_need(name: str) -> None:
-    service = services()[name]
+    service = ALL_SERVICES[name]
     user, _, group = service["user"].partition(":")
     assert int(user) > 0
     assert int(group) > 0
@@ -93,9 +99,25 @@ def test_service_has_no_rights_it_does_not_need(name: str) -> None:
     assert "privileged" not in service
 
 
-@pytest.mark.parametrize("name", services())
+def test_what_watches_meets_the_gateways_and_nothing_behind_them() -> None:
+    for service in observability().values():
+        assert service["networks"] == ["edge"]
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        for volume in service["volumes"]:
+            source, _, rest = volume.partition(":")
+            if source.startswith("./deploy"):
+                assert (ROOT / source).is_dir()
+            assert not source.startswith("./") or rest.endswith(":ro")
+    scrape = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"][0]
+    targets = {target.partition(":")[0] for group in scrape["static_configs"] for target in group["targets"]}
+    assert targets == {"gateway-1", "gateway-2"} <= set(services())
+    mounts = {volume.split(":")[1] for volume in observability()["prometheus"]["volumes"]}
+    assert scrape["authorization"]["credentials_file"] in mounts
+
+
+@pytest.mark.parametrize("name", ALL_SERVICES)
 def test_service_is_bounded_and_watched(name: str) -> None:
-    service = services()[name]
+    service = ALL_SERVICES[name]
     limits = service["deploy"]["resources"]["limits"]
     assert limits["memory"]
     assert limits["pids"]
@@ -110,9 +132,9 @@ def test_service_is_bounded_and_watched(name: str) -> None:
         assert seconds(service["healthcheck"]["start_period"]) > 0
 
 
-@pytest.mark.parametrize("name", services())
+@pytest.mark.parametrize("name", ALL_SERVICES)
 def test_image_is_pinned(name: str) -> None:
-    _, _, tag = services()[name]["image"].partition(":")
+    _, _, tag = ALL_SERVICES[name]["image"].partition(":")
     assert tag
     assert tag != "latest"
 
@@ -282,6 +304,7 @@ def test_secrets_are_made_once_and_readable_by_their_owner_only(tmp_path: Path) 
     assert all(re.fullmatch("[0-9a-f]{64}", values[name]) for name in ENVIRONMENT)
     assert len({values[name] for name in ENVIRONMENT}) == len(ENVIRONMENT)
     wanted = set(re.findall(r"\$\{(\w+)", COMPOSE_FILE.read_text()))
+    wanted |= set(re.findall(r"\$\{(\w+):\?", OBSERVABILITY_FILE.read_text()))
     assert wanted == set(values)
 
     before = target.read_text()
@@ -294,5 +317,6 @@ def test_secrets_are_made_once_and_readable_by_their_owner_only(tmp_path: Path) 
 def test_secrets_stay_out_of_git_and_of_the_images() -> None:
     git = shutil.which("git")
     assert git is not None
-    assert subprocess.run([git, "check-ignore", "-q", ".env"], cwd=ROOT, check=False).returncode == 0
+    for secret in (".env", "metrics-key"):
+        assert subprocess.run([git, "check-ignore", "-q", secret], cwd=ROOT, check=False).returncode == 0
     assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"

@@ -8,8 +8,8 @@ from protocol.topology import QueueBounds, apply
 
 def test_own_jobs_are_known_without_asking() -> None:
     lane = LaneBacklog()
-    lane.enter("a")
-    lane.enter("b")
+    lane.enter("a", 0.0)
+    lane.enter("b", 0.0)
     assert lane.waiting == 2
     lane.leave("a")
     lane.leave("a")
@@ -19,9 +19,9 @@ def test_own_jobs_are_known_without_asking() -> None:
 def test_answers_and_changes_add_up() -> None:
     """A job that came while the question was on its way may or may not be in the answer; earlier ones are."""
     lane = LaneBacklog()
-    lane.enter("a")
+    lane.enter("a", 0.0)
     asked = lane.asked()
-    lane.enter("b")
+    lane.enter("b", 0.0)
     lane.answered(11, asked)  # "a" and ten of other gateways
     assert lane.waiting == 12
     lane.leave("a")
@@ -33,13 +33,13 @@ def test_answers_and_changes_add_up() -> None:
 def test_places_of_our_own_jobs() -> None:
     lane = LaneBacklog()
     for job in "abcd":
-        lane.enter(job)
+        lane.enter(job, 0.0)
     assert [lane.ahead_of(job, 0.0) for job in "abcd"] == [0, 1, 2, 3]
     lane.leave("a")
     assert [lane.ahead_of(job, 1.0) for job in "bcd"] == [0, 1, 2]
     lane.answered(6, lane.asked())  # three more of others, somewhere in between
     assert [lane.ahead_of(job, 2.0) for job in "bcd"] == [0, 2, 4]
-    lane.enter("e")
+    lane.enter("e", 0.0)
     assert lane.ahead_of("e", 2.0) == 3 * 7 // 4  # not in the ranks of a moment ago: it is the last
 
 
@@ -63,7 +63,7 @@ async def test_an_answer_that_does_not_come_changes_nothing(caplog: Any, nats_ur
     bus = await Bus.connect(nats_url, name="test")
     try:
         backlog = Backlog(bus, ["m"])  # there is no such stream
-        backlog.lane("m", "h0").enter("a")
+        backlog.lane("m", "h0").enter("a", 0.0)
         await backlog.poll()
         await backlog.poll()
         assert backlog.total("m") == 1

@@ -158,3 +158,15 @@ def test_places_in_fair_lanes() -> None:
     assert place.eta_s == pytest.approx(1.5)
     last.accepted("w")
     assert last.place() is None
+
+
+def test_the_oldest_waiting_job_of_each_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = control()
+    monkeypatch.setattr("gateway.admission.control.time.monotonic", lambda: 100.0)
+    assert list(gate.oldest_waits_s()) == [("m", 0.0)]
+    first, second = (gate.enter(admission(f"{at}", tenant=f"{at}", admitted_s=at)) for at in (70.0, 90.0))
+    assert list(gate.oldest_waits_s()) == [("m", 30.0)]
+    first.accepted("w")
+    assert list(gate.oldest_waits_s()) == [("m", 10.0)]
+    second.close()
+    assert list(gate.oldest_waits_s()) == [("m", 0.0)]

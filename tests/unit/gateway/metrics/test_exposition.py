@@ -101,6 +101,7 @@ def moment(series: RequestSeries | None = None, *workers: Heartbeat, models: tup
         models=models,
         in_flight=4,
         queued=(("m", "h0", 6), ("m", "low", 0)),
+        oldest_waits_s=(("m", 1.5),),
         is_bus_connected=True,
         unpublished_records=2,
         payloads={"published": 3, "lost": 1},
@@ -146,6 +147,26 @@ async def test_openmetrics_is_given_to_who_asks_for_it() -> None:
     assert VLLM.items() <= families.items()
 
 
+# What Prometheus 2.42 and 3.5 send.
+ACCEPTS = [
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+    "text/plain;version=1.0.0",
+    "application/openmetrics-text",
+    "",
+]
+
+
+@pytest.mark.parametrize("accept", ACCEPTS)
+async def test_samples_keep_the_colons_of_their_names_in_every_format(accept: str) -> None:
+    text, _ = await exposition(moment(answered_series(), beat()), accept)
+    names = {line.partition("{")[0] for line in text.decode().splitlines() if not line.startswith("#")}
+    assert {"vllm:num_requests_running", "vllm:time_to_first_token_seconds_bucket"} <= names
+
+
 async def test_an_engines_series_are_what_its_heartbeat_says() -> None:
     found = await scrape(moment(None, beat(), beat("w2", models=("other", "m"))))
     where = {"model_name": "m", "engine": "0", "pool": "spot-pool", "provider": "aws", "region": "eu-1"}
@@ -176,6 +197,20 @@ async def test_a_worker_whose_engine_does_not_tell_is_still_a_worker() -> None:
 async def test_models_that_are_not_configured_are_no_label() -> None:
     found = await scrape(moment(None, beat(models=("somebody/elses",))))
     assert "somebody/elses" not in found.label_values()
+
+
+async def test_every_configured_model_says_how_many_workers_it_has() -> None:
+    beats = (beat(), beat("w2", models=("other", "m")), beat("w3", draining=True))
+    found = await scrape(moment(None, *beats, models=("m", "other", "lonely")))
+    workers = {model: found.value("spillway_model_workers", model_name=model) for model in ("m", "other", "lonely")}
+    assert workers == {"m": 2, "other": 1, "lonely": 0}
+    assert found.values("spillway_model_workers", model_name="lonely") == [0]
+
+
+async def test_a_workers_clock_and_the_oldest_job_are_shown() -> None:
+    found = await scrape(moment(None, beat(sent_unix_ms=1_700_000_000_500)))
+    assert found.values("spillway_worker_heartbeat_timestamp_seconds", worker_id="w1") == [1_700_000_000.5]
+    assert found.values("spillway_queue_oldest_seconds", model_name="m") == [1.5]
 
 
 async def test_a_requests_phases_make_up_its_whole() -> None:
@@ -249,7 +284,7 @@ async def test_the_gateways_own_state() -> None:
     assert found.value("spillway_usage_records_unpublished") == 2
     assert found.value("spillway_payloads_total", outcome="lost") == 1
     assert found.value("spillway_ledger_backlog_messages") == 3
-    unknown = await scrape(Moment(RequestSeries().snapshot(), (), (), 0, (), False, 0, None, {}))
+    unknown = await scrape(Moment(RequestSeries().snapshot(), (), (), 0, (), (), False, 0, None, {}))
     assert unknown.values("spillway_ledger_backlog_messages") == []
     assert unknown.values("spillway_bus_connected") == [0]
 
