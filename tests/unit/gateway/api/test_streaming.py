@@ -46,7 +46,7 @@ def writing(
     request: OpenRequest, n: int = 1, grace_s: float = 30.0, **fields: Any
 ) -> tuple[Socket, asyncio.Task[None]]:
     socket = Socket()
-    scope = {"method": "POST", "headers": [], ABORT_KEY: socket.aborted.set}
+    scope = {"method": "POST", "path": "/v1/completions", "headers": [], ABORT_KEY: socket.aborted.set}
     exchange = Exchange(scope, socket.receive, socket.send)
     call = ChatCall(json.dumps({**BODY, "n": n, **fields}).encode())
     writer = StreamWriter(exchange, call, request, TimeoutSettings(headers_grace_s=grace_s))
