@@ -8,6 +8,7 @@ keyed by (seed, choice, position), so rows do not influence each other.
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from engine.types import SamplingParams
 
 CPU = torch.device("cpu")
 NOT_FINITE = "the model's logits are not finite"
+_CACHED_LOGITS = 1 << 18  # of rows worked on together on a CPU: 1 MiB, and some copies of it
 _TOP_P_CANDIDATES = 256  # tokens sorted at first to find where top_p cuts; the few rows that need more are sorted whole
 
 
@@ -137,10 +139,10 @@ def sample(logits: Tensor, rows: list[SamplingRow], ahead: list[int] | None = No
     largest, chosen = logits.max(dim=-1)
     failed: dict[int, str] = {}
     processed = [i for i, row in enumerate(rows) if not (row.is_greedy and row.is_plain)]
-    if processed:
-        at = to_device(processed, torch.long, logits.device)
-        chosen[at], failed = _sample_processed(logits[at], [rows[i] for i in processed], [ahead[i] for i in processed])
-        failed = {processed[number]: error for number, error in failed.items()}
+    for some in _parts(processed, logits):
+        at = to_device(some, torch.long, logits.device)
+        chosen[at], errors = _sample_processed(logits[at], [rows[i] for i in some], [ahead[i] for i in some])
+        failed |= {some[number]: error for number, error in errors.items()}
     logprobs = _raw_logprobs(logits, rows, chosen)
     # NaN and +inf surface as the largest; so does a row of only -inf. On a GPU, all above is queued while the forward
     # pass still runs; here the host waits for it, once.
@@ -153,6 +155,12 @@ def sample(logits: Tensor, rows: list[SamplingRow], ahead: list[int] | None = No
             row.record(token_id)
             samples.append(Sample(token_id, logprobs.get(i)))
     return samples
+
+
+def _parts(rows: list[int], logits: Tensor) -> list[list[int]]:
+    """Cut the numbers of rows [V] into parts that are worked on together: on a CPU, as many as its cache holds."""
+    most = max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return [rows[first : first + most] for first in range(0, len(rows), most)]
 
 
 def _sample_processed(logits: Tensor, rows: list[SamplingRow], ahead: list[int]) -> tuple[Tensor, dict[int, str]]:
@@ -184,52 +192,55 @@ def _draw(logits: Tensor, params: list[SamplingParams], noise: list[float]) -> T
     staged = to_device(numbers, torch.float64, logits.device)
     temperature, min_p, top_p = staged[:, :3].float().unbind(dim=1)
     # The largest logit becomes 0 first, so that a tiny temperature cannot overflow.
-    logits -= logits.max(dim=-1, keepdim=True).values
+    logits -= logits.amax(dim=-1, keepdim=True)
     logits /= temperature[:, None]
-    if any(p.min_p > 0 for p in params):
-        _truncate_min_p(logits, min_p)
-    _truncate_top_k(logits, [p.top_k for p in params])
+    weights = torch.exp(logits)
+    lowest = torch.log(min_p)[:, None]  # logit that stays, [R, 1]; the most probable token's is 0
+    if cut := [i for i, p in enumerate(params) if 0 < p.top_k < logits.shape[1]]:
+        rows = to_device(cut, torch.long, logits.device)
+        lowest[rows] = torch.maximum(lowest[rows], _lowest_by_top_k(logits[rows], [params[i].top_k for i in cut]))
     if cut := [i for i, p in enumerate(params) if p.top_p < 1.0]:
         rows = to_device(cut, torch.long, logits.device)
-        _truncate_top_p(logits, rows, top_p, _TOP_P_CANDIDATES)
-    cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        lowest[rows] = _lowest_by_top_p(logits[rows], weights[rows], lowest[rows], top_p[rows, None], _TOP_P_CANDIDATES)
+    if any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1.0 for p in params):
+        weights *= logits >= lowest
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     targets = staged[:, 3:] * cumulative[:, -1:]
     # In a row that is not finite anything could be found, also behind the end.
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
 
-def _truncate_min_p(logits: Tensor, min_p: Tensor) -> None:
-    """Drop tokens less probable than min_p times the most probable one (whose logit is 0)."""
-    logits.masked_fill_(logits < torch.log(min_p)[:, None], float("-inf"))
+def _lowest_by_top_k(logits: Tensor, top_k: list[int]) -> Tensor:
+    """Return the k-th largest logit of each row [R, V]; ties with it stay."""
+    kth = to_device([[k - 1] for k in top_k], torch.long, logits.device)
+    return _largest(logits, max(top_k)).gather(1, kth)
 
 
-def _truncate_top_k(logits: Tensor, top_k: list[int]) -> None:
-    """Drop all but the k largest logits of each row with 0 < k < V; ties with the k-th stay."""
-    vocab_size = logits.shape[1]
-    cut = [i for i, k in enumerate(top_k) if 0 < k < vocab_size]
-    if cut:
-        rows, kth = to_device([[i, top_k[i] - 1] for i in cut], torch.long, logits.device).unbind(dim=1)
-        some = logits[rows]
-        thresholds = some.topk(max(top_k[i] for i in cut)).values.gather(1, kth[:, None])
-        logits[rows] = some.masked_fill(some < thresholds, float("-inf"))
-
-
-def _truncate_top_p(logits: Tensor, rows: Tensor, top_p: Tensor, candidates: int) -> None:
-    """Keep the most probable tokens of `rows` until their mass reaches top_p; the one that reaches it stays.
+def _lowest_by_top_p(logits: Tensor, weights: Tensor, lowest: Tensor, top_p: Tensor, candidates: int) -> Tensor:
+    """Return the logit at which, from the largest down, the mass of each row [R, V] reaches top_p of what stays so far.
 
     Only so many `candidates` are sorted at first; whether they sufficed is the one thing the host has to wait for.
     """
     candidates = min(candidates, logits.shape[1])
-    some = logits[rows]
-    largest = some.topk(candidates).values
-    mass = torch.exp(largest - torch.logsumexp(some, dim=-1, keepdim=True)).cumsum(dim=-1)
-    kept = (mass < top_p[rows, None]).sum(dim=-1)  # index of the token that reaches top_p
-    found = kept < candidates
-    thresholds = largest.gather(1, kept.clamp(max=candidates - 1)[:, None])
-    thresholds.masked_fill_(~found[:, None], float("-inf"))
-    logits[rows] = some.masked_fill_(some < thresholds, float("-inf"))
-    if candidates < logits.shape[1] and not bool(found.all()):
-        _truncate_top_p(logits, rows[~found], top_p, logits.shape[1])
+    mass = (weights * (logits >= lowest)).sum(dim=-1, keepdim=True)
+    largest = _largest(logits, candidates)
+    mass_down_to = (torch.exp(largest) * (largest >= lowest)).cumsum(dim=-1)
+    kept = (mass_down_to < top_p * mass).sum(dim=-1, keepdim=True)  # index of the token that reaches top_p
+    reached = torch.where(kept < candidates, largest.gather(1, kept.clamp(max=candidates - 1)), lowest)
+    raised = torch.maximum(lowest, reached)
+    if candidates < logits.shape[1] and bool((rest := kept[:, 0] == candidates).any()):
+        raised[rest] = _lowest_by_top_p(logits[rest], weights[rest], lowest[rest], top_p[rest], logits.shape[1])
+    return raised
+
+
+def _largest(logits: Tensor, count: int) -> Tensor:
+    """Return the `count` largest values of each row [R, V], in falling order."""
+    if logits.device.type != "cpu":
+        return logits.topk(count).values
+    values = logits.numpy()  # numpy sorts with vector instructions, several times faster than torch
+    if count < values.shape[1]:
+        values = np.partition(values, -count, axis=1)[:, -count:]
+    return torch.from_numpy(np.sort(values, axis=1)[:, ::-1].copy())
 
 
 def _raw_logprobs(logits: Tensor, rows: list[SamplingRow], tokens: Tensor) -> dict[int, RawLogprobs]:
