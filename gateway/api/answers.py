@@ -63,10 +63,12 @@ def told_choice(text: str, finish_reason: str | None, form: AnswerForm | None) -
 
 
 def _chat_row(index: int, choice: _Gathered, details: Details, form: AnswerForm | None) -> dict[str, Any]:
+    told = told_choice("".join(choice.texts), choice.finish_reason, form)
     return {
         "index": index,
+        "message": told["message"],
         "logprobs": _chat_logprobs(choice, details),
-        **told_choice("".join(choice.texts), choice.finish_reason, form),
+        "finish_reason": told["finish_reason"],
         **_own_token_ids(choice, details),
     }
 

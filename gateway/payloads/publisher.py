@@ -98,12 +98,9 @@ class PayloadPublisher:
         while True:
             await self._has_waiting.wait()
             captures = self._next()
-            try:
-                records = await asyncio.to_thread(self._records, captures)
+            records = await asyncio.to_thread(self._records, captures)
+            if records:
                 await self._publish_until_stored(records)
-            except Exception:
-                log.exception("%d payloads are lost", len(captures))
-                self.outcomes["lost"] += len(captures)
             self._waiting_bytes -= sum(map(self._size, captures))
             if not self._waiting:
                 self._is_empty.set()
@@ -150,7 +147,14 @@ class PayloadPublisher:
     # --- in a thread --------------------------------------------------------------------------------------------------
 
     def _records(self, captures: Sequence[Capture]) -> list[PayloadRecord]:
-        return [self._record(capture) for capture in captures]
+        records = []
+        for capture in captures:
+            try:
+                records.append(self._record(capture))
+            except Exception:
+                log.exception("the payload of %s is lost", capture.request_id)
+                self.outcomes["lost"] += 1
+        return records
 
     def _record(self, capture: Capture) -> PayloadRecord:
         parts: Mapping[str, Any] = {}

@@ -58,11 +58,8 @@ async def store_payloads(engine: AsyncEngine, records: Sequence[PayloadRecord]) 
 async def read_payload(engine: AsyncEngine, request_id: str, sealer: Sealer) -> Payload:
     """One payload. Raises UnknownPayload, what opening raises, and SQL's own errors."""
     async with engine.connect() as connection:
-        found = (
-            (await connection.execute(select(PayloadRow.__table__).where(PayloadRow.request_id == request_id)))
-            .mappings()
-            .first()
-        )
+        of_request = select(PayloadRow.__table__).where(PayloadRow.request_id == request_id, ~has_expired())
+        found = (await connection.execute(of_request)).mappings().first()
     if found is None:
         raise UnknownPayload(f"no payload of {request_id} is kept: there was no consent, or it is gone")
     return open_row(dict(found), sealer)
@@ -86,10 +83,15 @@ def _opened(row: dict[str, Any], part: Part, sealer: Sealer) -> dict[str, Any] |
         raise BrokenPayload(f"the {part} of {row['request_id']} is no JSON: {error}") from error
 
 
+def has_expired() -> ColumnElement[bool]:
+    """The rows whose time is over, some of which may still be there."""
+    return PayloadRow.expires_unix_ms <= time.time_ns() // 1_000_000
+
+
 async def delete_expired(engine: AsyncEngine) -> int:
     """Delete at most ``DELETE_ROWS`` whose time is over; returns how many. Raises SQL's own errors."""
     async with _transaction(engine) as connection:
-        return await _delete_some(connection, PayloadRow.expires_unix_ms <= time.time_ns() // 1_000_000)
+        return await _delete_some(connection, has_expired())
 
 
 class Erasure(Struct, frozen=True):

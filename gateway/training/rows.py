@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.auth.principal import Policy
 from gateway.db.models import ApiKeyRow, PayloadRow, RequestRow, TeamRow
 from gateway.payloads.consent import may_train
+from gateway.payloads.store import has_expired
 
 PAGE_ROWS: Final = 50  # of at most some MB each
 
@@ -32,7 +33,7 @@ class Wanted(Struct, frozen=True):
         conditions = [columns[name] == value for name, value in equal.items() if value is not None]
         if self.since_unix_ms is not None:
             conditions.append(columns.received_unix_ms >= self.since_unix_ms)
-        return and_(columns.received_unix_ms < self.until_unix_ms, *conditions)
+        return and_(columns.received_unix_ms < self.until_unix_ms, ~has_expired(), *conditions)
 
 
 async def count_rows(engine: AsyncEngine, wanted: Wanted) -> int:

@@ -49,6 +49,8 @@ async def test_what_has_expired_is_deleted_in_bounded_batches(
     now_ms = time.time_ns() // 1_000_000
     old = [payload_record(f"old {n}", expires_unix_ms=now_ms - 1) for n in range(3)]
     await store_payloads(engine, [*old, payload_record("new", expires_unix_ms=now_ms + 60_000)])
+    with pytest.raises(UnknownPayload):  # although it is still there
+        await read_payload(engine, "old 1", Sealer())
     assert [await delete_expired(engine) for _ in range(3)] == [2, 1, 0]
     assert await kept(engine) == ["new"]
 

@@ -149,6 +149,7 @@ async def test_both_formats_as_they_are_documented(kept: Kept) -> None:
 async def test_only_what_was_agreed_to_then_and_now(kept: Kept) -> None:
     await kept.keep([user("1")], "one")
     await kept.keep([user("2")], "two", train_ok=False)
+    await kept.keep([user("gone")], "gone", expires_unix_ms=1_800_000_000_000 - 10**11)
     assert await kept.left_out(name="agreed") == {"no_consent": 1}
     async with kept.engine.begin() as connection:
         await connection.execute(update(ApiKeyRow).values(train_ok=False))
