@@ -59,6 +59,11 @@ chaos: ## Break Spillway in mid-stream and compare every answer: make chaos [SCE
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.chaos $(SCENARIO) --seed $(SEED) --engine $(ENGINE) $(if $(KILLS),--faults $(KILLS))
 
+CANCELS ?= 10000
+limits: ## Each limit of keys at its edge over three gateways, one killed, 10,000 cancelled: make limits [CANCELS=10000] [SEED=1]
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.chaos.limits --seed $(SEED) --cancels $(CANCELS)
+
 UV_COMPILE = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header
 lock: ## Resolve the dependencies anew
 	@scripts/setup.sh test

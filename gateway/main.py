@@ -27,6 +27,7 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
+from gateway.quotas.prices import CurrentPrices
 from gateway.quotas.quotas import Quotas
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
@@ -103,6 +104,7 @@ async def run(
             keyed=keyed,
             series=series,
             quotas=quotas,
+            prices=CurrentPrices(database, settings.models),
             database=database,
             login=Login(database, settings),
             payloads=PayloadPublisher(bus, settings.payloads),
@@ -149,6 +151,7 @@ async def _serve(
                 "key ring": services.keys.run(),
                 "model catalog": services.catalog.run(),
                 "limits": services.quotas.run(),
+                "prices": services.prices.run(),
             }.items()
         ]
         serving = group.create_task(server.serve(sockets=[listener]), name="http")

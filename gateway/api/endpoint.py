@@ -135,7 +135,8 @@ class Endpoint(ABC, Generic[_Call]):
         deadline_s = patience.deadline_s(exchange)
         work = await self._work(call, model)
         queue_wait_s = patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s)
-        reservation = await reserve(services.quotas, exchange, principal, work, None)
+        price = services.prices.of(model, exchange.received_unix_ms)
+        reservation = await reserve(services.quotas, exchange, principal, work, price)
         admission = Admission(
             request_id=exchange.request_id,
             endpoint=call.name,

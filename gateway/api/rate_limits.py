@@ -11,8 +11,8 @@ from typing import Final, Protocol
 from gateway.api.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
 from gateway.api.exchange import Exchange
 from gateway.auth.principal import Principal
+from gateway.ledger.prices import TokenPrice
 from gateway.quotas.book import Book
-from gateway.quotas.price import TokenPrice
 from gateway.quotas.quotas import Quotas, Refused, Unavailable
 from gateway.quotas.refusals import Refusal
 from gateway.quotas.reservation import Estimate, Reservation

@@ -12,6 +12,7 @@ from gateway.dashboard.reader import Reader
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
+from gateway.quotas.prices import CurrentPrices
 from gateway.quotas.quotas import Quotas
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
@@ -35,6 +36,7 @@ class Services:
     keyed: KeyedRequests
     series: RequestSeries
     quotas: Quotas
+    prices: CurrentPrices
     database: AsyncEngine  # for pages and the admin API; no generating request waits for it
     login: Login
     payloads: PayloadPublisher

@@ -66,6 +66,16 @@ def exchange(
     return Exchanged(replace(account, leases={**others, gateway_id: lease}), granted, expires_unix_ms)
 
 
+def recounted(account: Account, terms: Terms, ledger_nano_usd: int, now_s: float) -> Account:
+    """The account with what the ledger says was spent in this period in the place of what is only presumed.
+
+    What living gateways have reported may not have reached the ledger yet, so it counts in any case.
+    """
+    account = _without_the_past(account, terms, now_s)
+    told = account.spent_nano_usd - account.presumed_nano_usd
+    return replace(account, spent_nano_usd=max(told, ledger_nano_usd), presumed_nano_usd=0)
+
+
 def used_amounts(account: Account) -> Amounts:
     """What counts as used now, as far as the account has been told."""
     requests, tokens = (sum(seconds.values()) for seconds in account.used)

@@ -23,6 +23,7 @@ from protocol.errors import BusError, ProtocolError
 from protocol.quotas import Amounts
 
 SLICE_WAIT_S: Final = 0.1  # how long a request waits for a larger slice
+REACH_WAIT_S: Final = 1.0  # how long for any at all: the queue server, or this process, may be busy
 EXCHANGE_GAP_S: Final = 0.02  # between two exchanges of one account
 REPORT_PERIOD_S: Final = 1.0  # how old what others know of our use may be; a part of LEASE_S
 RENEW_S: Final = LEASE_S / 3
@@ -141,20 +142,28 @@ class Quotas:
     async def _wait_for_slices(self, claims: list[tuple[Book, Amounts]]) -> None:
         """Return when all slices hold enough at once. Raises Refused or Unavailable."""
         changed = asyncio.Event()
-        books = tuple(book for book, _ in claims)
         try:
-            async with asyncio.timeout(SLICE_WAIT_S):
-                while short := self._short_ones(claims):
-                    changed.clear()
-                    for book, needs in short:
-                        book.waiting[changed] = needs
-                        self._exchange_soon(book)
-                    await changed.wait()
-        except TimeoutError:
-            self._refuse_late(claims)
+            for wait_s in (SLICE_WAIT_S, REACH_WAIT_S - SLICE_WAIT_S):
+                try:
+                    async with asyncio.timeout(wait_s):
+                        await self._until_enough(claims, changed)
+                        return
+                except TimeoutError:
+                    self._refuse_late(claims)
+                if self._failing:
+                    break
         finally:
-            for book in books:
+            for book, _ in claims:
                 book.waiting.pop(changed, None)
+        raise Unavailable
+
+    async def _until_enough(self, claims: list[tuple[Book, Amounts]], changed: asyncio.Event) -> None:
+        while short := self._short_ones(claims):
+            changed.clear()
+            for book, needs in short:
+                book.waiting[changed] = needs
+                self._exchange_soon(book)
+            await changed.wait()
 
     def _short_ones(self, claims: list[tuple[Book, Amounts]]) -> list[tuple[Book, Amounts]]:
         """Those whose slices do not hold enough. Raises Refused where an account has nothing more."""
@@ -167,13 +176,11 @@ class Quotas:
         return short
 
     def _refuse_late(self, claims: list[tuple[Book, Amounts]]) -> None:
-        """Nothing came in time. Raises Refused or Unavailable, if something is missing still."""
+        """Nothing came in time. Raises Refused, where it is known that something is missing still."""
         now_s = time.time()
         for book, needs in claims:
-            if not book.slice.has(needs, now_s):
-                refusal = book.last_known_shortage(needs, now_s)
-                if refusal is None:
-                    raise Unavailable
+            refusal = None if book.slice.has(needs, now_s) else book.last_known_shortage(needs, now_s)
+            if refusal is not None:
                 raise Refused(refusal, tuple(one for one, _ in claims))
 
     # --- exchanges ----------------------------------------------------------------------------------------------------

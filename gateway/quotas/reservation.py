@@ -2,8 +2,8 @@
 
 from msgspec import Struct
 
+from gateway.ledger.prices import TokenPrice
 from gateway.quotas.book import Book
-from gateway.quotas.price import TokenPrice
 from gateway.quotas.slices import Taken
 from protocol.quotas import NOTHING, Amounts
 

@@ -67,12 +67,13 @@ class Slice:
         return any(2 * idle < usual for idle, usual in zip(self.idle, self._usual, strict=True))
 
     def with_unreported(self, account: Account) -> Account:
-        """The account with the rates that were used since the last report."""
+        """The account with what was used and spent since the last report."""
         requests, tokens = (
             {at_s: told.get(at_s, 0) + mine.get(at_s, 0) for at_s in told.keys() | mine.keys()}
             for told, mine in zip(account.used, self._used, strict=True)
         )
-        return replace(account, used=(requests, tokens))
+        spent = self._spent if account.period == self.period else 0
+        return replace(account, used=(requests, tokens), spent_nano_usd=account.spent_nano_usd + spent)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

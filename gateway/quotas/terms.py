@@ -58,14 +58,9 @@ def is_later(period: str, other: str) -> bool:
     return period.partition(":")[0] != other.partition(":")[0] or period > other
 
 
-def period_end_s(budget_period: BudgetPeriod, unix_s: float) -> float | None:
-    """When that period ends, in seconds since 1970; None: never."""
-    if budget_period == TOTAL:
-        return None
-    first = _first_day(budget_period, unix_s)
-    if budget_period == "month":
-        return (first + timedelta(days=32)).replace(day=1).timestamp()
-    return (first + timedelta(days=7 if budget_period == "week" else 1)).timestamp()
+def period_start_s(budget_period: BudgetPeriod, unix_s: float) -> float:
+    """When that period began, in seconds since 1970."""
+    return 0.0 if budget_period == TOTAL else _first_day(budget_period, unix_s).timestamp()
 
 
 def _first_day(budget_period: BudgetPeriod, unix_s: float) -> datetime:

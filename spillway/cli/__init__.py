@@ -2,7 +2,7 @@
 
 import typer
 
-from spillway.cli import admin, bench, export, keys, payloads, processes, setup, teams
+from spillway.cli import admin, bench, export, keys, limits, payloads, processes, setup, teams
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.usage import usage
 
@@ -18,6 +18,10 @@ app.command("worker")(processes.worker)
 app.command("ledger")(processes.ledger)
 app.command("usage")(usage)
 app.command("dead-letters")(dead_letters)
+
+limits_app = typer.Typer(help="Limits of keys and teams.", no_args_is_help=True)
+limits_app.command("recount")(limits.recount)
+app.add_typer(limits_app, name="limits")
 
 app.command("audit")(admin.audit)
 

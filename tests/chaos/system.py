@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from gateway.auth.keys import create_key
+from gateway.auth.keys import Grant, create_key
 from gateway.auth.pepper import load_or_create_pepper
+from gateway.auth.principal import Policy
 from gateway.db.engine import create_engine
 from migrations import upgrade
 from protocol.bus import Bus
@@ -45,6 +46,8 @@ class Shape:
     gateway_timeouts: dict[str, float] = field(default_factory=dict)  # further keys of [gateway.timeouts]
     worker_settings: dict[str, Any] = field(default_factory=dict)  # further keys of [pools.chaos]
     tenants: dict[str, float] = field(default_factory=dict)  # further API keys and their weights
+    limited: dict[str, Policy] = field(default_factory=dict)  # further API keys and their limits
+    price: dict[str, float] | None = None  # of the model's tokens
 
 
 class System:
@@ -57,6 +60,7 @@ class System:
         self.watcher = Watcher()
         self.api_key = ""
         self.tenant_keys: dict[str, str] = {}
+        self.key_ids: dict[str, str] = {}  # of those with limits
         self.gateways: list[Child] = []
         self.ports = [free_port() for _ in range(shape.gateways)]
         self.proxies: dict[int, CutProxy] = {}
@@ -90,6 +94,9 @@ class System:
         _, self.api_key = await create_key(self.database, "chaos", pepper)
         for name in self.shape.tenants:
             _, self.tenant_keys[name] = await create_key(self.database, name, pepper)
+        for name, policy in self.shape.limited.items():
+            key, self.tenant_keys[name] = await create_key(self.database, name, pepper, Grant(policy=policy))
+            self.key_ids[name] = key.key_id
         self.ledger = await self._start_child("ledger", ["ledger"], 0)
         self.gateways = [
             await self._start_child(f"gateway-{number}", ["gateway"], number) for number in range(self.shape.gateways)
@@ -146,7 +153,7 @@ class System:
                     "queue": {"replicas": 3 if shape.cluster else 1},
                 },
                 "database": {"url": database_url},
-                "models": {MODEL: {}},
+                "models": {MODEL: {} if shape.price is None else {"price": shape.price}},
                 "tenants": {name: {"weight": weight} for name, weight in shape.tenants.items()},
                 "pools": {
                     MODEL: {

@@ -125,6 +125,29 @@ async def test_what_admission_refuses_is_refunded(start_gateway: Start, make_key
     assert is_refused(await say_hello(gateway, key))
 
 
+async def test_a_budget_is_spent_by_the_price_and_then_refuses(
+    start_gateway: Start, make_key: MakeKey, bus: Bus
+) -> None:
+    # Prompts are free; of the answer, at most 16 tokens, each costs 1000 nano-USD, and two are made.
+    key_id, key = await make_key(Policy(budget_nano_usd=20_000, budget_period="day"))
+    price = {"prompt": 0.0, "completion": 1.0}
+    gateway = await start_gateway(models={MODEL: {"aliases": ("short",), "price": price}})
+    await gateway.add_worker()
+    answers = [await say_hello(gateway, key) for _ in range(4)]
+    *served, refused = answers
+    assert not any(is_refused(answer) for answer in served)
+    assert is_refused(refused)
+    assert (refused.code, refused.type) == ("insufficient_quota", "insufficient_quota")
+    assert refused.response.headers["x-should-retry"] == "false"
+    assert "limit 2e-05 USD, used 6e-06 USD, this request may cost up to 1.6e-05 USD" in refused.message
+    assert not is_refused(await say_hello(gateway, key, max_tokens=14))
+
+    async def is_spent() -> bool:
+        return (await the_account(bus, key_id)).spent_nano_usd == 8_000
+
+    await until_async(is_spent)
+
+
 async def test_a_replayed_answer_counts_once(start_gateway: Start, make_key: MakeKey) -> None:
     _, key = await make_key(Policy(requests_per_minute=2))
     gateway = await start_gateway()

@@ -1,0 +1,45 @@
+"""What tokens cost callers now, in memory: budgets are counted by the same price book as the ledger's charges."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.db.errors import SQL_ERRORS, describe
+from gateway.ledger.prices import CALLERS, NANO_USD, PriceBook, TokenPrice, load_prices
+from gateway.settings import ModelSettings, PriceSettings
+
+RELOAD_PERIOD_S: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class CurrentPrices:
+    """The price book; of models that it does not have yet, the configuration's prices. Run ``run`` as a task."""
+
+    def __init__(self, database: AsyncEngine, models: Mapping[str, ModelSettings]) -> None:
+        self._database = database
+        self._book = PriceBook()
+        self._configured = {name: _token_price(model.price) for name, model in models.items() if model.price}
+
+    def of(self, model: str, unix_ms: int) -> TokenPrice | None:
+        """What a model's tokens cost at a moment; None: nothing."""
+        price = self._book.at(model, CALLERS, unix_ms)
+        return self._configured.get(model) if price is None else price.tokens
+
+    async def run(self) -> None:
+        """Read the book now and then; never returns. While SQL is away the last known prices stay."""
+        while True:
+            try:
+                async with self._database.connect() as connection:
+                    self._book = await load_prices(connection)
+            except SQL_ERRORS as error:
+                log.warning("cannot load the prices, keeping those known: %s", describe(error))
+            await asyncio.sleep(RELOAD_PERIOD_S)
+
+
+def _token_price(price: PriceSettings) -> TokenPrice:
+    cached = price.prompt if price.cached is None else price.cached
+    return TokenPrice(*(round(usd * NANO_USD) for usd in (price.prompt, cached, price.completion)))

@@ -1,0 +1,44 @@
+"""``spillway limits``: budgets, compared with the ledger."""
+
+import time
+from typing import Final
+
+from gateway.quotas.recount import Recount, recount_budgets
+from gateway.quotas.vault import Vault
+from protocol.bus import Bus
+from spillway.cli.context import ConfigOption, DataOption, database, fail, out, run_async, running_or_config
+
+CONNECT_LIMIT_S: Final = 5.0
+NANO: Final = 1_000_000_000
+
+
+def recount(config: ConfigOption = None, data: DataOption = None) -> None:
+    """Compare what budgets count as spent in their current period with the ledger, and make it right.
+
+    After a gateway was killed, what it held counts as spent until then. The queue server must be running, and the
+    ledger should have written what happened (`spillway usage`). What gateways report meanwhile is not lost.
+    """
+    resolved = running_or_config(config, data)
+    urls = list(resolved.nats.urls)
+    if not urls:
+        raise fail("nats.urls: no queue server is configured, and no `spillway up` is running here")
+
+    async def main() -> None:
+        bus = await Bus.connect(urls, name="spillway limits", first_limit_s=CONNECT_LIMIT_S)
+        try:
+            async with database(resolved) as engine:
+                counts = await recount_budgets(engine, Vault(bus), time.time())
+        finally:
+            await bus.close()
+        for count in counts:
+            out.print(_text(count), markup=False, soft_wrap=True)
+        if not counts:
+            out.print("no key and no team has a budget")
+
+    run_async(main)
+
+
+def _text(count: Recount) -> str:
+    before, after = (nano / NANO for nano in (count.before_nano_usd, count.after_nano_usd))
+    change = "unchanged" if before == after else f"was {before:.9g} USD"
+    return f"{count.account_id} ({count.name}), {count.period.rstrip(':')}: {after:.9g} USD spent, {change}"

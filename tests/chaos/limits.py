@@ -1,0 +1,254 @@
+"""``python -m tests.chaos.limits`` or ``make limits``: every limit at its edge, over three real gateways.
+
+200 callers ask as fast as they are let, each limit with a key of its own:
+
+    admitted <= limit, always, and at least 95 % of it is used;
+    a gateway is killed with what it holds: what ran there comes back with its lease;
+    callers hang up at any moment: nothing stays reserved.
+
+The last line is one JSON object; the exit code is 1 if a promise was broken.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from benchmarks.stream_client import Exchange, Patience, exchange, read
+from gateway.auth.principal import Policy
+from gateway.quotas.account import CLOCK_SLACK_S, LEASE_S
+from gateway.quotas.vault import Vault
+from protocol import subjects
+from protocol.messages import Accepted, Failed, Finished, decode_step
+from protocol.quotas import NOTHING
+from tests.chaos.client import http_request
+from tests.chaos.system import MODEL, Shape, System
+
+CALLERS = 200
+TOKENS = 20
+NANO_USD_PER_TOKEN = 1_000  # 1 USD for a million
+LEAST_USED = 0.95
+REQUESTS, TOKEN_LIMIT, CONCURRENT, BUDGET_TOKENS = 300, 20_000, 40, 5_000
+LIMITED = {
+    "requests": Policy(requests_per_minute=REQUESTS),
+    "tokens": Policy(tokens_per_minute=TOKEN_LIMIT),
+    "concurrent": Policy(max_concurrent=CONCURRENT),
+    "budget": Policy(budget_nano_usd=BUDGET_TOKENS * NANO_USD_PER_TOKEN, budget_period="total"),
+    "all": Policy(10**6, 10**8, 400, 10**15, "month"),
+}
+SHAPE = Shape(gateways=3, workers=2, max_sequences=64, limited=LIMITED, price={"completion": NANO_USD_PER_TOKEN / 1000})
+PATIENCE = Patience(idle_s=30.0, total_s=60.0)
+READY_LIMIT_S = 60.0
+FREE_LIMIT_S = 15.0
+REOPEN_S = 3.0  # until refused callers have asked again and workers have taken them
+POLL_S = 0.02
+
+
+@dataclass
+class Findings:
+    """Figures, and what was broken."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    offences: list[str] = field(default_factory=list)
+
+    def expect(self, name: str, value: float, *, at_least: float = float("-inf"), at_most: float) -> None:
+        self.figures[name] = round(value, 3)
+        if not at_least <= value <= at_most:
+            self.offences.append(f"{name} is {value:.3f}, and must be from {at_least:.3f} to {at_most:.3f}")
+
+
+class Running:
+    """How many attempts run. A gateway frees a place when it hears of an end: so have we, before the next begins."""
+
+    def __init__(self) -> None:
+        self.now: set[str] = set()
+        self.most = 0
+
+    async def on_step(self, message: Msg) -> None:
+        for frame in decode_step(message.data).frames:
+            if isinstance(frame, Accepted):
+                self.now.add(frame.request_id)
+                self.most = max(self.most, len(self.now))
+            elif isinstance(frame, Finished | Failed):
+                self.now.discard(frame.request_id)
+
+
+class Storm:
+    """Callers of one system, spread over its living gateways."""
+
+    def __init__(self, system: System, seed: int) -> None:
+        self.system = system
+        self.ports = list(system.ports)
+        self._numbers = itertools.count()
+        self._rng = random.Random(f"limits {seed}")
+
+    async def ask(self, key: str, leave: asyncio.Event | None = None, port: int | None = None) -> Exchange:
+        number = next(self._numbers)
+        body = {
+            "model": MODEL,
+            "max_tokens": TOKENS,
+            "messages": [{"role": "user", "content": f"Question {number}: what of it? [[tokens={TOKENS}]]"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        request = http_request("/v1/chat/completions", self.system.tenant_keys[key], body)
+        return await exchange(port or self.ports[number % len(self.ports)], request, PATIENCE, leave=leave)
+
+    async def blow(self, key: str, seconds: float, callers: int = CALLERS) -> list[Exchange]:
+        """All that was answered while so many asked again and again."""
+        until_s, answers = time.perf_counter() + seconds, []
+
+        async def caller() -> None:
+            while time.perf_counter() < until_s:
+                answers.append(await self.ask(key))
+                if answers[-1].status != 200:
+                    await asyncio.sleep(self._rng.uniform(0.1, 0.3))
+
+        await asyncio.gather(*(caller() for _ in range(callers)))
+        return answers
+
+    async def leave_anywhen(self, key: str, count: int) -> Counter[str]:
+        """So many ask and hang up, some before they are admitted, some after the end."""
+        gate, endings = asyncio.Semaphore(CALLERS), Counter[str]()
+
+        async def one(after_s: float) -> None:
+            async with gate:
+                leave = asyncio.Event()
+                asyncio.get_running_loop().call_later(after_s, leave.set)
+                answer = await self.ask(key, leave)
+                endings[f"{answer.ending} {answer.status}"] += 1
+
+        longest_s = 2 * TOKENS * self.system.shape.inter_token_s
+        await asyncio.gather(*(one(self._rng.uniform(0.0, longest_s)) for _ in range(count)))
+        return endings
+
+    async def wait_until_served(self) -> None:
+        """Until every gateway knows the model."""
+        async with asyncio.timeout(READY_LIMIT_S):
+            for port in self.ports:
+                while (await self.ask("all", port=port)).status != 200:
+                    await asyncio.sleep(POLL_S)
+
+
+async def edges(storm: Storm, findings: Findings, seconds: float) -> None:
+    """Each rate and the budget at its limit. A storm lasts less than a minute, so that no window comes back."""
+    requests = _admitted(await storm.blow("requests", seconds), findings)
+    findings.expect("requests_used", len(requests) / REQUESTS, at_least=LEAST_USED, at_most=1)
+    tokens = sum(_tokens(one, prompt=True) for one in _admitted(await storm.blow("tokens", seconds), findings))
+    findings.expect("tokens_used", tokens / TOKEN_LIMIT, at_least=LEAST_USED, at_most=1)
+    made = sum(_tokens(one, prompt=False) for one in _admitted(await storm.blow("budget", seconds), findings))
+    findings.expect("budget_used", made / BUDGET_TOKENS, at_least=LEAST_USED, at_most=1)
+
+
+def _admitted(answers: list[Exchange], findings: Findings) -> list[Exchange]:
+    statuses = Counter(one.status for one in answers)
+    findings.figures.setdefault("answers", []).append({str(status): count for status, count in statuses.items()})
+    if set(statuses) - {200, 429}:
+        findings.offences.append(f"answers of other kinds: {statuses}")
+    return [one for one in answers if one.status == 200]
+
+
+def _tokens(answered: Exchange, *, prompt: bool) -> int:
+    answer = read(answered)
+    return (answer.completion_tokens or 0) + ((answer.prompt_tokens or 0) if prompt else 0)
+
+
+async def concurrency(storm: Storm, findings: Findings, seconds: float, *, kill: bool) -> None:
+    """As many at a time as may be; then one of the gateways is gone, with all that runs there."""
+    running = Running()
+    tap = await storm.system.bus.subscribe(subjects.frames_subject("*"), running.on_step)
+    await storm.blow("concurrent", seconds)
+    findings.expect("concurrent_used", running.most / CONCURRENT, at_least=LEAST_USED, at_most=1)
+    if kill:
+        limit_s = LEASE_S + CLOCK_SLACK_S + REOPEN_S
+        findings.expect("back_after_kill_s", await _kill_one(storm, running), at_most=limit_s)
+        findings.expect("concurrent_after_kill", running.most / CONCURRENT, at_least=LEAST_USED, at_most=1)
+    await tap.unsubscribe()
+
+
+async def _kill_one(storm: Storm, running: Running) -> float:
+    """SIGKILL a gateway in the middle; returns how long it takes until as many run as before."""
+    longest_s = LEASE_S + CLOCK_SLACK_S + 4
+    blowing = asyncio.create_task(storm.blow("concurrent", longest_s + 1))
+    await asyncio.sleep(1.0)
+    storm.ports.pop(0)
+    await storm.system.kill(storm.system.gateways[0])
+    killed_s = time.perf_counter()
+    await asyncio.sleep(2 * TOKENS * storm.system.shape.inter_token_s)  # its last answers end
+    while len(running.now) < LEAST_USED * CONCURRENT and time.perf_counter() - killed_s < longest_s:
+        await asyncio.sleep(POLL_S)
+    back_s = time.perf_counter() - killed_s
+    await blowing
+    return back_s
+
+
+async def cancels(storm: Storm, findings: Findings, count: int) -> None:
+    """Afterwards no gateway holds anything of any limit."""
+    findings.figures["endings"] = await storm.leave_anywhen("all", count)
+    vault, began_s = Vault(storm.system.bus), time.perf_counter()
+    for name, key_id in storm.system.key_ids.items():
+        while await _is_held(vault, key_id):
+            if time.perf_counter() - began_s > FREE_LIMIT_S:
+                findings.offences.append(f"something of {name} stays reserved: {await vault.load(key_id)}")
+                break
+            await asyncio.sleep(POLL_S)
+    findings.figures["free_after_s"] = round(time.perf_counter() - began_s, 3)
+
+
+async def _is_held(vault: Vault, key_id: str) -> bool:
+    """By a gateway that still renews its lease."""
+    found = await vault.load(key_id)
+    if found is None:
+        return False
+    live_ms = (time.time() - CLOCK_SLACK_S) * 1000
+    return any(lease.held != NOTHING and lease.expires_unix_ms > live_ms for lease in found[0].leases.values())
+
+
+async def run(folder: Path, *, seed: int, seconds: float, count: int, kill: bool) -> Findings:
+    """Play everything in an empty folder."""
+    findings = Findings()
+    async with System(folder, SHAPE) as system:
+        storm = Storm(system, seed)
+        await storm.wait_until_served()
+        await edges(storm, findings, seconds)
+        await concurrency(storm, findings, seconds, kill=kill)
+        await cancels(storm, findings, count)
+        findings.offences += system.log_lines('"level":"critical"')
+        findings.offences += system.log_lines("Traceback")
+    return findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=8.0, help="how long callers ask at each limit")
+    parser.add_argument("--cancels", type=int, default=10_000, help="how many hang up")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="limits-") as folder:
+        findings = asyncio.run(
+            run(
+                Path(folder) / "run",
+                seed=arguments.seed,
+                seconds=arguments.seconds,
+                count=arguments.cancels,
+                kill=True,
+            )
+        )
+    for offence in findings.offences:
+        sys.stderr.write(f"{offence}\n")
+    sys.stdout.write(json.dumps({"ok": not findings.offences, **findings.figures}) + "\n")
+    return 1 if findings.offences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
