@@ -1,4 +1,4 @@
-"""How fast one ledger writer moves usage records from the USAGE stream into SQL, and what it costs.
+"""How fast one ledger writer moves usage records from the USAGE stream into SQL, rollups too, and what it costs.
 
 The metric. ``records`` usage records (half requests, half attempts) wait in the stream, in a real nats-server;
 then one writer process starts. ``rows_per_s`` is their number divided by the time from the writer's

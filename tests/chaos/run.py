@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gateway.ledger.check import check_rollups
 from protocol import subjects
 from tests.chaos.faults import FAULTS, Chaos
 from tests.chaos.ledger import settled_rows
@@ -137,6 +138,9 @@ async def _reckon(
         if usage is not None and usage["completion_tokens"] != tokens_of.get(number):
             report.offend("an undisturbed answer's usage and its ledger row differ", call.request_id)
     judge_ledger(report, everything, rows, tokens_of)
+    for day in await check_rollups(system.database):
+        if day.wrong:
+            report.offend(f"{day.wrong} rollups are not what the rows add up to")
     if poisoned:
         state = (await system.bus.api(f"STREAM.INFO.{subjects.DEAD_LETTER_STREAM}"))["state"]
         judge_poisoned(report, poisoned, int(state["messages"]))
