@@ -10,6 +10,7 @@ third.)
 """
 
 import dataclasses
+import logging
 import os
 import time
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -47,6 +48,8 @@ from engine.types import (
     SamplingParams,
     SequenceOutput,
 )
+
+log = logging.getLogger(__name__)
 
 WARM_UP_PROMPT_TOKENS: Final = 8
 WARM_UP_TOKENS: Final = 3  # of each answer
@@ -206,8 +209,9 @@ class LLMEngine:
 
     def wake_up(self) -> None:
         """Have KV memory again."""
-        if isinstance(self._kv_memory, KVPool):
+        if isinstance(self._kv_memory, KVPool) and self._kv_memory.is_given_back:
             self._kv_memory.take()
+            log.info("awake: the KV memory is taken again")
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; the next step yields "cancelled" for each of its live choices. Idempotent."""
