@@ -13,7 +13,7 @@ from gateway.db.engine import create_engine
 from gateway.quotas.vault import Vault
 from protocol.bus import Bus
 from protocol.quotas import Account, Kind
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -96,11 +96,15 @@ async def test_concurrency_at_three_gateways_is_exact_and_comes_back(
     key_id, key = await make_key(Policy(max_concurrent=6))
     gateways = [await start_gateway(), await start_gateway(), await start_gateway()]
     worker = await gateways[0].add_worker(script=until_cancelled)
-    tasks = [asyncio.create_task(say_hello(gateways[number % 3], key, max_tokens=400)) for number in range(24)]
-    await until(lambda: sum(task.done() for task in tasks) == 18)
-    assert all(is_refused(task.result()) for task in tasks if task.done())
-    await until(lambda: len(worker.attempts) == 6)
-    running = [task for task in tasks if not task.done()]
+    running: list[asyncio.Task[Any]] = []
+    async with asyncio.timeout(20):
+        while len(worker.attempts) < 6:
+            gateway = gateways[len(running) % 3]
+            running.append(asyncio.create_task(say_hello(gateway, key, max_tokens=400)))
+            await asyncio.sleep(0.02)
+    refused = await asyncio.gather(*(say_hello(gateways[number % 3], key) for number in range(9)))
+    assert all(is_refused(answer) for answer in refused)
+    assert len(worker.attempts) == 6
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)

@@ -76,6 +76,17 @@ async def ask_all(
     return [reservation for reservation in asked if reservation is not None]
 
 
+async def ask_until(
+    gateways: list[Quotas], who: Principal, admitted: int, estimate: Estimate = SMALL
+) -> list[Reservation]:
+    """Many ask again and again until so many were admitted: on a busy machine a slice may come too late for some."""
+    held: list[Reservation] = []
+    async with asyncio.timeout(20):
+        while len(held) < admitted:
+            held += await ask_all(gateways, who, 200, estimate)
+    return held
+
+
 def settle_all(reservations: list[Reservation], prompt_tokens: int = 10, completion_tokens: int = 90) -> None:
     for reservation in reservations:
         reservation.settle(prompt_tokens, 0, completion_tokens, time.time())
@@ -102,11 +113,8 @@ async def test_200_callers_at_three_gateways_get_what_there_is_and_no_more(
 ) -> None:
     gateways = await three(start)
     estimate = Estimate(10, 90, PRICE)
-    held: list[Reservation] = []
-    for _ in range(4):
-        held += await ask_all(gateways, principal(policy), 200, estimate)
-        assert len(held) <= admitted
-        await asyncio.sleep(0.1)
+    held = await ask_until(gateways, principal(policy), admitted, estimate)
+    held += await ask_all(gateways, principal(policy), 200, estimate)
     assert len(held) == admitted
 
 
@@ -114,10 +122,7 @@ async def test_what_running_requests_held_goes_from_gateway_to_gateway(start: St
     gateways = await three(start)
     who = principal(Policy(max_concurrent=8))
     for number in range(12):
-        held: list[Reservation] = []
-        async with asyncio.timeout(20):
-            while len(held) < 8:
-                held += await ask_all([gateways[number % 3]], who, 20)
+        held = await ask_until([gateways[number % 3]], who, 8)
         assert len(held) == 8
         settle_all(held)
 
@@ -125,7 +130,8 @@ async def test_what_running_requests_held_goes_from_gateway_to_gateway(start: St
 async def test_key_and_team_are_reserved_together_or_not_at_all(start: Start, bus: Bus) -> None:
     gateways = await three(start)
     who = principal(Policy(max_concurrent=50), Policy(requests_per_minute=5))
-    held = await ask_all(gateways, who, 100)
+    held = await ask_until(gateways, who, 5)
+    held += await ask_all(gateways, who, 100)
     assert len(held) == 5
     settle_all(held)
     for quotas in gateways:
