@@ -15,6 +15,7 @@ from gateway.dashboard.pages.overview import overview
 from gateway.dashboard.pages.pools import pools
 from gateway.dashboard.pages.requests import request_detail, request_log, request_rows
 from gateway.dashboard.pages.tokens import tokens
+from gateway.dashboard.payload import kept_payload
 from gateway.dashboard.render import HEADERS, static_file
 from gateway.dashboard.shell import PageRoute, Pages
 from gateway.dashboard.view import ZONE_COOKIE, View, find_zone
@@ -89,7 +90,7 @@ def _add_request_pages(router: APIRouter, pages: Pages) -> None:
         async def ask(connection: AsyncConnection, view: View) -> dict[str, Any] | None:
             return await request_detail(connection, view, request_id)
 
-        return await pages.show(request, "request.html", ask)
+        return await pages.show(request, "request.html", ask, **await kept_payload(pages, request_id))
 
 
 def _add_live_pages(router: APIRouter, pages: Pages) -> None:

@@ -55,7 +55,6 @@ async def request_detail(connection: AsyncConnection, view: View, request_id: st
         "request": story.request,
         "facts": facts(story.request, names, view) if story.request else [],
         "waterfall": waterfall(story),
-        "payload": None,
     }
 
 

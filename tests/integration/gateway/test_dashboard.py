@@ -19,6 +19,10 @@ from gateway.dashboard.reader import Reader
 from gateway.dashboard.render import PAGES
 from gateway.db.engine import create_engine
 from gateway.ledger.store import store_records
+from gateway.payloads.sealing import Sealer
+from gateway.payloads.store import store_payloads
+from protocol.messages import PROTOCOL_VERSION
+from protocol.payloads import PayloadRecord
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
 from tests.usage_records import request_record
@@ -184,6 +188,33 @@ def rows_of(content: bytes, kind: str) -> list[dict[str, Any]]:
     if kind == "jsonl":
         return [json.loads(line) for line in decoded.splitlines()]
     return list(csv.DictReader(io.StringIO(decoded)))
+
+
+async def test_a_payload_is_shown_where_it_was_kept(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
+    await store_records(engine, [request_record("with"), request_record("without")])
+    record = PayloadRecord(
+        v=PROTOCOL_VERSION,
+        request_id="with",
+        received_unix_ms=1_800_000_000_000,
+        model="demo",
+        endpoint="chat.completions",
+        key_id="key_a",
+        team_id="team_a",
+        end_user=None,
+        train_ok=False,
+        redacted=True,
+        expires_unix_ms=1_900_000_000_000,
+        dropped=False,
+        encoding=Sealer().encoding,
+        request=Sealer().seal(b'{"messages":[{"content":"<b>Why?"}]}', "with", "request"),
+        answer=Sealer().seal(b'{"choices":[{"text":"Because."}]}', "with", "answer"),
+    )
+    await store_payloads(engine, [record])
+    shown = (await browser.get("/dashboard/requests/with")).text
+    assert "&lt;b&gt;Why?" in shown
+    assert "Because." in shown
+    assert "personal data taken out" in shown
+    assert "What was asked" not in (await browser.get("/dashboard/requests/without")).text
 
 
 async def test_live_numbers_come_as_events(gateway: GatewayUnderTest, browser: httpx.AsyncClient) -> None:

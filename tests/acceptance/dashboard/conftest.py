@@ -1,0 +1,127 @@
+"""A running Spillway with the scripted engine, a generated ledger, and a real Chromium that has logged in."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+from pydantic import SecretStr
+
+from gateway.auth.admins import set_password
+from gateway.db.engine import create_engine
+from tests.acceptance.conftest import run_system
+from tests.acceptance.dashboard.generated_ledger import fill_ledger
+from tests.acceptance.system import System
+
+PASSWORD = "correct horse battery"
+ZONE = "Asia/Kolkata"
+REQUESTS = 3000
+
+
+@dataclass
+class Visit:
+    """One tab, and what must not happen in it."""
+
+    page: Page
+    url: str
+    complaints: list[str] = field(default_factory=list)  # of the console
+    foreign: list[str] = field(default_factory=list)  # requests to elsewhere
+
+    def __post_init__(self) -> None:
+        self.page.on("console", self._on_console)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", self._on_request)
+
+    def go(self, path: str) -> None:
+        self.page.goto(self.url + path)
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type in {"error", "warning"}:
+            self.complaints.append(message.text)
+
+    def _on_request(self, request: Request) -> None:
+        if not request.url.startswith((self.url, "data:", "blob:")):
+            self.foreign.append(request.url)
+
+
+@pytest.fixture(scope="package")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    for running in run_system(tmp_path_factory.mktemp("dashboard") / "data", ["--model", "scripted"]):
+        asyncio.run(_prepare(running.data_dir))
+        yield running
+
+
+async def _prepare(data_dir: Path) -> None:
+    engine = create_engine(f"sqlite:///{data_dir / 'spillway.db'}")
+    await set_password(engine, PASSWORD, "cli:test")
+    await fill_ledger(engine, SecretStr("p" * 64), REQUESTS)
+    await engine.dispose()
+
+
+@pytest.fixture(scope="package")
+def chromium() -> Iterator[Browser]:
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("there is no Chromium here")
+    with sync_playwright() as playwright:
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="package")
+def session(system: System, chromium: Browser) -> dict[str, object]:
+    """What a browser remembers of a login."""
+    context = chromium.new_context(timezone_id=ZONE)
+    page = context.new_page()
+    page.goto(system.base_url + "/dashboard/tokens?range=7d")
+    page.fill("[name=password]", PASSWORD)
+    page.click("text=Log in")
+    page.wait_for_url("**/dashboard/tokens?range=7d")
+    page.wait_for_selector(f"html[data-zone='Asia/Calcutta'], html[data-zone='{ZONE}']")
+    state: dict[str, object] = dict(context.storage_state())
+    context.close()
+    return state
+
+
+@pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["wide", "narrow"])
+def shape(request: pytest.FixtureRequest) -> tuple[int, str]:
+    found: tuple[int, str] = request.param
+    return found
+
+
+@pytest.fixture
+def visit(system: System, chromium: Browser, session: dict[str, object]) -> Iterator[Visit]:
+    """A tab of a wide, light window; at its end nothing must have gone wrong in it."""
+    yield from open_visit(system, chromium, session, 1280, "light")
+
+
+@pytest.fixture
+def shaped_visit(
+    system: System, chromium: Browser, session: dict[str, object], shape: tuple[int, str]
+) -> Iterator[Visit]:
+    """The same, wide and light or narrow and dark."""
+    yield from open_visit(system, chromium, session, *shape)
+
+
+def open_visit(
+    system: System, chromium: Browser, session: dict[str, object], width: int, colours: str
+) -> Iterator[Visit]:
+    context = chromium.new_context(
+        storage_state=session,  # type: ignore[arg-type]
+        viewport={"width": width, "height": 900},
+        color_scheme=colours,  # type: ignore[arg-type]
+        timezone_id=ZONE,
+        accept_downloads=True,
+    )
+    context.set_default_timeout(15_000)
+    visit = Visit(context.new_page(), system.base_url)
+    yield visit
+    context.close()
+    assert visit.complaints == []
+    assert visit.foreign == []

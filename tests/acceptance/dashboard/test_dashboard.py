@@ -1,0 +1,183 @@
+"""The dashboard in a real Chromium, in front of a whole running Spillway."""
+
+import csv
+import re
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.acceptance.dashboard.conftest import Visit
+from tests.acceptance.system import System
+
+AXE = Path(__file__).with_name("axe.min.js").read_text()
+PAGES = (
+    "/dashboard",
+    "/dashboard/tokens?range=30d",
+    "/dashboard/latency?range=30d",
+    "/dashboard/cost?range=30d",
+    "/dashboard/pools",
+    "/dashboard/requests?range=30d",
+    "/dashboard/keys",
+    "/dashboard/playground",
+    "/dashboard/exports",
+)
+
+
+def test_every_page_is_readable_by_anybody_in_any_window(shaped_visit: Visit) -> None:
+    page = shaped_visit.page
+    for path in PAGES:
+        shaped_visit.go(path)
+        expect(page.locator("h1")).to_be_visible()
+        if page.locator("[data-chart] script").count():
+            expect(page.locator("[data-chart] canvas").first).to_be_visible()
+        width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        assert width[0] <= width[1], f"{path} is too wide"
+        for details in page.locator("details.numbers").all()[:1]:
+            details.locator("summary").click()
+        assert faults(shaped_visit) == [], path
+
+
+def test_a_fault_would_be_found(visit: Visit) -> None:
+    visit.go("/dashboard/playground")
+    visit.page.evaluate("document.querySelector('label[for], label').replaceWith(document.createElement('input'))")
+    assert any(fault.startswith("label:") for fault in faults(visit))
+
+
+def faults(visit: Visit) -> list[str]:
+    """What axe-core finds, of what is serious or worse."""
+    # By the debugger's way: the page's own policy lets no foreign script in.
+    visit.page.evaluate(AXE + "; true")
+    found = visit.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [
+        f"{one['id']}: {one['nodes'][0]['html'][:200]} {one['nodes'][0]['failureSummary']}"
+        for one in found["violations"]
+        if one["impact"] in {"serious", "critical"}
+    ]
+
+
+def test_from_a_chart_to_a_request_to_its_waterfall(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard?range=7d&model=demo-8b")
+    chart = page.locator("[data-chart]", has_text="Requests").first
+    box = chart.locator(".u-over").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.97, box["y"] + 20)
+    page.mouse.click(box["x"] + box["width"] * 0.97, box["y"] + 20)
+    page.wait_for_url("**/dashboard/requests?**")
+    query = parse_qs(urlsplit(page.url).query)
+    assert query["model"] == ["demo-8b"]
+    assert int(query["until"][0]) - int(query["since"][0]) == 3_600_000
+    page.locator("#rows th a").first.click()
+    expect(page.locator("svg.waterfall rect").first).to_be_visible()
+    assert page.locator("svg.waterfall rect").count() >= 3
+    expect(page.locator("dl.facts")).to_contain_text("demo-8b")
+
+
+def test_filters_live_in_the_url(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard/requests?range=30d")
+    page.select_option("select[name=outcome]", "failed")
+    page.wait_for_url("**outcome=failed**")
+    page.wait_for_load_state()
+    assert "range=30d" in page.url
+    marks = page.locator("#rows .mark")
+    assert marks.count() > 5
+    assert page.locator("#rows .mark.ok").count() == 0
+    page.click("text=Clear")
+    page.wait_for_url(re.compile(r"requests\?range=30d$"))
+    before = page.locator("#rows tr").count()
+    page.click("text=Show older ones")
+    expect(page.locator("#rows tr")).to_have_count(before + 50)
+    page.click("nav >> text=Latency")
+    page.wait_for_url("**/dashboard/latency?range=30d")
+
+
+def test_pages_can_be_used_with_the_keyboard_alone(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "content"
+    page.locator("summary", has_text="Custom").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("[name=since]")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("[name=since]")).to_be_hidden()
+    assert page.evaluate("document.activeElement.textContent").startswith("Custom")
+
+
+def test_colours_and_time_zone_are_remembered(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard")
+    ground = "getComputedStyle(document.body).color"
+    light = page.evaluate(ground)
+    page.click("#theme")
+    assert page.evaluate(ground) != light
+    visit.go("/dashboard/cost")
+    assert page.get_attribute("html", "data-theme") == "dark"
+    page.click("text=Time zone")
+    page.fill("[name=zone]", "America/New_York")
+    page.click("text=Change")
+    page.wait_for_url("**/dashboard/cost")
+    expect(page.locator("#zone-name")).to_have_text("America/New_York")
+
+
+def test_the_playground_streams_and_its_request_appears_in_the_live_tail(visit: Visit, system: System) -> None:
+    page = visit.page
+    visit.go("/dashboard/playground")
+    page.fill("#key", system.api_key)
+    page.fill("#message", "[[tokens=20]] Hello?")
+    page.keyboard.press("Enter")
+    figures = page.locator("li.assistant .figures")
+    expect(figures).to_contain_text("20 tokens ·")
+    expect(figures).to_contain_text("TTFT")
+    expect(figures).to_contain_text("tokens/s")
+    assert len(page.locator("li.assistant span").inner_text().split()) >= 10
+    href = page.get_attribute("li.assistant a", "href")
+    assert href is not None
+    visit.go("/dashboard/requests?live=1&model=scripted")
+    # The ledger's writer stores it within a moment, and the page asks again by itself.
+    expect(page.locator(f"#rows a[href='{href}']")).to_be_visible()
+
+
+def test_live_numbers_and_workers_of_this_moment(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard")
+    expect(page.locator("[data-live=requests_per_s]")).not_to_have_text("–")
+    visit.go("/dashboard/pools")
+    expect(page.locator("#workers")).to_be_visible()
+    with page.expect_response("**/dashboard/pools/now"):
+        pass
+
+
+@pytest.mark.parametrize("wanted", ["csv"])
+def test_an_export_is_downloaded(visit: Visit, wanted: str) -> None:
+    page = visit.page
+    visit.go("/dashboard/exports?range=30d&outcome=failed")
+    page.select_option("select[name=format]", wanted)
+    page.click("button:has-text('Export')")
+    link = page.locator("#list a", has_text="Download").first
+    expect(link).to_be_visible()
+    with page.expect_download() as download:
+        link.click()
+    rows = list(csv.DictReader(Path(download.value.path()).read_text().splitlines()))
+    assert len(rows) > 10
+    assert {row["outcome"] for row in rows} == {"failed"}
+
+
+def test_a_key_made_here_opens_the_api(visit: Visit, system: System) -> None:
+    page = visit.page
+    visit.go("/dashboard/keys")
+    page.click("text=New key")
+    page.fill("[name=name]", "made in a browser")
+    page.click("text=Create the key")
+    token = page.locator("#token").inner_text()
+    with system.http() as http:
+        answer = http.get("/v1/models", headers={"Authorization": f"Bearer {token}"})
+    assert answer.status_code == 200
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("[aria-label='Revoke made in a browser']")
+    expect(page.locator("tr", has_text="made in a browser").locator(".mark")).to_have_text("revoked")
