@@ -28,7 +28,6 @@ class Bar:
 
     y: int
     label: str
-    end: str
     phases: Sequence[Phase]
     attempt: Row
 
@@ -50,8 +49,7 @@ def waterfall(story: RequestStory) -> Waterfall:
     bars = [
         Bar(
             TOP_PX + index * ROW_PX,
-            f"Attempt {attempt['attempt']} · {attempt['pool']} · {attempt['worker_id']}",
-            formats.duration(end - start),
+            f"Attempt {attempt['attempt']} · {attempt['worker_id']} · {formats.duration(end - start)}",
             _phases(attempt, start, pulled, whole_ms),
             attempt,
         )

@@ -171,6 +171,7 @@ function startForms() {
   });
 }
 
+document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
 startZone();
 startTheme();
 startCharts();

@@ -41,7 +41,7 @@ def test_every_page_is_readable_by_anybody_in_any_window(shaped_visit: Visit) ->
 
 def test_a_fault_would_be_found(visit: Visit) -> None:
     visit.go("/dashboard/playground")
-    visit.page.evaluate("document.querySelector('label[for], label').replaceWith(document.createElement('input'))")
+    visit.page.evaluate("document.querySelector('main').append(document.createElement('input'))")
     assert any(fault.startswith("label:") for fault in faults(visit))
 
 
