@@ -1,13 +1,14 @@
 """Percentiles over time, cut so coarsely that they mean something."""
 
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from gateway.api.errors import InvalidParameter
 from gateway.dashboard.charts import Chart, Line
 from gateway.dashboard.view import DAY_MS, View
 from gateway.ledger.histogram import Measure
-from gateway.ledger.queries.distributions import Percentiles, percentile_series
+from gateway.ledger.queries.distributions import Percentiles, percentile_series, percentiles
 from gateway.ledger.queries.window import Step
 
 MIN_VALUES: Final = 20  # with fewer, a percentile says nothing and is not shown
@@ -26,9 +27,16 @@ def shown(percentiles: Percentiles) -> tuple[float | None, ...]:
     return percentiles.values if percentiles.n >= MIN_VALUES else (None,) * len(percentiles.values)
 
 
-async def latency_chart(connection: AsyncConnection, view: View, measure: Measure, n: int) -> Chart:
-    """p50, p95 and p99 of a measure that has ``n`` values in the view; gaps where there are fewer than MIN_VALUES."""
-    step = _step(view, n)
+async def latency_chart(connection: AsyncConnection, view: View, name: str) -> dict[str, Any]:
+    """The values of chart.html: p50, p95 and p99 of a measure over time, with gaps where there are too few values.
+
+    Raises InvalidParameter.
+    """
+    measure = next((measure for measure in TITLES if measure == name), None)
+    if measure is None:
+        raise InvalidParameter(f"measure: must be one of {', '.join(TITLES)}.", param="measure")
+    (whole,) = await percentiles(connection, view.window, measure, where=view.filters)
+    step = _step(view, whole.n)
     steps = view.window.steps(step)
     found = await percentile_series(connection, view.window, step, measure, where=view.filters)
     points = [shown(point) for point in found[0].points] if found else [(None,) * 3 for _ in steps]
@@ -36,7 +44,7 @@ async def latency_chart(connection: AsyncConnection, view: View, measure: Measur
     lines = [
         Line(name, [point[index] for point in points], colour, gaps=True) for index, (name, colour) in enumerate(names)
     ]
-    return Chart(TITLES[measure], "ms", steps, lines, view, whole=False, step=step)
+    return {"chart": Chart(TITLES[measure], "ms", steps, lines, view, whole=False, step=step)}
 
 
 def _step(view: View, n: int) -> Step:

@@ -9,6 +9,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from gateway.api.errors import InvalidParameter, UnknownUrl
 from gateway.api.services import Services
 from gateway.dashboard.change_routes import add_export_pages, add_key_pages
+from gateway.dashboard.latency import latency_chart
 from gateway.dashboard.pages.cost import cost
 from gateway.dashboard.pages.latency import latency
 from gateway.dashboard.pages.overview import overview
@@ -64,6 +65,13 @@ def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("/latency")
     async def show_latency(request: Request) -> Response:
         return await pages.show(request, "latency.html", latency)
+
+    @router.get("/latency/chart")
+    async def show_latency_chart(request: Request, measure: str = "") -> Response:
+        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
+            return await latency_chart(connection, view, measure)
+
+        return await pages.show(request, "chart.html", ask)
 
     @router.get("/cost")
     async def show_cost(request: Request) -> Response:

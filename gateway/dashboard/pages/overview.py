@@ -6,7 +6,7 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.dashboard.charts import Chart, Line
-from gateway.dashboard.latency import MIN_VALUES, latency_chart
+from gateway.dashboard.latency import MIN_VALUES, TITLES
 from gateway.dashboard.names import load_names
 from gateway.dashboard.view import View
 from gateway.ledger.queries.distributions import percentiles
@@ -33,10 +33,8 @@ async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
         "before": before,
         "ttft": ttft,
         "min_values": MIN_VALUES,
-        "charts": [
-            *await _traffic_charts(connection, view, steps),
-            await latency_chart(connection, view, "ttft_ms", ttft.n),
-        ],
+        "charts": await _traffic_charts(connection, view, steps),
+        "later": {"ttft_ms": TITLES["ttft_ms"]},
         "groups": await totals(connection, window, where=where, by=view.by, top=MAX_GROUPS),
     }
 

@@ -141,6 +141,10 @@ function drawAll() {
 
 function startCharts() {
   drawAll();
+  // Dear charts come after the page.
+  document.addEventListener("htmx:after:swap", () => {
+    for (const figure of document.querySelectorAll("[data-chart]")) if (!figure.chart && figure.querySelector("script")) draw(figure);
+  });
   let waiting = 0;
   addEventListener("resize", () => {
     clearTimeout(waiting);

@@ -32,6 +32,9 @@ def test_every_page_is_readable_by_anybody_in_any_window(shaped_visit: Visit) ->
         expect(page.locator("h1")).to_be_visible()
         if page.locator("[data-chart] script").count():
             expect(page.locator("[data-chart] canvas").first).to_be_visible()
+        expect(page.locator("[hx-trigger=load]")).to_have_count(0)
+        if "latency" in path:
+            expect(page.locator("[data-chart] canvas")).to_have_count(4)
         width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert width[0] <= width[1], f"{path} is too wide"
         for details in page.locator("details.numbers").all()[:1]:
