@@ -18,7 +18,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSource
 
-from gateway.ledger.prices import CALLERS, MACHINE, NANO_USD, ConfiguredPrice, Price
+from gateway.ledger.prices import CALLERS, MACHINE, ConfiguredPrice, Price
+from gateway.money import nano_usd
 from gateway.settings import (
     GatewaySettings,
     IdempotencySettings,
@@ -237,10 +238,10 @@ class Config(BaseSettings):
         for name, model in self.models.items():
             if model.price is not None:
                 price = model.price
-                tokens = Price(_nano_usd(price.prompt), _nano_usd(price.cached), _nano_usd(price.completion))
+                tokens = Price(nano_usd(price.prompt), nano_usd(price.cached), nano_usd(price.completion))
                 yield ConfiguredPrice(name, CALLERS, tokens)
         for name, pool in self.pools.items():
-            hourly = (_nano_usd(pool.usd_per_hour), _nano_usd(pool.on_demand_usd_per_hour))
+            hourly = (nano_usd(pool.usd_per_hour), nano_usd(pool.on_demand_usd_per_hour))
             machine = Price(machine_nano_usd=hourly[0], on_demand_nano_usd=hourly[1])
             yield ConfiguredPrice(MACHINE, name, machine)
 
@@ -262,10 +263,6 @@ class Config(BaseSettings):
         if not self.nats.urls:
             raise ConfigError("nats.urls: required here (only `spillway up` runs a queue server of its own)")
         return self.nats.urls
-
-
-def _nano_usd(usd: float | None) -> int | None:
-    return None if usd is None else round(usd * NANO_USD)
 
 
 def process_id(kind: str) -> str:

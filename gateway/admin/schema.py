@@ -10,8 +10,8 @@ from gateway.auth.audit import MAX_PAGE_ROWS
 from gateway.auth.keys import USUAL_GRACE_S
 from gateway.auth.principal import DEFAULT_TEAM_ID, INFERENCE, BudgetPeriod
 from gateway.auth.teams import DEFAULT_ORGANISATION_ID
+from gateway.money import nano_usd
 
-NANO: Final = 10**9
 MAX_BUDGET_USD: Final = 10**9
 
 Usd = Annotated[Decimal, Field(gt=0, le=MAX_BUDGET_USD, decimal_places=9)]
@@ -106,8 +106,3 @@ class AuditQuery(BaseModel):
 
 
 ADMIN_BODIES: Final = (OrganisationBody, NewTeam, TeamChanges, NewKey, KeyChanges, Rotation)
-
-
-def nano_usd(usd: Decimal | None) -> int | None:
-    """Money as the tables hold it."""
-    return None if usd is None else int(usd * NANO)

@@ -3,11 +3,11 @@
 from dataclasses import asdict
 from typing import Any
 
-from gateway.admin.schema import NANO
 from gateway.auth.audit import AuditEntry
 from gateway.auth.keys import ApiKey
 from gateway.auth.principal import Policy
 from gateway.auth.teams import Organisation, Team
+from gateway.money import NANO_USD
 
 
 def organisation_view(organisation: Organisation) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def policy_view(policy: Policy) -> dict[str, Any]:
     """Limits and consents; money in USD."""
     view = asdict(policy)
     budget = view.pop("budget_nano_usd")
-    return {**view, "budget_usd": None if budget is None else budget / NANO}
+    return {**view, "budget_usd": None if budget is None else budget / NANO_USD}
 
 
 def audit_view(entry: AuditEntry) -> dict[str, Any]:

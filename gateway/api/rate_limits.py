@@ -12,6 +12,7 @@ from gateway.api.errors import ApiError, InsufficientQuota, LimitsUnavailable, R
 from gateway.api.exchange import Exchange
 from gateway.auth.principal import Principal
 from gateway.ledger.prices import TokenPrice
+from gateway.money import NANO_USD
 from gateway.quotas.book import Book
 from gateway.quotas.quotas import Quotas, Refused, Unavailable
 from gateway.quotas.refusals import Refusal
@@ -20,7 +21,6 @@ from protocol.messages import Sampling
 from protocol.pooling import Pooling
 from protocol.quotas import RATES, Kind
 
-NANO: Final = 1_000_000_000
 _NAMES: Final = {
     Kind.REQUESTS: "requests per minute",
     Kind.TOKENS: "tokens per minute",
@@ -103,8 +103,8 @@ def _error_of(refusal: Refusal) -> ApiError:
 
 def _budget_error(refusal: Refusal) -> ApiError:
     told = (
-        f"limit {refusal.limit / NANO:.6g} USD, used {refusal.used / NANO:.6g} USD, this request may cost up to"
-        f" {refusal.needed / NANO:.6g} USD"
+        f"limit {refusal.limit / NANO_USD:.6g} USD, used {refusal.used / NANO_USD:.6g} USD, this request may cost up to"
+        f" {refusal.needed / NANO_USD:.6g} USD"
     )
     if refusal.retry_after_s is None:
         return InsufficientQuota(f"The {refusal.whose}'s budget is used up: {told}.")

@@ -8,6 +8,7 @@ from gateway.dashboard import formats
 from gateway.dashboard.view import View
 from gateway.ledger.queries.distributions import LengthHistogram
 from gateway.ledger.queries.window import Step, Window
+from gateway.money import NANO_USD
 
 HEAT_SHADES: Final = 10  # CSS classes h0 (nothing) to h9
 LINE_COLOURS: Final = 6  # CSS variables --series-1 to --series-6
@@ -83,7 +84,7 @@ def write(value: float | None, unit: str) -> str:
     """A value with its unit, where it has one."""
     if unit == "ms":
         return formats.duration(value)
-    return formats.money(None if value is None else value * 1e9) if unit == "USD" else formats.count(value)
+    return formats.money(None if value is None else value * NANO_USD) if unit == "USD" else formats.count(value)
 
 
 @dataclass(frozen=True, slots=True)

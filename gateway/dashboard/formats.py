@@ -3,6 +3,8 @@
 from datetime import datetime, tzinfo
 from typing import Final
 
+from gateway.money import NANO_USD
+
 NOTHING: Final = "–"
 COMPACT_FROM: Final = 10_000
 _SCALES: Final = ((1e9, "B"), (1e6, "M"))
@@ -43,7 +45,7 @@ def money(nano_usd: float | None) -> str:
     """Dollars, of which small amounts keep two significant digits: ``$1,234.50``, ``$0.0042``."""
     if nano_usd is None:
         return NOTHING
-    usd = nano_usd / 1e9
+    usd = nano_usd / NANO_USD
     if usd and abs(usd) < 0.995:
         return f"{'-' if usd < 0 else ''}${_two_significant(abs(usd))}"
     return f"{'-' if usd < 0 else ''}${abs(usd):,.2f}"

@@ -19,7 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from gateway.db.engine import writing
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import InstanceRow
-from gateway.ledger.prices import MACHINE, NANO_USD, PriceBook, load_prices
+from gateway.ledger.prices import MACHINE, PriceBook, load_prices
+from gateway.money import nano_usd
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ProtocolError
@@ -120,7 +121,7 @@ def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[
         bucket = at // QUARTER_MS * QUARTER_MS
         end = min(bucket + QUARTER_MS, until.unix_ms)
         price = prices.at(MACHINE, beat.pool, bucket)
-        told = round(beat.usd_per_hour * NANO_USD)
+        told = nano_usd(beat.usd_per_hour)
         yield {
             "bucket_unix_ms": bucket,
             "worker_id": beat.worker_id,

@@ -15,7 +15,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from gateway.db.engine import writing
 from gateway.db.models import PriceRow
 
-NANO_USD: Final = 1_000_000_000
 MILLION: Final = 1_000_000
 CALLERS: Final = ""  # in place of a pool: the price that callers are charged
 MACHINE: Final = ""  # in place of a model: the price of a pool's machines

@@ -8,7 +8,8 @@ from typing import Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.errors import SQL_ERRORS, describe
-from gateway.ledger.prices import CALLERS, NANO_USD, PriceBook, TokenPrice, load_prices
+from gateway.ledger.prices import CALLERS, PriceBook, TokenPrice, load_prices
+from gateway.money import nano_usd
 from gateway.settings import ModelSettings, PriceSettings
 
 RELOAD_PERIOD_S: Final = 10.0
@@ -42,4 +43,4 @@ class CurrentPrices:
 
 def _token_price(price: PriceSettings) -> TokenPrice:
     cached = price.prompt if price.cached is None else price.cached
-    return TokenPrice(*(round(usd * NANO_USD) for usd in (price.prompt, cached, price.completion)))
+    return TokenPrice(*(nano_usd(usd) for usd in (price.prompt, cached, price.completion)))

@@ -3,13 +3,13 @@
 import time
 from typing import Final
 
+from gateway.money import NANO_USD
 from gateway.quotas.recount import Recount, recount_budgets
 from gateway.quotas.vault import Vault
 from protocol.bus import Bus
 from spillway.cli.context import ConfigOption, DataOption, database, fail, out, run_async, running_or_config
 
 CONNECT_LIMIT_S: Final = 5.0
-NANO: Final = 1_000_000_000
 
 
 def recount(config: ConfigOption = None, data: DataOption = None) -> None:
@@ -39,6 +39,6 @@ def recount(config: ConfigOption = None, data: DataOption = None) -> None:
 
 
 def _text(count: Recount) -> str:
-    before, after = (nano / NANO for nano in (count.before_nano_usd, count.after_nano_usd))
+    before, after = (nano / NANO_USD for nano in (count.before_nano_usd, count.after_nano_usd))
     change = "unchanged" if before == after else f"was {before:.9g} USD"
     return f"{count.account_id} ({count.name}), {count.period.rstrip(':')}: {after:.9g} USD spent, {change}"

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gateway.admin.schema import nano_usd
 from gateway.auth.principal import Policy
+from gateway.money import NANO_USD, nano_usd
 
 NONE: Final = "none"  # takes a bound away
 _BUDGET: Final = re.compile(r"\$?\s*(\d{1,10}(?:\.\d{1,9})?)\s*(?:USD)?\s*[/ ]\s*(day|week|month|total)", re.IGNORECASE)
@@ -121,7 +121,7 @@ def limits_text(policy: Policy) -> str:
         if value is not None
     ]
     if policy.budget_nano_usd is not None:
-        words.append(f"{Decimal(policy.budget_nano_usd) / 10**9:f} USD/{policy.budget_period}")
+        words.append(f"{Decimal(policy.budget_nano_usd) / NANO_USD:f} USD/{policy.budget_period}")
     if policy.weight is not None:
         words.append(f"weight {policy.weight:g}")
     if policy.priority == "batch":
