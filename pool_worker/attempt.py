@@ -10,6 +10,7 @@ import time
 from engine.types import SequenceTimings
 from pool_worker.credit import Cost
 from pool_worker.generation import prompt_tokens_of
+from protocol.clock import unix_now_ms
 from protocol.logprobs import PromptLogprob
 from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, TokenLogprob, Tokens, Vector, encode
 from protocol.pull import Delivery
@@ -59,7 +60,7 @@ class Attempt:
         complete = {point.index for point in job.resume if point.finish_reason is not None}
         self.live = set(range(job.answers)) - complete  # choices or inputs that have not ended
         self.pulled_s = time.monotonic()
-        self.started_unix_ms = int(time.time() * 1000)
+        self.started_unix_ms = unix_now_ms()
         self.queue_ms = float(max(0, self.started_unix_ms - delivery.stored_unix_ms))
         self.ttft_ms: float | None = None
         self.cached_tokens = 0  # of the prompt: what the engine did not have to compute for the first token

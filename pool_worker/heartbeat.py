@@ -13,6 +13,7 @@ from pool_worker.gate import Gate
 from pool_worker.settings import WorkerSettings
 from protocol import subjects
 from protocol.bus import Bus
+from protocol.clock import unix_now_ms
 from protocol.errors import BusError
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, encode
 from protocol.topology import HEARTBEAT_PERIOD_S
@@ -36,7 +37,7 @@ class Heart:
         self._credit = credit
         self._gate = gate
         self._subject = subjects.heartbeat_subject(settings.worker_id)
-        self._started_unix_ms = _now_unix_ms()
+        self._started_unix_ms = unix_now_ms()
         self._beat_s = time.monotonic()
         self._busy_s = 0.0  # held at least one job when beating: to the heartbeat exact
         self._is_failing = False
@@ -92,14 +93,10 @@ class Heart:
             free_kv_tokens=self._credit.free_kv_tokens if takes_jobs else 0,
             running=len(self._executor.held),
             started_unix_ms=self._started_unix_ms,
-            sent_unix_ms=_now_unix_ms(),
+            sent_unix_ms=unix_now_ms(),
             draining=self._executor.is_draining,
             jobs_taken=self._executor.jobs_taken,
             tokens_made=self._executor.tokens_made,
             stats=wire_stats(self._engine.stats(), self._executor.waiting_jobs),
             busy_ms=round(self._busy_s * 1000),
         )
-
-
-def _now_unix_ms() -> int:
-    return int(time.time() * 1000)

@@ -1,6 +1,5 @@
 """``/admin/v1``: for keys with the scope ``admin``, and for people who have logged in."""
 
-import time
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
@@ -17,6 +16,7 @@ from gateway.auth.checks import checked_grant
 from gateway.auth.errors import InvalidField, NameTaken, NotFound, PrincipalError
 from gateway.auth.principal import policy_of
 from gateway.settings import canonical_names
+from protocol.clock import unix_now_ms
 
 PREFIX: Final = "/admin/v1"
 
@@ -119,7 +119,7 @@ def _keys(office: Office) -> APIRouter:
         """Make a key. Its `token` is in this answer and nowhere else."""
         actor = await office.actor(request)
         body = await office.body(request, schema.NewKey)
-        changes = checked_grant(body.changes(), names, _now_unix_ms())
+        changes = checked_grant(body.changes(), names, unix_now_ms())
         grant = keys.Grant(body.team, body.scopes, changes.get("models"), body.expires_unix_ms, policy_of(changes))
         key, token = await keys.create_key(database, body.name, office.settings.key_pepper, grant, actor)
         await office.tell_gateways()
@@ -136,7 +136,7 @@ def _keys(office: Office) -> APIRouter:
         """Change the fields that are given; null takes a bound away."""
         actor = await office.actor(request)
         body = await office.body(request, schema.KeyChanges)
-        changes = checked_grant(body.changes(), names, _now_unix_ms())
+        changes = checked_grant(body.changes(), names, unix_now_ms())
         key = await keys.update_key(database, reference, changes, actor)
         await office.tell_gateways()
         return json_answer(key_view(key))
@@ -192,7 +192,3 @@ def add_admin_answers(app: FastAPI) -> None:
 
 def _list(data: list[dict[str, Any]], *, has_more: bool = False) -> Response:
     return json_answer({"object": "list", "data": data, "has_more": has_more})
-
-
-def _now_unix_ms() -> int:
-    return time.time_ns() // 1_000_000

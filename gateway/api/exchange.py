@@ -10,6 +10,7 @@ from gateway.api.errors import ApiError, InvalidApiKey, MissingScope
 from gateway.auth.keyring import KeyRing
 from gateway.auth.principal import INFERENCE, Principal
 from gateway.dispatch.request import OpenRequest
+from protocol.clock import unix_now_ms
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTrace
@@ -54,7 +55,7 @@ class Exchange:
     def start_clock(self) -> None:
         """The request is here now: all durations count from this moment."""
         self.received_s = time.monotonic()
-        self.received_unix_ms = time.time_ns() // 1_000_000
+        self.received_unix_ms = unix_now_ms()
 
     @property
     def request_id(self) -> str:

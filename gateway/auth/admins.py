@@ -1,7 +1,6 @@
 """People with a local password. Who has logged in by OIDC is known to the issuer alone."""
 
 import asyncio
-import time
 from typing import Final
 
 from sqlalchemy import delete, insert, select, update
@@ -12,6 +11,7 @@ from gateway.auth.errors import WrongPassword
 from gateway.auth.passwords import HASH_OF_NOTHING, hash_password, is_password
 from gateway.db.engine import IMMEDIATE, SQLITE_BEGIN
 from gateway.db.models import AdminRow, SessionRow
+from protocol.clock import unix_now_ms
 
 ADMIN_NAME: Final = "admin"  # of the one local login
 
@@ -26,7 +26,7 @@ async def set_password(engine: AsyncEngine, password: str, actor: str, name: str
     """Give the local login this password; all its sessions end. Raises BadPassword, and SQL's own errors."""
     row = {
         "password_hash": await asyncio.to_thread(hash_password, password),
-        "changed_unix_ms": time.time_ns() // 1_000_000,
+        "changed_unix_ms": unix_now_ms(),
     }
     async with engine.execution_options(**{SQLITE_BEGIN: IMMEDIATE}).begin() as connection:
         changed = await connection.execute(update(AdminRow).where(AdminRow.name == name).values(row))

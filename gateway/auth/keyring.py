@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -16,6 +15,7 @@ from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.schema import check_schema
 from protocol import subjects
 from protocol.bus import Bus
+from protocol.clock import unix_now_ms
 
 RELOAD_PERIOD_S: Final = 30.0  # the backstop for lost messages
 RELOAD_GAP_S: Final = 0.2  # between two loads, however many messages come
@@ -44,7 +44,7 @@ class KeyRing:
         if len(token) > MAX_TOKEN_CHARS or not token.isascii():
             return None
         principal = self._principals.get(hash_token(token, self._pepper))
-        if principal is None or principal.has_expired(time.time_ns() // 1_000_000):
+        if principal is None or principal.has_expired(unix_now_ms()):
             return None
         return principal
 

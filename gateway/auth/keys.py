@@ -1,8 +1,6 @@
 """API keys: create, change, rotate, revoke. Whoever does then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
 
 import json
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -16,10 +14,10 @@ from gateway.auth.checks import check_name, check_policy, check_scopes
 from gateway.auth.errors import AmbiguousKey, InvalidField, UnknownKey, UnknownTeam
 from gateway.auth.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy, policy_of
 from gateway.auth.teams import Team, changed_policy, find_team, writing
-from gateway.auth.token import BASE62, hash_token, new_token
+from gateway.auth.token import hash_token, new_id, new_token
 from gateway.db.models import ApiKeyRow, TeamRow
+from protocol.clock import unix_now_ms
 
-ID_CHARS: Final = 16  # 95 random bits: collisions are not a case to handle
 MIN_PREFIX_CHARS: Final = 6  # "key_" and two characters
 USUAL_GRACE_S: Final = 86_400
 MAX_GRACE_S: Final = 30 * 86_400
@@ -73,10 +71,10 @@ async def create_key(
     async with writing(engine, _taken(name)) as connection:
         team = await _team(connection, grant.team_id)
         key = ApiKey(
-            key_id="key_" + "".join(secrets.choice(BASE62) for _ in range(ID_CHARS)),
+            key_id=new_id("key_"),
             name=name,
             last_four=token[-4:],
-            created_unix_ms=_now_unix_ms(),
+            created_unix_ms=unix_now_ms(),
             revoked_unix_ms=None,
             team_id=team.team_id,
             team_name=team.name,
@@ -135,7 +133,7 @@ async def rotate_key(
     """
     if not 0 <= grace_s <= MAX_GRACE_S:
         raise InvalidField("grace_s", f"must be 0 to {MAX_GRACE_S}")
-    token, now_unix_ms = new_token(), _now_unix_ms()
+    token, now_unix_ms = new_token(), unix_now_ms()
     async with writing(engine) as connection:
         before = await _find_active(connection, reference)
         kept = await connection.scalar(select(ApiKeyRow.token_hmac).where(ApiKeyRow.id == before.key_id))
@@ -160,7 +158,7 @@ async def revoke_key(engine: AsyncEngine, reference: str, actor: str = SYSTEM) -
     """
     async with writing(engine) as connection:
         before = await _find_active(connection, reference)
-        after = replace(before, revoked_unix_ms=_now_unix_ms())
+        after = replace(before, revoked_unix_ms=unix_now_ms())
         await connection.execute(_of(before).values(revoked_unix_ms=after.revoked_unix_ms))
         told = ({"revoked_unix_ms": None}, {"revoked_unix_ms": after.revoked_unix_ms})
         await record(connection, Change(actor, "key.revoke", before.key_id, *told))
@@ -264,7 +262,3 @@ def _key(row: RowMapping) -> ApiKey:
         previous_until_unix_ms=row["previous_until_unix_ms"],
         policy=policy_of(row),
     )
-
-
-def _now_unix_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -1,6 +1,5 @@
 """Sessions of people at the pages: a random token in a cookie, its hash in SQL."""
 
-import time
 from dataclasses import dataclass
 
 from pydantic import SecretStr
@@ -9,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.auth.token import MAX_TOKEN_CHARS, hash_token, new_session_token
 from gateway.db.models import SessionRow
+from protocol.clock import unix_now_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SessionStore:
 
     async def start(self, user: str) -> str:
         """Start a session; returns the token for the cookie. Those that are over go. Raises SQL's own errors."""
-        token, now_unix_ms = new_session_token(), _now_unix_ms()
+        token, now_unix_ms = new_session_token(), unix_now_ms()
         row = {
             "token_hmac": hash_token(token, self._pepper),
             "user_name": user,
@@ -51,7 +51,7 @@ class SessionStore:
         if len(token) > MAX_TOKEN_CHARS:
             return None
         wanted = select(SessionRow.user_name, SessionRow.ends_unix_ms).where(
-            SessionRow.token_hmac == hash_token(token, self._pepper), SessionRow.ends_unix_ms > _now_unix_ms()
+            SessionRow.token_hmac == hash_token(token, self._pepper), SessionRow.ends_unix_ms > unix_now_ms()
         )
         async with self._engine.connect() as connection:
             row = (await connection.execute(wanted)).one_or_none()
@@ -61,7 +61,3 @@ class SessionStore:
         """End a session, at all gateways. Raises SQL's own errors."""
         async with self._engine.begin() as connection:
             await connection.execute(delete(SessionRow).where(SessionRow.token_hmac == hash_token(token, self._pepper)))
-
-
-def _now_unix_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -1,7 +1,5 @@
 """Organisations and teams. Whoever changes a team then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
@@ -15,12 +13,12 @@ from gateway.auth.audit import Change, difference, record
 from gateway.auth.checks import check_name, check_policy
 from gateway.auth.errors import InvalidField, NameTaken, UnknownOrganisation, UnknownTeam
 from gateway.auth.principal import NO_POLICY, POLICY_FIELDS, Policy, policy_of
-from gateway.auth.token import BASE62
+from gateway.auth.token import new_id
 from gateway.db.engine import IMMEDIATE, SQLITE_BEGIN
 from gateway.db.models import OrganisationRow, TeamRow
+from protocol.clock import unix_now_ms
 
 DEFAULT_ORGANISATION_ID: Final = "org_default"  # made by the migration
-ID_CHARS: Final = 16
 
 _ORGANISATIONS: Final = OrganisationRow.__table__
 _TEAMS: Final = TeamRow.__table__
@@ -50,7 +48,7 @@ class Team:
 async def create_organisation(engine: AsyncEngine, name: str, actor: str) -> Organisation:
     """Make an organisation. Raises InvalidField, NameTaken, and SQL's own errors."""
     check_name(name)
-    made = Organisation(_new_id("org_"), name, _now_unix_ms())
+    made = Organisation(new_id("org_"), name, unix_now_ms())
     async with writing(engine, f"an organisation is named {name!r} already") as connection:
         row = {"id": made.organisation_id, "name": name, "created_unix_ms": made.created_unix_ms}
         await connection.execute(insert(OrganisationRow).values(row))
@@ -109,7 +107,7 @@ async def create_team(
     check_policy(policy)
     async with writing(engine, f"a team is named {name!r} already") as connection:
         owner = await _owner(connection, organisation)
-        team = Team(_new_id("team_"), name, owner.organisation_id, owner.name, _now_unix_ms(), policy)
+        team = Team(new_id("team_"), name, owner.organisation_id, owner.name, unix_now_ms(), policy)
         row = {
             "id": team.team_id,
             "organisation_id": owner.organisation_id,
@@ -208,11 +206,3 @@ def _team(row: RowMapping) -> Team:
 def _settings(team: Team) -> dict[str, Any]:
     """What can be changed of a team, by column."""
     return {"name": team.name, "organisation_id": team.organisation_id, **asdict(team.policy)}
-
-
-def _new_id(prefix: str) -> str:
-    return prefix + "".join(secrets.choice(BASE62) for _ in range(ID_CHARS))
-
-
-def _now_unix_ms() -> int:
-    return time.time_ns() // 1_000_000

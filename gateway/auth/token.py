@@ -11,6 +11,7 @@ TOKEN_PREFIX: Final = "sk-sw-"  # noqa: S105
 TOKEN_CHARS: Final = 43  # 43 · log2(62) = 256.03 random bits
 MAX_TOKEN_CHARS: Final = 256  # longer than any key we ever made: not worth hashing
 BASE62: Final = string.digits + string.ascii_letters
+ID_CHARS: Final = 16
 
 
 def new_token() -> str:
@@ -21,6 +22,11 @@ def new_token() -> str:
 def new_session_token() -> str:
     """Make the token of a session: 43 random base62 characters (256 bits)."""
     return "".join(secrets.choice(BASE62) for _ in range(TOKEN_CHARS))
+
+
+def new_id(prefix: str) -> str:
+    """Make an id that is public: the prefix and 16 random base62 characters (95 bits: no two are ever equal)."""
+    return prefix + "".join(secrets.choice(BASE62) for _ in range(ID_CHARS))
 
 
 def hash_token(token: str, pepper: SecretStr) -> str:

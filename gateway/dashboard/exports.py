@@ -21,6 +21,7 @@ from gateway.dashboard.reader import Reader
 from gateway.dashboard.view import View
 from gateway.ledger.queries.log import Cursor, request_page
 from gateway.ledger.queries.traffic import totals
+from protocol.clock import unix_now_ms
 
 MAX_ROWS: Final = 1_000_000  # of one export
 MAX_RUNNING: Final = 2
@@ -74,7 +75,7 @@ class Exports:
         export_id = secrets.token_urlsafe(12)
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{export_id}.{format_name}"
-        export = Export(export_id, format_name, about, path, time.time_ns() // 1_000_000)
+        export = Export(export_id, format_name, about, path, unix_now_ms())
         writer = FORMATS[format_name].open_writer(path)
         self._exports[export_id] = export
         export.task = asyncio.create_task(self._run(export, view, writer), name=f"export {export_id}")

@@ -1,7 +1,6 @@
 """What a viewer has chosen: the stretch of time, filters and grouping of the URL, and the cookies' zone and colours."""
 
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,6 +12,7 @@ from starlette.requests import Request
 
 from gateway.api.errors import InvalidParameter
 from gateway.ledger.queries.window import DIMENSIONS, Dimension, Filters, Step, Window
+from protocol.clock import unix_now_ms
 
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
@@ -95,7 +95,7 @@ def make_view(params: Mapping[str, str], cookies: Mapping[str, str], now_unix_ms
     """Read a view from a query and cookies. Raises InvalidParameter."""
     zone_name, zone = _zone_of(cookies)
     theme = cookies.get(THEME_COOKIE, "")
-    now_unix_ms = now_unix_ms or time.time_ns() // 1_000_000
+    now_unix_ms = now_unix_ms or unix_now_ms()
     chosen, since_unix_ms, until_unix_ms = _span(params, zone, now_unix_ms)
     return View(
         zone_name=zone_name,

@@ -33,6 +33,7 @@ from protocol import subjects, topology
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
+from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, decode_step, encode
 from protocol.outbox import Outbox
@@ -371,7 +372,7 @@ class Dispatcher:
 def _failover(request: OpenRequest) -> Failover:
     failed = request.log.failures[-1]
     return Failover(
-        time.time_ns() // 1_000_000,
+        unix_now_ms(),
         request.request_id,
         request.admission.model,
         request.attempt,

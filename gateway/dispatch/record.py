@@ -7,6 +7,7 @@ from msgspec.structs import asdict
 
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.request import OpenRequest
+from protocol.clock import unix_now_ms
 from protocol.dead_letters import DeadLetter
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Origin
 from protocol.usage import AttemptRecord, RequestRecord
@@ -135,7 +136,7 @@ def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
         prompt_tokens=admission.prompt_tokens,
         sampling=admission.sampling,
         accepted_unix_ms=admission.received_unix_ms,
-        given_up_unix_ms=int(time.time() * 1000),
+        given_up_unix_ms=unix_now_ms(),
         failures=tuple(request.log.failures),
     )
 

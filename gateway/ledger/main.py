@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -19,6 +18,7 @@ from gateway.settings import LedgerSettings
 from protocol import subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
+from protocol.clock import unix_now_ms
 from protocol.errors import BusError
 from protocol.topology import consumer_exists
 
@@ -76,7 +76,7 @@ async def _enter_prices(engine: AsyncEngine, settings: LedgerSettings, stopping:
     """Enter the configuration's prices, or return when stopping."""
     for wait_s in backoff_s():
         try:
-            await seed_prices(engine, settings.prices, time.time_ns() // 1_000_000)
+            await seed_prices(engine, settings.prices, unix_now_ms())
         except SQL_ERRORS as error:
             log.warning("prices could not be entered, will try again: %s", describe(error))
         else:

@@ -1,6 +1,5 @@
 """What is kept for how long: requests and attempts of whole UTC days; rollups stay, so that figures do."""
 
-import time
 from typing import Final
 
 from sqlalchemy import CursorResult, and_, delete, func, select, tuple_
@@ -9,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from gateway.db.engine import writing
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import AttemptRow, RequestRow
+from protocol.clock import unix_now_ms
 
 DAY_MS: Final = 86_400_000
 ROWS_AT_ONCE: Final = 2_000  # of a transaction, so that usage is written in between
@@ -16,7 +16,7 @@ ROWS_AT_ONCE: Final = 2_000  # of a transaction, so that usage is written in bet
 
 def kept_since_unix_ms(days: int) -> int:
     """The beginning of the oldest of that many whole UTC days; today is one more."""
-    return (time.time_ns() // 1_000_000 // DAY_MS - days) * DAY_MS
+    return (unix_now_ms() // DAY_MS - days) * DAY_MS
 
 
 class Retention:

@@ -1,6 +1,5 @@
 """Payloads in SQL: written once, read by operators and exports, deleted when they expire or somebody asks."""
 
-import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
@@ -17,6 +16,7 @@ from gateway.db.models import PayloadRow
 from gateway.payloads.end_user import kept_end_user
 from gateway.payloads.errors import BrokenPayload, UnknownPayload
 from gateway.payloads.sealing import Part, Sealer
+from protocol.clock import unix_now_ms
 from protocol.payloads import PayloadRecord
 
 DELETE_ROWS: Final = 500  # in one transaction, so that nobody waits long for it
@@ -85,7 +85,7 @@ def _opened(row: dict[str, Any], part: Part, sealer: Sealer) -> dict[str, Any] |
 
 def has_expired() -> ColumnElement[bool]:
     """The rows whose time is over, some of which may still be there."""
-    return PayloadRow.expires_unix_ms <= time.time_ns() // 1_000_000
+    return PayloadRow.expires_unix_ms <= unix_now_ms()
 
 
 async def delete_expired(engine: AsyncEngine) -> int:

@@ -1,6 +1,5 @@
 """``spillway export``: training sets from what callers agreed to have kept for that."""
 
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +18,7 @@ from gateway.training.export import Exporter, ExportPlan
 from gateway.training.formats import FORMATS
 from gateway.training.rows import Wanted
 from gateway.training.rules import MIN_EXAMPLES
+from protocol.clock import unix_now_ms
 from spillway.cli.context import ConfigOption, DataOption, database, err, out, run_async, running_or_config
 
 
@@ -48,7 +48,7 @@ def finetune(
         sealer = Sealer(parse_keys(resolved.payload_settings().key))
         async with database(resolved) as engine:
             wanted = Wanted(
-                until_unix_ms=_unix_ms(until) or time.time_ns() // 1_000_000,
+                until_unix_ms=_unix_ms(until) or unix_now_ms(),
                 since_unix_ms=_unix_ms(since),
                 model=model,
                 team_id=await _id_of(engine, TeamRow, team),

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
@@ -18,6 +17,7 @@ from gateway.auth.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
 from gateway.settings import canonical_names
 from protocol import subjects
 from protocol.bus import Bus
+from protocol.clock import unix_now_ms
 from protocol.errors import BusError
 from spillway.cli.context import ConfigOption, DataOption, database, out, pepper_of, run_async, running_or_config
 from spillway.cli.policy import (
@@ -269,7 +269,7 @@ def _asked(
 
 
 def _checked(config: Config, changes: dict[str, Any]) -> dict[str, Any]:
-    return checked_grant(changes, canonical_names(config.models), time.time_ns() // 1_000_000)
+    return checked_grant(changes, canonical_names(config.models), unix_now_ms())
 
 
 def _show_token(key: ApiKey, plaintext: str, *, as_json: bool) -> None:

@@ -1,7 +1,6 @@
 """Keys and budgets: who may call, within which limits, and what they have used."""
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,6 +17,7 @@ from gateway.dashboard.view import DAY_MS, View
 from gateway.ledger.queries.traffic import Traffic, totals
 from gateway.ledger.queries.window import Window
 from gateway.settings import GatewaySettings, canonical_names
+from protocol.clock import unix_now_ms
 
 USED_DAYS: Final = 30
 MAX_SHOWN: Final = 500  # keys; the admin API lists all
@@ -36,7 +36,7 @@ class KeyLine:
 
 async def key_lines(connection: AsyncConnection, view: View, known: Sequence[ApiKey]) -> dict[str, Any]:
     """The values of keys.html: the newest of the ``known`` keys, active ones first."""
-    now_unix_ms = time.time_ns() // 1_000_000
+    now_unix_ms = unix_now_ms()
     found = sorted(known, key=lambda key: (key.revoked_unix_ms is not None, -key.created_unix_ms))
     window = Window(now_unix_ms - USED_DAYS * DAY_MS, now_unix_ms, view.zone)
     used = {sums.group[0]: sums for sums in await totals(connection, window, by=("key",))}
@@ -62,7 +62,7 @@ async def key_from_form(
 ) -> tuple[ApiKey, str]:
     """Make the key that a form asks for; returns its plaintext with it. Raises what the admin API's functions raise."""
     body = parse_body(NewKey, json.dumps(_body_of(fields)).encode())
-    now_unix_ms = time.time_ns() // 1_000_000
+    now_unix_ms = unix_now_ms()
     changes = checked_grant(body.changes(), canonical_names(settings.models), now_unix_ms)
     grant = keys.Grant(body.team, body.scopes, changes.get("models"), body.expires_unix_ms, policy_of(changes))
     return await keys.create_key(database, body.name, settings.key_pepper, grant, actor)
@@ -80,6 +80,6 @@ def _body_of(fields: Mapping[str, str]) -> dict[str, Any]:
     if fields.get("models", "").strip():
         body["models"] = fields["models"].split()
     if fields.get("expires_days", "").strip().isdigit():
-        body["expires_unix_ms"] = int(time.time() * 1000) + int(fields["expires_days"][:6]) * DAY_MS
+        body["expires_unix_ms"] = unix_now_ms() + int(fields["expires_days"][:6]) * DAY_MS
     body |= {name: True for name in CONSENTS if fields.get(name)}
     return body
