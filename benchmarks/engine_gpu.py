@@ -29,17 +29,16 @@ from dataclasses import dataclass
 
 import torch
 import transformers
-from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from benchmarks.random_llama import empty_tokenizer
 from engine import EngineConfig, GenerationRequest, LLMEngine, SamplingParams
 
 SEED = 22
@@ -120,7 +119,7 @@ def bytes_per_s(device: str) -> float:
 
 
 def make_engine(model: PreTrainedModel, device: str) -> LLMEngine:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    tokenizer = empty_tokenizer()
     length = PROMPT_TOKENS + NEW_TOKENS
     config = EngineConfig(
         device=device,
