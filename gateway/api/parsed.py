@@ -100,7 +100,7 @@ def parsed_message(text: str, form: AnswerForm) -> dict[str, Any]:
     """The message of a choice that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     calls: list[dict[str, Any]] = []
-    parts: dict[Kind, str] = {}
+    parts: dict[Kind, list[str]] = {}
     for kind, part in form.parser().push(text, is_last=True):
         if kind is Kind.CALL:
             function = {"name": part, "arguments": ""}
@@ -108,10 +108,11 @@ def parsed_message(text: str, form: AnswerForm) -> dict[str, Any]:
         elif kind is Kind.ARGUMENTS:
             calls[-1]["function"]["arguments"] += part
         else:
-            parts[kind] = parts.get(kind, "") + part
+            parts.setdefault(kind, []).append(part)
     if Kind.REASONING in parts:
-        message.update(_reasoning(parts[Kind.REASONING]))
+        message.update(_reasoning("".join(parts[Kind.REASONING])))
     if calls:
         message["tool_calls"] = calls
-    message["content"] = parts.get(Kind.CONTENT, None if len(message) > 3 else "")
+    if Kind.CONTENT in parts or len(message) == 3:
+        message["content"] = "".join(parts.get(Kind.CONTENT, ()))
     return message

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection
 from typing import Final
 
-from gateway.tools.source import Kind, Reading, Source
+from gateway.tools.source import MAX_HELD_CHARS, Kind, Reading, Source
 
 ARGUMENT_KEYS: Final = frozenset({"arguments", "parameters"})
 NO_ARGUMENTS: Final = "{}"
@@ -20,7 +20,7 @@ def read_call(source: Source, names: Collection[str] | None = None) -> Reading[b
         return False
     call = _Call(names)
     separator = ","
-    while separator == ",":
+    while separator == "," and source.at < MAX_HELD_CHARS:
         source.at += 1  # the opening brace, or the comma
         if not (yield from call.read_member(source)):
             break

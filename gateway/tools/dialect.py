@@ -22,6 +22,7 @@ from protocol.grammar import Grammar
 
 FIELD: Final = "tools"  # of a request: at fault where the grammar of its calls is refused
 ANY_OBJECT: Final = {"type": "object"}
+SLICE_CHARS: Final = 4096  # of a text that its reader gets at once
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,11 @@ class AnswerParser:
 
     def push(self, text: str, *, is_last: bool) -> list[Piece]:
         """Take more text; return what can be told by now, and after the last text everything."""
-        self._source.feed(text)
-        self._source.has_ended = is_last
-        next(self._reading, None)
+        # What is not told yet is copied again and again: a whole answer at once would make that long.
+        for start in range(0, len(text) or 1, SLICE_CHARS):
+            self._source.feed(text[start : start + SLICE_CHARS])
+            self._source.has_ended = is_last and start + SLICE_CHARS >= len(text)
+            next(self._reading, None)
         pieces = self._source.take_pieces()
         return [piece for piece in pieces if self._is_wanted(piece)] if self._is_single_call else pieces
 

@@ -121,7 +121,7 @@ def _as_json(text: str, *, may_be_text: bool) -> str:
     if not may_be_text or value == "null":
         try:
             json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
         else:
             return value

@@ -49,7 +49,7 @@ class Source:
         self.at = 0
         self.has_ended = False
         self._text = ""
-        self._pieces: list[Piece] = []
+        self._pieces: list[tuple[Kind, list[str]]] = []
 
     # --- what feeds it ------------------------------------------------------------------------------------------------
 
@@ -60,16 +60,16 @@ class Source:
     def take_pieces(self) -> list[Piece]:
         """What has been told since the last call."""
         pieces, self._pieces = self._pieces, []
-        return pieces
+        return [Piece(kind, "".join(texts)) for kind, texts in pieces]
 
     # --- what readers tell --------------------------------------------------------------------------------------------
 
     def tell(self, kind: Kind, text: str) -> None:
         """Tell a piece; neighbours of one kind become one."""
-        if self._pieces and self._pieces[-1].kind is kind is not Kind.CALL:
-            self._pieces[-1] = Piece(kind, self._pieces[-1].text + text)
+        if self._pieces and self._pieces[-1][0] is kind is not Kind.CALL:
+            self._pieces[-1][1].append(text)
         elif text:
-            self._pieces.append(Piece(kind, text))
+            self._pieces.append((kind, [text]))
 
     def drop(self) -> None:
         """Forget what was looked at: it has been understood."""
@@ -119,15 +119,16 @@ class Source:
 
     def until(self, marks: Sequence[str], limit_chars: int) -> Reading[str | None]:
         """The text before the first of ``marks``, which comes next then; None if it is not within the limit."""
-        start = self.at
-        pattern = _any_of(tuple(marks))
+        start = looked_at = self.at
+        pattern, longest = _any_of(tuple(marks)), max(map(len, marks))
         while True:
-            found = pattern.search(self._text, start, start + limit_chars)
+            found = pattern.search(self._text, looked_at, start + limit_chars)
             if found is not None:
                 self.at = found.start()
                 return self._text[start : found.start()]
             if self.has_ended or len(self._text) - start >= limit_chars:
                 return None
+            looked_at = max(start, len(self._text) - longest + 1)  # a mark may have begun
             yield
 
     def value(self) -> Reading[str]:

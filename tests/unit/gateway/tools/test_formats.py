@@ -1,6 +1,8 @@
 """What families write is told from content, and however the text is cut it is the same."""
 
+import json
 import random
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -247,6 +249,43 @@ def test_what_is_held_has_a_limit() -> None:
     assert told(form_of("hermes"), [spaces + call]) == told(form_of("hermes"), spaces + call) == expected
     endless = '<tool_call>{"arguments": [' + "1," * MAX_HELD_CHARS
     assert told(form_of("hermes"), [endless, "2]}"]) == [("content", endless + "2]}")]
+    members = "<tool_call>{" + '"a": 1, ' * MAX_HELD_CHARS
+    parser = form_of("hermes").parser()
+    assert "".join(piece.text for piece in parser.push(members, is_last=False))[:100] == members[:100]
+
+
+def test_brackets_without_end_are_a_text() -> None:
+    nested = "[" * 100_000  # deeper than the JSON parser goes
+    text = f"<tool_call><function=f><parameter=a>{nested[: MAX_HELD_CHARS // 2]}</parameter></function></tool_call>"
+    arguments = json.loads(told(form_of("qwen3_coder"), [text])[1][1])
+    assert arguments == {"a": nested[: MAX_HELD_CHARS // 2]}
+
+
+def seconds_of(form: AnswerForm, parts: list[str]) -> float:
+    """The processor time of this thread that it takes to read a text."""
+    parser, started_s = form.parser(), time.thread_time()
+    for part in parts:
+        parser.push(part, is_last=False)
+    parser.push("", is_last=True)
+    return time.thread_time() - started_s
+
+
+@pytest.mark.parametrize(
+    ("form", "whole", "repeated", "many"),
+    [
+        (form_of("hermes"), True, "<tool_call>", 16_000),
+        (form_of("qwen3_coder"), False, "1234", 1000),
+    ],
+)
+def test_four_times_the_text_takes_some_four_times_as_long(
+    form: AnswerForm, whole: bool, repeated: str, many: int
+) -> None:
+    """Where it went with the square of the length, one answer held up all others for seconds."""
+    parts = [
+        [repeated * n] if whole else ["<tool_call><function=f><parameter=a>", *[repeated] * n] for n in (many, 4 * many)
+    ]
+    short_s, long_s = (min(seconds_of(form, one) for _ in range(2)) for one in parts)
+    assert long_s < 9 * short_s
 
 
 FRAGMENTS = [
