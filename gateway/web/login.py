@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Final
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
@@ -116,10 +116,9 @@ def login_page(next_page: str) -> str:
 
 def local_page(wanted: str) -> str:
     """``wanted`` if it is a page of ours, else the first page: nobody is led elsewhere after a login."""
-    parts = urlsplit(wanted)
-    is_local = wanted.startswith("/") and not wanted.startswith(("//", "/\\")) and not parts.netloc
+    is_local = wanted.startswith("/") and not wanted.startswith(("//", "/\\"))
     return wanted if is_local and wanted.isprintable() else FIRST_PAGE
 
 
 def _host_of(origin: str) -> str:
-    return urlsplit(origin).netloc
+    return origin.partition("://")[2]

@@ -63,7 +63,14 @@ async def test_a_wrong_password_is_told_and_the_sixth_is_not_looked_at(browser: 
 
 
 @pytest.mark.parametrize(
-    "headers", [{"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}, {"origin": "https://evil.example"}]
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "https://evil.example"},
+        {"origin": "http://["},
+        {"origin": "null"},
+    ],
 )
 async def test_another_sites_page_cannot_use_the_form(browser: httpx.AsyncClient, headers: dict[str, str]) -> None:
     answer = await log_in(browser, headers=headers)
@@ -90,7 +97,9 @@ async def test_without_a_password_the_page_says_how_to_make_one(start_gateway: S
     assert "<form" not in page.text
 
 
-@pytest.mark.parametrize("elsewhere", ["//evil.example", "/\\evil.example", "https://evil.example", "", "/a\nb", "x"])
+@pytest.mark.parametrize(
+    "elsewhere", ["//evil.example", "/\\evil.example", "https://evil.example", "//[", "", "/a\nb", "x"]
+)
 def test_nobody_is_led_elsewhere(elsewhere: str) -> None:
     assert local_page(elsewhere) == "/dashboard"
     assert local_page("/dashboard/cost?by=pool") == "/dashboard/cost?by=pool"
