@@ -13,9 +13,10 @@ from gateway.db.models import ApiKeyRow, TeamRow
 
 async def load_principals(connection: AsyncConnection) -> dict[str, Principal]:
     """Return whose each token is, by its HMAC; of a rotated key the token before as well. Raises SQL's own errors."""
-    teams = {row["id"]: row for row in (await connection.execute(select(TeamRow.__table__))).mappings()}
     active = select(ApiKeyRow.__table__).where(ApiKeyRow.revoked_unix_ms.is_(None))
-    keys = (await connection.execute(active)).mappings()
+    keys = (await connection.execute(active)).mappings().all()
+    # After the keys: on PostgreSQL each statement sees what was committed before it, and a key's team is older.
+    teams = {row["id"]: row for row in (await connection.execute(select(TeamRow.__table__))).mappings()}
     return {token_hmac: principal for key in keys for token_hmac, principal in _tokens_of(key, teams[key["team_id"]])}
 
 

@@ -1,17 +1,19 @@
 """What of a key and its team becomes a principal."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from pydantic import SecretStr
-from sqlalchemy import insert, update
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy import CursorResult, insert, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.auth.keys import Grant, create_key
 from gateway.auth.principal import ADMIN, DEFAULT_TEAM_ID, INFERENCE, Policy, Principal
 from gateway.auth.principals import load_principals
+from gateway.auth.teams import create_team
 from gateway.auth.token import hash_token
 from gateway.db.engine import create_engine
 from gateway.db.models import ApiKeyRow, TeamRow
@@ -70,6 +72,34 @@ async def test_the_token_before_a_rotation_ends_with_its_grace(engine: AsyncEngi
     assert after is not None
     assert after.expires_unix_ms is None
     assert before == replace(after, expires_unix_ms=until_unix_ms)
+
+
+class Interrupted:
+    """A connection between whose first statement and the next one something else happens."""
+
+    def __init__(self, connection: AsyncConnection, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        self._connection = connection
+        self._meanwhile = [meanwhile]
+
+    async def execute(self, statement: Any) -> CursorResult[Any]:
+        result = await self._connection.execute(statement)
+        if self._meanwhile:
+            await self._meanwhile.pop()()
+        return result
+
+
+async def test_a_key_that_is_made_while_keys_are_read(postgres_url: str) -> None:
+    """PostgreSQL's statements see what is committed between them; a key whose team was not there ended the gateway."""
+    engine = create_engine(postgres_url)
+
+    async def make_a_key() -> None:
+        await create_team(engine, "A", "cli:test")
+        await create_key(engine, "a", PEPPER, Grant("A"))
+
+    async with engine.connect() as connection:
+        await load_principals(cast("AsyncConnection", Interrupted(connection, make_a_key)))
+        assert [principal.team_name for principal in (await load_principals(connection)).values()] == ["A"]
+    await engine.dispose()
 
 
 def test_a_keys_weight_and_priority_come_before_its_teams() -> None:
