@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from gateway.auth.checks import MAX_RETENTION_DAYS
 from gateway.ledger.prices import ConfiguredPrice
 from gateway.payloads.sealing import parse_keys
 from gateway.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
@@ -173,7 +174,7 @@ class PayloadSettings(Settings):
 
     # 32 random bytes in hex or base64; several, the newest first: it seals, and all of them open. None: no encryption.
     key: Annotated[SecretStr, AfterValidator(_are_payload_keys)] | None = None
-    retention_days: PositiveInt = 30  # where the consent says nothing else
+    retention_days: Annotated[int, Field(gt=0, le=MAX_RETENTION_DAYS)] = 30  # where the consent says nothing else
     # Of request and answer together, as JSON. What is larger is not kept, and its row says so.
     max_payload_bytes: Annotated[int, Field(gt=0, le=4 * 1024 * 1024)] = 1024 * 1024
 

@@ -11,6 +11,7 @@ PRIORITIES: Final = ("interactive", "batch")
 PERIODS: Final[tuple[str, ...]] = get_args(BudgetPeriod)
 MAX_WEIGHT: Final = 1000.0
 MAX_NUMBER: Final = 2**63 - 1  # what SQL holds
+MAX_RETENTION_DAYS: Final = 36_500
 _COUNTS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "budget_nano_usd", "retention_days")
 # Where people say a field otherwise than the table does.
 _SAID: Final = {"budget_nano_usd": "budget_usd"}
@@ -28,6 +29,8 @@ def check_policy(policy: Policy) -> None:
         value = getattr(policy, field)
         if value is not None and not 1 <= value <= MAX_NUMBER:
             raise InvalidField(_SAID.get(field, field), "must be positive")
+    if policy.retention_days is not None and policy.retention_days > MAX_RETENTION_DAYS:
+        raise InvalidField("retention_days", f"must be at most {MAX_RETENTION_DAYS}")
     if policy.budget_nano_usd is not None and policy.budget_period is None:
         raise InvalidField("budget_period", f"a budget needs one: {', '.join(PERIODS)}")
     if policy.budget_period is not None and policy.budget_nano_usd is None:

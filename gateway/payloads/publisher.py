@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from pydantic import BaseModel
 
+from gateway.auth.checks import MAX_RETENTION_DAYS
 from gateway.payloads.answers import RecordedAnswer, Teller
 from gateway.payloads.consent import Consent
 from gateway.payloads.end_user import kept_end_user
@@ -198,7 +199,7 @@ class PayloadPublisher:
             end_user=kept_end_user(capture.end_user),
             train_ok=consent.train_ok,
             redacted=consent.redact,
-            expires_unix_ms=capture.received_unix_ms + days * DAY_MS,
+            expires_unix_ms=capture.received_unix_ms + min(days, MAX_RETENTION_DAYS) * DAY_MS,
             encoding=self._sealer.encoding,
             dropped=not parts,
             **parts,

@@ -126,6 +126,17 @@ async def test_nothing_is_kept_without_consent(start_keeper: StartKeeper, bus: B
     assert await stored_messages(bus) == 1
 
 
+async def test_a_retention_from_before_it_had_a_bound(
+    start_keeper: StartKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last moment did not fit into the message, and the gateway's process ended."""
+    monkeypatch.setattr("gateway.auth.checks.MAX_RETENTION_DAYS", 10**15)
+    keeper = await start_keeper(policy=Policy(log_payload=True, redact=False, retention_days=10**15))
+    await keeper.ask()
+    payload = await keeper.payload()
+    assert payload.expires_unix_ms == payload.received_unix_ms + 36_500 * DAY_MS
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_is_kept_as_it_was_asked_and_answered(start_keeper: StartKeeper, stream: bool) -> None:
     keeper = await start_keeper(policy=Policy(log_payload=True, redact=False, train_ok=True, retention_days=3))

@@ -229,6 +229,7 @@ async def test_the_audit_log_is_filtered_and_paged(engine: AsyncEngine) -> None:
         (Policy(tokens_per_minute=-1), "tokens_per_minute"),
         (Policy(max_concurrent=2**63), "max_concurrent"),
         (Policy(retention_days=0), "retention_days"),
+        (Policy(retention_days=36_501), "retention_days"),
         (replace(BUDGET, budget_nano_usd=-5), "budget_usd"),
         (replace(BUDGET, budget_period=None), "budget_period"),
         (replace(BUDGET, budget_nano_usd=None), "budget_usd"),
