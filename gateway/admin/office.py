@@ -1,6 +1,5 @@
 """What every route of the admin API does: ask who it is, read the body, tell the gateways."""
 
-import asyncio
 import logging
 from typing import TypeVar
 
@@ -8,7 +7,6 @@ from fastapi import Request
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.admin.schema import AdminBody
-from gateway.api.errors import BodyTooSlow
 from gateway.api.routes import exchange_of
 from gateway.api.schema import parse_body
 from gateway.api.services import Services
@@ -44,14 +42,10 @@ class Office:
     async def body(self, request: Request, kind: type[_Body]) -> _Body:
         """The body, within its limits; none is an empty one.
 
-        Raises BodyTooLarge, BodyTooSlow, MalformedJson and InvalidParameter.
+        Raises BodyTooLarge, BodyTooSlow, ClientDisconnected, MalformedJson and InvalidParameter.
         """
-        length, limit_s = request.headers.get("content-length", "").encode(), self.settings.timeouts.body_s
-        try:
-            async with asyncio.timeout(limit_s):
-                body = await read_body(request.receive, length, self.settings.limits.max_body_bytes)
-        except TimeoutError as error:
-            raise BodyTooSlow(f"The request body did not arrive within {limit_s:g} s.") from error
+        length, limits = request.headers.get("content-length", "").encode(), self.settings.limits
+        body = await read_body(request.receive, length, limits.max_body_bytes, self.settings.timeouts.body_s)
         return parse_body(kind, body or b"{}")
 
     async def tell_gateways(self) -> None:

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from gateway.api import patience
-from gateway.api.errors import ApiError, BodyTooSlow, ClientDisconnected, MethodNotAllowed, RequestFailed
+from gateway.api.errors import ApiError, ClientDisconnected, MethodNotAllowed, RequestFailed
 from gateway.api.exchange import Exchange, Receive, Scope, Send
 from gateway.api.keyed import IDEMPOTENCY_KEY
 from gateway.api.rate_limits import reserve
@@ -175,12 +175,8 @@ class Endpoint(ABC, Generic[_Call]):
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         settings = self._services.settings
-        length = exchange.headers.get(b"content-length")
-        try:
-            async with asyncio.timeout(settings.timeouts.body_s):
-                body = await read_body(exchange.receive, length, settings.limits.max_body_bytes)
-        except TimeoutError as error:
-            raise BodyTooSlow(f"The request body did not arrive within {settings.timeouts.body_s:g} s.") from error
+        length, max_bytes = exchange.headers.get(b"content-length"), settings.limits.max_body_bytes
+        body = await read_body(exchange.receive, length, max_bytes, settings.timeouts.body_s)
         exchange.start_clock()  # a slow upload is not ours
         return body
 

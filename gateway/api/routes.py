@@ -8,7 +8,15 @@ from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from gateway.api.errors import ApiError, DatabaseAway, InvalidParameter, MethodNotAllowed, UnknownUrl
+from gateway.api.errors import (
+    ApiError,
+    BodyTooSlow,
+    ClientDisconnected,
+    DatabaseAway,
+    InvalidParameter,
+    MethodNotAllowed,
+    UnknownUrl,
+)
 from gateway.api.exchange import Exchange
 from gateway.api.form import tools_for_template
 from gateway.api.schema import TokenizeRequest, parse_tokenize
@@ -107,9 +115,9 @@ def tokenize_router(services: Services) -> APIRouter:
         """Token ids of a prompt or a conversation, exactly as a generating call would count them."""
         exchange = exchange_of(request)
         principal = exchange.authenticate(services.keys)
-        limits = services.settings.limits
+        limits, limit_s = services.settings.limits, services.settings.timeouts.body_s
         length = exchange.headers.get(b"content-length")
-        body = parse_tokenize(await read_body(request.receive, length, limits.max_body_bytes))
+        body = parse_tokenize(await read_body(request.receive, length, limits.max_body_bytes, limit_s))
         check_shape(limits, messages=len(body.messages or ()), choices=1)
         tokens = services.catalog.tokens_of(_model_named(services, body, principal))
         token_ids = await _token_ids(body, tokens)
@@ -136,7 +144,6 @@ async def _token_ids(body: TokenizeRequest, tokens: ModelTokens) -> list[int]:
 
 
 def exchange_of(request: Request) -> Exchange:
-    """The exchange behind a request that FastAPI serves."""
     """The exchange that a request belongs to (``gateway.app`` puts it there)."""
     exchange: Exchange = request.scope["spillway.exchange"]
     return exchange
@@ -160,6 +167,10 @@ def add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(_request: Request, error: ApiError) -> Response:
         return error_answer(error)
+
+    @app.exception_handler(ClientDisconnected)
+    async def on_disconnect(_request: Request, _error: ClientDisconnected) -> Response:
+        return error_answer(BodyTooSlow())  # nobody is left to read it
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:

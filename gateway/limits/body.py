@@ -1,15 +1,24 @@
-"""Reading a request's body with a bound."""
+"""Reading a request's body with bounds."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from gateway.api.errors import BodyTooLarge, ClientDisconnected
+from gateway.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-async def read_body(receive: Receive, content_length: bytes | None, max_bytes: int) -> bytes:
-    """Read the whole body, giving up at the bound. Raises BodyTooLarge or ClientDisconnected."""
+async def read_body(receive: Receive, content_length: bytes | None, max_bytes: int, limit_s: float) -> bytes:
+    """Read the whole body, giving up at the bounds. Raises BodyTooLarge, BodyTooSlow or ClientDisconnected."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await _read(receive, content_length, max_bytes)
+    except TimeoutError as error:
+        raise BodyTooSlow(f"The request body did not arrive within {limit_s:g} s.") from error
+
+
+async def _read(receive: Receive, content_length: bytes | None, max_bytes: int) -> bytes:
     too_large = BodyTooLarge(f"The request body may have at most {max_bytes} bytes.")
     if content_length is not None and content_length.isdigit() and int(content_length) > max_bytes:
         raise too_large

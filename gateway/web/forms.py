@@ -1,12 +1,11 @@
 """What a page's form sends."""
 
-import asyncio
 from typing import Final
 from urllib.parse import parse_qsl
 
 from starlette.requests import Request
 
-from gateway.api.errors import BodyTooSlow, InvalidParameter
+from gateway.api.errors import InvalidParameter
 from gateway.limits.body import read_body
 
 MAX_FORM_BYTES: Final = 64 * 1024
@@ -17,14 +16,11 @@ FORM_LIMIT_S: Final = 30.0
 async def read_form(request: Request) -> dict[str, str]:
     """The fields of an ``application/x-www-form-urlencoded`` body.
 
-    Raises BodyTooLarge, BodyTooSlow and InvalidParameter.
+    Raises BodyTooLarge, BodyTooSlow, ClientDisconnected and InvalidParameter.
     """
     length = request.headers.get("content-length", "").encode()
+    body = await read_body(request.receive, length, MAX_FORM_BYTES, FORM_LIMIT_S)
     try:
-        async with asyncio.timeout(FORM_LIMIT_S):
-            body = await read_body(request.receive, length, MAX_FORM_BYTES)
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS))
-    except TimeoutError as error:
-        raise BodyTooSlow(f"The form did not arrive within {FORM_LIMIT_S:g} s.") from error
     except ValueError as error:
         raise InvalidParameter("The form cannot be read.") from error

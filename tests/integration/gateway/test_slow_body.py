@@ -3,15 +3,24 @@
 import asyncio
 from urllib.parse import urlsplit
 
-from tests.integration.gateway.conftest import Start
+import pytest
+
+from tests.integration.gateway.conftest import GatewayUnderTest, Start
 
 
-async def test_a_body_that_does_not_arrive_is_a_408(start_gateway: Start) -> None:
-    gateway = await start_gateway(timeouts={"body_s": 0.2})
+async def half_a_request(gateway: GatewayUnderTest, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which a body has begun that does not go on."""
     address = urlsplit(gateway.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\n"
     writer.write(head.encode() + b'Content-Length: 100\r\n\r\n{"model":')
+    return reader, writer
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_a_body_that_does_not_arrive_is_a_408(start_gateway: Start, path: str) -> None:
+    gateway = await start_gateway(timeouts={"body_s": 0.2})
+    reader, writer = await half_a_request(gateway, path)
     async with asyncio.timeout(20):
         answer = await reader.readuntil(b"}}")
     assert answer.startswith(b"HTTP/1.1 408")

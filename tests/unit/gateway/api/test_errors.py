@@ -1,9 +1,14 @@
 import json
 
+import httpx
 import pytest
+from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.errors import FAILURES, ApiError, ModelNotReady, RequestFailed
+from gateway.api.routes import add_error_answers
 from gateway.dispatch.mailbox import Failure
+from gateway.limits.body import read_body
 from protocol.errors import ErrorCode
 
 
@@ -55,3 +60,29 @@ def test_those_refused_together_do_not_return_together(wait_s: int, earliest_s: 
         assert waits_s[-1] <= int(headers[b"retry-after"]) <= min(60, waits_s[-1] + 1)
     assert earliest_s <= min(waits_s) <= max(waits_s) <= latest_s
     assert max(waits_s) - min(waits_s) > 0.8 * (latest_s - earliest_s)
+
+
+async def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_error_of_ours() -> None:
+    """What no handler answers is raised out of the application, and logged with its traceback."""
+    app = FastAPI()
+    add_error_answers(app)
+
+    @app.post("/")
+    async def read(request: Request) -> Response:
+        return Response(await read_body(request.receive, None, 100, 20.0))
+
+    transport = httpx.ASGITransport(leaving(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        assert (await client.post("/")).status_code == 408
+
+
+def leaving(app: FastAPI) -> ASGIApp:
+    """The application for a caller who leaves at once."""
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def served(scope: Scope, _receive: Receive, send: Send) -> None:
+        await app(scope, receive, send)
+
+    return served
