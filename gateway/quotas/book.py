@@ -67,10 +67,13 @@ class Book:
         return shortage(account, self.terms, self.whose, needs, left=left, now_s=now_s)
 
     def last_known_shortage(self, needs: Amounts, now_s: float) -> Refusal | None:
-        """The limit of which this gateway could not get enough; None: the account has not been reached lately."""
+        """The limit of which there was less than is needed at the last exchange; None: of none, or nobody knows.
+
+        What others hold and do not use does not count: it has not been given back in time.
+        """
         if now_s >= self.slice.expires_s:
             return None
-        return self._shortage(needs, self._idle(), now_s)
+        return self._shortage(needs, plus(self._idle(), free_amounts(self.account, self.terms.limits)), now_s)
 
     def _idle(self) -> Amounts:
         idle = self.slice.idle

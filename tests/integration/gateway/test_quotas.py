@@ -15,7 +15,7 @@ from gateway.ledger.prices import CALLERS, Price, TokenPrice, add_price
 from gateway.ledger.store import store_records
 from gateway.quotas import account as accounts
 from gateway.quotas import book as books
-from gateway.quotas.quotas import Quotas, Refused, Unavailable
+from gateway.quotas.quotas import SLICE_WAIT_S, Quotas, Refused, Unavailable
 from gateway.quotas.recount import recount_budgets
 from gateway.quotas.reservation import Estimate, Reservation
 from gateway.quotas.terms import period_at
@@ -254,6 +254,21 @@ async def test_while_the_queue_server_is_away_slices_serve_until_their_lease_end
             return False
 
     await until_async(serves)
+
+
+async def test_a_slow_answer_of_the_queue_server_is_no_shortage(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Requests that found their slice too small were refused after 0.1 s, also by a limit that was hardly used.
+    quotas = await start("g0")
+    who = principal(Policy(requests_per_minute=1000))
+    assert await ask(quotas, who) is not None
+    store = Vault.store
+
+    async def store_slowly(vault: Vault, account_id: str, account: Account, over: int) -> int | None:
+        await asyncio.sleep(2 * SLICE_WAIT_S)
+        return await store(vault, account_id, account, over)
+
+    monkeypatch.setattr(Vault, "store", store_slowly)
+    assert len(await ask_all([quotas], who, 100)) == 100
 
 
 async def test_an_exchange_whose_answer_was_lost_counts_once(
