@@ -2,12 +2,13 @@
 
 Every admitted request has a row, and its gateway publishes it at the end. A gateway that is killed takes along the
 records of what it held and of its last milliseconds; the attempts remain, for workers run, or give up, whatever it had
-queued. So an attempt that nobody will follow up and that has no request's row within ``ABANDONED_AFTER_S`` leaves one.
-A record that comes all the same (its gateway was only cut off from the queue) takes that row's place.
+queued. So an attempt that nobody will follow up, and whose request has no record in the ``ABANDONED_AFTER_MS`` of the
+stream that come after it, leaves one. It is the stream's time that counts, in ms since 1970: after an outage of SQL all
+the records are there, and merely not written yet. One that comes all the same (its gateway was only cut off from the
+queue) takes that row's place.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -18,11 +19,12 @@ from gateway.db.engine import writing
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import AttemptRow, RequestRow
 from gateway.ledger.store import write_requests
+from protocol.clock import unix_now_ms
 from protocol.errors import ErrorCode
 from protocol.usage import RequestRecord, UsageRecord
 
-ABANDONED_AFTER_S: Final = 30.0
-LOOK_BACK_S: Final = 900.0  # of a writer that starts: the last one may have died with attempts in mind
+ABANDONED_AFTER_MS: Final = 30_000
+LOOK_BACK_MS: Final = 900_000  # of a writer that starts: the last one may have died with attempts in mind
 MAX_AWAITED: Final = 100_000  # requests; beyond it the oldest are looked for in SQL at once
 CHUNK_REQUESTS: Final = 500
 STATUS_UNKNOWN: Final = 0
@@ -35,31 +37,34 @@ class AbandonedRequests:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._awaited: dict[str, float] = {}  # request id → monotonic clock of its attempt's commit; oldest first
+        self._awaited: dict[str, int] = {}  # request id → when the stream took its attempt; oldest first
 
-    def note(self, records: Iterable[UsageRecord]) -> None:
-        """Take notice of records that are in SQL now."""
-        now_s = time.monotonic()
+    def note(self, records: Iterable[UsageRecord], stored_unix_ms: int) -> None:
+        """Take notice of records that are in SQL now, which the stream had taken by then."""
         for record in records:
             if isinstance(record, RequestRecord):
                 self._awaited.pop(record.request_id, None)
             elif _ends_its_request(record.outcome, record.error_code):
-                self._awaited[record.request_id] = now_s
+                self._awaited[record.request_id] = stored_unix_ms
 
     async def look_back(self) -> None:
         """Await the records that an earlier writer may have awaited. Raises DatabaseUnavailable."""
-        since_unix_ms = int((time.time() - LOOK_BACK_S) * 1000)
+        now_unix_ms = unix_now_ms()
+        since_unix_ms = now_unix_ms - LOOK_BACK_MS
         statement = select(AttemptRow.request_id).where(AttemptRow.started_unix_ms >= since_unix_ms, ~_has_row())
         try:
             async with self._engine.connect() as connection:
                 for request_id in await connection.scalars(statement.limit(MAX_AWAITED)):
-                    self._awaited[request_id] = time.monotonic()
+                    self._awaited[request_id] = now_unix_ms
         except SQL_ERRORS as error:
             raise DatabaseUnavailable(describe(error)) from error
 
-    async def record_overdue(self) -> None:
-        """Write the rows of those that have waited long enough. Raises DatabaseUnavailable; then call again."""
-        overdue = self._overdue(time.monotonic())
+    async def record_overdue(self, written_until_unix_ms: int) -> None:
+        """Write the rows of those that have waited long enough, once all that the stream took by then is in SQL.
+
+        Raises DatabaseUnavailable; then call again.
+        """
+        overdue = self._overdue(written_until_unix_ms - ABANDONED_AFTER_MS)
         try:
             for start in range(0, len(overdue), CHUNK_REQUESTS):
                 request_ids = overdue[start : start + CHUNK_REQUESTS]
@@ -73,11 +78,11 @@ class AbandonedRequests:
         except SQL_ERRORS as error:
             raise DatabaseUnavailable(describe(error)) from error
 
-    def _overdue(self, now_s: float) -> list[str]:
+    def _overdue(self, before_unix_ms: int) -> list[str]:
         surplus = len(self._awaited) - MAX_AWAITED
         overdue: list[str] = []
-        for number, (request_id, since_s) in enumerate(self._awaited.items()):
-            if now_s - since_s < ABANDONED_AFTER_S and number >= surplus:
+        for number, (request_id, since_unix_ms) in enumerate(self._awaited.items()):
+            if since_unix_ms > before_unix_ms and number >= surplus:
                 break
             overdue.append(request_id)
         return overdue

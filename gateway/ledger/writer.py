@@ -27,6 +27,7 @@ from gateway.settings import LedgerSettings
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
+from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ProtocolError
 from protocol.pull import Delivery, PullConsumer
 from protocol.usage import UsageRecord, decode_usage
@@ -65,6 +66,9 @@ class LedgerWriter:
         self._timed_s = 0.0  # when machine time was last written; monotonic clock
         self._looked_back = False
         self._looked_s = 0.0  # for requests of gateways that died; monotonic clock
+        self._written_until_unix_ms = (
+            0  # by the stream's clock: what it took before is in SQL, or another writer has it
+        )
         self._arrived = asyncio.Event()  # set at the first record held, at a full batch, and when stopping
         self._consumer = PullConsumer(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery)
 
@@ -135,6 +139,8 @@ class LedgerWriter:
 
     async def _write_batch(self) -> None:
         deliveries = [self._held.popleft() for _ in range(min(len(self._held), self._batch_records))]
+        if not deliveries and self._bus.connected and self._consumer.outstanding():
+            self._written_until_unix_ms = unix_now_ms()  # whatever there is would have come
         entries = [entry for delivery in deliveries if (entry := await self._decoded(delivery))]
         if entries:
             await self._store(entries)
@@ -161,7 +167,7 @@ class LedgerWriter:
             if not self._looked_back:
                 await self._abandoned.look_back()
                 self._looked_back = True
-            await self._abandoned.record_overdue()
+            await self._abandoned.record_overdue(self._written_until_unix_ms)
         except DatabaseUnavailable as error:
             log.warning("requests of gateways that died could not be recorded, will try again: %s", error)
 
@@ -196,7 +202,8 @@ class LedgerWriter:
     async def _store(self, entries: list[_Entry]) -> None:
         """Commit, then acknowledge; or hand back, once stopping."""
         try:
-            is_stored = await self._commit([record for entry in entries for record in entry.records])
+            records = [record for entry in entries for record in entry.records]
+            is_stored = await self._commit(records, entries[-1].delivery.stored_unix_ms)
         except RecordRefused:
             await self._store_apart(entries)
             return
@@ -205,13 +212,17 @@ class LedgerWriter:
         else:
             self._unwritten += entries
 
-    async def _commit(self, records: list[UsageRecord]) -> bool:
-        """Insert in one transaction, trying for ever while SQL is away; False once stopping. Raises RecordRefused."""
+    async def _commit(self, records: list[UsageRecord], stored_unix_ms: int) -> bool:
+        """Insert in one transaction, trying for ever while SQL is away; False once stopping. Raises RecordRefused.
+
+        ``stored_unix_ms``: when the stream took the last of them.
+        """
         failures = 0
         for wait_s in backoff_s():
             try:
                 await store_records(self._engine, records)
-                self._abandoned.note(records)
+                self._abandoned.note(records, stored_unix_ms)
+                self._written_until_unix_ms = max(self._written_until_unix_ms, stored_unix_ms)
                 break
             except DatabaseUnavailable as error:
                 failures += 1
@@ -233,7 +244,7 @@ class LedgerWriter:
         refusal: RecordRefused | None = None
         for record in entry.records:
             try:
-                if not await self._commit([record]):
+                if not await self._commit([record], entry.delivery.stored_unix_ms):
                     self._unwritten.append(entry)
                     return
             except RecordRefused as error:

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.db.engine import create_engine
+from gateway.ledger import abandoned
 from gateway.ledger.writer import LedgerWriter
 from gateway.settings import LedgerSettings
 from protocol import subjects
+from protocol.clock import unix_now_ms
 from protocol.messages import encode
 from protocol.usage import encode_usage
 from tests.integration.ledger.conftest import Ledger, until
@@ -78,6 +80,30 @@ async def test_nothing_is_lost_while_sql_is_away_and_one_line_says_so(
     await writer.stop()
     assert len(errors(caplog)) == 1
     assert "usage is written again" in caplog.text
+
+
+async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_others(
+    ledger: Ledger,
+    database_url: str,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # After an outage an attempt was written in one batch and its request's record in a later one, and in between the
+    # request counted as abandoned: it had a row of its gateway's death for a moment.
+    monkeypatch.setattr(abandoned, "ABANDONED_AFTER_MS", 3000)
+    monkeypatch.setattr("gateway.ledger.writer.ABANDONED_PERIOD_S", 0.0)
+    await ledger.apply_topology(ack_wait_s=600)
+    async with sql_away(database_url, request):
+        writer = RunningWriter(ledger, database_url)
+        await ledger.publish([attempt_record("r", gateway_id="g", endpoint="chat.completions")])
+        ends_unix_ms = unix_now_ms() + abandoned.ABANDONED_AFTER_MS
+        await ledger.publish([request_record(f"other{number}") for number in range(200)])
+        await ledger.publish([request_record("r")])
+        await asyncio.sleep((ends_unix_ms - unix_now_ms()) / 1000)
+    await until(lambda: ledger.has(201, 1))
+    await writer.stop()
+    assert "gateways that died" not in caplog.text
 
 
 async def test_a_writer_stopped_while_sql_is_away_hands_its_records_back(

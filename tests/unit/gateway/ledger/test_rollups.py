@@ -11,8 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.engine import create_engine
 from gateway.db.models import RollupRow, SliceRow
-from gateway.ledger import abandoned
-from gateway.ledger.abandoned import AbandonedRequests
+from gateway.ledger.abandoned import ABANDONED_AFTER_MS, AbandonedRequests
 from gateway.ledger.check import check_rollups
 from gateway.ledger.prices import ConfiguredPrice, Price, add_price, seed_prices
 from gateway.ledger.rollups import WIDTHS_S, slice_id
@@ -91,16 +90,13 @@ async def test_two_writers_at_once_count_once(engine: AsyncEngine) -> None:
     assert await wrong(engine) == 0
 
 
-async def test_a_gateways_own_word_takes_the_place_of_what_was_said_for_it(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(abandoned, "ABANDONED_AFTER_S", 0.0)
+async def test_a_gateways_own_word_takes_the_place_of_what_was_said_for_it(engine: AsyncEngine) -> None:
     origin = {"gateway_id": "g", "endpoint": "completions", "key_id": "key_b", "key_name": "b", "stream": False}
     last = attempt_record("r", received_unix_ms=START_UNIX_MS, completion_tokens=3, **origin)
     await store_records(engine, [last])
     awaited = AbandonedRequests(engine)
-    awaited.note([last])
-    await awaited.record_overdue()
+    awaited.note([last], START_UNIX_MS)
+    await awaited.record_overdue(START_UNIX_MS + ABANDONED_AFTER_MS)
     assert await sums(engine, "requests", "completion_tokens") == dict.fromkeys(WIDTHS_S, (1, 3))
     late = request_record("r", completion_tokens=40, received_unix_ms=START_UNIX_MS)
     await store_records(engine, [late, late])
