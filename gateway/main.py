@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 FLUSH_LIMIT_S: Final = 10.0
 PAYLOAD_FLUSH_LIMIT_S: Final = 3.0
 LISTEN_BACKLOG: Final = 2048
+STATEMENT_LIMIT_S: Final = 10.0  # somebody at a browser waits for it
 CLOSE_LIMIT_S: Final = 5  # for connections still open when everything has been answered
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ async def run(
         await quotas.start()
         stack.push_async_callback(quotas.close)
         await catalog.start()
-        database = create_engine(settings.database_url)
+        database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
         stack.push_async_callback(database.dispose)
         services = Services(
             settings=settings,

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
-from gateway.api.errors import ApiError, InvalidApiKey, MissingScope
+from gateway.api.errors import ApiError, DatabaseAway, InvalidApiKey, MissingScope
 from gateway.auth.keyring import KeyRing
 from gateway.auth.principal import INFERENCE, Principal
 from gateway.dispatch.request import OpenRequest
@@ -68,13 +68,18 @@ class Exchange:
         return None if value is None else value.decode("latin-1")
 
     def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
-        """Whose key this is. Raises InvalidApiKey; MissingScope if it does not open ``scope``."""
+        """Whose key this is. Raises InvalidApiKey; MissingScope if it does not open ``scope``.
+
+        Raises DatabaseAway for a key that is not known here and may be a new one.
+        """
         scheme, _, token = self.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise InvalidApiKey(
                 "You didn't provide an API key. Provide it in an Authorization header: 'Authorization: Bearer KEY'."
             )
         principal = keys.authenticate(token.strip())
+        if principal is None and keys.may_be_old:
+            raise DatabaseAway("This API key is not known here, and new keys cannot be looked up at the moment.")
         if principal is None:
             raise InvalidApiKey("Incorrect API key provided.")
         if scope not in principal.scopes:

@@ -5,7 +5,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from gateway.api.errors import (
@@ -23,7 +22,7 @@ from gateway.api.schema import TokenizeRequest, parse_tokenize
 from gateway.api.services import Services
 from gateway.api.sse import encode_json
 from gateway.auth.principal import Principal
-from gateway.db.errors import describe
+from gateway.db.errors import SQL_ERRORS, describe
 from gateway.limits.body import read_body
 from gateway.limits.request_limits import check_shape
 from gateway.tokens.model_tokens import ModelTokens
@@ -187,11 +186,12 @@ def add_error_answers(app: FastAPI) -> None:
         name = str(problem["loc"][-1])
         return error_answer(InvalidParameter(f"Invalid value for '{name}': {problem['msg']}", param=name))
 
-    @app.exception_handler(SQLAlchemyError)
-    @app.exception_handler(OSError)
     async def on_sql_error(_request: Request, error: Exception) -> Response:
         log.error("a page or the admin API cannot use the database: %s", describe(error))
         return error_answer(DatabaseAway())
+
+    for kind in SQL_ERRORS:
+        app.add_exception_handler(kind, on_sql_error)
 
     @app.exception_handler(Exception)
     async def on_exception(_request: Request, _error: Exception) -> Response:

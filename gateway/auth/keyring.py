@@ -11,13 +11,14 @@ from gateway.auth.principal import Principal
 from gateway.auth.principals import load_principals
 from gateway.auth.token import MAX_TOKEN_CHARS, hash_token
 from gateway.db.engine import create_engine
-from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from gateway.db.schema import check_schema
+from gateway.db.errors import SQL_ERRORS, describe
+from gateway.db.schema import begin_with
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 
 RELOAD_PERIOD_S: Final = 30.0  # the backstop for lost messages
+RETRY_PERIOD_S: Final = 2.0  # while SQL is away
 RELOAD_GAP_S: Final = 0.2  # between two loads, however many messages come
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,14 @@ class KeyRing:
         self._bus = bus
         self._principals: dict[str, Principal] = {}
         self._changed = asyncio.Event()
+        self._changes_told = 0
+        self._changes_loaded = 0
         self._failing = False
+
+    @property
+    def may_be_old(self) -> bool:
+        """Whether a key may have been made or changed that is not known here yet."""
+        return self._failing or self._changes_loaded < self._changes_told
 
     def authenticate(self, token: str) -> Principal | None:
         """Whose key this is; None: nobody's, or a revoked or expired one. From memory, about 2 µs.
@@ -49,19 +57,15 @@ class KeyRing:
         return principal
 
     async def start(self) -> None:
-        """Load the keys. Raises SchemaMismatch or DatabaseUnavailable, and BusError."""
-        await check_schema(self._engine)
+        """Load the keys; waits for SQL if it is away. Raises SchemaMismatch and BusError."""
         await self._bus.subscribe(subjects.KEYS_CHANGED_SUBJECT, self._on_changed)
         self._bus.on_reconnect(self._on_reconnected)
-        try:
-            await self._load()
-        except SQL_ERRORS as error:
-            raise DatabaseUnavailable(f"cannot load the API keys: {describe(error)}") from error
+        await begin_with(self._engine, self._load)
 
     async def run(self) -> None:
         """Load again when told that keys have changed, and every ``RELOAD_PERIOD_S``; never returns.
 
-        While SQL is away the last known keys stay valid.
+        While SQL is away the last known keys stay valid, for as long as that may be.
         """
         while True:
             await self._wait_for_change()
@@ -80,20 +84,24 @@ class KeyRing:
 
     async def _wait_for_change(self) -> None:
         try:
-            async with asyncio.timeout(RELOAD_PERIOD_S):
+            async with asyncio.timeout(RETRY_PERIOD_S if self._failing else RELOAD_PERIOD_S):
                 await self._changed.wait()
         except TimeoutError:
             return
 
     async def _load(self) -> None:
+        changes_told = self._changes_told
         async with self._engine.connect() as connection:
             self._principals = await load_principals(connection)
+        self._changes_loaded = changes_told
 
     async def _on_changed(self, _message: Msg) -> None:
+        self._changes_told += 1
         self._changed.set()
 
     async def _on_reconnected(self) -> None:
-        self._changed.set()  # a message may have been missed
+        self._changes_told += 1  # a message may have been missed
+        self._changed.set()
 
     def _note_failure(self, error: Exception) -> None:
         if not self._failing:

@@ -1,14 +1,21 @@
 """Whether the database has the tables this build was written for. Making them is the business of ``migrations/``."""
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from sqlalchemy import Connection, inspect, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, SchemaMismatch, describe
+from protocol.backoff import backoff_s, wait_for
 
 SCHEMA_VERSION: Final = "0006"  # the newest revision in migrations/versions; a test keeps both equal
 VERSION_TABLE: Final = "alembic_version"
+_AWAY: Final[tuple[type[Exception], ...]] = (DatabaseUnavailable, *SQL_ERRORS)
+
+log = logging.getLogger(__name__)
 
 
 async def check_schema(engine: AsyncEngine) -> None:
@@ -22,6 +29,30 @@ async def check_schema(engine: AsyncEngine) -> None:
         raise SchemaMismatch(
             f"database schema is {found or 'empty'}, this build needs {SCHEMA_VERSION}: run `spillway db upgrade`"
         )
+
+
+async def begin_with(
+    engine: AsyncEngine, first: Callable[[], Awaitable[None]], stopping: asyncio.Event | None = None
+) -> None:
+    """Check the schema and do what needs SQL first, as soon as it answers; or return when stopping.
+
+    However long SQL is away, this waits, and says so. Raises SchemaMismatch.
+    """
+    is_waiting = False
+    for wait_s in backoff_s():
+        try:
+            await check_schema(engine)
+            await first()
+        except _AWAY as error:
+            if not is_waiting:
+                log.error("waiting for the database: %s", describe(error))  # noqa: TRY400
+            is_waiting = True
+        else:
+            break
+        if await wait_for(stopping or asyncio.Event(), wait_s):
+            return
+    if is_waiting:
+        log.warning("the database answers")
 
 
 def read_schema_version(connection: Connection) -> str | None:

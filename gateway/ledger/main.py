@@ -6,17 +6,14 @@ import signal
 from collections.abc import Callable
 from typing import Final
 
-from sqlalchemy.ext.asyncio import AsyncEngine
-
 from gateway.db.engine import create_engine
-from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from gateway.db.schema import check_schema
+from gateway.db.schema import begin_with
 from gateway.ledger.prices import seed_prices
 from gateway.ledger.writer import LedgerWriter
 from gateway.payloads.writer import PayloadWriter
 from gateway.settings import LedgerSettings
 from protocol import subjects
-from protocol.backoff import backoff_s, wait_for
+from protocol.backoff import wait_for
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError
@@ -41,8 +38,7 @@ async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = No
     try:
         bus = await Bus.connect(list(settings.nats_urls), name="spillway-ledger")
         try:
-            await _wait_for_database(engine, stopping)
-            await _enter_prices(engine, settings, stopping)
+            await begin_with(engine, lambda: seed_prices(engine, settings.prices, unix_now_ms()), stopping)
             await _wait_for_consumer(bus, stopping)
             writer = LedgerWriter(bus, engine, settings, stopping)
             payloads = PayloadWriter(bus, engine, stopping)
@@ -54,35 +50,6 @@ async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = No
             await bus.close()
     finally:
         await engine.dispose()
-
-
-async def _wait_for_database(engine: AsyncEngine, stopping: asyncio.Event) -> None:
-    """Return when SQL answers and its schema fits, or when stopping. Raises SchemaMismatch."""
-    failures = 0
-    for wait_s in backoff_s():
-        try:
-            await check_schema(engine)
-        except DatabaseUnavailable as error:
-            failures += 1
-            if failures == 1:
-                log.error("waiting for the database: %s", error)  # noqa: TRY400
-        else:
-            return
-        if await wait_for(stopping, wait_s):
-            return
-
-
-async def _enter_prices(engine: AsyncEngine, settings: LedgerSettings, stopping: asyncio.Event) -> None:
-    """Enter the configuration's prices, or return when stopping."""
-    for wait_s in backoff_s():
-        try:
-            await seed_prices(engine, settings.prices, unix_now_ms())
-        except SQL_ERRORS as error:
-            log.warning("prices could not be entered, will try again: %s", describe(error))
-        else:
-            return
-        if await wait_for(stopping, wait_s):
-            return
 
 
 async def _wait_for_consumer(bus: Bus, stopping: asyncio.Event) -> None:

@@ -176,7 +176,8 @@ async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
     async def start(
         *, with_card: bool = True, timeouts: dict[str, float] | None = None, **rest: Any
     ) -> GatewayUnderTest:
-        engine = create_engine(sqlite_url)
+        database_url = rest.setdefault("database_url", sqlite_url)
+        engine = create_engine(database_url)
         _, key = await create_key(engine, f"test {len(started)}", PEPPER)
         await engine.dispose()
         settings = GatewaySettings.model_validate(
@@ -184,7 +185,6 @@ async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
                 "gateway_id": f"g{len(started)}",
                 "port": 0,
                 "nats_urls": (nats_url,),
-                "database_url": sqlite_url,
                 "data_dir": tmp_path / "data",
                 "key_pepper": PEPPER,
                 "models": {MODEL: ModelSettings(aliases=("short",))},
