@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import asyncpg
+import psutil
 
 from tests.nats_server import free_port
 
@@ -92,12 +93,25 @@ class PostgresServer:
             return
         raise AssertionError(f"PostgreSQL did not start: {(self.folder / 'postgres.log').read_text()}")
 
-    def stop(self) -> None:
-        """Fast shutdown: open connections are cut."""
+    def stop(self, *, crash: bool = False) -> None:
+        """Fast shutdown: open connections are cut. A crash is one that writes nothing more, either."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(signal.SIGQUIT if crash else signal.SIGINT)
             self._process.wait(timeout=30)
             self._process = None
+
+    def freeze(self) -> None:
+        """Stop all its processes: connections stay open, new ones are taken by the kernel, and nobody answers."""
+        self._signal_all(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        postmaster = psutil.Process(self._process.pid)
+        for process in (postmaster, *postmaster.children()):
+            process.send_signal(number)
 
     def remove(self) -> None:
         self.stop()

@@ -13,6 +13,7 @@ from tests.chaos.system import Shape
 
 # Bounds on times mean nothing where other tests run beside; a share is far out only if it is not kept at all.
 SLACK = 4.0
+NO_MATTER_HOW_LATE = 1000.0
 SMALL = Shape(workers=2, max_sequences=6, inter_token_s=0.01, tenants={BUSY: 1.0, QUIET: 1.0})
 
 
@@ -41,3 +42,14 @@ async def test_the_dear_pool_works_only_while_the_cheap_one_is_gone(tmp_path: Pa
     assert report.offences == []
     assert report.extras["dear_jobs_in_health"] == 0
     assert report.extras["attempts_by_pool"]["dear"] >= report.extras["cut_streams"] > 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["sql-stopped", "sql-locked"])
+async def test_nobody_notices_that_sql_is_away(name: str, tmp_path: Path) -> None:
+    plan = LoadPlan(name, seed=5, seconds=3.0, count=20, slack=NO_MATTER_HOW_LATE)
+    report = await run_load(LOAD_SCENARIOS[name], plan, tmp_path / "run")
+    assert report.offences == []
+    assert report.ledger_rows == report.requests == report.accepted > report.extras["requests_during"] > 0
+    assert report.extras["backlog_messages_during"] > report.extras["backlog_messages_before"]
+    assert report.extras["owed_nano_usd"] == report.extras["spent_nano_usd"] > 0

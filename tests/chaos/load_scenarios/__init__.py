@@ -7,9 +7,10 @@ otherwise the machine would be measured (``machine_busy_percent`` says how busy 
     plan.py     what a load scenario is       callers.py  the open loop, and every answer judged
     spike.py    too much, and nobody there    shares.py   tenants, weights, batch
     tiers.py    cheap pools before dear ones  disconnect.py  callers who hang up
+    sql_away.py SQL stopped, frozen, locked
 """
 
-from tests.chaos.load_scenarios import shares, spike
+from tests.chaos.load_scenarios import shares, spike, sql_away
 from tests.chaos.load_scenarios.disconnect import DISCONNECT_SHAPE, disconnect
 from tests.chaos.load_scenarios.plan import LoadScenario
 from tests.chaos.load_scenarios.shares import FAIR_SHAPE, WEIGHTS_SHAPE
@@ -26,5 +27,14 @@ LOAD_SCENARIOS = {
     "light-tenant": LoadScenario("one tenant's spike beside another's few", FAIR_SHAPE, shares.light_tenant, 40),
     "batch": LoadScenario("batch jobs fill every pool", FAIR_SHAPE, shares.batch, 40),
     "tiers": LoadScenario("a cheap pool dies and comes back", TIERS_SHAPE, tiers, 10, 5),
+    "sql-stopped": LoadScenario(
+        "200 requests/s, and no PostgreSQL for 60 s", sql_away.POSTGRES_SHAPE, sql_away.play(sql_away.stopped), 60, 200
+    ),
+    "sql-frozen": LoadScenario(
+        "the same, and it holds its connections", sql_away.POSTGRES_SHAPE, sql_away.play(sql_away.frozen), 60, 200
+    ),
+    "sql-locked": LoadScenario(
+        "the same with SQLite, and somebody locks it", sql_away.SQLITE_SHAPE, sql_away.play(sql_away.locked), 60, 200
+    ),
     "disconnect": LoadScenario("callers hang up at any moment", DISCONNECT_SHAPE, disconnect, 0, 1000),
 }
