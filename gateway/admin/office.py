@@ -1,4 +1,7 @@
-"""What every route of the admin API does: ask who it is, read the body, tell the gateways."""
+"""What every route of the admin API does: ask who it is, read the body, change something, tell the gateways.
+
+The changes are the same ones that the dashboard's forms ask for.
+"""
 
 import logging
 from typing import TypeVar
@@ -6,14 +9,19 @@ from typing import TypeVar
 from fastapi import Request
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.admin.schema import AdminBody
+from gateway.admin.schema import AdminBody, KeyChanges, NewKey, NewTeam, TeamChanges
 from gateway.api.routes import exchange_of
 from gateway.api.schema import parse_body
 from gateway.api.services import Services
-from gateway.auth.principal import ADMIN
+from gateway.auth import keys, teams
+from gateway.auth.checks import checked_grant
+from gateway.auth.keys import ApiKey, Grant
+from gateway.auth.principal import ADMIN, policy_of
+from gateway.auth.teams import Team
 from gateway.limits.body import read_body
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, canonical_names
 from protocol import subjects
+from protocol.clock import unix_now_ms
 from protocol.errors import BusError
 
 log = logging.getLogger(__name__)
@@ -28,6 +36,7 @@ class Office:
         self.settings: GatewaySettings = services.settings
         self.database: AsyncEngine = services.database
         self._services = services
+        self._models = canonical_names(services.settings.models)
 
     async def actor(self, request: Request) -> str:
         """Who asks, as the audit log calls him: by his key if he sends one, else by his session.
@@ -48,7 +57,46 @@ class Office:
         body = await read_body(request.receive, length, limits.max_body_bytes, self.settings.timeouts.body_s)
         return parse_body(kind, body or b"{}")
 
-    async def tell_gateways(self) -> None:
+    # Each raises what gateway.auth's function of the same name raises.
+
+    async def create_team(self, body: NewTeam, actor: str) -> Team:
+        """Make a team."""
+        return await teams.create_team(self.database, body.name, actor, body.organisation, policy_of(body.changes()))
+
+    async def update_team(self, reference: str, body: TeamChanges, actor: str) -> Team:
+        """Change a team; all its keys follow at once."""
+        team = await teams.update_team(self.database, reference, body.changes(), actor)
+        await self._tell_gateways()
+        return team
+
+    async def create_key(self, body: NewKey, actor: str) -> tuple[ApiKey, str]:
+        """Make a key; returns its plaintext with it, which is nowhere else."""
+        changes = checked_grant(body.changes(), self._models, unix_now_ms())
+        grant = Grant(body.team, body.scopes, changes.get("models"), body.expires_unix_ms, policy_of(changes))
+        made = await keys.create_key(self.database, body.name, self.settings.key_pepper, grant, actor)
+        await self._tell_gateways()
+        return made
+
+    async def update_key(self, reference: str, body: KeyChanges, actor: str) -> ApiKey:
+        """Change a key."""
+        changes = checked_grant(body.changes(), self._models, unix_now_ms())
+        key = await keys.update_key(self.database, reference, changes, actor)
+        await self._tell_gateways()
+        return key
+
+    async def rotate_key(self, reference: str, grace_s: int, actor: str) -> tuple[ApiKey, str]:
+        """Give a key a new plaintext, which is returned; the one before is accepted for ``grace_s`` more."""
+        rotated = await keys.rotate_key(self.database, reference, self.settings.key_pepper, actor, grace_s)
+        await self._tell_gateways()
+        return rotated
+
+    async def revoke_key(self, reference: str, actor: str) -> ApiKey:
+        """Revoke a key."""
+        key = await keys.revoke_key(self.database, reference, actor)
+        await self._tell_gateways()
+        return key
+
+    async def _tell_gateways(self) -> None:
         """Have all gateways load the keys now; without it they do so within half a minute."""
         try:
             await self._services.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")

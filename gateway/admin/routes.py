@@ -12,11 +12,7 @@ from gateway.api.routes import body_schema, error_answer, json_answer
 from gateway.api.services import Services
 from gateway.auth import keys, teams
 from gateway.auth.audit import AuditFilter, list_changes
-from gateway.auth.checks import checked_grant
 from gateway.auth.errors import InvalidField, NameTaken, NotFound, PrincipalError
-from gateway.auth.principal import policy_of
-from gateway.settings import canonical_names
-from protocol.clock import unix_now_ms
 
 PREFIX: Final = "/admin/v1"
 
@@ -80,9 +76,7 @@ def _teams(office: Office) -> APIRouter:
         """Make a team."""
         actor = await office.actor(request)
         body = await office.body(request, schema.NewTeam)
-        policy = policy_of(body.changes())
-        team = await teams.create_team(database, body.name, actor, body.organisation, policy)
-        return json_answer(team_view(team), 201)
+        return json_answer(team_view(await office.create_team(body, actor)), 201)
 
     @router.get("/{reference}")
     async def retrieve_team(request: Request, reference: str) -> Response:
@@ -96,16 +90,14 @@ def _teams(office: Office) -> APIRouter:
         """Change the fields that are given; null takes a bound away. All its keys follow at once."""
         actor = await office.actor(request)
         body = await office.body(request, schema.TeamChanges)
-        team = await teams.update_team(database, reference, body.changes(), actor)
-        await office.tell_gateways()
-        return json_answer(team_view(team))
+        return json_answer(team_view(await office.update_team(reference, body, actor)))
 
     return router
 
 
 def _keys(office: Office) -> APIRouter:
     router = APIRouter(prefix="/keys", tags=["keys"])
-    database, names = office.database, canonical_names(office.settings.models)
+    database = office.database
 
     @router.get("")
     async def list_keys(request: Request, team: str | None = None, include_revoked: bool = False) -> Response:
@@ -119,10 +111,7 @@ def _keys(office: Office) -> APIRouter:
         """Make a key. Its `token` is in this answer and nowhere else."""
         actor = await office.actor(request)
         body = await office.body(request, schema.NewKey)
-        changes = checked_grant(body.changes(), names, unix_now_ms())
-        grant = keys.Grant(body.team, body.scopes, changes.get("models"), body.expires_unix_ms, policy_of(changes))
-        key, token = await keys.create_key(database, body.name, office.settings.key_pepper, grant, actor)
-        await office.tell_gateways()
+        key, token = await office.create_key(body, actor)
         return json_answer(key_view(key, token), 201)
 
     @router.get("/{reference}")
@@ -136,27 +125,20 @@ def _keys(office: Office) -> APIRouter:
         """Change the fields that are given; null takes a bound away."""
         actor = await office.actor(request)
         body = await office.body(request, schema.KeyChanges)
-        changes = checked_grant(body.changes(), names, unix_now_ms())
-        key = await keys.update_key(database, reference, changes, actor)
-        await office.tell_gateways()
-        return json_answer(key_view(key))
+        return json_answer(key_view(await office.update_key(reference, body, actor)))
 
     @router.post("/{reference}/rotate", openapi_extra=body_schema("Rotation"))
     async def rotate_key(request: Request, reference: str) -> Response:
         """Give the key a new `token`; the one before is accepted for `grace_s` more."""
         actor = await office.actor(request)
         body = await office.body(request, schema.Rotation)
-        pepper = office.settings.key_pepper
-        key, token = await keys.rotate_key(database, reference, pepper, actor, body.grace_s)
-        await office.tell_gateways()
+        key, token = await office.rotate_key(reference, body.grace_s, actor)
         return json_answer(key_view(key, token))
 
     @router.delete("/{reference}")
     async def revoke_key(request: Request, reference: str) -> Response:
         """Revoke the key: from now on it is refused. Its past usage stays."""
-        key = await keys.revoke_key(database, reference, await office.actor(request))
-        await office.tell_gateways()
-        return json_answer(key_view(key))
+        return json_answer(key_view(await office.revoke_key(reference, await office.actor(request))))
 
     return router
 
@@ -180,14 +162,16 @@ def add_admin_answers(app: FastAPI) -> None:
 
     @app.exception_handler(PrincipalError)
     async def on_principal_error(_request: Request, error: PrincipalError) -> Response:
-        answer: ApiError = InvalidParameter(str(error))
-        if isinstance(error, InvalidField):
-            answer = InvalidParameter(str(error), param=error.field)
-        elif isinstance(error, NameTaken):
-            answer = NameInUse(str(error), param="name")
-        elif isinstance(error, NotFound):
-            answer = UnknownObject(str(error))
-        return error_answer(answer)
+        return error_answer(principal_answer(error))
+
+
+def principal_answer(error: PrincipalError) -> ApiError:
+    """What the auth functions refuse, as the API says it."""
+    if isinstance(error, InvalidField):
+        return InvalidParameter(str(error), param=error.field)
+    if isinstance(error, NameTaken):
+        return NameInUse(str(error), param="name")
+    return UnknownObject(str(error)) if isinstance(error, NotFound) else InvalidParameter(str(error))
 
 
 def _list(data: list[dict[str, Any]], *, has_more: bool = False) -> Response:

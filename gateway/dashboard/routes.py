@@ -8,7 +8,8 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from gateway.api.errors import InvalidParameter, UnknownUrl
 from gateway.api.services import Services
-from gateway.dashboard.change_routes import add_export_pages, add_key_pages
+from gateway.dashboard.account_routes import add_account_pages
+from gateway.dashboard.export_routes import add_export_pages
 from gateway.dashboard.latency import latency_chart
 from gateway.dashboard.pages.cost import cost
 from gateway.dashboard.pages.latency import latency
@@ -32,7 +33,14 @@ def dashboard_routers(services: Services) -> list[APIRouter]:
     closed = APIRouter(
         prefix="/dashboard", include_in_schema=False, route_class=PageRoute, dependencies=[Depends(pages.require_login)]
     )
-    for add in (_add_ledger_pages, _add_request_pages, _add_live_pages, add_key_pages, add_export_pages, _add_others):
+    for add in (
+        _add_ledger_pages,
+        _add_request_pages,
+        _add_live_pages,
+        add_account_pages,
+        add_export_pages,
+        _add_others,
+    ):
         add(closed, pages)
     return [_static_router(), closed]
 

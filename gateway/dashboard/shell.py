@@ -10,8 +10,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
 from gateway.admin.office import Office
+from gateway.admin.routes import principal_answer
 from gateway.api.errors import ApiError, DatabaseAway, LoginRequired, UnknownUrl
 from gateway.api.services import Services
+from gateway.auth.errors import PrincipalError
 from gateway.auth.sessions import Session
 from gateway.dashboard.exports import Exports
 from gateway.dashboard.live import Live
@@ -28,6 +30,7 @@ class Pages:
         self.live = Live(services.catalog, services.dispatcher, services.admission_control, services.series)
         self.exports = Exports(services.reader, services.settings.data_dir / "exports")
         self.services = services
+        self.office = Office(services)
 
     async def require_login(self, request: Request) -> None:
         """Note who has sent this request. Raises LoginRequired, ForeignOrigin, SQL's own errors."""
@@ -37,10 +40,6 @@ class Pages:
         """Who has sent this request."""
         session: Session = request.state.session
         return session
-
-    async def tell_gateways(self) -> None:
-        """Have all gateways load the keys now."""
-        await Office(self.services).tell_gateways()
 
     async def show(self, request: Request, template: str, ask: Ask, **more: object) -> Response:
         """A page of what ``ask`` finds in the ledger. Raises UnknownUrl where it finds nothing, and what it raises."""
@@ -75,6 +74,8 @@ class PageRoute(APIRoute):
                 raise
             except ApiError as error:
                 return _error_page(request, error)
+            except PrincipalError as error:
+                return _error_page(request, principal_answer(error))
             except (SQLAlchemyError, OSError):
                 return _error_page(request, DatabaseAway())
 

@@ -127,8 +127,8 @@ def _zone_of(cookies: Mapping[str, str]) -> tuple[str, ZoneInfo]:
 
 def _span(params: Mapping[str, str], zone: ZoneInfo, now_unix_ms: int) -> tuple[str, int, int]:
     if params.get("since"):
-        since = _moment("since", params["since"], zone)
-        until = _moment("until", params["until"], zone) if params.get("until") else now_unix_ms
+        since = moment_of("since", params["since"], zone)
+        until = moment_of("until", params["until"], zone) if params.get("until") else now_unix_ms
         if not since < until <= since + MAX_SPAN_MS:
             raise InvalidParameter("until: must be later than since, by 400 days at most.", param="until")
         return "custom", since, until
@@ -138,8 +138,11 @@ def _span(params: Mapping[str, str], zone: ZoneInfo, now_unix_ms: int) -> tuple[
     return chosen, now_unix_ms - RANGES[chosen], now_unix_ms
 
 
-def _moment(name: str, text: str, zone: ZoneInfo) -> int:
-    """Milliseconds since 1970, or a date and time on the viewer's clock."""
+def moment_of(name: str, text: str, zone: ZoneInfo) -> int:
+    """A moment that is given as milliseconds since 1970, or as a date and time on the viewer's clock.
+
+    Raises InvalidParameter for ``name``.
+    """
     try:
         if text.isascii() and text.isdigit():
             unix_ms = int(text[:16])

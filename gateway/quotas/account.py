@@ -54,8 +54,7 @@ def exchange(
 
     ``now_s``: seconds since 1970.
     """
-    account = _without_the_past(_without_the_vanished(account, gateway_id, now_s), terms, now_s)
-    account = _with_report(account, report, now_s)
+    account = _with_report(as_of(account, terms, now_s, but=gateway_id), report, now_s)
     held = report.held if report.period == account.period else (*report.held[:3], 0)
     idle = report.idle if report.period == account.period else (*report.idle[:3], 0)
     others = {one: lease for one, lease in account.leases.items() if one != gateway_id}
@@ -64,6 +63,11 @@ def exchange(
     expires_unix_ms = int((now_s + LEASE_S) * 1000)
     lease = Lease(number, expires_unix_ms, plus(held, granted), plus(idle, granted))
     return Exchanged(replace(account, leases={**others, gateway_id: lease}), granted, expires_unix_ms)
+
+
+def as_of(account: Account, terms: Terms, now_s: float, *, but: str = "") -> Account:
+    """The account as it is now, though nobody has written it since; the lease of gateway ``but`` never runs out."""
+    return _without_the_past(_without_the_vanished(account, but, now_s), terms, now_s)
 
 
 def recounted(account: Account, terms: Terms, ledger_nano_usd: int, now_s: float) -> Account:

@@ -63,6 +63,16 @@ def period_start_s(budget_period: BudgetPeriod, unix_s: float) -> float:
     return 0.0 if budget_period == TOTAL else _first_day(budget_period, unix_s).timestamp()
 
 
+def period_end_s(budget_period: BudgetPeriod, unix_s: float) -> float | None:
+    """When that period ends, in seconds since 1970; None: never."""
+    if budget_period == TOTAL:
+        return None
+    first = _first_day(budget_period, unix_s)
+    # 32 days on is in the next month, whichever this one is.
+    days = {"day": 1, "week": 7, "month": 32}[budget_period]
+    return _first_day(budget_period, (first + timedelta(days=days)).timestamp()).timestamp()
+
+
 def _first_day(budget_period: BudgetPeriod, unix_s: float) -> datetime:
     midnight = datetime.fromtimestamp(unix_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     if budget_period == "month":

@@ -1,85 +1,95 @@
-"""Keys and budgets: who may call, within which limits, and what they have used."""
+"""Keys and budgets: who may call, within which limits, and what of them is used."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.admin.schema import NewKey
-from gateway.api.schema import parse_body
-from gateway.auth import keys
-from gateway.auth.checks import checked_grant
 from gateway.auth.keys import ApiKey
-from gateway.auth.principal import policy_of
+from gateway.auth.principal import DEFAULT_TEAM_ID
+from gateway.auth.teams import Team
 from gateway.dashboard.view import DAY_MS, View
 from gateway.ledger.queries.traffic import Traffic, totals
-from gateway.ledger.queries.window import Window
-from gateway.settings import GatewaySettings, canonical_names
-from protocol.clock import unix_now_ms
+from gateway.ledger.queries.window import Dimension, Window
+from gateway.quotas.terms import Terms, period_start_s, terms_of
+from gateway.quotas.usage import Use, uses
+from protocol.quotas import Kind
 
 USED_DAYS: Final = 30
-MAX_SHOWN: Final = 500  # keys; the admin API lists all
-NUMBERS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "retention_days")
-CONSENTS: Final = ("log_payload", "train_ok")
+MAX_SHOWN: Final = 500  # keys, and teams; the admin API lists all
+
+Usage = Mapping[str, tuple[Use, ...]]  # by the id of a key or team
 
 
 @dataclass(frozen=True, slots=True)
-class KeyLine:
-    """One key in the list."""
+class Accounts:
+    """The keys and teams that are shown, and how much of their limits they have used."""
 
-    key: ApiKey
-    state: str  # "active" | "expired" | "revoked"
-    used: Traffic
+    keys: Sequence[ApiKey]  # active ones first, then the newest
+    teams: Sequence[Team]
+    left_out: int  # keys and teams
+    at_unix_ms: int
+    usage: Usage | None = None  # None: the queue server cannot be asked
+
+    @property
+    def terms(self) -> dict[str, Terms]:
+        """What is limited, by the id of a key that is accepted still, or of a team."""
+        live = (key for key in self.keys if self.state_of(key) == "active")
+        policies = [*((team.team_id, team.policy) for team in self.teams), *((key.key_id, key.policy) for key in live)]
+        found = ((account_id, terms_of(policy)) for account_id, policy in policies)
+        return {account_id: terms for account_id, terms in found if terms is not None}
+
+    def state_of(self, key: ApiKey) -> str:
+        """Whether a key is accepted: "active", "expired" or "revoked"."""
+        if key.revoked_unix_ms is not None:
+            return "revoked"
+        has_expired = key.expires_unix_ms is not None and key.expires_unix_ms <= self.at_unix_ms
+        return "expired" if has_expired else "active"
+
+    def named(self, account_id: str) -> list[ApiKey | Team]:
+        """The key or team of this id, if it is shown."""
+        teams = (team for team in self.teams if team.team_id == account_id)
+        return [*teams, *(key for key in self.keys if key.key_id == account_id)]
 
 
-async def key_lines(connection: AsyncConnection, view: View, known: Sequence[ApiKey]) -> dict[str, Any]:
-    """The values of keys.html: the newest of the ``known`` keys, active ones first."""
-    now_unix_ms = unix_now_ms()
-    found = sorted(known, key=lambda key: (key.revoked_unix_ms is not None, -key.created_unix_ms))
-    window = Window(now_unix_ms - USED_DAYS * DAY_MS, now_unix_ms, view.zone)
-    used = {sums.group[0]: sums for sums in await totals(connection, window, by=("key",))}
+def ranked(keys: Iterable[ApiKey], teams: Iterable[Team], now_unix_ms: int) -> Accounts:
+    """The newest of the keys, active ones first, and of the teams."""
+    newest = sorted(keys, key=lambda key: (key.revoked_unix_ms is not None, -key.created_unix_ms))
+    ours = sorted(teams, key=lambda team: (team.team_id != DEFAULT_TEAM_ID, -team.created_unix_ms))
+    left_out = max(0, len(newest) - MAX_SHOWN) + max(0, len(ours) - MAX_SHOWN)
+    return Accounts(newest[:MAX_SHOWN], ours[:MAX_SHOWN], left_out, now_unix_ms)
+
+
+async def account_lines(connection: AsyncConnection, view: View, accounts: Accounts) -> dict[str, Any]:
+    """The values of keys.html and account.html."""
+    window = Window(accounts.at_unix_ms - USED_DAYS * DAY_MS, accounts.at_unix_ms, view.zone)
+    dimensions: tuple[Dimension, ...] = ("key", "team")
+    usage = accounts.usage
     return {
         "page": "Keys",
-        "lines": [
-            KeyLine(key, _state(key, now_unix_ms), used.get(key.key_id, Traffic((key.key_id,))))
-            for key in found[:MAX_SHOWN]
-        ],
-        "left_out": max(0, len(found) - MAX_SHOWN),
+        "accounts": accounts,
+        "usage": await _charged(connection, view, accounts) if usage is None else usage,
+        "traffic": {
+            sums.group[0]: sums
+            for dimension in dimensions
+            for sums in await totals(connection, window, by=(dimension,))
+        },
+        "NO_TRAFFIC": Traffic(("",)),
         "used_days": USED_DAYS,
     }
 
 
-def _state(key: ApiKey, now_unix_ms: int) -> str:
-    if key.revoked_unix_ms is not None:
-        return "revoked"
-    return "expired" if key.expires_unix_ms is not None and key.expires_unix_ms <= now_unix_ms else "active"
-
-
-async def key_from_form(
-    database: AsyncEngine, settings: GatewaySettings, fields: Mapping[str, str], actor: str
-) -> tuple[ApiKey, str]:
-    """Make the key that a form asks for; returns its plaintext with it. Raises what the admin API's functions raise."""
-    body = parse_body(NewKey, json.dumps(_body_of(fields)).encode())
-    now_unix_ms = unix_now_ms()
-    changes = checked_grant(body.changes(), canonical_names(settings.models), now_unix_ms)
-    grant = keys.Grant(body.team, body.scopes, changes.get("models"), body.expires_unix_ms, policy_of(changes))
-    return await keys.create_key(database, body.name, settings.key_pepper, grant, actor)
-
-
-def _body_of(fields: Mapping[str, str]) -> dict[str, Any]:
-    """A form's fields as the admin API's body; empty ones are left out."""
-    body: dict[str, Any] = {name: fields[name].strip() for name in ("name", "team") if name in fields}
-    for name in NUMBERS:
-        if fields.get(name, "").strip():
-            text = fields[name].strip()
-            body[name] = int(text) if text.isascii() and text.isdigit() else text
-    if fields.get("budget_usd", "").strip():
-        body |= {"budget_usd": fields["budget_usd"].strip(), "budget_period": fields.get("budget_period") or "month"}
-    if fields.get("models", "").strip():
-        body["models"] = fields["models"].split()
-    if fields.get("expires_days", "").strip().isdigit():
-        body["expires_unix_ms"] = unix_now_ms() + int(fields["expires_days"][:6]) * DAY_MS
-    body |= {name: True for name in CONSENTS if fields.get(name)}
-    return body
+async def _charged(connection: AsyncConnection, view: View, accounts: Accounts) -> Usage:
+    """What the ledger knows of budgets, where gateways cannot be asked; of rates and concurrency it knows nothing."""
+    terms, now_s = accounts.terms, accounts.at_unix_ms / 1000
+    charged: dict[tuple[str, str], int] = {}  # by period and id
+    for period in {one.budget_period for one in terms.values() if one.limits[Kind.MONEY] is not None}:
+        window = Window(int(period_start_s(period, now_s) * 1000), accounts.at_unix_ms, view.zone)
+        for dimension in ("key", "team"):
+            for sums in await totals(connection, window, by=(dimension,)):
+                charged[period, sums.group[0]] = sums.charge_nano_usd or 0
+    return {
+        account_id: uses(one, (None, None, None, charged.get((one.budget_period, account_id), 0)), now_s)
+        for account_id, one in terms.items()
+    }

@@ -20,6 +20,7 @@ PAGES = (
     "/dashboard/pools",
     "/dashboard/requests?range=30d",
     "/dashboard/keys",
+    "/dashboard/teams/team_default",
     "/dashboard/playground",
     "/dashboard/exports",
 )
@@ -184,3 +185,44 @@ def test_a_key_made_here_opens_the_api(visit: Visit, system: System) -> None:
     page.once("dialog", lambda dialog: dialog.accept())
     page.click("[aria-label='Revoke made in a browser']")
     expect(page.locator("tr", has_text="made in a browser").locator(".mark")).to_have_text("revoked")
+
+
+def test_a_team_and_its_key_are_limited_with_the_keyboard_and_the_page_shows_what_is_left(
+    shaped_visit: Visit, system: System, shape: tuple[int, str]
+) -> None:
+    page, name = shaped_visit.page, f"limited at {shape[0]}"
+    shaped_visit.go("/dashboard/keys")
+    page.locator("summary", has_text="New team").press("Enter")
+    team = page.locator("form[action='/dashboard/teams']")
+    team.get_by_label("Name").fill(name)
+    team.get_by_label("Budget in USD").fill("12.50")
+    team.get_by_label("Name").press("Enter")
+    expect(page.get_by_role("status")).to_have_text(re.compile(f"^{name} has been changed"))
+    expect(page.locator("tr", has_text=name)).to_contain_text("$0.00 of $12.50 a month")
+    page.locator("summary", has_text="New key").press("Enter")
+    key = page.locator("form[action='/dashboard/keys']")
+    key.get_by_label("Name").fill(name)
+    key.locator("select[name=team]").select_option(label=name)
+    key.get_by_label("Requests a minute").fill("0")
+    key.get_by_label("Name").press("Enter")
+    wrong = page.get_by_label("Requests a minute").first
+    expect(wrong).to_be_focused()
+    expect(wrong).to_have_accessible_description("requests_per_minute: must be positive")
+    assert faults(shaped_visit) == []
+    wrong.fill("4")
+    wrong.press("Enter")
+    headers = {"Authorization": f"Bearer {page.locator('#token').inner_text()}"}
+    with system.http() as http:
+        body = {"model": "scripted", "messages": [{"role": "user", "content": "[[tokens=2]] Hi"}], "max_tokens": 8}
+        assert http.post("/v1/chat/completions", headers=headers, json=body).status_code == 200
+    page.get_by_label(f"Change {name}", exact=True).click()
+    use = page.locator("section", has_text="Limits of its own")
+    while not use.get_by_text("1 of 4 requests a minute").count():  # the gateway reports within a second
+        page.reload()
+    expect(use).to_contain_text("3 left")
+    assert faults(shaped_visit) == []
+    page.get_by_label("Tokens a minute").fill("5000")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("tr", has_text=name).filter(has_text="of 5,000 tokens a minute")).to_be_visible()
+    width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert width[0] <= width[1]

@@ -15,16 +15,23 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.auth.admins import set_password
+from gateway.auth.audit import AuditFilter, list_changes
+from gateway.auth.keys import find_key, list_keys
+from gateway.auth.principal import Policy
 from gateway.dashboard.reader import Reader
 from gateway.dashboard.render import PAGES
 from gateway.db.engine import create_engine
+from gateway.ledger.prices import CALLERS, Price, add_price
 from gateway.ledger.store import store_records
+from gateway.money import NANO_USD
 from gateway.payloads.sealing import Sealer
 from gateway.payloads.store import store_payloads
+from protocol.clock import unix_now_ms
 from protocol.messages import PROTOCOL_VERSION
 from protocol.payloads import PayloadRecord
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
+from tests.nats_server import NatsServer
 from tests.usage_records import request_record
 
 PASSWORD = "correct horse battery"
@@ -58,7 +65,8 @@ async def test_no_page_is_open_without_a_login(gateway: GatewayUnderTest) -> Non
             answer = await stranger.get(f"/dashboard{path}", headers={"accept": "text/html"})
             assert (answer.status_code, path) == (303, path)
             assert answer.headers["location"].startswith("/login?next=%2Fdashboard")
-        for path in ("/keys", "/keys/key_x/rotate", "/keys/key_x/revoke", "/exports", "/zone"):
+        key_paths = ("/keys", "/keys/key_x", "/keys/key_x/rotate", "/keys/key_x/revoke")
+        for path in (*key_paths, "/teams", "/teams/team_default", "/exports", "/zone"):
             answer = await stranger.post(f"/dashboard{path}", data={"name": "n"})
             assert (answer.status_code, path) == (401, path)
         part = await stranger.get("/dashboard/pools/now", headers={"hx-request": "true"})
@@ -115,15 +123,17 @@ async def test_a_key_is_shown_once_rotated_and_revoked(gateway: GatewayUnderTest
         "team": "team_default",
         "requests_per_minute": "60",
         "budget_usd": "12.5",
+        "budget_period": "month",
         "models": MODEL,
+        "scope_inference": "on",
     }
     made = await browser.post("/dashboard/keys", data=form)
     token = re.findall(r'id="token">([^<]+)<', made.text)[0]
     assert "web &lt;b&gt;" in made.text
     listed = (await browser.get("/dashboard/keys")).text
     assert token not in listed
-    assert "$12.50 a month" in listed
-    assert "60 requests/min" in listed
+    assert "$0.00 of $12.50 a month" in listed
+    assert "0 of 60 requests a minute" in listed
     await until_async(lambda: can_list_models(gateway, token))
     key_id = re.findall(r"/dashboard/keys/(key_\w+)/rotate", listed)[0]
     rotated = await browser.post(f"/dashboard/keys/{key_id}/rotate")
@@ -142,9 +152,89 @@ async def test_a_key_is_shown_once_rotated_and_revoked(gateway: GatewayUnderTest
     ):
         refused = await browser.post("/dashboard/keys", data={**form, **change})
         assert refused.status_code == 200
-        assert re.search(rf'role="alert">[^<]*{named}', refused.text), change
-    foreign = await browser.post("/dashboard/keys", data=form, headers={"sec-fetch-site": "cross-site"})
-    assert foreign.status_code == 403
+        assert re.search(rf'class="fault" id="key-{named}">[^<]+<', refused.text), change
+    for path in ("/keys", f"/keys/{key_id}", f"/keys/{key_id}/rotate", "/teams", "/teams/team_default"):
+        foreign = await browser.post(f"/dashboard{path}", data=form, headers={"sec-fetch-site": "cross-site"})
+        assert foreign.status_code == 403, path
+
+
+async def test_a_key_and_its_team_are_changed_field_by_field(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
+    made = await browser.post("/dashboard/teams", data={"name": "search", "requests_per_minute": "60"})
+    team_id = made.headers["location"].partition("changed=")[2]
+    end = {"expires": "2199-01-31T12:30", "scope_inference": "on"}
+    form = {"name": "app", "team": team_id, "budget_usd": "5", "budget_period": "week", **end}
+    await browser.post("/dashboard/keys", data=form)
+    (key,) = [key for key in await list_keys(engine) if key.name == "app"]
+    shown = (await browser.get(f"/dashboard/keys/{key.key_id}")).text
+    assert 'name="expires" type="datetime-local" value="2199-01-31T12:30"' in shown
+    change = {**form, "budget_usd": "", "max_concurrent": "3", "scope_metrics": "on", "log_payload": "yes"}
+    assert (await browser.post(f"/dashboard/keys/{key.key_id}", data=change)).status_code == 303
+    after = await find_key(engine, key.key_id)
+    assert (after.scopes, after.expires_unix_ms) == (("inference", "metrics"), key.expires_unix_ms)
+    assert after.policy == Policy(max_concurrent=3, log_payload=True)
+    await browser.post(f"/dashboard/teams/{team_id}", data={"name": "search", "tokens_per_minute": "900"})
+    (entry,) = await list_changes(engine, AuditFilter(subject_id=team_id), 1)
+    assert (entry.actor, entry.action) == ("user:admin", "team.update")
+    assert entry.before == {"requests_per_minute": 60, "tokens_per_minute": None}
+    assert entry.after == {"requests_per_minute": None, "tokens_per_minute": 900}
+    shown = (await browser.get(f"/dashboard/teams/{team_id}")).text
+    assert "0 of 900 tokens a minute" in shown
+    assert "tokens_per_minute: 900" in shown
+
+
+async def test_a_refused_change_names_its_field_and_keeps_what_was_typed(
+    browser: httpx.AsyncClient, engine: AsyncEngine
+) -> None:
+    await browser.post("/dashboard/keys", data={"name": "app", "team": "team_default", "scope_inference": "on"})
+    (key,) = [key for key in await list_keys(engine) if key.name == "app"]
+    whole = {"name": "app", "team": "team_default", "scope_inference": "on"}
+    for change, field in (
+        ({"max_concurrent": "0"}, "max_concurrent"),
+        ({"weight": "much"}, "weight"),
+        ({"budget_usd": "-1"}, "budget_usd"),
+        ({"team": "team_none"}, "team"),
+        ({"expires": "2001-01-01T00:00"}, "expires"),
+        ({"train_ok": "yes", "log_payload": "no"}, "train_ok"),
+    ):
+        refused = (await browser.post(f"/dashboard/keys/{key.key_id}", data={**whole, **change})).text
+        assert f'aria-invalid="true" aria-describedby="account-{field}"' in refused, field
+        assert f'class="fault" id="account-{field}"' in refused
+        assert all(f'value="{value}"' in refused for value in change.values() if field != "team"), field
+    no_scope = await browser.post(f"/dashboard/keys/{key.key_id}", data={"name": "app", "team": "team_default"})
+    assert 'class="fault" id="account-scopes"' in no_scope.text
+    assert await find_key(engine, key.key_id) == key
+    for path in ("/keys/key_none", "/teams/team_none"):
+        assert (await browser.get(f"/dashboard{path}")).status_code == 404
+        assert (await browser.post(f"/dashboard{path}", data=whole)).status_code == 404
+
+
+async def test_limits_show_what_is_used_now_and_without_the_queue_server_what_was_charged(
+    gateway: GatewayUnderTest, browser: httpx.AsyncClient, engine: AsyncEngine, nats_server: NatsServer
+) -> None:
+    limits = {"requests_per_minute": "4", "budget_usd": "1", "budget_period": "total"}
+    form = {"name": "limited", "team": "team_default", "scope_inference": "on", **limits}
+    token = re.findall(r'id="token">([^<]+)<', (await browser.post("/dashboard/keys", data=form)).text)[0]
+    key = await find_key(engine, "limited")
+    await until_async(lambda: can_list_models(gateway, token))
+    await gateway.add_worker()
+    asked = [{"role": "user", "content": "Hi"}]
+    await gateway.client(api_key=token).chat.completions.create(model=MODEL, messages=asked, max_tokens=16)
+
+    async def is_shown() -> bool:
+        page = (await browser.get(f"/dashboard/keys/{key.key_id}")).text
+        return "1 of 4 requests a minute" in page and "3 left" in page and 'aria-label="25.0 % used"' in page
+
+    await until_async(is_shown)
+    async with engine.begin() as connection:
+        tokens = Price(prompt_nano_usd=0, completion_nano_usd=50_000 * NANO_USD)
+        await add_price(connection, "demo", CALLERS, tokens, from_unix_ms=0, source="test")
+    record = request_record("r1", key_id=key.key_id, received_unix_ms=unix_now_ms(), completion_tokens=5)
+    await store_records(engine, [record])
+    nats_server.stop()
+    page = (await browser.get(f"/dashboard/keys/{key.key_id}")).text
+    assert "$0.25 of $1.00 in total" in page
+    assert "The queue server cannot be asked" in page
+    assert "4 requests a minute <span" in page
 
 
 async def can_list_models(gateway: GatewayUnderTest, token: str) -> bool:
