@@ -200,7 +200,7 @@ def pages() -> dict[str, Ask]:
         "overview: by model over time": lambda c, w: traffic.series(c, w, step_of(w), by=("model",), top=8),
         "overview: filters": traffic.choices,
         "tokens: by team and model": lambda c, w: traffic.totals(c, w, by=("team", "model"), order="tokens", top=20),
-        "tokens: lengths by model": lambda c, w: distributions.length_histograms(c, w, "prompt_tokens", by=("model",)),
+        "tokens: lengths by model": lambda c, w: distributions.distributions(c, w, ["prompt_tokens"], by=("model",)),
         "tokens: hours of the week": traffic.heat_map,
         "latency: TTFT by pool": lambda c, w: distributions.percentiles(c, w, "ttft_ms", by=("pool",)),
         "latency: TTFT over time": lambda c, w: distributions.percentile_series(c, w, step_of(w), "ttft_ms"),

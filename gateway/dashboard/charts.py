@@ -111,10 +111,10 @@ class Bars:
         return len(self.bars) * BAR_HEIGHT_PX + 4
 
 
-def distribution(histogram: LengthHistogram | None, what: str) -> Bars:
+def distribution(histogram: LengthHistogram, what: str) -> Bars:
     """The bars of a histogram, without its empty ends."""
-    used = [index for index, count in enumerate(histogram.counts) if count] if histogram else []
-    if histogram is None or not used:
+    used = [index for index, count in enumerate(histogram.counts) if count]
+    if not used:
         return Bars((), "")
     total, greatest = sum(histogram.counts), max(histogram.counts)
     bars = []

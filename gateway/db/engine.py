@@ -22,6 +22,9 @@ SQLITE_BEGIN: Final = "sqlite_begin"
 IMMEDIATE: Final = "IMMEDIATE"
 WRITER_LOCK_ID: Final = 0x5350494C4C4C4544  # "SPILLLED": PostgreSQL's advisory lock of whoever writes the ledger
 
+# A writer looks up rows by their keys. While a table is young, PostgreSQL would rather read all of it for each batch.
+_BEGIN_WRITING: Final = text("SELECT pg_advisory_xact_lock(:id), set_config('enable_seqscan', 'off', true)")
+
 _DRIVERS: Final = {
     "sqlite": "sqlite+aiosqlite",
     "sqlite+aiosqlite": "sqlite+aiosqlite",
@@ -78,7 +81,7 @@ async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
         await connection.execution_options(**{SQLITE_BEGIN: IMMEDIATE})
         async with connection.begin():
             if connection.dialect.name == "postgresql":
-                await connection.execute(text("SELECT pg_advisory_xact_lock(:id)"), {"id": WRITER_LOCK_ID})
+                await connection.execute(_BEGIN_WRITING, {"id": WRITER_LOCK_ID})
             yield connection
 
 

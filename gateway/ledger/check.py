@@ -91,7 +91,7 @@ async def _recount(connection: AsyncConnection, begin_unix_ms: int) -> tuple[Tal
 def _counted(tally: Tally) -> Iterator[tuple[_Key, _Bucket]]:
     for (width_s, start), found in tally.buckets().items():
         for number, (sums, counts) in found.items():
-            yield (width_s, start, number), (*sums, *map(histogram.encode, counts))
+            yield (width_s, start, number), (*sums, *counts)
 
 
 async def _stored(connection: AsyncConnection, begin_unix_ms: int) -> dict[_Key, _Bucket]:
@@ -104,7 +104,7 @@ async def _stored(connection: AsyncConnection, begin_unix_ms: int) -> dict[_Key,
         parts.append({(row[0], row[1], row[2]): tuple(row[3:]) for row in await connection.execute(statement)})
     sums, counts = parts
     keys = sums.keys() | counts.keys()
-    return {key: (*sums.get(key, ()), *counts.get(key, ())) for key in keys}
+    return {key: (*sums.get(key, ()), *map(histogram.decode, counts.get(key, ()))) for key in keys}
 
 
 def _differences(counted: Iterator[tuple[_Key, _Bucket]], stored: dict[_Key, _Bucket]) -> int:

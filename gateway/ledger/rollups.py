@@ -7,11 +7,12 @@ writes them (gateway.ledger.store).
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
-from sqlalchemy import and_, delete, select
+from sqlalchemy import and_, delete, func, literal, select
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.db.models import Base, HistogramRow, RollupRow, SliceRow
@@ -36,6 +37,7 @@ LOOKED_UP_AT_ONCE: Final = 500
 Slice = tuple[str, ...]  # one value for each of DIMENSIONS
 Row = Mapping[str, Any]  # column → value, of RequestRow
 _Bucket = tuple[int, int]  # width_s, bucket_unix_ms
+_Insert = TypeVar("_Insert", postgresql.Insert, sqlite.Insert)
 
 
 def slice_id(values: Slice) -> int:
@@ -122,7 +124,7 @@ async def apply(connection: AsyncConnection, tally: Tally) -> None:
     if not slices:
         return
     rows = [{"id": number, **dict(zip(DIMENSIONS, values, strict=True))} for number, values in slices.items()]
-    await connection.execute(_insert(connection, SliceRow).on_conflict_do_nothing(), rows)
+    await _upsert(connection, SliceRow, rows)
     await _add_sums(connection, buckets)
     await _merge_histograms(connection, buckets)
     if tally.takes_away:
@@ -130,37 +132,52 @@ async def apply(connection: AsyncConnection, tally: Tally) -> None:
 
 
 async def _add_sums(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:
-    insert = _insert(connection, RollupRow)
-    columns = RollupRow.__table__.columns
-    statement = insert.on_conflict_do_update(
-        index_elements=["width_s", "bucket_unix_ms", "slice_id"],
-        set_={name: columns[name] + insert.excluded[name] for name in SUMS},
-    )
     rows = [
         {"width_s": width_s, "bucket_unix_ms": start, "slice_id": number, **dict(zip(SUMS, sums, strict=True))}
         for (width_s, start), found in sorted(buckets.items())
         for number, (sums, _) in found.items()
     ]
-    await connection.execute(statement, rows)
+    columns = RollupRow.__table__.columns
+    await _upsert(connection, RollupRow, rows, lambda new: {name: columns[name] + new[name] for name in SUMS})
 
 
 async def _merge_histograms(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:
-    insert = _insert(connection, HistogramRow)
-    statement = insert.on_conflict_do_update(
-        index_elements=["width_s", "bucket_unix_ms", "slice_id"],
-        set_={name: insert.excluded[name] for name in MEASURES},
-    )
     rows: list[dict[str, Any]] = []
     for (width_s, start), found in buckets.items():
         stored = await _stored_histograms(connection, width_s, start, list(found))
         for number, (_, counts) in found.items():
             row: dict[str, Any] = {"width_s": width_s, "bucket_unix_ms": start, "slice_id": number}
             for name, more, before in zip(MEASURES, counts, stored.get(number, (None,) * 6), strict=True):
-                merged = histogram.decode(before)
-                histogram.add(merged, more)
-                row[name] = histogram.encode(merged)
+                row[name] = histogram.extended(before, more)
             rows.append(row)
-    await connection.execute(statement, rows)
+    await _upsert(connection, HistogramRow, rows, lambda new: {name: new[name] for name in MEASURES})
+
+
+async def _upsert(
+    connection: AsyncConnection,
+    table: type[Base],
+    rows: Sequence[dict[str, Any]],
+    update: Callable[[Any], dict[str, Any]] | None = None,
+) -> None:
+    """Insert rows, or where their key is there make of it what ``update`` says of the new row; None: leave it.
+
+    PostgreSQL gets a whole batch as one array for each column: a statement a row would cost it more than the rows.
+    """
+    columns = table.__table__.columns
+    if connection.dialect.name == "postgresql":
+        arrays = [literal([row[column.name] for row in rows], ARRAY(column.type, dimensions=1)) for column in columns]
+        given = func.unnest(*arrays).table_valued(*columns.keys()).render_derived()
+        into = postgresql.insert(table).from_select(columns.keys(), select(*given.c))
+        await connection.execute(_or_update(into, table, update))
+    else:
+        await connection.execute(_or_update(sqlite.insert(table), table, update), rows)
+
+
+def _or_update(into: _Insert, table: type[Base], update: Callable[[Any], dict[str, Any]] | None) -> _Insert:
+    if update is None:
+        return into.on_conflict_do_nothing()
+    key = [column.name for column in table.__table__.primary_key]
+    return into.on_conflict_do_update(index_elements=key, set_=update(into.excluded))
 
 
 async def _stored_histograms(
@@ -191,7 +208,3 @@ async def _drop_empty(connection: AsyncConnection, buckets: Mapping[_Bucket, Map
 def _chunks(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
     for start in range(0, len(numbers), LOOKED_UP_AT_ONCE):
         yield numbers[start : start + LOOKED_UP_AT_ONCE]
-
-
-def _insert(connection: AsyncConnection, table: type[Base]) -> postgresql.Insert | sqlite.Insert:
-    return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)

@@ -9,7 +9,7 @@ from gateway.dashboard.latency import MIN_VALUES, TITLES, shown
 from gateway.dashboard.names import load_names
 from gateway.dashboard.pages.overview import USUAL_GROUPING
 from gateway.dashboard.view import View
-from gateway.ledger.queries.distributions import percentiles
+from gateway.ledger.queries.distributions import distributions, together
 from gateway.ledger.queries.traffic import choices
 
 MAX_GROUPS: Final = 50
@@ -18,12 +18,13 @@ MAX_GROUPS: Final = 50
 async def latency(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """The values of latency.html."""
     view = replace(view, by=view.by or USUAL_GROUPING)
+    found = await distributions(connection, view.window, list(TITLES), where=view.filters, by=view.by)
     whole, by_group = [], []
     for measure, title in TITLES.items():
-        (found,) = await percentiles(connection, view.window, measure, where=view.filters)
-        whole.append((title, found.n, shown(found)))
-        grouped = await percentiles(connection, view.window, measure, where=view.filters, by=view.by)
-        by_group.append((title, [(one.group, one.n, shown(one)) for one in grouped[:MAX_GROUPS]]))
+        all_of_them = together(found[measure]).percentiles()
+        whole.append((title, all_of_them.n, shown(all_of_them)))
+        groups = [one.percentiles() for one in found[measure][:MAX_GROUPS]]
+        by_group.append((title, [(one.group, one.n, shown(one)) for one in groups]))
     return {
         "page": "Latency",
         "view": view,

@@ -13,7 +13,7 @@ from gateway.dashboard.pages.overview import MAX_GROUPS, USUAL_GROUPING
 from gateway.dashboard.view import View
 from gateway.ledger.histogram import Measure
 from gateway.ledger.queries import traffic
-from gateway.ledger.queries.distributions import length_histograms, percentiles
+from gateway.ledger.queries.distributions import distributions
 from gateway.ledger.queries.traffic import Figure
 from gateway.ledger.queries.window import Dimension
 
@@ -35,11 +35,11 @@ async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str
     window, where = view.window, view.filters
     (now,) = await traffic.totals(connection, window, where=where)
     (before,) = await traffic.totals(connection, view.before, where=where)
+    found = await distributions(connection, window, list(LENGTHS), where=where)
     lengths = []
     for measure, name in LENGTHS.items():
-        (found,) = await percentiles(connection, window, measure, where=where)
-        histograms = await length_histograms(connection, window, measure, where=where)
-        lengths.append((name, distribution(histograms[0] if histograms else None, name), found.n, shown(found)))
+        [one] = found[measure]
+        lengths.append((name, distribution(one.lengths(), name), one.n, shown(one.percentiles())))
     return {
         "page": "Tokens",
         "view": view,

@@ -46,13 +46,12 @@ async def read(
     *,
     where: Filters,
     by: Sequence[Dimension],
-    summed: bool,
-    sliced: bool = True,
+    sliced: bool = False,
 ) -> AsyncIterator[tuple[int, Group, Sequence[Any]]]:
     """Step number, group and values of all rows in the steps, which follow on one another without gaps.
 
-    ``summed``: the values are aggregates, and SQL puts rows of one bucket and group together. Without ``sliced`` they
-    ask nothing of ``slices``, which is then left aside unless filters or groups need it.
+    The values are aggregates: SQL puts rows of one bucket and group together. Without ``sliced`` they ask nothing of
+    ``slices``, which is then left aside unless filters or groups need it.
     """
     starts = [step.since_unix_ms for step in steps]
     groups, conditions = [column_of(dimension) for dimension in by], filtered(where)
@@ -64,7 +63,7 @@ async def read(
             statement: Select[Any] = select(*head, *values).select_from(table).where(table.width_s == width_s, within)
             if sliced or groups or conditions:
                 statement = statement.join(SliceRow, SliceRow.id == table.slice_id).where(*conditions)
-            if summed and head:
+            if head:
                 statement = statement.group_by(*head)
             for row in await connection.execute(statement):
                 number = bisect_right(starts, row[0]) - 1 if len(steps) > 1 else 0

@@ -101,7 +101,7 @@ async def heat_map(
     asked = {"failed": is_failed, "tokens": RollupRow.prompt_tokens + RollupRow.completion_tokens}
     value = func.sum(asked[figure] if figure in asked else getattr(RollupRow, figure))
     async for number, _, (found,) in read(
-        connection, RollupRow, [value], steps, where=where, by=(), summed=True, sliced=figure == "failed"
+        connection, RollupRow, [value], steps, where=where, by=(), sliced=figure == "failed"
     ):
         local = datetime.fromtimestamp(steps[number].since_unix_ms / 1000, window.zone)
         cells[local.weekday()][local.hour] += int(found or 0)
@@ -111,9 +111,7 @@ async def heat_map(
 async def choices(connection: AsyncConnection, window: Window) -> dict[Dimension, list[str]]:
     """Which values each dimension has in the window, in alphabetical order: what filters can offer."""
     found: dict[Dimension, set[str]] = {dimension: set() for dimension in DIMENSIONS}
-    async for _, group, _ in read(
-        connection, RollupRow, [func.count()], [window], where=NO_FILTERS, by=DIMENSIONS, summed=True
-    ):
+    async for _, group, _ in read(connection, RollupRow, [func.count()], [window], where=NO_FILTERS, by=DIMENSIONS):
         for dimension, value in zip(DIMENSIONS, group, strict=True):
             found[dimension].add(value)
     return {dimension: sorted(values - {""}) for dimension, values in found.items()}
@@ -124,7 +122,7 @@ async def _read(
 ) -> dict[Group, dict[int, Traffic]]:
     """Group → step number → sums; only what there is."""
     found: dict[Group, dict[int, Traffic]] = defaultdict(dict)
-    async for number, group, values in read(connection, RollupRow, _sums(), steps, where=where, by=by, summed=True):
+    async for number, group, values in read(connection, RollupRow, _sums(), steps, where=where, by=by, sliced=True):
         if values[0]:
             more = Traffic(group, *map(int, values))  # PostgreSQL sums bigints into decimals
             before = found[group].get(number)

@@ -15,7 +15,7 @@ from gateway.db.engine import create_engine
 from gateway.db.models import InstanceRow
 from gateway.ledger.prices import Price, add_price
 from gateway.ledger.queries.cost import model_costs, pool_costs
-from gateway.ledger.queries.distributions import length_histograms, percentile_series, percentiles
+from gateway.ledger.queries.distributions import distributions, percentile_series, percentiles, together
 from gateway.ledger.queries.traffic import OTHER, choices, heat_map, series, totals
 from gateway.ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, TooManySteps, Window
 from gateway.ledger.store import store_records
@@ -138,8 +138,20 @@ async def test_percentiles_over_time_and_of_nothing(connection: AsyncConnection)
     assert line.points[-1].values == (None, None, None)
 
 
+async def test_several_measures_at_once_are_what_each_is_alone_and_groups_make_up_the_whole(
+    connection: AsyncConnection,
+) -> None:
+    found = await distributions(connection, ALL, ["total_ms", "prompt_tokens"], by=("team", "pool"))
+    for measure, groups in found.items():
+        alone = await percentiles(connection, ALL, measure, by=("team", "pool"))
+        assert [one.percentiles() for one in groups] == alone
+        assert [together(groups).percentiles()] == await percentiles(connection, ALL, measure)
+        assert len(groups) == 6
+
+
 async def test_lengths_by_powers_of_two(connection: AsyncConnection) -> None:
-    [histogram] = await length_histograms(connection, ALL, "completion_tokens")
+    [found] = (await distributions(connection, ALL, ["completion_tokens"]))["completion_tokens"]
+    histogram = found.lengths()
     assert len(histogram.edges) == len(histogram.counts) + 1
     assert sum(histogram.counts) == len(RECORDS)
     expected = Counter(next(e for e in histogram.edges[1:] if r.completion_tokens <= e) for r in RECORDS)
