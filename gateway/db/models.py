@@ -132,6 +132,7 @@ class SessionRow(Base):
 class RequestRow(Base):
     """One admitted request: a RequestRecord of the gateway, written once by the ledger writer.
 
+    On PostgreSQL it is partitioned by day and received_unix_ms is part of its key (gateway.ledger.partitions).
     For a gateway that died without leaving one, the ledger writer makes it of the request's last attempt
     (``error_code`` "gateway_lost", ``http_status`` 0). A record that comes all the same takes its place.
     """
@@ -183,6 +184,7 @@ class AttemptRow(Base):
     Workers leave them; for one that was lost its gateway does, as far as it has seen (the first to come stays). Two
     workers may have tried the same attempt, of which the gateway heard one: the queue may deliver a message twice.
     No foreign key to ``requests``: the two records travel on their own, and an attempt usually arrives first.
+    Partitioned like ``requests``, by when its request was received.
     """
 
     __tablename__ = "attempts"
@@ -209,7 +211,7 @@ class AttemptRow(Base):
     usd_per_hour: Mapped[float]  # the worker's price at that time
     # The request's own, for the row of one whose gateway died (gateway.ledger.abandoned); NULL before version 0002.
     resumed_tokens: Mapped[int | None]  # output tokens that this try began with
-    received_unix_ms: Mapped[int | None]
+    received_unix_ms: Mapped[int]  # before version 0002: as started_unix_ms
     gateway_id: Mapped[str | None]
     endpoint: Mapped[str | None]
     key_id: Mapped[str | None]
@@ -276,7 +278,7 @@ class RollupRow(_Bucket, Base):
 class HistogramRow(_Bucket, Base):
     """How six measures are distributed over the requests of one slice, in bins that merge by adding them up.
 
-    Each is msgpack, a map from bin to count (gateway.ledger.histogram says which values a bin holds); NULL: no values.
+    Each is a row of 32-bit entries (gateway.ledger.histogram says of what); NULL: no values.
     """
 
     __tablename__ = "histograms"

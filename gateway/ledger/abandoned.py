@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, RowMapping, select
+from sqlalchemy import ColumnElement, RowMapping, and_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.db.engine import writing
@@ -94,7 +94,10 @@ def _ends_its_request(outcome: str, error_code: str | None) -> bool:
 
 
 def _has_row() -> ColumnElement[bool]:
-    return select(RequestRow.request_id).where(RequestRow.request_id == AttemptRow.request_id).exists()
+    same = and_(
+        RequestRow.request_id == AttemptRow.request_id, RequestRow.received_unix_ms == AttemptRow.received_unix_ms
+    )
+    return select(RequestRow.request_id).where(same).exists()
 
 
 async def _abandoned_rows(connection: AsyncConnection, request_ids: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,13 +1,17 @@
-"""What is kept for how long: requests and attempts of whole UTC days; rollups stay, so that figures do."""
+"""What is kept for how long: requests and attempts of whole UTC days; rollups stay, so that figures do.
+
+On PostgreSQL partitions are dropped; row by row goes only what is in none that is a day's own, and all of SQLite's.
+"""
 
 from typing import Final
 
-from sqlalchemy import CursorResult, and_, delete, func, select, tuple_
+from sqlalchemy import CursorResult, and_, delete, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.db.engine import writing
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import AttemptRow, RequestRow
+from gateway.ledger.partitions import drop_partitions
 from protocol.clock import unix_now_ms
 
 DAY_MS: Final = 86_400_000
@@ -37,6 +41,7 @@ class Retention:
         before_unix_ms = kept_since_unix_ms(self._days)
         try:
             async with writing(self._engine) as connection:
+                await drop_partitions(connection, before_unix_ms)
                 attempts = await _delete_attempts(connection, before_unix_ms)
                 requests = await _delete_requests(connection, before_unix_ms)
         except SQL_ERRORS as error:
@@ -51,11 +56,10 @@ async def _delete_requests(connection: AsyncConnection, before_unix_ms: int) -> 
 
 
 async def _delete_attempts(connection: AsyncConnection, before_unix_ms: int) -> int:
-    """Of requests that go too; those of before version 0002 do not say when theirs was received."""
+    """Of requests that go too."""
     key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
-    received = func.coalesce(AttemptRow.received_unix_ms, AttemptRow.started_unix_ms)
     # The index is on when they were started, which is at most hours after their request was received.
-    is_old = and_(AttemptRow.started_unix_ms < before_unix_ms + DAY_MS, received < before_unix_ms)
+    is_old = and_(AttemptRow.started_unix_ms < before_unix_ms + DAY_MS, AttemptRow.received_unix_ms < before_unix_ms)
     old = select(*key).where(is_old).limit(ROWS_AT_ONCE)
     result: CursorResult[object] = await connection.execute(delete(AttemptRow).where(tuple_(*key).in_(old)))
     return result.rowcount

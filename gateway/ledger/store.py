@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import asyncpg
 import msgspec
-from sqlalchemy import ColumnElement, Text, any_, delete, func, insert, literal, select
+from sqlalchemy import ColumnElement, Text, and_, any_, delete, func, insert, literal, select
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.exc import DataError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -68,7 +68,9 @@ async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str
     replaced = {request_id for request_id, is_lost in lost.items() if is_lost and replace_lost}
     tally = Tally()
     if replaced:
-        is_replaced = _is_one_of(connection, RequestRow.request_id, replaced)
+        is_replaced = and_(
+            _is_one_of(connection, RequestRow.request_id, replaced), _received_with(RequestRow, given.values())
+        )
         before = (await connection.execute(select(RequestRow).where(is_replaced))).mappings()
         tally.add([dict(row) for row in before], sign=-1)
         await connection.execute(delete(RequestRow).where(is_replaced))
@@ -79,10 +81,10 @@ async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str
     await apply(connection, tally)
 
 
-async def _known(connection: AsyncConnection, request_ids: Collection[str]) -> dict[str, bool]:
+async def _known(connection: AsyncConnection, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
     """Those that have a row: whether it was made for a gateway that died."""
     statement = select(RequestRow.request_id, RequestRow.error_code).where(
-        _is_one_of(connection, RequestRow.request_id, request_ids)
+        _is_one_of(connection, RequestRow.request_id, rows), _received_with(RequestRow, rows.values())
     )
     return {row.request_id: row.error_code == ErrorCode.GATEWAY_LOST for row in await connection.execute(statement)}
 
@@ -93,8 +95,10 @@ async def _write_attempts(connection: AsyncConnection, rows: Iterable[Row]) -> N
         given.setdefault((row["request_id"], row["attempt"], row["worker_id"]), row)
     request_ids = {request_id for request_id, _, _ in given}
     key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
-    found = await connection.execute(select(*key).where(_is_one_of(connection, AttemptRow.request_id, request_ids)))
-    for stored in found:
+    statement = select(*key).where(
+        _is_one_of(connection, AttemptRow.request_id, request_ids), _received_with(AttemptRow, given.values())
+    )
+    for stored in await connection.execute(statement):
         given.pop(tuple(stored), None)
     await insert_rows(connection, AttemptRow, list(given.values()))
 
@@ -121,6 +125,12 @@ def _is_one_of(
         return column == any_(literal(list(values), ARRAY(Text)))
     listed = func.json_each(msgspec.json.encode(list(values)).decode()).table_valued("value")
     return column.in_(select(listed.c.value))
+
+
+def _received_with(table: type[RequestRow | AttemptRow], rows: Collection[Mapping[str, Any]]) -> ColumnElement[bool]:
+    """Rows of the same time: whatever comes twice was received once, and other partitions need not be searched."""
+    times = [row["received_unix_ms"] for row in rows]
+    return table.received_unix_ms.between(min(times), max(times))
 
 
 def _row(record: UsageRecord) -> Row:

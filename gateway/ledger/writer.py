@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.db.errors import DatabaseUnavailable
 from gateway.ledger.abandoned import AbandonedRequests
 from gateway.ledger.machine_time import MachineTime
+from gateway.ledger.partitions import DAYS_AHEAD, make_partitions
 from gateway.ledger.retention import Retention
 from gateway.ledger.store import RecordRefused, store_records
 from gateway.settings import LedgerSettings
@@ -37,6 +38,7 @@ PURGE_PERIOD_S: Final = 60.0
 ABANDONED_PERIOD_S: Final = 5.0
 MACHINE_TIME_PERIOD_S: Final = 15.0
 RETENTION_PERIOD_S: Final = 600.0
+PARTITIONS_PERIOD_S: Final = 600.0
 MAX_BATCHES_OUTSTANDING: Final = 2  # one being written while the next arrives
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class LedgerWriter:
         self._retention = Retention(engine, settings.retention_days)
         self._deleted_s = 0.0  # when it last looked for old rows and found no more; monotonic clock
         self._timed_s = 0.0  # when machine time was last written; monotonic clock
+        self._partitioned_s = -PARTITIONS_PERIOD_S  # when it last looked for days without partitions; monotonic clock
         self._looked_back = False
         self._looked_s = 0.0  # for requests of gateways that died; monotonic clock
         self._written_until_unix_ms = (
@@ -84,6 +87,7 @@ class LedgerWriter:
             while not self._stopping.is_set():
                 await self._pull_into_room()
                 await self._wait_for_batch()
+                await self._make_partitions()
                 await self._write_batch()
                 await self._purge_what_is_written()
                 await self._record_abandoned()
@@ -180,6 +184,16 @@ class LedgerWriter:
             await self._machine_time.flush()
         except DatabaseUnavailable as error:
             log.warning("machine time could not be written, will try again: %s", error)
+
+    async def _make_partitions(self) -> None:
+        """Now and then, make the next days' partitions. A row that comes before its partition is not lost."""
+        if time.monotonic() - self._partitioned_s < PARTITIONS_PERIOD_S:
+            return
+        self._partitioned_s = time.monotonic()
+        try:
+            await make_partitions(self._engine, unix_now_ms(), 1 + DAYS_AHEAD)
+        except DatabaseUnavailable as error:
+            log.warning("the next days' partitions could not be made, will try again: %s", error)
 
     async def _delete_old(self) -> None:
         """Now and then, delete what is past its retention: a little between any two batches until there is no more."""

@@ -1,6 +1,8 @@
 import asyncio
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,11 @@ from gateway.db.engine import create_engine
 from gateway.db.errors import DatabaseUnavailable, SchemaMismatch
 from gateway.db.models import Base
 from gateway.db.schema import SCHEMA_VERSION, check_schema
+from gateway.ledger.partitions import is_partition
+from gateway.ledger.store import store_records
+from protocol.usage import RequestRecord
 from tests.postgres import PostgresServer
-from tests.usage_records import attempt_record
+from tests.usage_records import attempt_record, request_record
 
 UPGRADE = "import sys, migrations; migrations.upgrade(sys.argv[1])"
 
@@ -40,9 +45,14 @@ def test_this_build_needs_the_newest_revision() -> None:
     assert migrations.head() == SCHEMA_VERSION
 
 
+def is_modelled(name: str | None, kind: str, _parents: object) -> bool:
+    return kind != "table" or name is None or not is_partition(name)
+
+
 async def test_models_and_migrations_are_in_step(database_url: str) -> None:
     def differences(connection: Connection) -> list[object]:
-        context = MigrationContext.configure(connection, opts={"compare_server_default": True})
+        opts = {"compare_server_default": True, "include_name": is_modelled}
+        context = MigrationContext.configure(connection, opts=opts)
         return compare_metadata(context, Base.metadata)
 
     engine = create_engine(database_url)
@@ -138,7 +148,7 @@ COLUMNS_OF_0001 = [
 def test_rows_of_the_first_revision_survive_the_second_and_the_way_back(empty_database_url: str) -> None:
     asyncio.run(_migrate(empty_database_url, command.upgrade, "0001"))
     asyncio.run(_insert_attempt(empty_database_url, "w1"))
-    migrations.upgrade(empty_database_url)
+    asyncio.run(_migrate(empty_database_url, command.upgrade, "0002"))
     asyncio.run(_insert_attempt(empty_database_url, "w2"))
     assert asyncio.run(_attempt_workers(empty_database_url)) == ["w1", "w2"]
     with pytest.raises(IntegrityError):
@@ -192,3 +202,71 @@ async def _rows(database_url: str, statement: str) -> list[tuple[Any, ...]]:
         rows = (await connection.execute(text(statement))).all()
     await engine.dispose()
     return [tuple(row) for row in rows]
+
+
+DAY_MS = 86_400_000
+PACKED = struct.pack("<3I", 1010 << 16 | 0xFFFF, 1010 << 16 | 5, 1020 << 16 | 3)
+
+
+def test_rows_of_the_sixth_revision_survive_the_eighth_and_the_way_back(empty_database_url: str) -> None:
+    url = empty_database_url
+    now_unix_ms = time.time_ns() // 1_000_000
+    received = [5, now_unix_ms, now_unix_ms + 400 * DAY_MS]  # the last by a clock that is wrong
+    asyncio.run(_migrate(url, command.upgrade, "0006"))
+    asyncio.run(_insert_old_rows(url, received))
+    before = asyncio.run(_everything(url))
+    migrations.upgrade(url)
+    assert asyncio.run(_everything(url)) == before
+    assert asyncio.run(_rows(url, "SELECT ttft_ms FROM histograms")) == [(PACKED,)]
+    if url.startswith("postgresql"):
+        parts = "SELECT tableoid::regclass::text, count(*) FROM requests GROUP BY 1 ORDER BY 1"
+        assert asyncio.run(_rows(url, parts)) == [("requests_before", 2), ("requests_default", 1)]
+    # What is there is known, whatever partition it is in, and new rows find their place.
+    records = [request_record(f"r{at}", received_unix_ms=at) for at in (*received, now_unix_ms + 1)]
+    asyncio.run(_store(url, records))
+    assert asyncio.run(_rows(url, "SELECT count(*) FROM requests")) == [(4,)]
+    asyncio.run(_execute(url, f"DELETE FROM requests WHERE received_unix_ms = {now_unix_ms + 1}"))
+    asyncio.run(_execute(url, "DELETE FROM histograms WHERE slice_id <> 1"))
+    asyncio.run(_migrate(url, command.downgrade, "0006"))
+    assert asyncio.run(_everything(url)) == before
+    assert asyncio.run(_rows(url, "SELECT ttft_ms FROM histograms")) == [(msgspec.msgpack.encode(COUNTS),)]
+    with pytest.raises(IntegrityError):  # the old key is back
+        asyncio.run(_execute(url, f"UPDATE requests SET request_id = 'r{now_unix_ms}'"))
+
+
+COUNTS = {10: 0xFFFF + 5, 20: 3}
+
+
+async def _insert_old_rows(database_url: str, received: list[int]) -> None:
+    engine = create_engine(database_url)
+    async with engine.begin() as connection:
+        for at in received:
+            row = msgspec.structs.asdict(request_record(f"r{at}", received_unix_ms=at))
+            del row["v"]
+            await connection.execute(insert(table("requests", *(column(name) for name in row))), row)
+            tried = msgspec.structs.asdict(attempt_record(f"r{at}", started_unix_ms=at))
+            tried = {name: value for name, value in tried.items() if name in COLUMNS_OF_0001}
+            tried |= {"received_unix_ms": at or None}
+            await connection.execute(insert(table("attempts", *(column(name) for name in tried))), tried)
+        bucket = {"width_s": 900, "bucket_unix_ms": 0, "slice_id": 1, "ttft_ms": msgspec.msgpack.encode(COUNTS)}
+        await connection.execute(insert(table("histograms", *(column(name) for name in bucket))), bucket)
+    await engine.dispose()
+
+
+async def _everything(database_url: str) -> list[list[tuple[Any, ...]]]:
+    return [await _rows(database_url, f"SELECT * FROM {name} ORDER BY request_id") for name in ("requests", "attempts")]
+
+
+async def _store(database_url: str, records: list[RequestRecord]) -> None:
+    engine = create_engine(database_url)
+    await store_records(engine, records)
+    await engine.dispose()
+
+
+async def _execute(database_url: str, statement: str) -> None:
+    engine = create_engine(database_url)
+    try:
+        async with engine.begin() as connection:
+            await connection.execute(text(statement))
+    finally:
+        await engine.dispose()
