@@ -134,7 +134,7 @@ async def test_a_writer_takes_over_what_the_last_one_awaited(engine: AsyncEngine
     await stored(engine, given_up("r"))
     heir = AbandonedRequests(engine)
     await heir.look_back()
-    await heir.record_overdue(OVERDUE_UNIX_MS)
+    await heir.record_overdue(unix_now_ms() + ABANDONED_AFTER_MS)  # the heir's own clock, when it looked back
     assert set(await rows(engine)) == {"r"}
 
 
