@@ -14,6 +14,7 @@ from sqlalchemy import BigInteger, Boolean, Double
 from gateway.db.models import RequestRow
 from gateway.ledger.queries.log import Row
 
+FORMULA_STARTS: Final = ("=", "+", "-", "@", "\t", "\r")
 COLUMNS: Final = tuple(column.name for column in RequestRow.__table__.columns)
 
 
@@ -35,10 +36,15 @@ class _CsvWriter:
 
     def write(self, rows: Sequence[Row]) -> None:
         """NULL is an empty field."""
-        self._csv.writerows([row[name] for name in COLUMNS] for row in rows)
+        self._csv.writerows([_no_formula(row[name]) for name in COLUMNS] for row in rows)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _no_formula(value: object) -> object:
+    """A value that spreadsheets take for a text, where they would run it otherwise: a key's name may be anything."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
 
 
 class _JsonLinesWriter:

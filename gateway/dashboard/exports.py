@@ -4,14 +4,14 @@ They lie in this gateway's data folder; the links lead to the gateway that has w
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
-import shutil
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -19,7 +19,8 @@ from gateway.api.errors import DatabaseAway, Overloaded, UnknownUrl
 from gateway.dashboard.export_files import FORMATS, RowWriter
 from gateway.dashboard.reader import Reader
 from gateway.dashboard.view import View
-from gateway.ledger.queries.log import Cursor, request_page
+from gateway.db.errors import SQL_ERRORS, describe
+from gateway.ledger.queries.log import Cursor, Page, request_page
 from gateway.ledger.queries.traffic import totals
 from protocol.clock import unix_now_ms
 
@@ -27,11 +28,16 @@ MAX_ROWS: Final = 1_000_000  # of one export
 MAX_RUNNING: Final = 2
 MAX_KEPT: Final = 20  # past it the oldest goes
 KEPT_S: Final = 3600.0
+LEFT_OVER_S: Final = 2 * KEPT_S  # without a change, a file is nobody's
 PAGE_ROWS: Final = 1000
 MAX_TRIES: Final = 30  # of one page, while the ledger does not answer
 TRY_AGAIN_S: Final = 2.0
 
+_AWAY: Final[tuple[type[Exception], ...]] = (DatabaseAway, *SQL_ERRORS)
+
 log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(slots=True)
@@ -65,20 +71,17 @@ class Exports:
         self._reader = reader
         self._folder = folder
         self._exports: dict[str, Export] = {}
-        shutil.rmtree(folder, ignore_errors=True)  # of a process before this one: nobody knows their links
+        _remove_leftovers(folder)
 
     def start(self, view: View, format_name: str, about: str) -> Export:
-        """Begin an export. Raises Overloaded, and OSError where there is no room."""
+        """Begin an export. Raises Overloaded."""
         self._forget_old()
         if sum(export.state == "running" for export in self._exports.values()) >= MAX_RUNNING:
             raise Overloaded(f"{MAX_RUNNING} exports are running already: wait for one of them.")
         export_id = secrets.token_urlsafe(12)
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{export_id}.{format_name}"
-        export = Export(export_id, format_name, about, path, unix_now_ms())
-        writer = FORMATS[format_name].open_writer(path)
-        self._exports[export_id] = export
-        export.task = asyncio.create_task(self._run(export, view, writer), name=f"export {export_id}")
+        export = self._exports[export_id] = Export(export_id, format_name, about, path, unix_now_ms())
+        export.task = asyncio.create_task(self._run(export, view), name=f"export {export_id}")
         return export
 
     def all(self) -> list[Export]:
@@ -93,11 +96,11 @@ class Exports:
             raise UnknownUrl("There is no such export at this gateway; they are kept for an hour.")
         return self._exports[export_id]
 
-    async def _run(self, export: Export, view: View, writer: RowWriter) -> None:
+    async def _run(self, export: Export, view: View) -> None:
         try:
-            (found,) = await self._reader.read(lambda connection: totals(connection, view.window, where=view.filters))
+            (found,) = await self._read(lambda connection: totals(connection, view.window, where=view.filters))
             export.expected_rows = min(found.requests, MAX_ROWS)
-            await self._write_all(export, view, writer)
+            await self._write_all(export, view)
             export.size_bytes = export.path.stat().st_size
             export.state = "done"
         except Exception:
@@ -108,33 +111,35 @@ class Exports:
             export.ended_s = time.monotonic()
             export.expires_unix_ms = int((time.time() + KEPT_S) * 1000)
 
-    async def _write_all(self, export: Export, view: View, writer: RowWriter) -> None:
+    async def _write_all(self, export: Export, view: View) -> None:
+        writer = await asyncio.to_thread(_open, export)  # which may have a large library to load
         after: Cursor | None = None
 
-        async def write_page(connection: AsyncConnection) -> Cursor | None:
-            """In the reader's thread."""
+        async def next_page(connection: AsyncConnection) -> Page:
             limit = min(PAGE_ROWS, MAX_ROWS - export.rows)
-            page = await request_page(
+            return await request_page(
                 connection, view.since_unix_ms, view.until_unix_ms, where=view.filters, after=after, limit=limit
             )
-            writer.write(page.requests)
-            export.rows += len(page.requests)
-            return page.next
 
         try:
             while True:
-                after = await self._read_patiently(write_page)
+                page = await self._read(next_page)
+                await asyncio.to_thread(writer.write, page.requests)
+                export.rows += len(page.requests)
+                after = page.next
                 export.is_cut = after is not None and export.rows >= MAX_ROWS
                 if after is None or export.is_cut:
                     return
         finally:
             await asyncio.to_thread(writer.close)
 
-    async def _read_patiently(self, ask: Callable[[AsyncConnection], Awaitable[Cursor | None]]) -> Cursor | None:
+    async def _read(self, ask: Callable[[AsyncConnection], Awaitable[_Answer]]) -> _Answer:
+        """Ask until the ledger answers, ``MAX_TRIES`` times at most; so ``ask`` must change nothing."""
         for _ in range(MAX_TRIES - 1):
             try:
                 return await self._reader.read(ask)
-            except DatabaseAway:
+            except _AWAY as error:
+                log.info("an export waits for the ledger: %s", describe(error))
                 await asyncio.sleep(TRY_AGAIN_S)
         return await self._reader.read(ask)
 
@@ -146,3 +151,18 @@ class Exports:
             if index < surplus or now_s - (export.ended_s or 0) >= KEPT_S:
                 export.path.unlink(missing_ok=True)
                 del self._exports[export.export_id]
+
+
+def _open(export: Export) -> RowWriter:
+    """Open its file. Raises OSError."""
+    _remove_leftovers(export.path.parent)
+    export.path.parent.mkdir(parents=True, exist_ok=True)
+    return FORMATS[export.format_name].open_writer(export.path)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what processes have left that are gone: nobody knows the links. Other gateways' files are younger."""
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > LEFT_OVER_S:
+                path.unlink()
