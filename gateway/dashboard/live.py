@@ -134,10 +134,13 @@ class Live:
             self._numbers = self._aggregate(now_s)
         return self._numbers
 
-    async def stream(self) -> AsyncIterator[bytes]:
-        """Server-sent events with the numbers as text, for a while. Raises Overloaded."""
+    def stream(self) -> AsyncIterator[bytes]:
+        """Server-sent events with the numbers as text, for a while. Raises Overloaded, before there is an answer."""
         if self._streams >= MAX_STREAMS:
             raise Overloaded("Too many browsers watch this gateway.")
+        return self._events()
+
+    async def _events(self) -> AsyncIterator[bytes]:
         self._streams += 1
         try:
             until_s = time.monotonic() + STREAM_LIMIT_S

@@ -1,5 +1,6 @@
 """What was asked and answered, for the page of a request whose caller agreed that it is kept."""
 
+import asyncio
 import json
 from typing import Any, Final
 
@@ -20,7 +21,8 @@ async def kept_payload(pages: Pages, request_id: str) -> dict[str, Any]:
         return {"payload": None, "problem": None}
     except (PayloadKeyMissing, BrokenPayload) as error:
         return {"payload": None, "problem": str(error)}
-    return {"payload": payload, "problem": None, "asked": _text(payload.request), "answered": _text(payload.choices)}
+    asked, answered = await asyncio.to_thread(lambda: (_text(payload.request), _text(payload.choices)))
+    return {"payload": payload, "problem": None, "asked": asked, "answered": answered}
 
 
 def _text(value: object) -> str:

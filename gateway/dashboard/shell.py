@@ -1,5 +1,6 @@
 """What every page has in common: the login, the ledger's reader, and errors as pages."""
 
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ from gateway.dashboard.exports import Exports
 from gateway.dashboard.live import Live
 from gateway.dashboard.render import html, render
 from gateway.dashboard.view import View, make_view, view_of
+from gateway.db.errors import describe
+
+log = logging.getLogger(__name__)
 
 Ask = Callable[[AsyncConnection, View], Awaitable[dict[str, Any] | None]]
 
@@ -76,7 +80,8 @@ class PageRoute(APIRoute):
                 return _error_page(request, error)
             except PrincipalError as error:
                 return _error_page(request, principal_answer(error))
-            except (SQLAlchemyError, OSError):
+            except (SQLAlchemyError, OSError) as error:
+                log.error("a page cannot be shown: %s", describe(error))  # noqa: TRY400  # SQL is away
                 return _error_page(request, DatabaseAway())
 
         return handle_with_error_page

@@ -1,5 +1,6 @@
 """Payloads in SQL: written once, read by operators and exports, deleted when they expire or somebody asks."""
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
@@ -62,7 +63,7 @@ async def read_payload(engine: AsyncEngine, request_id: str, sealer: Sealer) -> 
         found = (await connection.execute(of_request)).mappings().first()
     if found is None:
         raise UnknownPayload(f"no payload of {request_id} is kept: there was no consent, or it is gone")
-    return open_row(dict(found), sealer)
+    return await asyncio.to_thread(open_row, dict(found), sealer)
 
 
 def open_row(row: dict[str, Any], sealer: Sealer) -> Payload:

@@ -321,6 +321,11 @@ async def test_live_numbers_come_as_events(gateway: GatewayUnderTest, browser: h
     assert "<code>w1</code>" in page
 
 
+async def test_too_many_who_watch_are_told_so(browser: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.dashboard.live.MAX_STREAMS", 0)
+    assert (await browser.get("/dashboard/live")).status_code == 503
+
+
 async def test_a_zone_is_chosen_and_kept(browser: httpx.AsyncClient) -> None:
     before = f"{browser.base_url}/dashboard/latency?range=7d"
     answer = await browser.post("/dashboard/zone", data={"zone": "Asia/Kolkata"}, headers={"referer": before})
