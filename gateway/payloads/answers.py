@@ -8,7 +8,8 @@ import msgspec
 from gateway.api.sse import Chunks
 from protocol.messages import Tokens
 
-_CALLS: Final = b'"tool_calls":['  # never inside a JSON string, where its quotes would be escaped
+# In what begins a call, and tells its id. Never inside a JSON string, where its quotes would be escaped.
+_CALLS: Final = b'"type":"function"'
 _EVENT_START: Final = b"data: "
 _EVENT_END: Final = b"\n\n"
 

@@ -12,12 +12,13 @@ from typing import Any, Final
 
 from gateway.payloads.iban import IBAN_CHARS
 
-# All quantifiers are bounded: no text makes a pattern slow.
+# No text makes a pattern slow: quantifiers are bounded, or nothing follows them that could fail.
 _API_KEY: Final = re.compile(r"(?<!\w)sk-sw-[A-Za-z0-9]{20,250}")
 _EMAIL: Final = re.compile(r"(?<![\w.%+-])[\w.%+-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,24}(?![\w-])")
 _IBAN_START: Final = re.compile(r"(?<![^\W_])[A-Za-z]{2}[0-9]{2}(?=[ -]?[A-Za-z0-9])")
-_DIGITS: Final = re.compile(r"(?<![\w.])[0-9](?:[ -]?[0-9]){12,63}(?![\w])")
+_DIGITS: Final = re.compile(r"(?<![\w.])[0-9](?:[ -]?[0-9]){12,}")
 _GROUP: Final = re.compile(r"[0-9]+")
+_WORD: Final = re.compile(r"\w")
 _IPV6: Final = re.compile(r"(?<![\w:.])[0-9A-Fa-f:.]{2,45}(?![\w:])")
 _IPV4: Final = re.compile(r"(?<![\w.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\w|\.[0-9])")
 _PHONE: Final = re.compile(
@@ -47,8 +48,8 @@ class Redactor:
         """Redact a request's body. Raises UnredactablePrompt."""
         if not isinstance(body.get("prompt", ""), str):
             raise UnredactablePrompt
-        # Plain numbers beside them are sampling parameters.
-        return {name: value if isinstance(value, int) else self.value(value) for name, value in body.items()}
+        # A seed is a number of so many digits that it may look like a card's.
+        return {self.text(name): value if name == "seed" else self.value(value) for name, value in body.items()}
 
     def value(self, value: Any) -> Any:  # noqa: ANN401  # any JSON
         """Redact all strings of a JSON value, keys included, and card numbers that are numbers."""
@@ -143,6 +144,8 @@ def _end_of_chars(text: str, start: int, count: int) -> int:
 def _cards(text: str) -> Iterator[Found]:
     for run in _DIGITS.finditer(text):
         groups = [(group.start() + run.start(), group.group()) for group in _GROUP.finditer(run.group())]
+        if _WORD.match(text, run.end()):
+            groups.pop()
         first = 0
         while first < len(groups):
             card = _card_at(groups, first)

@@ -79,6 +79,9 @@ def test_a_valid_iban_is_found_and_one_with_other_check_digits_is_not(
         ("2026-05-31 01-02-2024 12:00, 3.14159265358979, 1234567890", None),
         ("DE89 3704 0044 0532 0130 00", "[IBAN_1]"),
         ("order 12 4111 1111 1111 1111", "order 12 [CARD_1]"),
+        ("7 " + "4111 1111 1111 1111 " * 9, "7 " + "[CARD_1] " * 9),
+        ("4111 1111 1111 1111 9a", "[CARD_1] 9a"),
+        ("4111 1111 1111 1111a", None),
         ("sk-sw-" + "a1B2" * 11, "[API_KEY_1]"),
         ("the prefix sk-sw-abc", None),
         ("a line\r\nanother  \n\n", None),
@@ -96,6 +99,8 @@ def test_placeholders_are_the_same_over_request_and_answer() -> None:
         "seed": 4111111111111111,
         "user": "[EMAIL_2]",
     }
+    unknown = {"card": 4111111111111111, "x@y.de": True, "max_tokens": 5}
+    assert redactor.request(unknown) == {"card": "[CARD_1]", "[EMAIL_2]": True, "max_tokens": 5}
     assert redactor.value([{"text": "Hello a@b.de"}]) == [{"text": "Hello [EMAIL_1]"}]
 
 
