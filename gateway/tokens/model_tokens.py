@@ -97,7 +97,8 @@ class ModelTokens:
                 text = up_to_content(text, messages[-1].get("content") or "")
             return self._encoder.encode(text, add_special_tokens=False)  # the template has written them all
 
-        size = sum(len(m.get("content") or "") + len(str(m.get("tool_calls", ""))) for m in messages) + len(str(tools))
+        values = [value for message in messages for value in message.values()] + [tools, variables or ""]
+        size = sum(len(value if isinstance(value, str) else str(value)) for value in values)
         return await self._run(size, render_and_encode)
 
     def template_reads(self, variable: str) -> bool:

@@ -1,5 +1,8 @@
 import asyncio
+import json
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +28,29 @@ async def test_short_and_long_prompts_are_encoded_alike(size: int) -> None:
     assert await tokens().encode_chat([{"role": "user", "content": text}]) == (
         byte_tokenizer().encode(rendered, add_special_tokens=False).ids
     )
+
+
+@pytest.mark.parametrize(
+    "more", [{"reasoning_content": "x"}, {"name": "x"}, {"tool_calls": "x"}, {"variables": {"x": "x"}}]
+)
+async def test_all_that_may_be_rendered_counts_as_long(more: dict[str, Any]) -> None:
+    """Rendered and encoded in the event loop, 4 MB of reasoning held everybody up."""
+
+    class Counting(EncoderPool):
+        runs = 0
+
+        async def run(self, work: Callable[[], Any]) -> Any:
+            self.runs += 1
+            return await super().run(work)
+
+    pool = Counting()
+    ours = ModelTokens("m", HuggingFaceEncoder(byte_tokenizer_json()), ChatTemplate(CHATML, {}), 100, pool)
+    for times in (1, model_tokens.INLINE_CHARS):
+        long = json.loads(json.dumps(more).replace('"x"}', f'"{"x" * times}"}}'))
+        variables = long.pop("variables", None)
+        await ours.encode_chat([{"role": "assistant", "content": "a", **long}], variables=variables)
+        assert pool.runs == (times > 1)
+    pool.close()
 
 
 async def test_a_model_without_a_chat_format() -> None:
