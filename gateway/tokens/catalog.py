@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -190,15 +191,22 @@ class ModelCatalog:
     async def _tokenizer_json(self, name: str) -> bytes:
         """From the cache, or the object bucket. Raises BusError or TokenizerError."""
         cached = self._cache_dir / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
-        if cached.exists():
+        try:
             data = await asyncio.to_thread(cached.read_bytes)
             if tokenizer_object_name(data) == name:
                 return data
             log.warning("%s does not hold what its name says: fetched again", cached)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("%s cannot be read: fetched again: %s", cached, error)
         data = await get_object(self._bus, subjects.ARTIFACTS_BUCKET, name)
         if tokenizer_object_name(data) != name:
             raise TokenizerError(f"object {name} does not hold what its name says")
-        await asyncio.to_thread(_write_whole, cached, data)
+        try:
+            await asyncio.to_thread(_write_whole, cached, data)
+        except OSError as error:  # it is only a cache
+            log.warning("%s cannot be written: %s", cached, error)
         return data
 
 
@@ -208,9 +216,12 @@ def _smaller(configured: int | None, published: int | None) -> int | None:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
-    part.replace(path)
+    part = path.with_suffix(f".{uuid.uuid4().hex}.part")  # another process may be at it too
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _configured_encoder(tokenizer: str) -> Encoder:

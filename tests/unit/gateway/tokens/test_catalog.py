@@ -114,6 +114,19 @@ async def test_a_spoiled_cache_is_not_believed(bus: Bus, tmp_path: Path) -> None
         assert catalog.not_ready() == []
 
 
+async def test_a_cache_that_cannot_be_used_is_no_need(
+    bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk ended the gateway with the next card."""
+    async with running(bus, tmp_path) as catalog:
+        folder = tmp_path / "tokenizers"
+        folder.rmdir()
+        folder.write_text("in its place")
+        await publish(bus)
+        await until(lambda: not catalog.not_ready())
+    assert "cannot be written" in caplog.text
+
+
 async def test_an_unusable_card_is_logged_and_the_next_one_helps(
     bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
