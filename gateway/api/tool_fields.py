@@ -76,7 +76,7 @@ class CalledFunction(_Part):
         """The arguments as an object, which templates expect; text that is none stays as it is."""
         try:
             arguments = json.loads(self.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return self.arguments
         return arguments if isinstance(arguments, dict) else self.arguments
 

@@ -98,7 +98,7 @@ class ChatTemplate:
             return self._template.render(fixed, **(variables or {}))
         except jinja2.TemplateError as error:
             raise InvalidParameter(f"The model's chat template refuses this: {error}", param="messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, ArithmeticError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             # A template is a program; what it does with data it did not expect is the data's fault, not ours.
             message = f"The model's chat template cannot render this: {type(error).__name__}: {error}"
             raise InvalidParameter(message, param="messages") from error

@@ -42,6 +42,6 @@ def _check_calls(calls: Sequence[dict[str, Any]], known: Collection[str]) -> set
             raise LeftOut("unknown_tool")
         try:
             json.loads(function["arguments"] or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LeftOut("arguments_not_json") from error
     return set(ids)

@@ -6,6 +6,7 @@ import pytest
 from gateway.api.errors import BadRequest, InvalidParameter, MalformedJson
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import parse_chat, parse_completion, parse_tokenize
+from gateway.api.tool_fields import CalledFunction
 from protocol.grammar import Grammar
 from protocol.messages import Sampling
 
@@ -121,6 +122,11 @@ def test_calls_and_their_results_reach_the_template() -> None:
         },
         {"role": "tool", "content": "18 °C", "tool_call_id": "call_1"},
     ]
+
+
+def test_arguments_that_are_nested_too_deeply_stay_a_text() -> None:
+    nested = "[" * 100_000
+    assert CalledFunction(name="f", arguments=nested).arguments_for_template() == nested
 
 
 def test_null_is_the_same_as_nothing() -> None:

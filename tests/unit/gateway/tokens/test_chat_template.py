@@ -119,6 +119,14 @@ def test_a_template_may_refuse_and_says_why() -> None:
     assert caught.value.param == "messages"
 
 
+def test_data_that_is_nested_too_deeply_is_the_callers_fault() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(InvalidParameter, match="RecursionError"):
+        ChatTemplate("{{ messages | tojson }}", {}).render([{"content": nested}])
+
+
 @pytest.mark.parametrize(
     "attack",
     [

@@ -181,6 +181,8 @@ async def test_what_did_not_go_well_is_left_out(kept: Kept) -> None:
     await kept.keep([user("13")], choice({**says(""), "tool_calls": [CALL]}, "tool_calls"))
     broken = {**CALL, "function": {"name": "weather", "arguments": '{"city'}}
     await kept.keep([user("14")], choice({**says(""), "tool_calls": [broken]}, "tool_calls"), tools=[WEATHER])
+    endless = {**CALL, "function": {"name": "weather", "arguments": "[" * 100_000}}
+    await kept.keep([user("14b")], choice({**says(""), "tool_calls": [endless]}, "tool_calls"), tools=[WEATHER])
     await kept.keep([user("15")], choice("cut", "length"), choice("whole", index=1))
     expected = {
         "truncated": 1,
@@ -194,7 +196,7 @@ async def test_what_did_not_go_well_is_left_out(kept: Kept) -> None:
         "answer_without_call": 1,
         "call_without_answer": 1,
         "unknown_tool": 1,
-        "arguments_not_json": 1,
+        "arguments_not_json": 2,
     }
     manifest, examples = await kept.export()
     assert manifest["left_out"] == expected
