@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.schema import Body
 from gateway.auth.audit import MAX_PAGE_ROWS
+from gateway.auth.checks import MAX_NUMBER
 from gateway.auth.keys import USUAL_GRACE_S
 from gateway.auth.principal import DEFAULT_TEAM_ID, INFERENCE, BudgetPeriod
 from gateway.auth.teams import DEFAULT_ORGANISATION_ID
@@ -14,6 +15,7 @@ from gateway.money import nano_usd
 
 MAX_BUDGET_USD: Final = 10**9
 
+UnixMs = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 Usd = Annotated[Decimal, Field(gt=0, le=MAX_BUDGET_USD, decimal_places=9)]
 
 
@@ -99,8 +101,8 @@ class AuditQuery(BaseModel):
 
     subject: str | None = None  # the id of what was changed
     actor: str | None = None
-    since_unix_ms: int | None = None
-    until_unix_ms: int | None = None  # exclusive
+    since_unix_ms: UnixMs | None = None
+    until_unix_ms: UnixMs | None = None  # exclusive
     after: str | None = None  # the last id of the page before
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ROWS)] = 100
 

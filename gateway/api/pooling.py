@@ -88,6 +88,7 @@ class PoolingEndpoint(Endpoint[PoolingCall]):
             if admission.reservation is not None:
                 admission.reservation.refund(time.time())
             await exchange.answer_error(Overloaded("This gateway holds as many embeddings as it may at the moment."))
+            self._note_refusal(exchange)
             return
         with self._room.holding(vectors_bytes):
             await super()._serve(exchange, call, admission)

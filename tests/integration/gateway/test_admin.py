@@ -138,6 +138,8 @@ async def test_what_is_refused_names_its_field(admin: httpx.AsyncClient) -> None
     assert await of({}, "/admin/v1/teams/nobody", "PATCH") == (404, "not_found", None)
     assert await of({"grace_s": -1}, "/admin/v1/keys/admin/rotate") == (400, "invalid_value", "grace_s")
     assert await of(None, "/admin/v1/audit?limit=0", "GET") == (400, "invalid_value", "limit")
+    until = f"/admin/v1/audit?until_unix_ms={2**63}"
+    assert await of(None, until, "GET") == (400, "invalid_value", "until_unix_ms")
     assert error_of(await admin.post("/admin/v1/keys", content=b"{")) == (400, None, None)
 
 

@@ -241,7 +241,7 @@ async def test_a_large_answer_is_written_piece_by_piece(start_gateway: Start) ->
 
 
 async def test_the_gateway_holds_only_so_many_vectors(start_gateway: Start) -> None:
-    gateway = await start_with(start_gateway, EMBEDDER, limits={"max_vector_bytes": 30})
+    gateway = await start_with(start_gateway, EMBEDDER, limits={"max_vector_bytes": 30}, open_metrics=True)
     waits = asyncio.Event()
 
     async def when_told(attempt: Attempt) -> None:
@@ -255,6 +255,10 @@ async def test_the_gateway_holds_only_so_many_vectors(start_gateway: Start) -> N
     with pytest.raises(openai.InternalServerError) as refused:
         await client.embeddings.create(model=MODEL, input="a")
     assert (refused.value.status_code, refused.value.code) == (503, "overloaded")
+    async with httpx.AsyncClient(base_url=gateway.url) as client_of_metrics:
+        metrics = (await client_of_metrics.get("/metrics")).text
+    refusals = [line for line in metrics.splitlines() if line.startswith("spillway_refusals_total{")]
+    assert ['endpoint="embeddings"' in line and line.endswith(" 1.0") for line in refusals] == [True]
     waits.set()
     await first
     await client.embeddings.create(model=MODEL, input="a")
