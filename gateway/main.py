@@ -81,7 +81,10 @@ async def run(
         outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, settings.limits.max_unpublished_usage)
         registry = WorkerRegistry(bus)
         admission_control = AdmissionControl(bus, settings, registry)
-        series = RequestSeries()
+        database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
+        stack.push_async_callback(database.dispose)
+        prices = CurrentPrices(database, settings.models)
+        series = RequestSeries(prices)
         dispatcher = Dispatcher(bus, settings, registry, outbox, admission_control, series=series)
         catalog = ModelCatalog(bus, settings.models, settings.data_dir)
         stack.callback(catalog.close)
@@ -93,8 +96,6 @@ async def run(
         await quotas.start()
         stack.push_async_callback(quotas.close)
         await catalog.start()
-        database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
-        stack.push_async_callback(database.dispose)
         services = Services(
             settings=settings,
             bus=bus,
@@ -105,7 +106,7 @@ async def run(
             keyed=keyed,
             series=series,
             quotas=quotas,
-            prices=CurrentPrices(database, settings.models),
+            prices=prices,
             database=database,
             login=Login(database, settings),
             payloads=PayloadPublisher(bus, settings.payloads),

@@ -67,12 +67,17 @@ def worker_families(beats: Collection[Heartbeat], models: Collection[str]) -> It
     told = GaugeMetricFamily(
         "spillway_worker_heartbeat_timestamp_seconds", "Its last heartbeat, by its own clock.", labels=WORKER_LABELS
     )
+    # A price and a time, no sum of money: clocks that are set back would make that fall.
+    price = GaugeMetricFamily("spillway_worker_usd_per_hour", "What its machine costs.", labels=WORKER_LABELS)
+    busy = CounterMetricFamily("spillway_worker_busy_seconds", "Time with at least one job.", labels=WORKER_LABELS)
     for beat in beats:
         labels = (beat.worker_id, beat.pool, beat.provider, beat.region, beat.tier, beat.engine)
         info.add_metric(labels, 1)
         draining.add_metric(labels, int(beat.draining))
         told.add_metric(labels, beat.sent_unix_ms / 1000)
-    yield from (info, draining, told)
+        price.add_metric(labels, beat.usd_per_hour)
+        busy.add_metric(labels, beat.busy_ms / 1000)
+    yield from (info, draining, told, price, busy)
     serving = GaugeMetricFamily(
         "spillway_model_workers", "Live workers that take jobs of a configured model.", labels=("model_name",)
     )

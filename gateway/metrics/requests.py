@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
+from gateway.ledger.prices import CALLERS, TokenPrice
 from gateway.metrics.engines import ENGINE_INDEX
 from gateway.metrics.histogram import Buckets, add_histogram
+from gateway.money import NANO_USD
 from protocol.engine_stats import Histogram
 from protocol.usage import RequestRecord
 
@@ -57,15 +59,29 @@ COUNTERS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "spillway_attempts": ("Attempts that a worker accepted.", ("model_name", "pool", "provider", "region")),
     "spillway_failovers": ("Attempts that failed and were followed by another.", ("model_name", "code")),
 }
+MONEY: Final = {
+    "spillway_charged_usd": "What callers are charged for ended requests, in USD.",
+    "spillway_hosted_usd": "What hosted APIs charge us for the tokens of ended requests, in USD.",
+}
+_MONEY_LABELS: Final = ("model_name", "pool", "provider", "region")
 
 _Place = tuple[str, str, str, str]  # model, pool, provider, region: bounded by the configuration
+
+
+class Prices(Protocol):
+    """What tokens cost, from memory: ``gateway.quotas.prices.CurrentPrices``."""
+
+    def of(self, model: str, unix_ms: int, pool: str = CALLERS) -> TokenPrice | None:
+        """What a model's tokens cost callers at a moment, or us at a hosted pool; None: nothing."""
 
 
 class RequestSeries:
     """Counts what one gateway's requests did. Only the event loop touches it."""
 
-    def __init__(self) -> None:
+    def __init__(self, prices: Prices | None = None) -> None:
+        self._prices = prices
         self._counts = {name: Counter[tuple[str, ...]]() for name in COUNTERS}
+        self._nano_usd = {name: Counter[_Place]() for name in MONEY}
         self._buckets: dict[_Place, dict[str, Buckets]] = {}
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -96,8 +112,18 @@ class RequestSeries:
         reason = _FINISHED_REASONS.get(record.outcome) or record.finish_reason or "stop"
         model, *where = place
         self._counts[_SUCCESS][model, ENGINE_INDEX, *where, reason] += 1
+        if self._prices is not None and record.pool is not None:  # what no worker has taken costs nothing
+            self._pay(self._prices, place, record)
         if request.accepted is not None:
             self._observe(place, request, record)
+
+    def _pay(self, prices: Prices, place: _Place, record: RequestRecord) -> None:
+        model, pool, *_ = place
+        tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
+        for name, payee in (("spillway_charged_usd", CALLERS), ("spillway_hosted_usd", pool)):
+            price = prices.of(model, record.received_unix_ms, payee)
+            if price is not None:
+                self._nano_usd[name][place] += price.charge_nano_usd(*tokens)
 
     def _observe(self, place: _Place, request: "OpenRequest", record: RequestRecord) -> None:
         buckets = self._buckets.get(place)
@@ -136,16 +162,20 @@ class RequestSeries:
         histograms = {
             place: {name: one.snapshot() for name, one in buckets.items()} for place, buckets in self._buckets.items()
         }
-        return RequestCounts(counts, histograms)
+        return RequestCounts(counts, {name: dict(sums) for name, sums in self._nano_usd.items()}, histograms)
 
 
 class RequestCounts:
     """All counts of one moment."""
 
     def __init__(
-        self, counts: dict[str, dict[tuple[str, ...], int]], histograms: dict[_Place, dict[str, Histogram]]
+        self,
+        counts: dict[str, dict[tuple[str, ...], int]],
+        nano_usd: dict[str, dict[_Place, int]],
+        histograms: dict[_Place, dict[str, Histogram]],
     ) -> None:
         self._counts = counts
+        self._nano_usd = nano_usd
         self._histograms = histograms
 
     def families(self) -> Iterator[Metric]:
@@ -155,6 +185,11 @@ class RequestCounts:
             for values, count in self._counts[name].items():
                 counter.add_metric(values, count)
             yield counter
+        for name, meaning in MONEY.items():
+            spent = CounterMetricFamily(name, meaning, labels=_MONEY_LABELS)
+            for place, nano_usd in self._nano_usd[name].items():
+                spent.add_metric(place, nano_usd / NANO_USD)
+            yield spent
         for name, (meaning, _) in HISTOGRAMS.items():
             is_ours = name.startswith("spillway_")
             labels = tuple(label for label in _PLACE_LABELS if label != "engine" or not is_ours)

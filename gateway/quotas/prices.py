@@ -25,10 +25,12 @@ class CurrentPrices:
         self._book = PriceBook()
         self._configured = {name: _token_price(model.price) for name, model in models.items() if model.price}
 
-    def of(self, model: str, unix_ms: int) -> TokenPrice | None:
-        """What a model's tokens cost at a moment; None: nothing."""
-        price = self._book.at(model, CALLERS, unix_ms)
-        return self._configured.get(model) if price is None else price.tokens
+    def of(self, model: str, unix_ms: int, pool: str = CALLERS) -> TokenPrice | None:
+        """What a model's tokens cost callers at a moment, or us at a hosted pool; None: nothing."""
+        price = self._book.at(model, pool, unix_ms)
+        if price is not None:
+            return price.tokens
+        return self._configured.get(model) if pool == CALLERS else None
 
     async def run(self) -> None:
         """Read the book now and then; never returns. While SQL is away the last known prices stay."""

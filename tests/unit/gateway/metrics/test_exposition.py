@@ -7,9 +7,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
 from gateway.dispatch.record import usage_record
+from gateway.ledger.prices import TokenPrice
 from gateway.metrics.exposition import Moment, exposition
 from gateway.metrics.histogram import Buckets
 from gateway.metrics.requests import RequestSeries
+from gateway.money import NANO_USD
 from protocol.engine_stats import EngineStats, Histogram
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Timings
 from tests.unit.gateway.dispatch.test_request import accepted, failed, finished, open_request, tokens
@@ -80,8 +82,16 @@ def beat(worker_id: str = "w1", **changes: object) -> Heartbeat:
     return msgspec.structs.replace(heartbeat, **changes)
 
 
+class Prices:
+    """The price book of these tests: callers pay 2 and 4 USD for a million tokens, we pay the pool 1 and 3."""
+
+    def of(self, model: str, unix_ms: int, pool: str = "") -> TokenPrice | None:
+        usd = {"": (2, 2, 4), "pool": (1, 1, 3)}[pool]
+        return TokenPrice(*(one * NANO_USD for one in usd)) if model == "m" and unix_ms >= 0 else None
+
+
 def answered_series() -> RequestSeries:
-    series = RequestSeries()
+    series = RequestSeries(Prices())
     request, _ = open_request(n=2)
     request.on_frame("w", accepted(), 2.0)
     series.accepted(request)
@@ -262,6 +272,22 @@ async def test_what_failed_or_was_cancelled_is_counted_and_no_latency() -> None:
     assert found.value("spillway_requests_total", outcome="cancelled", status="499", code="") == 1
     assert found.value("vllm:e2e_request_latency_seconds_count") == 0
     assert found.value("spillway_queue_wait_seconds_count") == 1
+
+
+async def test_money_is_what_callers_are_charged_what_hosted_apis_charge_and_what_machines_cost() -> None:
+    series = answered_series()
+    untaken, _ = open_request()
+    untaken.cancel(1.0)
+    untaken.on_tick(10.0, connected=True)
+    series.ended(untaken, usage_record(untaken, "g"))
+    found = await scrape(moment(series, beat(busy_ms=4500)))
+    where = {"model_name": "m", "pool": "pool", "provider": "provider", "region": "region"}
+    # 3 prompt tokens and the 5 that were made
+    assert found.value("spillway_charged_usd_total", **where) == pytest.approx((3 * 2 + 5 * 4) / 1e6)
+    assert found.value("spillway_hosted_usd_total", **where) == pytest.approx((3 * 1 + 5 * 3) / 1e6)
+    assert len(found.values("spillway_charged_usd_total")) == 1  # none where no worker took it
+    assert found.value("spillway_worker_usd_per_hour", worker_id="w1", pool="spot-pool", tier="spot") == 0.5
+    assert found.value("spillway_worker_busy_seconds_total", worker_id="w1") == 4.5
 
 
 async def test_a_rescue_is_no_overhead_and_has_its_reason() -> None:
