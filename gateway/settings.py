@@ -38,7 +38,7 @@ Usd = Annotated[float, Field(ge=0, le=1_000_000)]
 
 
 class PriceSettings(Settings):
-    """What callers are charged, in USD for a million tokens. Cached tokens are a part of prompt tokens."""
+    """What tokens cost, in USD for a million. Cached tokens are a part of prompt tokens."""
 
     prompt: Usd = 0.0
     cached: Usd | None = None  # default: like other prompt tokens
@@ -56,7 +56,7 @@ class ModelSettings(Settings):
     # How answers write calls of tools and reasoning, or "none"; default: what the chat template looks like.
     tool_parser: Annotated[str, _one_of(TOOL_FORMATS)] | None = None
     reasoning_parser: Annotated[str, _one_of(REASONING_FORMATS)] | None = None
-    price: PriceSettings | None = None  # None: nothing is charged, and budgets do not count it
+    price: PriceSettings | None = None  # what callers are charged; None: nothing, and budgets do not count it
 
 
 def canonical_names(models: Mapping[str, ModelSettings]) -> dict[str, str]:

@@ -30,6 +30,7 @@ from gateway.settings import (
     PayloadSettings,
     PositiveInt,
     PositiveSeconds,
+    PriceSettings,
     QueueSettings,
     Settings,
     TenantSettings,
@@ -119,6 +120,7 @@ class PoolSettings(Settings):
     usd_per_hour: Annotated[float, Field(ge=0)] = 0.0  # of one worker's machine
     on_demand_usd_per_hour: Annotated[float, Field(ge=0)] | None = None  # what it would cost if not spot or reserved
     models: Annotated[tuple[str, ...], Field(min_length=1)]
+    prices: dict[str, PriceSettings] = Field(default_factory=dict)  # what a hosted API charges us, by model
     workers: Annotated[int, Field(ge=0, le=64)] = 1  # that `spillway up` starts on this machine
     drain_s: Seconds = 25.0
     notice: NoticeKind = "none"
@@ -176,6 +178,12 @@ class Config(BaseSettings):
                 if model_name not in self.models:
                     raise ValueError(
                         f"pools.{pool_name}.models: {model_name!r} is not one of [models]: {', '.join(self.models)}"
+                    )
+            for model_name in pool.prices:
+                if model_name not in pool.models:
+                    raise ValueError(
+                        f"pools.{pool_name}.prices.{model_name}: not one of pools.{pool_name}.models: "
+                        f"{', '.join(pool.models)}"
                     )
             for adapter in pool.engine.adapters if isinstance(pool.engine, LocalEngineSettings) else ():
                 if adapter not in pool.models:
@@ -237,10 +245,10 @@ class Config(BaseSettings):
     def _prices(self) -> Iterator[ConfiguredPrice]:
         for name, model in self.models.items():
             if model.price is not None:
-                price = model.price
-                tokens = Price(nano_usd(price.prompt), nano_usd(price.cached), nano_usd(price.completion))
-                yield ConfiguredPrice(name, CALLERS, tokens)
+                yield ConfiguredPrice(name, CALLERS, _token_price(model.price))
         for name, pool in self.pools.items():
+            for model_name, price in pool.prices.items():
+                yield ConfiguredPrice(model_name, name, _token_price(price))
             hourly = (nano_usd(pool.usd_per_hour), nano_usd(pool.on_demand_usd_per_hour))
             machine = Price(machine_nano_usd=hourly[0], on_demand_nano_usd=hourly[1])
             yield ConfiguredPrice(MACHINE, name, machine)
@@ -250,7 +258,7 @@ class Config(BaseSettings):
         pool = self.pools.get(pool_name)
         if pool is None:
             raise ConfigError(f"pools.{pool_name}: no such pool; there are: {', '.join(self.pools) or 'none'}")
-        fields = pool.model_dump(exclude={"workers", "on_demand_usd_per_hour"})
+        fields = pool.model_dump(exclude={"workers", "prices", "on_demand_usd_per_hour"})
         return WorkerSettings(
             worker_id=process_id("w"),
             pool=pool_name,
@@ -263,6 +271,10 @@ class Config(BaseSettings):
         if not self.nats.urls:
             raise ConfigError("nats.urls: required here (only `spillway up` runs a queue server of its own)")
         return self.nats.urls
+
+
+def _token_price(price: PriceSettings) -> Price:
+    return Price(nano_usd(price.prompt), nano_usd(price.cached), nano_usd(price.completion))
 
 
 def process_id(kind: str) -> str:

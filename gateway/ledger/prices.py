@@ -69,7 +69,10 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredPrice:
-    """What spillway.toml says of a model's tokens (no pool) or of a pool's machines (no model)."""
+    """What spillway.toml says of a model's tokens, for callers (no pool) or for us at a hosted pool, or of machines.
+
+    Those of a pool's machines have no model.
+    """
 
     model: str
     pool: str

@@ -1,6 +1,7 @@
 """What tokens cost in each pool, idle time included, and what spot machines save."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from gateway.db.models import InstanceRow
 from gateway.ledger.prices import load_prices
 from gateway.ledger.queries.reading import Group
 from gateway.ledger.queries.traffic import Traffic, totals
-from gateway.ledger.queries.window import HOUR_MS, NO_FILTERS, Dimension, Filters, Window
+from gateway.ledger.queries.window import HOUR_MS, NO_FILTERS, QUARTER_MS, Dimension, Filters, Window
 
 _POOL: Final[tuple[Dimension, ...]] = ("pool", "provider", "region", "tier")
 
@@ -48,8 +49,9 @@ class PoolCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What one model's tokens have cost in one pool: its share, by tokens, of the pool's machines, idle time included.
+    """What one model's tokens have cost in one pool.
 
+    That is what a hosted API charges us for them, and their share of the pool's machines, idle time included.
     Tokens that no pool answered (requests refused by the queue) are in none. A pool that was up but has answered
     nothing has one row, with an empty model.
     """
@@ -75,37 +77,49 @@ class ModelCost:
 
 async def pool_costs(connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS) -> list[PoolCost]:
     """Of each pool, the dearest first. Of ``where`` only pool, provider, region and tier count."""
-    tokens = await _token_costs(connection, window, where)
-    costs: list[PoolCost] = []
-    for pool, provider, region, tier, *time, would_cost in await connection.execute(_machine_time(window, where)):
-        up_ms, busy_ms, cost = map(int, time)  # PostgreSQL sums bigints into decimals
-        on_demand = None if would_cost is None else int(would_cost)
-        costs.append(PoolCost(pool, provider, region, tier, up_ms, busy_ms, cost, tokens.pop(pool, 0), on_demand))
-    if tokens:  # pools without machines: hosted APIs
-        for traffic in await totals(connection, window, where=_of_pools(where), by=_POOL):
-            cost = tokens.pop(traffic.group[0], 0)
-            if cost:
-                pool, provider, region, tier = traffic.group
-                costs.append(PoolCost(pool, provider, region, tier, 0, 0, 0, cost, None))
-    return sorted(costs, key=lambda cost: (-cost.cost_nano_usd, cost.pool))
+    return await _pool_costs(connection, window, where, await _token_costs(connection, window, where))
 
 
 async def model_costs(connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS) -> list[ModelCost]:
     """Of each model in each pool, the dearest first. Of ``where``, team, key, endpoint and outcome do not count."""
-    pools = {_place(cost): cost for cost in await pool_costs(connection, window, where=where)}
+    hosted = await _token_costs(connection, window, where)
+    pools = {_place(cost): cost for cost in await _pool_costs(connection, window, where, hosted)}
     answered = await totals(connection, window, where=_of_pools(where), by=("model", *_POOL))
     of_pool: dict[Group, int] = defaultdict(int)
     for traffic in answered:
         of_pool[traffic.group[1:]] += traffic.tokens
     models = where.get("model")
     costs = [
-        _share(traffic, pools.get(traffic.group[1:]), traffic.tokens / max(1, of_pool[traffic.group[1:]]))
+        _share(
+            traffic,
+            pools.get(traffic.group[1:]),
+            traffic.tokens / max(1, of_pool[traffic.group[1:]]),
+            hosted.get(traffic.group, 0),
+        )
         for traffic in answered
         if traffic.group[1] and (not models or traffic.group[0] in models)
     ]
     unused = [cost for place, cost in pools.items() if not of_pool.get(place)] if not models else []
-    costs += [_share(Traffic(("", *_place(cost))), cost, 1.0) for cost in unused]
+    costs += [_share(Traffic(("", *_place(cost))), cost, 1.0, 0) for cost in unused]
     return sorted(costs, key=lambda cost: (-cost.cost_nano_usd, cost.model, cost.pool))
+
+
+async def _pool_costs(
+    connection: AsyncConnection, window: Window, where: Filters, hosted: Mapping[Group, int]
+) -> list[PoolCost]:
+    tokens: dict[Group, int] = defaultdict(int)
+    for group, cost in hosted.items():
+        tokens[group[1:]] += cost
+    costs: list[PoolCost] = []
+    for pool, provider, region, tier, *time, would_cost in await connection.execute(_machine_time(window, where)):
+        up_ms, busy_ms, cost = map(int, time)  # PostgreSQL sums bigints into decimals
+        on_demand = None if would_cost is None else int(would_cost)
+        charged = tokens.pop((pool, provider, region, tier), 0)
+        costs.append(PoolCost(pool, provider, region, tier, up_ms, busy_ms, cost, charged, on_demand))
+    for (pool, provider, region, tier), charged in tokens.items():  # hosted APIs have no machines of ours
+        if charged:
+            costs.append(PoolCost(pool, provider, region, tier, 0, 0, 0, charged, None))
+    return sorted(costs, key=lambda cost: (-cost.cost_nano_usd, cost.pool))
 
 
 def _machine_time(window: Window, where: Filters) -> Select[Any]:
@@ -127,23 +141,26 @@ def _machine_time(window: Window, where: Filters) -> Select[Any]:
     return statement.where(*within, *allowed).group_by(*place)
 
 
-async def _token_costs(connection: AsyncConnection, window: Window, where: Filters) -> dict[str, int]:
-    """Pool → what its provider charges us for tokens, by the prices that held."""
-    costs: dict[str, int] = defaultdict(int)
+async def _token_costs(connection: AsyncConnection, window: Window, where: Filters) -> dict[Group, int]:
+    """Model, pool, provider, region, tier → what its provider charges us for tokens, by the prices that held.
+
+    A price holds from the beginning of the quarter of an hour in which it was entered: rollups know no less.
+    """
+    costs: dict[Group, int] = defaultdict(int)
     for (model, pool), dated in (await load_prices(connection)).dated().items():
-        ends = [*(start for start, _ in dated[1:]), window.until_unix_ms]
-        for (start, price), end in zip(dated, ends, strict=True):
+        starts = [start // QUARTER_MS * QUARTER_MS for start, _ in dated]
+        for start, end, (_, price) in zip(starts, [*starts[1:], window.until_unix_ms], dated, strict=True):
             since, until = max(start, window.since_unix_ms), min(end, window.until_unix_ms)
             if model and pool and price.tokens and since < until:
                 here: Filters = {**_of_pools(where), "model": [model], "pool": [pool]}
-                [sums] = await totals(connection, Window(since, until), where=here)
-                tokens = (sums.prompt_tokens, sums.cached_tokens, sums.completion_tokens)
-                costs[pool] += price.tokens.charge_nano_usd(*tokens)
+                for sums in await totals(connection, Window(since, until), where=here, by=_POOL):
+                    tokens = (sums.prompt_tokens, sums.cached_tokens, sums.completion_tokens)
+                    costs[model, *sums.group] += price.tokens.charge_nano_usd(*tokens)
     return costs
 
 
-def _share(traffic: Traffic, pool: PoolCost | None, part: float) -> ModelCost:
-    """That part of what the pool has cost; None: nothing is known of its machines, and it has no price."""
+def _share(traffic: Traffic, pool: PoolCost | None, part: float, hosted_nano_usd: int) -> ModelCost:
+    """That part of what the pool's machines have cost (None: nothing is known of it), and its own hosted tokens."""
     model, name, provider, region, tier = traffic.group
     return ModelCost(
         model,
@@ -154,7 +171,7 @@ def _share(traffic: Traffic, pool: PoolCost | None, part: float) -> ModelCost:
         requests=traffic.requests,
         prompt_tokens=traffic.prompt_tokens,
         completion_tokens=traffic.completion_tokens,
-        cost_nano_usd=round(pool.cost_nano_usd * part) if pool else 0,
+        cost_nano_usd=hosted_nano_usd + (round(pool.machine_nano_usd * part) if pool else 0),
         idle_nano_usd=round(_idle(pool) * part) if pool else 0,
         charge_nano_usd=traffic.charge_nano_usd,
     )

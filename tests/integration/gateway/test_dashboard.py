@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from gateway.auth.principal import Policy
 from gateway.dashboard.reader import Reader
 from gateway.dashboard.render import PAGES
 from gateway.db.engine import create_engine
-from gateway.ledger.prices import CALLERS, Price, add_price
+from gateway.ledger.prices import CALLERS, Price, add_price, seed_prices
 from gateway.ledger.store import store_records
 from gateway.money import NANO_USD
 from gateway.payloads.sealing import Sealer
@@ -29,6 +30,7 @@ from gateway.payloads.store import store_payloads
 from protocol.clock import unix_now_ms
 from protocol.messages import PROTOCOL_VERSION
 from protocol.payloads import PayloadRecord
+from spillway.config import load_config
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
 from tests.nats_server import NatsServer
@@ -235,6 +237,22 @@ async def test_limits_show_what_is_used_now_and_without_the_queue_server_what_wa
     assert "$0.25 of $1.00 in total" in page
     assert "The queue server cannot be asked" in page
     assert "4 requests a minute <span" in page
+
+
+async def test_what_a_hosted_api_charges_us_goes_from_the_configuration_to_the_cost_page(
+    browser: httpx.AsyncClient, engine: AsyncEngine, tmp_path: Path
+) -> None:
+    path = tmp_path / "spillway.toml"
+    pool = 'models = ["demo"]\nprices.demo = { prompt = 2, cached = 0.5, completion = 8 }\nengine.kind = "scripted"'
+    path.write_text(f'nats.urls = ["nats://127.0.0.1:1"]\n[models.demo]\n[pools.hosted]\n{pool}\n')
+    now_unix_ms = unix_now_ms()
+    await seed_prices(engine, load_config(path, env={}).ledger_settings().prices, now_unix_ms)
+    tokens = {"prompt_tokens": 2_000_000, "cached_tokens": 1_000_000, "completion_tokens": 500_000}
+    record = request_record("r1", pool="hosted", received_unix_ms=now_unix_ms, **tokens)
+    await store_records(engine, [record])
+    page = (await browser.get("/dashboard/cost")).text
+    assert re.search(r">hosted</th>.*<td class=\"num\">\$6.50</td>", page)  # 2.00 + 0.50 + 4.00, in the pool's line
+    assert re.search(r">demo</a></th><td>hosted</td>.*<strong>\$0.0026</strong>", page)  # a thousand tokens
 
 
 async def can_list_models(gateway: GatewayUnderTest, token: str) -> bool:

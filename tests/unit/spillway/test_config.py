@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from gateway.ledger.prices import Price
 from spillway.config import DEMO_MODEL_PATH, Config, ConfigError, GatewaySection, default_config, load_config
 from spillway.up import _resolve, resolved_config_path, run_dir_of
 
@@ -51,6 +52,20 @@ def test_a_pool_has_a_gate_only_where_the_file_says_so(tmp_path: Path) -> None:
     assert (gate.backlog_jobs, gate.oldest_s) == (20, 1.5)
     with pytest.raises(ConfigError, match=r"pools\.cheap\.batch_reserve"):
         load(tmp_path, GOOD.replace("usd_per_hour = 0.4", "batch_reserve = 1.0"))
+
+
+def test_what_callers_pay_and_what_a_pool_charges_us_are_prices_of_their_own(tmp_path: Path) -> None:
+    hosted = "[pools.cheap.prices.small]\nprompt = 0.1\ncompletion = 0.4\n"
+    config = load(tmp_path, GOOD + "[models.small.price]\nprompt = 0.15\ncached = 0.05\n" + hosted)
+    prices = {(entry.model, entry.pool): entry.price for entry in config.ledger_settings().prices}
+    assert prices == {
+        ("small", ""): Price(150_000_000, 50_000_000, 0),
+        ("small", "cheap"): Price(100_000_000, None, 400_000_000),
+        ("", "cheap"): Price(machine_nano_usd=400_000_000),
+    }
+    assert config.worker_settings("cheap").pool == "cheap"
+    by_environment = load(tmp_path, GOOD, {"SPILLWAY_POOLS__CHEAP__PRICES__SMALL__PROMPT": "0.2"}).pools["cheap"].prices
+    assert by_environment["small"].prompt == 0.2
 
 
 def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
@@ -111,6 +126,18 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         (
             ('path = "org/small"', 'path = "org/small"\nadapters = { small = 3 }'),
             "pools.cheap.engine.adapters.small: Input should be a valid string",
+        ),
+        (
+            ("usd_per_hour = 0.4", "prices = { large = { prompt = 1 } }"),
+            "pools.cheap.prices.large: not one of pools.cheap.models: small",
+        ),
+        (
+            ("usd_per_hour = 0.4", "prices = { small = { input = 1 } }"),
+            "pools.cheap.prices.small.input: there is no such key; there are: prompt, cached, completion",
+        ),
+        (
+            ("usd_per_hour = 0.4", "prices = { small = { prompt = -1 } }"),
+            "pools.cheap.prices.small.prompt: Input should be greater than or equal to 0",
         ),
         (('kind = "spillway"', ""), "pools.cheap.engine: 'kind' is required: spillway, scripted"),
         (

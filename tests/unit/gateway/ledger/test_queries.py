@@ -210,3 +210,15 @@ async def test_cost_has_the_idle_time_in_it(connection: AsyncConnection) -> None
     assert sum(cost.idle_nano_usd for cost in shares) == pytest.approx(1_500_000_000, abs=1)
     per_1k = {cost.nano_usd_per_1k_tokens for cost in shares}
     assert max(per_1k) - min(per_1k) <= 1  # a machine's token is a machine's token
+    assert models["dear", "large"].cost_nano_usd == dear.token_nano_usd  # its own price, not its share of the tokens
+    assert models["dear", "small"].cost_nano_usd == 0
+
+
+async def test_no_token_is_paid_twice_where_a_price_changes_within_a_quarter(connection: AsyncConnection) -> None:
+    in_dear = [record for record in RECORDS if (record.pool, record.model) == ("dear", "large")]
+    changed = in_dear[0].received_unix_ms // QUARTER_MS * QUARTER_MS + 1
+    for from_unix_ms in (0, changed, changed + 1):
+        price = Price(2_000_000_000, None, 4_000_000_000)
+        await add_price(connection, "large", "dear", price, from_unix_ms=from_unix_ms, source="x")
+    [dear] = [cost for cost in await pool_costs(connection, ALL) if cost.pool == "dear"]
+    assert dear.token_nano_usd == sum(2000 * r.prompt_tokens + 4000 * r.completion_tokens for r in in_dear)
