@@ -28,12 +28,15 @@ from gateway.settings import OidcSettings
 DISCOVERY_PATH: Final = "/.well-known/openid-configuration"
 # Never a symmetric one: whoever knows the issuer's public key could sign with it.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA")
-REQUEST_LIMIT_S: Final = 10.0
+REQUEST_LIMIT_S: Final = 10.0  # also for all that the issuer says of itself
+FAILED_GAP_S: Final = 1.0  # after a failure, for which those who wait or come are not let try it again
 MAX_DOCUMENT_BYTES: Final = 1024 * 1024
 KEEP_S: Final = 3600.0  # discovery and keys
 NEW_KEYS_GAP_S: Final = 60.0  # between two looks for a key that we do not know
 CLOCK_LEEWAY_S: Final = 60
 SECRET_CHARS: Final = 48  # 285 random bits; RFC 7636 wants 43 to 128 characters of a verifier
+
+UNREACHABLE: Final = "The issuer cannot be reached: try again later."
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class OidcLogin:
     def __init__(self, settings: OidcSettings) -> None:
         self._settings = settings
         self._known: _Issuer | None = None
+        self._failed_s = float("-inf")  # when it could not be asked; monotonic clock
         self._reading = asyncio.Lock()
 
     async def question(self, redirect_uri: str) -> tuple[str, Question]:
@@ -82,7 +86,7 @@ class OidcLogin:
         if answer.get("iss", self._settings.issuer) != self._settings.issuer:  # RFC 9207
             raise OidcError("This answer comes from another issuer.")
         if "code" not in answer:
-            log.warning("the OIDC issuer refused a login: %s", answer.get("error", "no code")[:200])
+            log.warning("the OIDC issuer refused a login: %r", answer.get("error", "no code")[:200])
             raise OidcError("The issuer has refused the login.")
         claims = await self._claims(await self._id_token(asked, redirect_uri, answer["code"]), asked.nonce)
         return allowed_user(self._settings, claims)
@@ -135,11 +139,15 @@ class OidcLogin:
         async with self._reading:
             oldest_s = time.monotonic() - KEEP_S if oldest_s is None else oldest_s
             if self._known is None or self._known.read_s < oldest_s:
+                if time.monotonic() - self._failed_s < FAILED_GAP_S:
+                    raise OidcError(UNREACHABLE)
                 try:
-                    self._known = await self._read_issuer()
-                except (httpx.HTTPError, JoseError, KeyError, TypeError, ValueError) as error:
+                    async with asyncio.timeout(REQUEST_LIMIT_S):
+                        self._known = await self._read_issuer()
+                except (httpx.HTTPError, JoseError, KeyError, TimeoutError, TypeError, ValueError) as error:
+                    self._failed_s = time.monotonic()
                     log.warning("the OIDC issuer cannot be asked: %r", error)
-                    raise OidcError("The issuer cannot be reached: try again later.") from error
+                    raise OidcError(UNREACHABLE) from error
             return self._known
 
     async def _read_issuer(self) -> _Issuer:

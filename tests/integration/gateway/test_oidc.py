@@ -1,6 +1,8 @@
 """Logging in by an OpenID Connect issuer, and each way in which its word is not to be believed."""
 
+import asyncio
 import base64
+import contextlib
 import hmac
 import json
 import time
@@ -15,7 +17,7 @@ from joserfc.jwk import RSAKey
 from pydantic import ValidationError
 
 from gateway.auth.errors import OidcError
-from gateway.auth.oidc import OidcLogin, allowed_user
+from gateway.auth.oidc import UNREACHABLE, OidcLogin, allowed_user
 from gateway.settings import OidcSettings
 from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.fake_issuer import CLIENT_ID, CLIENT_SECRET, KEY_BITS, FakeIssuer
@@ -162,6 +164,33 @@ async def test_an_issuer_that_is_another_or_away_is_not_asked(issuer: FakeIssuer
     gone = settings_for(issuer).model_copy(update={"issuer": "http://127.0.0.1:1"})
     with pytest.raises(OidcError, match="cannot be reached"):
         await OidcLogin(gone).question(CALLBACK)
+
+
+async def test_an_issuer_that_never_ends_its_answer_is_given_up_for_all_at_once(
+    issuer: FakeIssuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody who wanted to log in waited for his turn to ask it, without a limit of the whole."""
+    monkeypatch.setattr("gateway.auth.oidc.REQUEST_LIMIT_S", 0.5)
+    connections = 0
+
+    async def drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    login = OidcLogin(settings_for(issuer).model_copy(update={"issuer": f"http://127.0.0.1:{port}"}))
+    async with asyncio.timeout(20):
+        answers = await asyncio.gather(*(login.question(CALLBACK) for _ in range(50)), return_exceptions=True)
+    assert {str(answer) for answer in answers} == {UNREACHABLE}
+    assert connections == 1
+    server.close()
 
 
 def test_only_those_are_let_in_who_are_allowed() -> None:
