@@ -6,8 +6,9 @@ grammars are compiled, and masks made, in threads of their own beside the runnin
 which would give them a set of OpenMP threads each.
 """
 
+import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -135,6 +136,7 @@ class GrammarCompiler:
             self._tokenizer = self._threads.submit(
                 from_tokenizer, tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids)
             )
+        self._added_tokens = tuple(tokenizer.get_added_vocab())  # their texts
         self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the longest unused first
         self._limits = LLParserLimits(verbose_errors=False)
 
@@ -159,16 +161,22 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar, tokenizer: Future[LLTokenizer]) -> LLMatcher | str:
         try:
-            matcher = LLMatcher(tokenizer.result(), _source(grammar), log_level=0, limits=self._limits)
-        except ValueError as error:  # a schema that is no JSON
+            source = _source(grammar, self._added_tokens)
+            matcher = LLMatcher(tokenizer.result(), source, log_level=0, limits=self._limits)
+        except (ValueError, RecursionError) as error:  # a schema that is no JSON, or nested too deeply
             return str(error)
         return str(matcher.get_error()) if matcher.is_error() else matcher
 
 
-def _source(grammar: Grammar) -> str:
+def _source(grammar: Grammar, added_tokens: Collection[str]) -> str:
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.source))
     if grammar.kind == "lark":
         return str(LLMatcher.grammar_from_lark(grammar.source))
     schema = ANY_OBJECT if grammar.kind == "json_object" else grammar.source
+    if any(text in schema for text in added_tokens) and isinstance(parsed := json.loads(schema), dict):
+        # Of bytes that can be no others llguidance allows the tokens that its tokenizer makes of them, which for an
+        # added token's text is that token; and then it does not take it. So it shall allow any tokens.
+        spaced = json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **parsed})
+        return str(LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\nstart: %json {spaced}\n'))
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))

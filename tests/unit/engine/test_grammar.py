@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import jsonschema
 import pytest
+import torch
+from tokenizers import AddedToken
 from transformers import LlamaConfig, PreTrainedModel
 
 from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams, SequenceOutput
@@ -318,6 +320,28 @@ def test_masks_are_made_while_the_forward_pass_runs(model: PreTrainedModel, monk
     monkeypatch.setattr(engine._runner, "forward", wait_for_masks)
     answers = run(engine, *(request(f"r{number}", "regex", "[ab]{9}", seed=number) for number in range(4)))
     assert all(re.fullmatch("[ab]{9}", answer.text) for answer in answers.values())
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_constant_may_hold_the_text_of_an_added_token(special: bool) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=special)], special_tokens=special)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": "say <tool_call>!"}},
+        "required": ["a"],
+        "x-guidance": {"whitespace_pattern": ""},
+        "additionalProperties": False,
+    }
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), (EOS_ID,))
+    matcher, token_ids = compiler.compile(Grammar("json", json.dumps(schema))).matcher(), []
+    while not matcher.is_complete:
+        matcher.make_mask()
+        logits = torch.zeros(len(tokenizer))
+        matcher.forbid(logits)
+        token_ids.append(int(logits.argmax()))
+        matcher.consume(token_ids[-1])
+    assert json.loads(tokenizer.decode(token_ids)) == {"a": "say <tool_call>!"}
 
 
 def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
