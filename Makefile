@@ -68,8 +68,8 @@ UV_COMPILE = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 
 lock: ## Resolve the dependencies anew
 	@scripts/setup.sh test
 	.venv/bin/python -m pip install --quiet uv
-	$(UV_COMPILE) pyproject.toml -o requirements/core.txt
-	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker -c requirements/core.txt \
+	$(UV_COMPILE) --extra otel pyproject.toml -o requirements/core.txt
+	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra otel -c requirements/core.txt \
 	  pyproject.toml requirements/torch.in -o requirements/worker.txt
 	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra bench --extra export --extra otel --group dev -c requirements/worker.txt \
 	  pyproject.toml requirements/torch.in -o requirements/dev.txt

@@ -95,3 +95,12 @@ def test_build_backend_is_locked_as_in_the_other_locks() -> None:
     assert pin_of("setuptools", ROOT / "requirements/build.txt") == pin_of(
         "setuptools", ROOT / "requirements/worker.txt"
     )
+
+
+@pytest.mark.parametrize("lock", ["core", "worker"])
+def test_images_can_trace(lock: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needed = {requirement.partition(">")[0] for requirement in extras["otel"]}
+    locked = re.findall(r"^([\w-]+)==", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE)
+    assert len(needed) == 2
+    assert needed <= set(locked)
