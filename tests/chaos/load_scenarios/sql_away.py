@@ -27,7 +27,7 @@ from tests.chaos.report import percentile
 from tests.chaos.system import Shape, System
 
 LIMITED = "limited"
-TOKENS = 5
+TOKENS = 3
 NANO_USD_PER_TOKEN = 1_000
 WARM_UP_S = 5.0  # libraries, pools and buffers of the gateway find their size
 CALM_SHARE = 3  # the load goes on for so many times less before and after SQL was away
