@@ -5,9 +5,9 @@ from typing import Any
 
 from gateway.api.details import NO_DETAILS, Details
 from gateway.api.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
-from gateway.api.parsed import finish_reason_of, parsed_message
+from gateway.api.parsed import finish_reason_of, parsed_message, reasoning_tokens, with_reasoning_tokens
 from gateway.api.sse import answer_head, encode_json
-from gateway.tools.dialect import AnswerForm
+from gateway.tools.dialect import AnswerForm, AnswerParser
 from protocol.logprobs import PromptLogprob
 from protocol.messages import TokenLogprob, Tokens
 
@@ -17,6 +17,7 @@ class _Gathered:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.frames: list[tuple[int, int]] = []  # characters and tokens of each
         self.logprobs: list[TokenLogprob] | None = None
         self.token_ids: list[int] = []
         self.prompt_logprobs: list[PromptLogprob] = []
@@ -24,6 +25,7 @@ class _Gathered:
 
     def add(self, frame: Tokens) -> None:
         self.texts.append(frame.text)
+        self.frames.append((len(frame.text), len(frame.token_ids)))
         self.token_ids += frame.token_ids
         self.prompt_logprobs += frame.prompt_logprobs or ()
         self.finish_reason = frame.finish_reason
@@ -51,19 +53,23 @@ def chat_answer(
 ) -> bytes:
     """A ``chat.completion`` body; ``form``: how the answers are read where they are more than text."""
     gathered = _gather(frames, choices)
-    rows = [_chat_row(index, choice, details, form) for index, choice in enumerate(gathered)]
+    parsers = [form.parser() if form else None for _ in gathered]
+    rows = [_chat_row(index, *one, details) for index, one in enumerate(zip(gathered, parsers, strict=True))]
+    if form is not None and form.dialect.has_reasoning:
+        read = [(parser.reasoning, choice.frames) for choice, parser in zip(gathered, parsers, strict=True) if parser]
+        usage = with_reasoning_tokens(usage, sum(reasoning_tokens(*one) for one in read))
     head = answer_head(answer_id, "chat.completion", created, model, details)
     return encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], details)})
 
 
-def told_choice(text: str, finish_reason: str | None, form: AnswerForm | None) -> dict[str, Any]:
-    """What a choice of a chat says, and why it ended."""
-    message = parsed_message(text, form) if form else {"role": "assistant", "content": text, "refusal": None}
+def told_choice(text: str, finish_reason: str | None, parser: AnswerParser | None) -> dict[str, Any]:
+    """What a choice of a chat says, and why it ended; ``parser``: a new one, where answers are more than text."""
+    message = parsed_message(text, parser) if parser else {"role": "assistant", "content": text, "refusal": None}
     return {"message": message, "finish_reason": finish_reason_of(finish_reason, has_calls="tool_calls" in message)}
 
 
-def _chat_row(index: int, choice: _Gathered, details: Details, form: AnswerForm | None) -> dict[str, Any]:
-    told = told_choice("".join(choice.texts), choice.finish_reason, form)
+def _chat_row(index: int, choice: _Gathered, parser: AnswerParser | None, details: Details) -> dict[str, Any]:
+    told = told_choice("".join(choice.texts), choice.finish_reason, parser)
     return {
         "index": index,
         "message": told["message"],

@@ -141,7 +141,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
 
     def told(self, text: str, finish_reason: str) -> dict[str, Any]:
         """See Call."""
-        return told_choice(text, finish_reason, self._form)
+        return told_choice(text, finish_reason, self._form.parser() if self._form else None)
 
 
 class CompletionCall(JobCall[CompletionRequest]):

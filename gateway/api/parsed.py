@@ -1,5 +1,6 @@
 """Chat answers in which calls of tools and reasoning are told from content, streamed and whole."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gateway.api.details import NO_DETAILS, Details
@@ -20,17 +21,39 @@ def finish_reason_of(reason: str | None, *, has_calls: bool) -> str | None:
     return "tool_calls" if reason == "stop" and has_calls else reason
 
 
+def reasoning_tokens(reasoning: Sequence[tuple[int, int]], frames: Iterable[tuple[int, int]]) -> int:
+    """How many tokens an answer spent on reasoning: those of frames that have brought some of it; its marks are not.
+
+    ``reasoning``: see AnswerParser. ``frames``: characters and tokens of each, in order.
+    """
+    total = begin = at = 0
+    for chars, tokens in frames:
+        while at < len(reasoning) and reasoning[at][1] <= begin:
+            at += 1
+        if at < len(reasoning) and reasoning[at][0] < begin + chars:
+            total += tokens
+        begin += chars
+    return total
+
+
+def with_reasoning_tokens(usage: dict[str, Any], count: int) -> dict[str, Any]:
+    """A public ``usage`` that tells them too."""
+    return {**usage, "completion_tokens_details": {"reasoning_tokens": count}}
+
+
 class _StreamedChoice:
     """What was sent of one choice."""
 
     def __init__(self, form: AnswerForm) -> None:
         self.parser: AnswerParser = form.parser()
         self.calls = 0
+        self._frames: list[tuple[int, int]] = []  # characters and tokens of each
         self._form = form
         self._has_started = False
 
     def deltas(self, frame: Tokens) -> list[dict[str, Any]]:
         """The deltas that tell what a frame has brought."""
+        self._frames.append((len(frame.text), len(frame.token_ids)))
         pieces = self.parser.push(frame.text, is_last=frame.finish_reason is not None)
         deltas = [self._delta(piece) for piece in pieces]
         if self._has_started or not (deltas or frame.logprobs or frame.finish_reason):
@@ -38,6 +61,10 @@ class _StreamedChoice:
         self._has_started = True
         # As OpenAI has it: null where something else than content comes first.
         return [{"role": "assistant", "content": "" if not deltas or "content" in deltas[0] else None}, *deltas]
+
+    def reasoning_tokens(self) -> int:
+        """How many tokens were reasoning."""
+        return reasoning_tokens(self.parser.reasoning, self._frames)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         if piece.kind is Kind.CONTENT:
@@ -69,8 +96,8 @@ class ParsedChatChunks:
         head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
         ends = ChunkEnds(head, choices=choices, with_usage=with_usage)
         self._tokens_as_ids = details.tokens_as_ids
-        self.usage = ends.usage
         self._ends = ends
+        self._has_reasoning = form.dialect.has_reasoning
         self._choices = [_StreamedChoice(form) for _ in range(choices)]
 
     def of(self, frame: Tokens) -> bytes:
@@ -91,20 +118,26 @@ class ParsedChatChunks:
             )
         return events
 
+    def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
+        """See Chunks."""
+        if self._has_reasoning:
+            usage = with_reasoning_tokens(usage, sum(choice.reasoning_tokens() for choice in self._choices))
+        return self._ends.usage(usage, attempts)
+
     def _event(self, index: int, delta: dict[str, Any], logprobs: object, finish_reason: str | None) -> bytes:
         rest = encode_json({"delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
         return self._ends.heads[index] + rest[1:] + b"]" + self._ends.tail
 
 
-def parsed_message(text: str, form: AnswerForm) -> dict[str, Any]:
+def parsed_message(text: str, parser: AnswerParser) -> dict[str, Any]:
     """The message of a choice that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     calls: list[dict[str, Any]] = []
     parts: dict[Kind, list[str]] = {}
-    for kind, part in form.parser().push(text, is_last=True):
+    for kind, part in parser.push(text, is_last=True):
         if kind is Kind.CALL:
             function = {"name": part, "arguments": ""}
-            calls.append({"id": form.new_call_id(), "type": "function", "function": function})
+            calls.append({"id": parser.form.new_call_id(), "type": "function", "function": function})
         elif kind is Kind.ARGUMENTS:
             calls[-1]["function"]["arguments"] += part
         else:

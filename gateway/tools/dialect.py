@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -148,10 +148,16 @@ class AnswerParser:
     """Takes the text of one choice as it comes, and tells what it is."""
 
     def __init__(self, form: AnswerForm) -> None:
+        self.form = form
         self._source = Source()
         self._reading = form.read(self._source)
         self._is_single_call = form.is_single_call
         self._calls = 0
+
+    @property
+    def reasoning(self) -> Sequence[tuple[int, int]]:
+        """Where in the whole text reasoning was, as far as it is told: begin and end of each stretch."""
+        return self._source.reasoning
 
     def push(self, text: str, *, is_last: bool) -> list[Piece]:
         """Take more text; return what can be told by now, and after the last text everything."""

@@ -48,6 +48,8 @@ class Source:
     def __init__(self) -> None:
         self.at = 0
         self.has_ended = False
+        self.reasoning: list[tuple[int, int]] = []  # where in the whole text it was: begin and end of each stretch
+        self._begin = 0  # of ``_text`` in the whole text
         self._text = ""
         self._pieces: list[tuple[Kind, list[str]]] = []
 
@@ -73,6 +75,7 @@ class Source:
 
     def drop(self) -> None:
         """Forget what was looked at: it has been understood."""
+        self._begin += self.at
         self._text, self.at = self._text[self.at :], 0
 
     def give_back(self, kind: Kind) -> None:
@@ -115,7 +118,9 @@ class Source:
         self.drop()
         while not self._text and not self.has_ended:
             yield
-        self._text = self._text.removeprefix(char)
+        if self._text.startswith(char):
+            self.at = len(char)
+            self.drop()
 
     def until(self, marks: Sequence[str], limit_chars: int) -> Reading[str | None]:
         """The text before the first of ``marks``, which comes next then; None if it is not within the limit."""
@@ -170,6 +175,9 @@ class Source:
             if has_layout and (found is not None or not self.has_ended):
                 sure = _start_of_layout(self._text, sure)
             text, self._text = self._text[:sure], self._text[sure:]
+            if kind is Kind.REASONING and text:
+                self._note_reasoning(sure)
+            self._begin += sure
             self.tell(kind, text if encode is None else encode(text))
             if found is not None:
                 self.at = found.end() - sure
@@ -177,6 +185,12 @@ class Source:
             if self.has_ended:
                 return None
             yield
+
+    def _note_reasoning(self, chars: int) -> None:
+        start = self._begin
+        if self.reasoning and self.reasoning[-1][1] == start:
+            start, _ = self.reasoning.pop()
+        self.reasoning.append((start, self._begin + chars))
 
     def pass_value(self, kind: Kind) -> Reading[None]:
         """Tell one JSON value as it comes. What was looked at before it is dropped."""

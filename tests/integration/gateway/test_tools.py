@@ -191,6 +191,10 @@ async def test_reasoning_that_the_template_began(start_model: StartModel) -> Non
     await gateway.add_worker(script=says(f"They ask …\n</think>\n\n{CALL}", "I wonder"))
     ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "n": 2}
     answer = await gateway.client().chat.completions.create(**ask, tools=[TOOL])
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    # They came in 4 and 3 tokens; the last of the first also began its mark.
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 7
     first, second = (choice.message.model_dump() for choice in answer.choices)
     assert first["reasoning"] == first["reasoning_content"] == "They ask …"
     assert first["content"] is None
@@ -201,6 +205,11 @@ async def test_reasoning_that_the_template_began(start_model: StartModel) -> Non
         ("They ask …", None),
         ("I wonder", None),
     ]
+    stream = await gateway.client().chat.completions.create(
+        **ask, tools=[TOOL], stream=True, stream_options={"include_usage": True}
+    )
+    *_, last = [chunk async for chunk in stream]
+    assert last.usage == answer.usage
     # Without tools it is split all the same; without thinking there is nothing to split.
     quiet = await gateway.client().chat.completions.create(
         **ask, extra_body={"chat_template_kwargs": {"enable_thinking": False}}

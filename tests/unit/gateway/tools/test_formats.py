@@ -214,6 +214,18 @@ def test_reasoning(text: str, expected: Told, begins_in_reasoning: bool) -> None
     check_every_cut(form, text, expected)
 
 
+@settings(max_examples=100, deadline=None)
+@given(parser=st.sampled_from(["hermes", "harmony"]), is_open=st.booleans(), source=st.randoms(use_true_random=False))
+def test_it_is_known_where_reasoning_was(parser: str, is_open: bool, source: random.Random) -> None:
+    form = form_of(parser, "harmony" if parser == "harmony" else "think", begins_in_reasoning=is_open)
+    text = "".join(source.choice(FRAGMENTS) for _ in range(source.randrange(25)))
+    reader, told_reasoning = form.parser(), ""
+    for place in range(0, len(text) + 1, 3):
+        pieces = reader.push(text[place : place + 3], is_last=place + 3 > len(text))
+        told_reasoning += "".join(piece.text for piece in pieces if piece.kind is Kind.REASONING)
+    assert "".join(text[begin:end] for begin, end in reader.reasoning) == told_reasoning
+
+
 def test_reasoning_between_other_marks_and_without_tools() -> None:
     form = form_of("mistral", "mistral", tools=())
     text = '[THINK]So.[/THINK]Hi [TOOL_CALLS][{"name": "f", "arguments": {}}]'
