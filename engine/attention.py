@@ -12,11 +12,13 @@ Shapes: T rows in the step, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.decode_kernel import DecodeKernel, DecodeTables, NewRows, decode_kernel
 from engine.errors import UnsupportedModel
 
 ATTENTION_NAME = "spillway_packed"  # what the function is registered as
@@ -122,7 +124,9 @@ class KVPool:
 
     def _map(self, heads: int, dim: int) -> Tensor:
         # A mapping of its own goes back to the system when it is freed; malloc would keep much of it.
-        memory = mmap.mmap(-1, heads * self._slots * dim * self._dtype.itemsize)
+        memory = mmap.mmap(-1, heads * self._slots * dim * self._dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # attention is a quarter faster; see huge_pages
         return torch.frombuffer(memory, dtype=self._dtype).view(1, heads, self._slots, dim)
 
     def stage(
@@ -135,6 +139,14 @@ class KVPool:
             torch.tensor(sampled_rows, dtype=torch.long),
             PackedBatch(self, segments),
         )
+
+    def kernel(self, layer: int) -> DecodeKernel | None:
+        """Return what attends for all decoding sequences of a layer at once, if there is such a thing here."""
+        return decode_kernel(self._layer_shapes[layer][1], self._dtype)
+
+    def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values (1, Hkv, slots, D) of all slots."""
+        return self._layers[layer]
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store the keys and values (1, Hkv, T, D) of tokens at `slots` [T]."""
@@ -194,47 +206,64 @@ class PackedBatch:
         self._pool = pool
         self._segments = segments
         self._rows = [segment.rows for segment in segments]
-        self._slots = torch.tensor([slot for segment in segments for slot in _new_slots(segment)])
+        self._first_rows = list(accumulate(self._rows, initial=0))
+        self._decoding = [number for number, segment in enumerate(segments) if segment.rows == 1]
+        self._new_slots = [slot for segment in segments for slot in _new_slots(segment)]
+        self._slots = torch.tensor(self._new_slots)
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # by (segment, window): the same in every layer
-        self._groups = _sharing(segments)
+        self._groups = _sharing([segments[number] for number in self._decoding])
         self._plans: dict[int | None, _DecodePlan] = {}  # by window
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values, then attend; see AttentionBatch."""
-        self._pool.write(layer, self._slots, key, value)
         _, query_heads, total_rows, head_dim = query.shape
         kv_heads = key.shape[1]
+        kernel = self._pool.kernel(layer) if self._decoding and options.softcap is None else None
+        if kernel is None or len(self._decoding) < len(self._segments):
+            self._pool.write(layer, self._slots, key, value)
         grouped = query.view(kv_heads, query_heads // kv_heads, total_rows, head_dim).permute(2, 0, 1, 3)
-        queries = torch.split(grouped, self._rows)
-        shared = self._attend_shared(layer, queries, options)
-        outputs = [
-            self._attend_decoding(layer, number, rows, shared.get(number), options)
-            if self._rows[number] == 1
-            else self._attend_chunk(layer, number, rows, options)
-            for number, rows in enumerate(queries)
-        ]
+        if self._decoding:
+            decoded = self._attend_decoding(layer, kernel, NewRows(query, key, value), grouped, options)
+        if len(self._decoding) == len(self._segments):
+            return decoded.view(1, total_rows, query_heads, head_dim)
+        outputs = list(torch.split(grouped, self._rows))
+        for number, rows in enumerate(outputs):
+            if self._rows[number] > 1:
+                outputs[number] = self._attend_chunk(layer, number, rows, options)
+        for at, number in enumerate(self._decoding):
+            outputs[number] = decoded[at : at + 1]
         return torch.cat(outputs).view(1, total_rows, query_heads, head_dim)
 
-    def _attend_shared(
-        self, layer: int, queries: tuple[Tensor, ...], options: AttentionOptions
-    ) -> dict[int, "_Attended"]:
-        """Attend to each shared prefix with the rows of all who share it; return each one's share, by its number."""
-        attended: dict[int, _Attended] = {}
-        for prefix, members in self._plan(options.window).groups:
-            rows = torch.cat([queries[number] for number in members])  # (members, Hkv, G, D)
-            count, kv_heads, groups, dim = rows.shape
-            stacked = rows.transpose(0, 1).reshape(1, kv_heads, count * groups, dim)
-            output, lse = _attend(stacked, *self._pool.view(layer, prefix), options, mask=None, causal=False)
-            outputs = output.view(kv_heads, count, groups, dim).transpose(0, 1)
-            lses = lse.view(kv_heads, count, groups).transpose(0, 1)
-            attended |= {number: (outputs[at : at + 1], lses[at : at + 1]) for at, number in enumerate(members)}
-        return attended
-
     def _attend_decoding(
-        self, layer: int, number: int, query: Tensor, shared: "_Attended | None", options: AttentionOptions
+        self, layer: int, kernel: DecodeKernel | None, new: NewRows, grouped: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attend with the one query row (1, Hkv, G, D) of a sequence; return the same shape."""
-        parts = self._plan(options.window).own[number]
+        """Attend with the rows of all decoding sequences (N of them); return (N, Hkv, G, D)."""
+        plan = self._plan(options.window)
+        if kernel is None:
+            own = [self._attend_own(layer, at, grouped, plan, options) for at in range(len(self._decoding))]
+            output, lse = (torch.cat(parts) for parts in zip(*own, strict=True))
+        else:
+            output, lse = kernel.attend(new, *self._pool.tensors(layer), plan.tables, options.scale)
+        for prefix, members in plan.groups:
+            rows = grouped[plan.tables.rows[members]]  # (members, Hkv, G, D)
+            shared = self._attend_shared(layer, prefix, rows, options)
+            output[members], lse[members] = _merge([shared, (output[members], lse[members])])
+        return _apply_sinks(output, lse, options.sinks)
+
+    def _attend_shared(self, layer: int, prefix: range, rows: Tensor, options: AttentionOptions) -> "_Attended":
+        """Attend to a shared prefix with the rows (members, Hkv, G, D) of all who share it."""
+        count, kv_heads, groups, dim = rows.shape
+        stacked = rows.transpose(0, 1).reshape(1, kv_heads, count * groups, dim)
+        output, lse = _attend(stacked, *self._pool.view(layer, prefix), options, mask=None, causal=False)
+        output, lse = output.view(kv_heads, count, groups, dim), lse.view(kv_heads, count, groups)
+        return output.transpose(0, 1), lse.transpose(0, 1)
+
+    def _attend_own(
+        self, layer: int, at: int, grouped: Tensor, plan: "_DecodePlan", options: AttentionOptions
+    ) -> "_Attended":
+        """Attend with one decoding sequence's row to what it reads on its own, by torch's kernel."""
+        number, parts = self._decoding[at], plan.own[at]
+        row = self._first_rows[number]
         if len(parts) > MAX_PARTS:
             segment = self._segments[number]
             first = segment.context - sum(map(len, parts))
@@ -242,9 +271,10 @@ class PackedBatch:
         else:
             keys_and_values = [self._pool.view(layer, part) for part in parts]
         # The G query heads that share a key/value head become the rows of one small product.
-        attended = [_attend(query, keys, values, options, mask=None, causal=False) for keys, values in keys_and_values]
-        output, lse = _merge(attended if shared is None else [shared, *attended])
-        return _apply_sinks(output, lse, options.sinks)
+        query = grouped[row : row + 1]
+        return _merge(
+            [_attend(query, keys, values, options, mask=None, causal=False) for keys, values in keys_and_values]
+        )
 
     def _attend_chunk(self, layer: int, number: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """Attend with the query rows (rows, Hkv, G, D) of one sequence; return the same shape."""
@@ -267,17 +297,20 @@ class PackedBatch:
     def _plan(self, window: int | None) -> "_DecodePlan":
         """What is read together, and what each decoding sequence reads on its own: the same in all layers."""
         if window not in self._plans:
+            decoding = [self._segments[number] for number in self._decoding]
             groups = [
                 (prefix, members)
                 for prefix, members in self._groups
-                if not any(_window_cuts(self._segments[number], window) for number in members)
+                if not any(_window_cuts(decoding[at], window) for at in members)
             ]
-            shared = {number: len(prefix) for prefix, members in groups for number in members}
+            shared = {at: len(prefix) for prefix, members in groups for at in members}
             own = [
-                _slots(segment.runs, max(_first_visible(segment, window), shared.get(number, 0)), segment.context)
-                for number, segment in enumerate(self._segments)
+                _slots(segment.runs, max(_first_visible(segment, window), shared.get(at, 0)), segment.context)
+                for at, segment in enumerate(decoding)
             ]
-            self._plans[window] = _DecodePlan(groups, own)
+            rows = [self._first_rows[number] for number in self._decoding]
+            tables = DecodeTables.of(rows, [self._new_slots[row] for row in rows], own)
+            self._plans[window] = _DecodePlan(groups, own, tables)
         return self._plans[window]
 
     def _mask(self, number: int, first: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -293,21 +326,23 @@ class PackedBatch:
         return self._masks[number, window]
 
 
-_Attended = tuple[Tensor, Tensor]  # output (1, Hkv, G, D) and log-sum-exp of the scores (1, Hkv, G)
+_Attended = tuple[Tensor, Tensor]  # of N rows: output (N, Hkv, G, D) and log-sum-exp of the scores (N, Hkv, G)
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodePlan:
-    groups: list[tuple[range, list[int]]]  # shared slots, and the segments that share them
-    own: list[list[range]]  # by segment: the slots it reads on its own
+    """Sequences are numbered among those that decode."""
+
+    groups: list[tuple[range, list[int]]]  # shared slots, and the sequences that share them
+    own: list[list[range]]  # by sequence: the slots it reads on its own
+    tables: DecodeTables  # the same for the kernel
 
 
 def _sharing(segments: list[Segment]) -> list[tuple[range, list[int]]]:
-    """Find the decoding segments that begin with the same slots, and the slots that are common to each group."""
+    """Find the segments that begin with the same slots, and the slots that are common to each group."""
     by_start: dict[int, list[int]] = {}
     for number, segment in enumerate(segments):
-        if segment.rows == 1:
-            by_start.setdefault(segment.runs[0].start, []).append(number)
+        by_start.setdefault(segment.runs[0].start, []).append(number)
     groups = []
     for start, members in by_start.items():
         # The last token's own slot is nobody else's.

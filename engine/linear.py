@@ -16,6 +16,14 @@ from engine.errors import ConfigError
 _PACKED_FOR_ROWS: Final = 32  # oneDNN's layout for a few rows also serves one row and hundreds; measured 1 … 256
 
 
+def memory_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return the addresses of the weights that oneDNN keeps for a module: the first, and the one after the last."""
+    if not isinstance(module, PackedLinear | Int8Linear):
+        return None
+    first: int = torch.ops.mkldnn.data_ptr(module.packed)
+    return first, first + int(torch.ops.mkldnn._nbytes(module.packed))  # noqa: SLF001
+
+
 class PackedLinear(nn.Module):
     """The product with weights that oneDNN has laid out for this CPU.
 
@@ -25,11 +33,11 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self._bias = bias
-        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)  # noqa: SLF001
+        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)  # noqa: SLF001
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map (…, in) to (…, out)."""
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")  # noqa: SLF001
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self._bias, "none", [], "")  # noqa: SLF001
         return output
 
 
@@ -46,7 +54,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         scales = weight.float().abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / self._LARGEST
         rounded = torch.round(weight.float() / scales[:, None]).to(torch.int8)
-        self._packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self.packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
         # A row's own scale, its largest magnitude / 127, comes after the product.
         self._scales = scales / self._LARGEST
         self._zero_points = torch.zeros(len(weight), dtype=torch.int64)
@@ -59,7 +67,7 @@ class Int8Linear(nn.Module):
         # Half a step is added because the conversion cuts off. A row of zeros becomes anything, and then times zero.
         shifted = (rows * torch.div(self._range, largest)).add_(self._ZERO_POINT + 0.5)
         products: Tensor = torch.ops.onednn.qlinear_pointwise(
-            shifted.to(torch.uint8), 1.0, self._ZERO_POINT, self._packed, self._scales, self._zero_points,
+            shifted.to(torch.uint8), 1.0, self._ZERO_POINT, self.packed, self._scales, self._zero_points,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         products = products.view(*rows.shape[:-1], len(self._scales))  # of no rows at all, a dimension would be missing

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import Quantization
-from engine.linear import fastest_linear
+from engine.huge_pages import use_huge_pages
+from engine.linear import fastest_linear, memory_of
 
 Siblings = list[tuple[nn.Module, list[str]]]  # a module, and the names of its linear layers that map the same rows
 
@@ -72,16 +73,20 @@ def make_fast(model: nn.Module, siblings: Siblings, quantize: Quantization | Non
 
     A weight that is also used elsewhere (the embedding of a tied model) stays where it is, beside its copy.
     """
+    made = []
     for parent, names in siblings:
         layers = [_linears_of(parent)[name] for name in names]
         weight = torch.cat([layer.weight.detach() for layer in layers])
         product = fastest_linear(weight, _joined_biases(layers), quantize)
+        made.append(product)
         shared = SharedProjection(product, [layer.out_features for layer in layers])
         for number, name in enumerate(names):
             setattr(parent, name, ProjectionPart(shared, number))
     for parent in list(model.modules()):
         for name, layer in _linears_of(parent).items():
-            setattr(parent, name, fastest_linear(layer.weight.detach(), _joined_biases([layer]), quantize))
+            made.append(fastest_linear(layer.weight.detach(), _joined_biases([layer]), quantize))
+            setattr(parent, name, made[-1])
+    use_huge_pages([memory for module in made if (memory := memory_of(module)) is not None])
 
 
 def _linears_of(parent: nn.Module) -> dict[str, nn.Linear]:

@@ -5,12 +5,12 @@
 # For NVIDIA GPUs take torch from a CUDA index, together with the CUDA libraries it depends on (several GB):
 #
 #   docker build -f deploy/images/worker.Dockerfile -t spillway-worker:0.1.0-cuda \
-#     --build-arg TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130 --build-arg TORCH_PIP_OPTIONS= \
-#     --build-arg APT_PACKAGES="gcc libc6-dev" .
+#     --build-arg TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130 --build-arg TORCH_PIP_OPTIONS= .
 #
 # and run it with `--gpus all`. torch's wheels bring CUDA themselves; the host needs only the driver and NVIDIA's
-# container toolkit, so the base image stays the slim one. Triton compiles the engine's kernels when they are first needed,
-# which takes a C compiler, and keeps them in the data folder. Base images are pinned by version tag. For builds that are the same
+# container toolkit, so the base image stays the slim one. The engine's kernels are compiled for
+# the machine that they run on, which takes a C compiler: for a CPU when a worker starts, for a GPU (by Triton, which
+# keeps them in the data folder) when they are first needed. Base images are pinned by version tag. For builds that are the same
 # bit by bit, append the digest that `docker buildx imagetools inspect python:3.11-slim-bookworm` prints.
 
 FROM python:3.11-slim-bookworm AS build
@@ -56,7 +56,7 @@ RUN groupadd --gid 10001 spillway \
     && install --directory --owner 10001 --group 10001 --mode 0700 /var/lib/spillway \
     && install --directory --mode 0755 /etc/spillway
 
-ARG APT_PACKAGES=
+ARG APT_PACKAGES="gcc libc6-dev"
 # hadolint ignore=DL3008,SC2086
 RUN if [ -n "$APT_PACKAGES" ]; then \
       apt-get update && apt-get install --yes --no-install-recommends $APT_PACKAGES && rm -rf /var/lib/apt/lists/*; \

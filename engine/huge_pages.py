@@ -1,0 +1,48 @@
+"""Weights in pages of 2 MiB: a decode step reads all of them, and looking up pages of 4 KiB slows that by a fifth.
+
+Linux gives them only to who asks, as it is usually set up (`transparent_hugepage/enabled`: madvise). The allocators of
+torch and oneDNN do not ask, and what they return cannot be moved, so the pages are asked for afterwards.
+"""
+
+import ctypes
+import logging
+import mmap
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+PAGE_BYTES: Final = 2 << 20  # of a huge page, on x86-64 and with 4 KiB pages on arm64
+_MADV_COLLAPSE: Final = 25  # Linux 6.1 and later: copy what is there now; Python has no name for it
+
+Range = tuple[int, int]  # addresses: the first byte, and the one after the last
+
+
+def use_huge_pages(ranges: Iterable[Range]) -> None:
+    """Have the memory at these addresses moved to huge pages, and the rest of the pages that they touch with it.
+
+    Does nothing where the system has none to give; older kernels than 6.1 move the memory bit by bit, later.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    for first, end in _whole_pages(ranges):
+        for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):
+            # A hole among the addresses is an error, but the rest is done all the same.
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
+
+
+def _whole_pages(ranges: Iterable[Range]) -> Iterator[Range]:
+    """Widen the ranges to whole pages, and join those that then meet."""
+    widened = sorted((first // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES) for first, end in ranges)
+    current: Range | None = None
+    for first, end in widened:
+        if current is not None and first <= current[1]:
+            current = (current[0], max(current[1], end))
+        else:
+            if current is not None:
+                yield current
+            current = (first, end)
+    if current is not None:
+        yield current
