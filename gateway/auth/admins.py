@@ -39,7 +39,8 @@ async def set_password(engine: AsyncEngine, password: str, actor: str, name: str
 async def check_password(engine: AsyncEngine, name: str, password: str) -> None:
     """Return if it is this person's password. Raises WrongPassword, and SQL's own errors."""
     async with engine.connect() as connection:
-        stored = await connection.scalar(select(AdminRow.password_hash).where(AdminRow.name == name))
+        known = select(AdminRow.password_hash).where(AdminRow.name == name)
+        stored = await connection.scalar(known) if name.isprintable() else None  # PostgreSQL takes no NUL in a text
     # For a name that is not there the answer takes as long as for one that is.
     is_right = await asyncio.to_thread(is_password, password, stored or HASH_OF_NOTHING)
     if stored is None or not is_right:

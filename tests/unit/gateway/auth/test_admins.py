@@ -52,7 +52,7 @@ async def test_a_password_is_checked_and_changing_it_is_written_down_and_ends_it
     await set_password(engine, PASSWORD, "cli:me")
     assert await has_admin(engine)
     await check_password(engine, ADMIN_NAME, PASSWORD)
-    for name, password in ((ADMIN_NAME, PASSWORD + "!"), ("somebody", PASSWORD), ("", "")):
+    for name, password in ((ADMIN_NAME, PASSWORD + "!"), ("somebody", PASSWORD), ("a\0", PASSWORD), ("", "")):
         with pytest.raises(WrongPassword):
             await check_password(engine, name, password)
     sessions = SessionStore(engine, PEPPER, 60)
