@@ -39,6 +39,15 @@ class Lease(Struct, frozen=True, array_like=True):
     expires_unix_ms: int
     held: Amounts  # of CONCURRENT and MONEY with what its requests take up
     idle: Amounts  # of this, what no request took up at that time
+    spent_nano_usd: int = 0  # what the gateway has reported in this period
+
+
+class Vanished(Struct, frozen=True, array_like=True):
+    """What a gateway held of a budget when its lease ran out: it counts as spent until somebody knows better."""
+
+    exchange: int  # its last one
+    spent_nano_usd: int  # what it had reported in this period
+    held_nano_usd: int
 
 
 class Account(Struct, frozen=True, omit_defaults=True):
@@ -48,8 +57,9 @@ class Account(Struct, frozen=True, omit_defaults=True):
     used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of RATES: by unix second of their admission
     period: str = ""  # the budget's, see gateway.quotas.terms.period_at
     spent_nano_usd: int = 0  # in this period, by requests that have ended
-    presumed_nano_usd: int = 0  # of this, what gateways held that vanished: counted as spent until it is recounted
+    presumed_nano_usd: int = 0  # of this, what gateways held that vanished
     leases: dict[str, Lease] = {}  # by gateway
+    vanished: dict[str, Vanished] = {}  # by gateway; until it is back, or recounted
 
 
 encode = msgspec.msgpack.Encoder().encode

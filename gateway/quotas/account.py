@@ -5,6 +5,7 @@ in the last ``WINDOW_S``; of money, what was spent in the period; of concurrency
 counts as used: it may have been.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from gateway.quotas.terms import Limits, Terms, is_later, period_at, plus
 from protocol.messages import PROTOCOL_VERSION
-from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, Kind, Lease
+from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, Kind, Lease, Vanished
 
 # A rate's amounts are kept by whole seconds: one admitted at second 0.9 counts until 61.0, so that no 60 s hold more
 # than the limit. What this costs is at most a 61st of it.
@@ -30,8 +31,7 @@ class Report(Struct, frozen=True):
     """What a gateway tells of its slice, and what it asks for."""
 
     used: tuple[dict[int, int], dict[int, int]]  # of RATES, since its last report; may be negative: refunded
-    spent_nano_usd: int  # in ``period``, since its last report; may be negative: presumed before, and not spent
-    presumed_nano_usd: int  # that was presumed of it, and now is not
+    spent_nano_usd: int  # in ``period``, since its last report
     period: str  # of what it tells about money
     held: Amounts
     idle: Amounts
@@ -54,14 +54,19 @@ def exchange(
 
     ``now_s``: seconds since 1970.
     """
-    account = _with_report(as_of(account, terms, now_s, but=gateway_id), report, now_s)
+    account = as_of(account, terms, now_s, but=gateway_id)
+    before = account.leases.get(gateway_id) or account.vanished.get(gateway_id)
+    account = _with_report(_without_presumption(account, gateway_id), report, now_s)
+    told = 0 if before is None else before.spent_nano_usd
+    if report.period == account.period:
+        told += report.spent_nano_usd
     held = report.held if report.period == account.period else (*report.held[:3], 0)
     idle = report.idle if report.period == account.period else (*report.idle[:3], 0)
     others = {one: lease for one, lease in account.leases.items() if one != gateway_id}
     free = free_amounts(replace(account, leases=others), terms.limits, held)
     granted = _granted(free, idle, report, terms.limits)
     expires_unix_ms = int((now_s + LEASE_S) * 1000)
-    lease = Lease(number, expires_unix_ms, plus(held, granted), plus(idle, granted))
+    lease = Lease(number, expires_unix_ms, plus(held, granted), plus(idle, granted), told)
     return Exchanged(replace(account, leases={**others, gateway_id: lease}), granted, expires_unix_ms)
 
 
@@ -70,14 +75,19 @@ def as_of(account: Account, terms: Terms, now_s: float, *, but: str = "") -> Acc
     return _without_the_past(_without_the_vanished(account, but, now_s), terms, now_s)
 
 
-def recounted(account: Account, terms: Terms, ledger_nano_usd: int, now_s: float) -> Account:
+def recounted(
+    account: Account, terms: Terms, ledger_nano_usd: int, by_vanished: Mapping[str, int], now_s: float
+) -> Account:
     """The account with what the ledger says was spent in this period in the place of what is only presumed.
 
-    What living gateways have reported may not have reached the ledger yet, so it counts in any case.
+    What living gateways have reported may not have reached the ledger yet, so it counts in any case. ``by_vanished``:
+    nano-USD that each vanished gateway's requests cost, what it had reported among them; none of them may be missing.
     """
     account = _without_the_past(account, terms, now_s)
     told = account.spent_nano_usd - account.presumed_nano_usd
-    return replace(account, spent_nano_usd=max(told, ledger_nano_usd), presumed_nano_usd=0)
+    for gateway_id, gone in account.vanished.items():
+        told += max(0, by_vanished.get(gateway_id, 0) - gone.spent_nano_usd)
+    return replace(account, spent_nano_usd=max(told, ledger_nano_usd), presumed_nano_usd=0, vanished={})
 
 
 def used_amounts(account: Account) -> Amounts:
@@ -128,19 +138,36 @@ def _without_the_vanished(account: Account, gateway_id: str, now_s: float) -> Ac
     if not over:
         return account
     used = tuple(dict(seconds) for seconds in account.used)
-    presumed = 0
-    for lease in (account.leases[one] for one in over):
+    presumed, vanished = 0, dict(account.vanished)
+    for one in over:
+        lease = account.leases[one]
         for kind in RATES:
             if lease.held[kind] > 0:
                 second = lease.expires_unix_ms // 1000
                 used[kind][second] = used[kind].get(second, 0) + lease.held[kind]
-        presumed += lease.held[Kind.MONEY]
+        if held := lease.held[Kind.MONEY]:
+            presumed += held
+            vanished[one] = Vanished(lease.exchange, lease.spent_nano_usd, held)
     return replace(
         account,
         used=used,
         spent_nano_usd=account.spent_nano_usd + presumed,
         presumed_nano_usd=account.presumed_nano_usd + presumed,
         leases={one: lease for one, lease in account.leases.items() if one not in over},
+        vanished=vanished,
+    )
+
+
+def _without_presumption(account: Account, gateway_id: str) -> Account:
+    """Count what a gateway held as not spent: it is back, and tells what was."""
+    gone = account.vanished.get(gateway_id)
+    if gone is None:
+        return account
+    return replace(
+        account,
+        spent_nano_usd=account.spent_nano_usd - gone.held_nano_usd,
+        presumed_nano_usd=account.presumed_nano_usd - gone.held_nano_usd,
+        vanished={one: gone for one, gone in account.vanished.items() if one != gateway_id},
     )
 
 
@@ -155,7 +182,7 @@ def _without_the_past(account: Account, terms: Terms, now_s: float) -> Account:
         one: Lease(lease.exchange, lease.expires_unix_ms, (*lease.held[:3], 0), (*lease.idle[:3], 0))
         for one, lease in account.leases.items()
     }
-    return replace(account, period=period, spent_nano_usd=0, presumed_nano_usd=0, leases=leases)
+    return replace(account, period=period, spent_nano_usd=0, presumed_nano_usd=0, leases=leases, vanished={})
 
 
 def _with_report(account: Account, report: Report, now_s: float) -> Account:
@@ -164,11 +191,7 @@ def _with_report(account: Account, report: Report, now_s: float) -> Account:
     account = replace(account, used=(requests, tokens))
     if report.period != account.period:
         return account
-    return replace(
-        account,
-        spent_nano_usd=max(0, account.spent_nano_usd + report.spent_nano_usd),
-        presumed_nano_usd=max(0, account.presumed_nano_usd - report.presumed_nano_usd),
-    )
+    return replace(account, spent_nano_usd=account.spent_nano_usd + report.spent_nano_usd)
 
 
 def _added(seconds: dict[int, int], told: dict[int, int], oldest: int) -> dict[int, int]:

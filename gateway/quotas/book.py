@@ -12,7 +12,7 @@ from gateway.quotas.slices import Slice
 from gateway.quotas.terms import Terms, plus
 from gateway.quotas.vault import Vault
 from protocol.errors import BusError
-from protocol.quotas import NOTHING, Account, Amounts, Kind, Lease
+from protocol.quotas import Account, Amounts, Kind, Lease
 
 MAX_TRIES: Final = 16  # of one exchange, while other gateways change the same account
 MAX_NEEDS_TOLD: Final = 1024  # requests whose needs one exchange looks at
@@ -44,7 +44,6 @@ class Book:
         self._number = 0
         self._entry: int | None = None  # sequence of the bucket's entry that is ``account``; None: to be read again
         self._lease: Lease | None = None  # as it was last stored
-        self._period = ""  # of the account at that time
         self._doubt: Doubt | None = None
 
     def wake(self) -> None:
@@ -97,20 +96,17 @@ class Book:
 
     async def _read(self, vault: Vault) -> None:
         self.account, self._entry = await vault.load(self.account_id) or (EMPTY, 0)
-        lease, ours, doubt = self.account.leases.get(self._gateway_id), self._lease, self._doubt
-        self._doubt = None
-        if doubt is not None and lease is not None and lease.exchange == doubt.number:
-            self._leased(doubt.exchanged)
-        elif doubt is not None and ours is not None and any(ours.held) and lease is None:
-            # Stored or not, the lease has run out: all is presumed used by now, and which of the two nobody can say.
-            self.slice.presumed_dead(Lease(ours.exchange, 0, NOTHING, NOTHING), self._period)
-            self._lease = None
-        else:
-            if doubt is not None:
+        lease, gone = self.account.leases.get(self._gateway_id), self.account.vanished.get(self._gateway_id)
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            known = lease or gone
+            if known is not None and known.exchange == doubt.number:
+                self._leased(doubt.exchanged)
+            else:  # not stored; or recounted, and then it may count twice, which keeps the limit
                 self.slice.undo_report(doubt.report, doubt.given_back)
-            if ours is not None and any(ours.held) and (lease is None or lease.exchange != ours.exchange):
-                self.slice.presumed_dead(ours, self._period)
-                self._lease = None
+        ours = self._lease
+        if ours is not None and any(ours.held) and (lease is None or lease.exchange != ours.exchange):
+            self.slice.presumed_dead(keeps_money=gone is not None)  # again and again until our next report is stored
 
     async def _write(self, vault: Vault, *, keep_idle: bool) -> bool:
         """Whether the account has been changed; False: somebody else was quicker."""
@@ -135,4 +131,3 @@ class Book:
     def _leased(self, exchanged: Exchanged) -> None:
         self.slice.end_report(exchanged)
         self._lease = exchanged.account.leases[self._gateway_id]
-        self._period = exchanged.account.period

@@ -1,6 +1,6 @@
 """Budgets made right by the ledger: for what a killed gateway held, a lost bucket, a budget set in mid-period."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from msgspec import Struct
@@ -36,21 +36,30 @@ async def recount_budgets(database: AsyncEngine, vault: Vault, now_s: float) -> 
             for row in (await connection.execute(select(table.__table__))).mappings().all():
                 terms = terms_of(policy_of(row))
                 if terms is not None and terms.limits[Kind.MONEY] is not None:
-                    spent = await _spent_nano_usd(connection, column == row["id"], terms, now_s)
+                    spent = await _spent_by_gateway(connection, column == row["id"], terms, now_s)
                     counts.append(await _recount(vault, row["id"], row["name"], terms, spent, now_s=now_s))
     return counts
 
 
-async def _spent_nano_usd(connection: AsyncConnection, is_its: ColumnElement[bool], terms: Terms, now_s: float) -> int:
+async def _spent_by_gateway(
+    connection: AsyncConnection, is_its: ColumnElement[bool], terms: Terms, now_s: float
+) -> dict[str, int]:
+    """Nano-USD by gateway; "" where it is not known."""
     start_unix_ms = int(period_start_s(terms.budget_period, now_s) * 1000)
-    statement = select(func.sum(RequestRow.charge_nano_usd)).where(is_its, RequestRow.received_unix_ms >= start_unix_ms)
-    return int((await connection.execute(statement)).scalar() or 0)
+    statement = (
+        select(RequestRow.gateway_id, func.sum(RequestRow.charge_nano_usd))
+        .where(is_its, RequestRow.received_unix_ms >= start_unix_ms)
+        .group_by(RequestRow.gateway_id)
+    )
+    return {gateway_id or "": int(spent or 0) for gateway_id, spent in await connection.execute(statement)}
 
 
-async def _recount(vault: Vault, account_id: str, name: str, terms: Terms, spent: int, *, now_s: float) -> Recount:
+async def _recount(
+    vault: Vault, account_id: str, name: str, terms: Terms, spent: Mapping[str, int], *, now_s: float
+) -> Recount:
     for _ in range(MAX_TRIES):
         before, entry = await vault.load(account_id) or (EMPTY, 0)
-        after = recounted(before, terms, spent, now_s)
+        after = recounted(before, terms, sum(spent.values()), spent, now_s)
         if after == before or await vault.store(account_id, after, entry) is not None:
             return Recount(account_id, name, after.period, before.spent_nano_usd, after.spent_nano_usd)
     raise BusError(f"the quota account {account_id} changes all the time")

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from gateway.quotas.account import CLOCK_SLACK_S, LEASE_S, WINDOW_S, Exchanged, Report
 from gateway.quotas.terms import Terms, is_later, period_at, plus
-from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, Kind, Lease
+from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, Kind
 
 # An amount of a rate that comes back is used again only where its second stays in the account's window until this has
 # been reported: later, the window gives it back by itself.
@@ -46,7 +46,6 @@ class Slice:
         self._busy = [0, 0, 0, 0]  # of CONCURRENT and MONEY
         self._used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of RATES, not reported yet
         self._spent = 0  # of MONEY, not reported yet
-        self._presumed = 0  # of this, what takes back a presumption
         self._taken = [0, 0, 0, 0]  # since the last report
         self._told_s = 0.0  # when that was
         self._usual = NOTHING  # what was expected then to be taken soon
@@ -145,14 +144,13 @@ class Slice:
         report = Report(
             used=self._used,
             spent_nano_usd=self._spent,
-            presumed_nano_usd=self._presumed,
             period=self.period,
             held=plus(idle, self.busy),
             idle=idle,
             needs=needs,
             ahead=self._usual,
         )
-        self._used, self._spent, self._presumed = ({}, {}), 0, 0
+        self._used, self._spent = ({}, {}), 0
         self.is_changed = False
         return report, given_back
 
@@ -175,22 +173,18 @@ class Slice:
                 mine[at_s] = mine.get(at_s, 0) + used
         if report.period == self.period:
             self._spent += report.spent_nano_usd
-            self._presumed += report.presumed_nano_usd
             self.idle[Kind.MONEY] += given_back[Kind.MONEY]
         self._add_idle((*given_back[:3], 0))
         self.is_changed = True
 
-    def presumed_dead(self, lease: Lease, period: str) -> None:
-        """Our lease ran out and the others have counted what we held as used; ``lease``, ``period``: as last reported.
+    def presumed_dead(self, *, keeps_money: bool) -> None:
+        """Our lease ran out and the others have counted what we held as used.
 
-        The rates are lost for their minute, and what we used since is among them. Money was not spent for all that: we
-        know what was, and take the presumption back.
+        The rates are lost for their minute, and what we used since is among them. Money was not spent for all that: our
+        next report takes the presumption back, unless a recount has, and then what was idle may be somebody else's.
         """
-        self.idle = [0, 0, 0, self.idle[Kind.MONEY]]
+        self.idle = [0, 0, 0, self.idle[Kind.MONEY] if keeps_money else 0]
         self._used = ({}, {})
-        if period == self.period:
-            self._spent -= lease.held[Kind.MONEY]
-            self._presumed += lease.held[Kind.MONEY]
         self.is_changed = True
 
     def _roll_over(self, period: str) -> None:
@@ -198,7 +192,7 @@ class Slice:
         if is_later(period, self.period):
             self.period = period
             self.idle[Kind.MONEY] = self._busy[Kind.MONEY] = 0
-            self._spent = self._presumed = 0
+            self._spent = 0
 
     def _add_idle(self, amounts: Amounts, sign: int = 1) -> None:
         for kind in KINDS:

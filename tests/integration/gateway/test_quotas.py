@@ -23,7 +23,7 @@ from gateway.quotas.vault import Vault
 from protocol import topology
 from protocol.bus import Bus
 from protocol.messages import PROTOCOL_VERSION
-from protocol.quotas import NOTHING, Account, Kind
+from protocol.quotas import NOTHING, Account, Kind, Vanished
 from tests.integration.gateway.conftest import until, until_async
 from tests.nats_server import NatsServer
 from tests.usage_records import request_record
@@ -356,18 +356,19 @@ async def test_a_recount_takes_the_ledgers_word_for_what_is_presumed(start: Star
         await add_price(connection, "demo", CALLERS, tokens, from_unix_ms=0, source="test")
     received = {"this": int(now_s * 1000), "last": int((now_s - 32 * 86_400) * 1000)}
     records = [
-        request_record(name, key_id=key.key_id, received_unix_ms=at, completion_tokens=40)
+        request_record(name, key_id=key.key_id, received_unix_ms=at, completion_tokens=40, gateway_id="dead")
         for name, at in received.items()
     ]
     await store_records(database, records)
     vault = Vault(bus)
     period = period_at("month", now_s)
-    left = Account(v=PROTOCOL_VERSION, period=period, spent_nano_usd=100_000, presumed_nano_usd=90_000)
+    gone = {"dead": Vanished(exchange=3, spent_nano_usd=10_000, held_nano_usd=90_000)}
+    left = Account(v=PROTOCOL_VERSION, period=period, spent_nano_usd=125_000, presumed_nano_usd=90_000, vanished=gone)
     await vault.store(key.key_id, left, 0)
     [count] = await recount_budgets(database, vault, now_s)
-    assert (count.name, count.before_nano_usd, count.after_nano_usd) == ("app", 100_000, 40_000)
+    assert (count.name, count.before_nano_usd, count.after_nano_usd) == ("app", 125_000, 65_000)
     account = await the_account(bus, key.key_id)
-    assert (account.spent_nano_usd, account.presumed_nano_usd) == (40_000, 0)
+    assert (account.spent_nano_usd, account.presumed_nano_usd, account.vanished) == (65_000, 0, {})
     await database.dispose()
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.quotas.account import CLOCK_SLACK_S, EMPTY, LEASE_S, WINDOW_S, exchange, free_amounts
+from gateway.quotas.account import CLOCK_SLACK_S, EMPTY, LEASE_S, WINDOW_S, exchange, free_amounts, recounted
 from gateway.quotas.slices import Slice, Taken
 from gateway.quotas.terms import Terms
 from protocol.quotas import NOTHING, Account, Amounts, Kind
@@ -173,6 +173,42 @@ def test_what_a_vanished_gateway_held_is_used_or_comes_back() -> None:
     assert world.account.spent_nano_usd == world.account.presumed_nano_usd >= 500
     renew_and_wait(world, WINDOW_S)
     assert free_amounts(world.account, LIMITS)[:3] == LIMITS[:3]
+
+
+def test_a_recount_counts_what_the_living_have_reported_and_the_ledger_does_not_know_yet() -> None:
+    # The ledger's sum was taken for all that was spent where it was more than the living had told: of what the dead had
+    # spent, as much was given back as the ledger was behind with the living.
+    world = World()
+    for _ in range(2):
+        world.ask("g1", (1, 10, 1, 100))
+        world.ask("g2", (1, 10, 1, 100))
+    while world.running:
+        world.end(0, 1)
+        world.exchange("g1", ())
+    world.exchange("g2", ())
+    world.ask("g1", (1, 10, 1, 100))
+    world.crash("g1")
+    world.now_s += LEASE_S + CLOCK_SLACK_S + 0.1
+    world.exchange("g2", (), keep_idle=False)
+    assert world.account.presumed_nano_usd >= 100
+    known = {"g1": 200 + 60, "g2": 0}  # g1's last request ended half-way; g2's rows are still under way
+    account = recounted(world.account, TERMS, sum(known.values()), known, world.now_s)
+    assert (account.spent_nano_usd, account.presumed_nano_usd) == (400 + 60, 0)
+
+
+def test_a_gateway_that_wakes_after_a_recount_gives_nothing_back_twice() -> None:
+    world = World()
+    world.ask("g1", (1, 10, 1, 100))
+    frozen, taken = world.running.pop()
+    world.now_s += LEASE_S + CLOCK_SLACK_S + 0.1
+    world.exchange("g2", ())
+    account = recounted(world.account, TERMS, 0, {}, world.now_s)
+    slice_ = world.slices[frozen]
+    slice_.presumed_dead(keeps_money=False)
+    slice_.settle(taken, (1, 10, 0, 70), world.now_s)
+    report, _ = slice_.begin_report(TERMS, (), world.now_s, keep_idle=False)
+    account = exchange(account, frozen, report, TERMS, number=99, now_s=world.now_s).account
+    assert (account.spent_nano_usd, account.presumed_nano_usd) == (70, 0)
 
 
 def test_a_new_period_begins_with_nothing_spent_and_old_requests_settle_for_nothing() -> None:
