@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pool_worker import engines, notices
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
 from pool_worker.settings import WorkerSettings
 from pool_worker.stopping import Stop
-from pool_worker.worker import Worker
+from pool_worker.worker import OnReady, Worker
 from protocol import subjects
 from protocol.bus import Bus
 
@@ -22,11 +22,12 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _Result = TypeVar("_Result")
 
 
-async def run(settings: WorkerSettings, on_ready: Callable[[], None] | None = None) -> None:
+async def run(settings: WorkerSettings, on_ready: OnReady | None = None) -> None:
     """Serve until SIGTERM, SIGINT or a notice, then drain and return; a second signal cuts the drain short.
 
-    ``on_ready`` is called once, when jobs are about to be pulled. Raises EngineDiedError if the engine does not start
-    or is lost (its jobs have been handed back by then), and BusError if no queue server answers at first.
+    ``on_ready`` is called once, with the task of the models, when jobs are about to be pulled. Raises EngineDiedError
+    if the engine does not start or is lost (its jobs have been handed back by then), and BusError if no queue server
+    answers at first.
     """
     stop = Stop(settings.drain_s, notices.signal_limit_s(settings.notice))
     loop = asyncio.get_running_loop()
@@ -87,7 +88,7 @@ async def _serve(
     capacity: Capacity,
     *,
     stop: Stop,
-    on_ready: Callable[[], None] | None,
+    on_ready: OnReady | None,
     traces: "AttemptTraces | None",
 ) -> None:
     try:

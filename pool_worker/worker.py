@@ -39,6 +39,8 @@ OUTBOX_FLUSH_LIMIT_S: Final = 10.0  # at shutdown
 HURRIED_FLUSH_LIMIT_S: Final = 1.0  # after a second signal
 CANCEL_AGAIN_S: Final = 0.5
 
+OnReady = Callable[[str], None]  # with the task of its models: "generate", "embed" or "score"
+
 log = logging.getLogger(__name__)
 
 
@@ -100,7 +102,7 @@ class Worker:
         self._cards = ModelCards(bus, engine, settings.models)
         bus.on_reconnect(self._on_reconnected)
 
-    async def serve(self, stop: Stop, on_ready: Callable[[], None] | None) -> None:
+    async def serve(self, stop: Stop, on_ready: OnReady | None) -> None:
         """Work until ``stop`` is requested or the provider gives a notice, then drain.
 
         Raises EngineDiedError once its jobs have been handed back.
@@ -125,7 +127,7 @@ class Worker:
             flushing.cancel()
             await self._outbox.flush(HURRIED_FLUSH_LIMIT_S)
 
-    async def _work(self, stop: Stop, on_ready: Callable[[], None] | None) -> None:
+    async def _work(self, stop: Stop, on_ready: OnReady | None) -> None:
         async with asyncio.TaskGroup() as work:
             pulling = work.create_task(self._pull_jobs(on_ready), name="pulls")
             keeping = [
@@ -144,7 +146,7 @@ class Worker:
         if not stepping.cancelled():
             raise stepping.result()
 
-    async def _pull_jobs(self, on_ready: Callable[[], None] | None) -> None:
+    async def _pull_jobs(self, on_ready: OnReady | None) -> None:
         await self._peers.start()
         await self._consumer.wait_for_consumers()
         await self._cards.publish()
@@ -152,7 +154,8 @@ class Worker:
         await self._consumer.start()
         await self._heart.beat()
         if on_ready is not None:
-            on_ready()
+            card, _ = self._engine.model_card(self._settings.models[0])
+            on_ready("generate" if card.pooling is None else card.pooling.task)
         await self._consumer.run()
 
     async def _run_engine(self) -> EngineDiedError:

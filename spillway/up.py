@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,6 +46,7 @@ class Running:
     admin_password: str  # empty: it was made earlier
     model: str
     data_dir: Path
+    task: str = "generate"  # or "embed", "score": what the model is for
 
 
 class _End:
@@ -92,7 +93,13 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
             say("database: applying migrations")
             await asyncio.to_thread(upgrade, resolved.database_url)
             running = _running(resolved, await _first_key(resolved), await _first_password(resolved))
-            await _run_processes(nats, _children(resolved), end, say, lambda: on_running(running))
+            await _run_processes(
+                nats,
+                _children(resolved),
+                end,
+                say,
+                lambda facts: on_running(replace(running, task=_task_of(running.model, resolved, facts))),
+            )
         finally:
             resolved_config_path(config.data_dir).unlink(missing_ok=True)
             if nats is not None:
@@ -221,7 +228,7 @@ async def _run_processes(
     children: list[Child],
     end: _End,
     say: Callable[[str], None],
-    on_ready: Callable[[], None],
+    on_ready: Callable[[list[dict[str, Any]]], None],
 ) -> None:
     try:
         for child in children:
@@ -229,7 +236,7 @@ async def _run_processes(
         ready = asyncio.gather(*(_say_when_ready(child, say) for child in children))
         if not await _unless_stopped(ready, end.wanted):
             return
-        on_ready()
+        on_ready(ready.result())
         everything: list[Restartable] = [*children, *([nats] if nats else [])]
         await _unless_stopped(asyncio.gather(*(keep_running(process, say) for process in everything)), end.wanted)
     finally:
@@ -239,9 +246,16 @@ async def _run_processes(
             await child.stop(end.hurried)
 
 
-async def _say_when_ready(child: Child, say: Callable[[str], None]) -> None:
-    await child.wait_ready()
+async def _say_when_ready(child: Child, say: Callable[[str], None]) -> dict[str, Any]:
+    facts = await child.wait_ready()
     say(f"{child.name}: ready")
+    return facts
+
+
+def _task_of(model: str, config: Config, facts: list[dict[str, Any]]) -> str:
+    """What the workers that serve a model say that it is for; "generate" where this machine has none of them."""
+    pools = {name for name, pool in config.pools.items() if model in pool.models}
+    return next((str(one["task"]) for one in facts if one.get("pool") in pools), "generate")
 
 
 async def _unless_stopped(work: asyncio.Future[Any], stop: asyncio.Event) -> bool:

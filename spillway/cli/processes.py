@@ -5,7 +5,7 @@ import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.panel import Panel
@@ -28,6 +28,12 @@ from spillway.up import Running
 from spillway.up import up as run_up
 
 # Each process imports its own part when it runs, so that no command waits for what it does not use (torch above all).
+
+_EXAMPLES: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # by task: the path under /v1, and the body but the model
+    "generate": ("chat/completions", {"stream": True, "messages": [{"role": "user", "content": "What is Spillway?"}]}),
+    "embed": ("embeddings", {"input": ["a dam", "a river"]}),
+    "score": ("rerank", {"query": "What holds water?", "documents": ["a dam", "a bird"]}),
+}
 
 
 def up(
@@ -57,7 +63,7 @@ def up(
 
     def on_running(running: Running) -> None:
         out.print(Panel(banner(running), title="Spillway is running", expand=False))
-        out.print(curl_command(running.base_url, running.api_key, running.model), soft_wrap=True, markup=False)
+        out.print(curl_command(running), soft_wrap=True, markup=False)
         out.print("")
 
     run_async(lambda: run_up(resolved, say, on_running))
@@ -106,13 +112,14 @@ def command_name() -> str:
     return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
-def curl_command(base_url: str, api_key: str, model: str) -> str:
-    """A curl that streams an answer."""
-    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "What is Spillway?"}]}
+def curl_command(running: Running) -> str:
+    """A curl that asks the model for what it can do; answers in words are streamed."""
+    path, body = _EXAMPLES[running.task]
+    key = running.api_key or "$SPILLWAY_API_KEY"
     return (
-        f"curl -N {base_url}/v1/chat/completions \\\n"
-        f"  -H 'Authorization: Bearer {api_key or '$SPILLWAY_API_KEY'}' -H 'Content-Type: application/json' \\\n"
-        f"  -d '{json.dumps(body)}'"
+        f"curl -N {running.base_url}/v1/{path} \\\n"
+        f"  -H 'Authorization: Bearer {key}' -H 'Content-Type: application/json' \\\n"
+        f"  -d '{json.dumps({'model': running.model, **body})}'"
     )
 
 
@@ -141,7 +148,11 @@ def worker(
 
     logs.configure(f"worker {pool}")
     resolved = resolve_config(config, data)
-    run_async(lambda: run(resolved.worker_settings(pool), on_ready=lambda: write_ready(ready_file, {"pool": pool})))
+    run_async(
+        lambda: run(
+            resolved.worker_settings(pool), on_ready=lambda task: write_ready(ready_file, {"pool": pool, "task": task})
+        )
+    )
 
 
 def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:

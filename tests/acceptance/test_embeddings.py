@@ -1,5 +1,8 @@
 """Embeddings and reranking as users meet them: real engines behind `spillway up`, the official clients."""
 
+import json
+import shlex
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,3 +140,11 @@ def test_many_at_once_are_each_answered_and_counted(client: openai.OpenAI, folde
 def test_the_wrong_use_is_named(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="makes embeddings; use /v1/embeddings"):
         client.chat.completions.create(model="tiny-bert", messages=[{"role": "user", "content": "hello"}])
+
+
+def test_the_printed_curl_asks_for_what_the_model_can_do(system: System) -> None:
+    printed = system.output[system.output.index("curl -N") :]
+    assert "/v1/embeddings" in printed
+    arguments = shlex.split(printed.strip().replace("\\\n", " "))
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60)
+    assert len(json.loads(done.stdout)["data"]) == 2

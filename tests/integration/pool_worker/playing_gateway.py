@@ -178,7 +178,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[Stop]:
 
     async def serve() -> None:
         async with asyncio.TaskGroup() as tasks:
-            await Worker(settings, bus, engine, capacity, tasks).serve(stop, ready.set)
+            await Worker(settings, bus, engine, capacity, tasks).serve(stop, lambda _task: ready.set())
 
     serving = asyncio.create_task(serve())
     async with asyncio.timeout(WAIT_S):

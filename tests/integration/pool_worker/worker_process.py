@@ -15,7 +15,7 @@ from pool_worker.main import run
 from pool_worker.settings import WorkerSettings
 
 logging.basicConfig(level=logging.INFO)
-asyncio.run(run(WorkerSettings.model_validate_json(sys.argv[1]), on_ready=lambda: print("ready", flush=True)))
+asyncio.run(run(WorkerSettings.model_validate_json(sys.argv[1]), on_ready=lambda _task: print("ready", flush=True)))
 """
 
 
