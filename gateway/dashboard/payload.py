@@ -12,11 +12,11 @@ from gateway.payloads.store import read_payload
 MAX_SHOWN_CHARS: Final = 200_000  # of the request, and of the answer
 
 
-async def kept_payload(pages: Pages, request_id: str) -> dict[str, Any]:
+async def kept_payload(pages: Pages, request_id: str, actor: str) -> dict[str, Any]:
     """Values of request.html: the payload (None: none is kept), or why it cannot be opened. Raises SQL's own errors."""
     sealer = Sealer(parse_keys(pages.services.settings.payloads.key))
     try:
-        payload = await read_payload(pages.services.database, request_id, sealer)
+        payload = await read_payload(pages.services.database, request_id, sealer, actor)
     except UnknownPayload:
         return {"payload": None, "problem": None}
     except (PayloadKeyMissing, BrokenPayload) as error:

@@ -106,7 +106,8 @@ def _add_request_pages(router: APIRouter, pages: Pages) -> None:
         async def ask(connection: AsyncConnection, view: View) -> dict[str, Any] | None:
             return await request_detail(connection, view, request_id)
 
-        return await pages.show(request, "request.html", ask, **await kept_payload(pages, request_id))
+        kept = await kept_payload(pages, request_id, pages.user(request).actor)
+        return await pages.show(request, "request.html", ask, **kept)
 
 
 def _add_live_pages(router: APIRouter, pages: Pages) -> None:

@@ -56,13 +56,15 @@ async def store_payloads(engine: AsyncEngine, records: Sequence[PayloadRecord]) 
         await connection.execute(insert(PayloadRow).on_conflict_do_nothing(), rows)
 
 
-async def read_payload(engine: AsyncEngine, request_id: str, sealer: Sealer) -> Payload:
-    """One payload. Raises UnknownPayload, what opening raises, and SQL's own errors."""
+async def read_payload(engine: AsyncEngine, request_id: str, sealer: Sealer, actor: str) -> Payload:
+    """One payload, with an entry in the audit log. Raises UnknownPayload, what opening raises, and SQL's own errors."""
     async with engine.connect() as connection:
         of_request = select(PayloadRow.__table__).where(PayloadRow.request_id == request_id, ~has_expired())
         found = (await connection.execute(of_request)).mappings().first()
     if found is None:
         raise UnknownPayload(f"no payload of {request_id} is kept: there was no consent, or it is gone")
+    async with _transaction(engine) as connection:
+        await record(connection, Change(actor, "payloads.read", request_id))
     return await asyncio.to_thread(open_row, dict(found), sealer)
 
 

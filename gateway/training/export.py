@@ -13,8 +13,11 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from gateway.auth.audit import Change, record
+from gateway.db.engine import writing
 from gateway.payloads.errors import ExportError
 from gateway.payloads.sealing import Sealer
 from gateway.payloads.store import open_row
@@ -38,6 +41,7 @@ class ExportPlan(Struct, frozen=True):
     shares: tuple[float, ...] = (0.9, 0.05, 0.05)
     seed: int = 0
     keep_failovers: bool = False  # also answers that several workers made in turn
+    actor: str = "system"  # who asks for it, as the audit log calls him
 
 
 class Exported(Struct):
@@ -94,6 +98,9 @@ class Exporter:
 
     async def _gather(self, scratch: Scratch, on_progress: Callable[[int, int], None]) -> None:
         total = await count_rows(self._engine, self._plan.wanted)
+        wanted = {name: value for name, value in asdict(self._plan.wanted).items() if value is not None}
+        async with writing(self._engine) as connection:
+            await record(connection, Change(self._plan.actor, "payloads.export", "", after={"rows": total, **wanted}))
         agreeing = await keys_that_agree(self._engine)
         on_progress(0, total)
         async for row in read_rows(self._engine, self._plan.wanted):

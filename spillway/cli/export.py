@@ -20,6 +20,7 @@ from gateway.training.rows import Wanted
 from gateway.training.rules import MIN_EXAMPLES
 from protocol.clock import unix_now_ms
 from spillway.cli.context import ConfigOption, DataOption, database, err, out, run_async, running_or_config
+from spillway.cli.policy import this_actor
 
 
 def finetune(
@@ -54,7 +55,7 @@ def finetune(
                 team_id=await _id_of(engine, TeamRow, team),
                 key_id=await _id_of(engine, ApiKeyRow, key),
             )
-            plan = ExportPlan(wanted, format_, min_turns, _shares(split), seed, keep_failovers)
+            plan = ExportPlan(wanted, format_, min_turns, _shares(split), seed, keep_failovers, this_actor())
             with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err) as progress:
                 bar = progress.add_task("export")
                 manifest = await Exporter(engine, sealer, plan, _tool_version()).write(

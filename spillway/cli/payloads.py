@@ -1,6 +1,5 @@
 """``spillway payloads``: what was asked and answered, kept by consent."""
 
-import getpass
 from typing import Annotated
 
 import msgspec
@@ -10,6 +9,7 @@ from gateway.auth.keys import list_keys
 from gateway.payloads.sealing import Sealer, parse_keys
 from gateway.payloads.store import Erasure, erase, read_payload
 from spillway.cli.context import ConfigOption, DataOption, database, out, run_async, running_or_config
+from spillway.cli.policy import this_actor
 
 
 def show(
@@ -23,7 +23,7 @@ def show(
     async def main() -> None:
         sealer = Sealer(parse_keys(resolved.payload_settings().key))
         async with database(resolved) as engine:
-            payload = await read_payload(engine, request_id, sealer)
+            payload = await read_payload(engine, request_id, sealer, this_actor())
         out.print_json(msgspec.json.encode(payload).decode())
 
     run_async(main)
@@ -50,7 +50,7 @@ def delete(
             for known in await list_keys(engine, include_revoked=True) if key is not None else ():
                 if key == known.name and known.revoked_unix_ms is None:
                     key_id = known.key_id
-            deleted = await erase(engine, Erasure(user, key_id, request), actor=f"cli:{getpass.getuser()}")
+            deleted = await erase(engine, Erasure(user, key_id, request), this_actor())
         out.print(f"deleted {deleted} payloads")
 
     run_async(main)

@@ -323,6 +323,8 @@ async def test_a_payload_is_shown_where_it_was_kept(browser: httpx.AsyncClient, 
     assert "Because." in shown
     assert "personal data taken out" in shown
     assert "What was asked" not in (await browser.get("/dashboard/requests/without")).text
+    looked = [entry for entry in await list_changes(engine, AuditFilter(), 10) if entry.action == "payloads.read"]
+    assert [(entry.subject_id, entry.actor) for entry in looked] == [("with", "user:admin")]
 
 
 async def test_live_numbers_come_as_events(gateway: GatewayUnderTest, browser: httpx.AsyncClient) -> None:

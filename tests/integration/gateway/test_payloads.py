@@ -227,11 +227,11 @@ async def test_encrypted_at_rest_and_readable_after_a_change_of_keys(start_keepe
     assert row["encoding"].startswith("zlib+aes-256-gcm:")
     request_id = row["request_id"]
     rotated = Sealer(parse_keys(SecretStr(f"{KEYS[1]} {KEYS[0]}")))
-    payload = await read_payload(keeper.engine, request_id, rotated)
+    payload = await read_payload(keeper.engine, request_id, rotated, "cli:ann")
     assert payload.request is not None
     assert payload.request["messages"] == HELLO
     with pytest.raises(PayloadKeyMissing, match=row["encoding"].partition(":")[2]):
-        await read_payload(keeper.engine, request_id, Sealer(parse_keys(SecretStr(KEYS[1]))))
+        await read_payload(keeper.engine, request_id, Sealer(parse_keys(SecretStr(KEYS[1]))), "cli:ann")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -35,11 +35,13 @@ async def test_a_payload_is_stored_once_and_read(engine: AsyncEngine) -> None:
     first = payload_record("a", request={"messages": []}, answer={"choices": [{"index": 0}]})
     await store_payloads(engine, [first, payload_record("b", dropped=True)])
     await store_payloads(engine, [payload_record("a", request={"messages": ["other"]})])
-    payload = await read_payload(engine, "a", Sealer())
+    payload = await read_payload(engine, "a", Sealer(), "cli:ann")
     assert (payload.request, payload.choices) == ({"messages": []}, [{"index": 0}])
-    assert (await read_payload(engine, "b", Sealer())).request is None
+    assert (await read_payload(engine, "b", Sealer(), "cli:ann")).request is None
     with pytest.raises(UnknownPayload):
-        await read_payload(engine, "c", Sealer())
+        await read_payload(engine, "c", Sealer(), "cli:ann")
+    told = [(entry.actor, entry.action, entry.subject_id) for entry in await list_changes(engine, AuditFilter(), 10)]
+    assert sorted(told) == [("cli:ann", "payloads.read", "a"), ("cli:ann", "payloads.read", "b")]
 
 
 async def test_what_has_expired_is_deleted_in_bounded_batches(
@@ -50,7 +52,7 @@ async def test_what_has_expired_is_deleted_in_bounded_batches(
     old = [payload_record(f"old {n}", expires_unix_ms=now_ms - 1) for n in range(3)]
     await store_payloads(engine, [*old, payload_record("new", expires_unix_ms=now_ms + 60_000)])
     with pytest.raises(UnknownPayload):  # although it is still there
-        await read_payload(engine, "old 1", Sealer())
+        await read_payload(engine, "old 1", Sealer(), "cli:ann")
     assert [await delete_expired(engine) for _ in range(3)] == [2, 1, 0]
     assert await kept(engine) == ["new"]
 

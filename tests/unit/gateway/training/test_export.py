@@ -11,6 +11,7 @@ from pydantic import SecretStr
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from gateway.auth.audit import AuditFilter, list_changes
 from gateway.auth.keys import Grant, create_key
 from gateway.auth.principal import Policy
 from gateway.db.engine import create_engine
@@ -100,6 +101,13 @@ async def kept(database_url: str, tmp_path: Path) -> AsyncIterator[Kept]:
     key, _ = await create_key(engine, "a", SecretStr("p" * 64), Grant(policy=Policy(log_payload=True, train_ok=True)))
     yield Kept(engine, key.key_id, tmp_path)
     await engine.dispose()
+
+
+async def test_an_export_is_in_the_audit_log(kept: Kept) -> None:
+    await kept.keep([user("Hi")], "Hello!")
+    await kept.export(actor="cli:ann", wanted={"model": "demo"})
+    (entry,) = [one for one in await list_changes(kept.engine, AuditFilter(), 10) if one.action == "payloads.export"]
+    assert (entry.actor, entry.after) == ("cli:ann", {"rows": 1, "until_unix_ms": UNTIL, "model": "demo"})
 
 
 async def test_both_formats_as_they_are_documented(kept: Kept) -> None:
