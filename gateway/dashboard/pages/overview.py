@@ -10,18 +10,19 @@ from gateway.dashboard.latency import MIN_VALUES, TITLES
 from gateway.dashboard.names import load_names
 from gateway.dashboard.view import View
 from gateway.ledger.queries.distributions import percentiles
-from gateway.ledger.queries.traffic import Traffic, choices, series, totals
+from gateway.ledger.queries.traffic import Traffic, choices, series, together, totals
 from gateway.ledger.queries.window import Dimension, Window
 
 MAX_GROUPS: Final = 50
 USUAL_GROUPING: Final[tuple[Dimension, ...]] = ("model", "pool")
+CHARTED: Final = ("ok", "failed", "cancelled", "prompt_tokens", "cached_tokens", "completion_tokens", "failovers")
 
 
 async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """The values of overview.html."""
     view = replace(view, by=view.by or USUAL_GROUPING)
     window, where, steps = view.window, view.filters, view.window.steps(view.step)
-    (now,) = await totals(connection, window, where=where)
+    groups = await totals(connection, window, where=where, by=view.by, top=MAX_GROUPS)
     (before,) = await totals(connection, view.before, where=where)
     (ttft,) = await percentiles(connection, window, "ttft_ms", where=where)
     return {
@@ -29,18 +30,18 @@ async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
         "view": view,
         "choices": await choices(connection, window),
         "names": await load_names(connection),
-        "now": now,
+        "now": together(groups),
         "before": before,
         "ttft": ttft,
         "min_values": MIN_VALUES,
         "charts": await _traffic_charts(connection, view, steps),
         "later": {"ttft_ms": TITLES["ttft_ms"]},
-        "groups": await totals(connection, window, where=where, by=view.by, top=MAX_GROUPS),
+        "groups": groups,
     }
 
 
 async def _traffic_charts(connection: AsyncConnection, view: View, steps: list[Window]) -> list[Chart]:
-    found = await series(connection, view.window, view.step, where=view.filters)
+    found = await series(connection, view.window, view.step, where=view.filters, names=CHARTED)
     points: tuple[Traffic, ...] = found[0].points if found else tuple(Traffic(()) for _ in steps)
     return [
         Chart(

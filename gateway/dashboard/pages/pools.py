@@ -12,7 +12,7 @@ from gateway.ledger.queries.traffic import choices, series
 async def pools(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """The values of pools.html that come from the ledger."""
     steps = view.window.steps(view.step)
-    found = await series(connection, view.window, view.step, where=view.filters)
+    found = await series(connection, view.window, view.step, where=view.filters, names=("failovers",))
     failovers = [point.failovers for point in found[0].points] if found else [0 for _ in steps]
     return {
         "page": "Pools",

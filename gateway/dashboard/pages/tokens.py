@@ -33,7 +33,7 @@ async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str
     figure = _figure(heat)
     view = replace(view, by=view.by or USUAL_GROUPING)
     window, where = view.window, view.filters
-    (now,) = await traffic.totals(connection, window, where=where)
+    groups = await traffic.totals(connection, window, where=where, by=view.by, order="tokens", top=MAX_GROUPS)
     (before,) = await traffic.totals(connection, view.before, where=where)
     found = await distributions(connection, window, list(LENGTHS), where=where)
     lengths = []
@@ -45,14 +45,14 @@ async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str
         "view": view,
         "choices": await traffic.choices(connection, window),
         "names": await load_names(connection),
-        "now": now,
+        "now": traffic.together(groups),
         "before": before,
         "lengths": lengths,
         "figure": figure,
         "figures": HEAT_FIGURES,
         "heat": heat_map(await traffic.heat_map(connection, window, where=where, figure=figure), HEAT_FIGURES[figure]),
         "chart": await _over_time(connection, view, view.by[0]),
-        "groups": await traffic.totals(connection, window, where=where, by=view.by, order="tokens", top=MAX_GROUPS),
+        "groups": groups,
     }
 
 
@@ -66,7 +66,14 @@ def _figure(name: str) -> Figure:
 async def _over_time(connection: AsyncConnection, view: View, dimension: Dimension) -> Chart:
     names = await load_names(connection)
     found = await traffic.series(
-        connection, view.window, view.step, where=view.filters, by=(dimension,), order="tokens", top=LINE_COLOURS - 1
+        connection,
+        view.window,
+        view.step,
+        where=view.filters,
+        by=(dimension,),
+        order="tokens",
+        top=LINE_COLOURS - 1,
+        names=("prompt_tokens", "completion_tokens"),
     )
     lines = [
         Line(

@@ -1,9 +1,10 @@
 """How many requests, tokens and dollars: in all, by one or two dimensions, over time, by hour of the week."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import reduce
 from typing import Any, Final, Literal
 
 from sqlalchemy import ColumnElement, case, func
@@ -47,6 +48,12 @@ class Traffic:
 
 
 _NAMES: Final = tuple(name for name in Traffic.__dataclass_fields__ if name != "group")
+_OUTCOMES: Final = ("ok", "failed", "cancelled")
+
+
+def together(parts: Iterable[Traffic]) -> Traffic:
+    """All groups as one without a name."""
+    return reduce(Traffic.plus, parts, Traffic(()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +90,14 @@ async def series(
     by: Sequence[Dimension] = (),
     order: Figure = "requests",
     top: int | None = None,
+    names: Sequence[str] = _NAMES,
 ) -> list[Series]:
-    """The same over time; ``window.steps(step)`` are the points' times. Raises TooManySteps."""
+    """The same over time; ``window.steps(step)`` are the points' times. Raises TooManySteps.
+
+    Only the fields in ``names``, and the requests, are read; the others are 0.
+    """
     steps = window.steps(step)
-    found = await _read(connection, steps, where, by)
+    found = await _read(connection, steps, where, by, names)
     ranked = _ranked(found, len(steps), by, order, top) if steps else []
     return [Series(points[0].group, tuple(points)) for points in ranked]
 
@@ -118,25 +129,29 @@ async def choices(connection: AsyncConnection, window: Window) -> dict[Dimension
 
 
 async def _read(
-    connection: AsyncConnection, steps: Sequence[Window], where: Filters, by: Sequence[Dimension]
+    connection: AsyncConnection,
+    steps: Sequence[Window],
+    where: Filters,
+    by: Sequence[Dimension],
+    names: Sequence[str] = _NAMES,
 ) -> dict[Group, dict[int, Traffic]]:
     """Group → step number → sums; only what there is."""
     found: dict[Group, dict[int, Traffic]] = defaultdict(dict)
-    async for number, group, values in read(connection, RollupRow, _sums(), steps, where=where, by=by, sliced=True):
-        if values[0]:
-            more = Traffic(group, *map(int, values))  # PostgreSQL sums bigints into decimals
+    asked = ["requests", *(name for name in names if name != "requests")]
+    is_sliced = any(name in _OUTCOMES for name in asked)
+    values = [_sum(name) for name in asked]
+    async for number, group, sums in read(connection, RollupRow, values, steps, where=where, by=by, sliced=is_sliced):
+        if sums[0]:
+            more = Traffic(group, **dict(zip(asked, map(int, sums), strict=True)))  # PostgreSQL's sums are decimals
             before = found[group].get(number)
             found[group][number] = before.plus(more) if before else more
     return found
 
 
-def _sums() -> list[ColumnElement[Any]]:
-    """In the order of _NAMES."""
-    outcomes = ("ok", "failed", "cancelled")
-    by_outcome = {
-        outcome: func.sum(case((SliceRow.outcome == outcome, RollupRow.requests), else_=0)) for outcome in outcomes
-    }
-    return [by_outcome[name] if name in by_outcome else func.sum(getattr(RollupRow, name)) for name in _NAMES]
+def _sum(name: str) -> ColumnElement[Any]:
+    if name in _OUTCOMES:
+        return func.sum(case((SliceRow.outcome == name, RollupRow.requests), else_=0))
+    return func.sum(getattr(RollupRow, name))
 
 
 def _ranked(

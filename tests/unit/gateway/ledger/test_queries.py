@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime, tzinfo
 from zoneinfo import ZoneInfo
 
@@ -16,7 +17,8 @@ from gateway.db.models import InstanceRow
 from gateway.ledger.prices import Price, add_price
 from gateway.ledger.queries.cost import model_costs, pool_costs
 from gateway.ledger.queries.distributions import distributions, percentile_series, percentiles, together
-from gateway.ledger.queries.traffic import OTHER, choices, heat_map, series, totals
+from gateway.ledger.queries.traffic import OTHER, Traffic, choices, heat_map, series, totals
+from gateway.ledger.queries.traffic import together as all_traffic
 from gateway.ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, TooManySteps, Window
 from gateway.ledger.store import store_records
 from protocol.usage import RequestRecord
@@ -109,6 +111,16 @@ async def test_hours_are_the_viewers_and_the_heat_map_has_them_all(connection: A
     assert len(twice) == DAYS + (zone is BERLIN)
 
 
+async def test_a_series_of_few_figures_is_the_whole_one_without_the_others(connection: AsyncConnection) -> None:
+    for names in (("failovers",), ("ok", "prompt_tokens")):
+        [line] = await series(connection, ALL, "hour", names=names)
+        [whole] = await series(connection, ALL, "hour")
+        kept = {"group", "requests", *names}
+        left = {name: 0 for name in Traffic.__dataclass_fields__ if name not in kept}
+        assert line.points == tuple(replace(point, **left) for point in whole.points)
+    assert all_traffic(await totals(connection, ALL, by=("team",), top=1)) == (await totals(connection, ALL))[0]
+
+
 async def test_what_top_n_leaves_is_one_group(connection: AsyncConnection) -> None:
     every = await totals(connection, ALL, by=("team", "model"))
     top = await totals(connection, ALL, by=("team", "model"), top=2)
@@ -192,10 +204,8 @@ async def test_cost_has_the_idle_time_in_it(connection: AsyncConnection) -> None
     rows.append(quarter("unused", "w9", 0, 0, 8.0))
     await connection.execute(insert(InstanceRow), rows)
     await add_price(connection, "large", "dear", Price(2_000_000_000, None, 4_000_000_000), from_unix_ms=0, source="x")
-    spot, dear, unused = [
-        next(cost for cost in await pool_costs(connection, ALL) if cost.pool == name)
-        for name in ("spot", "dear", "unused")
-    ]
+    pools = await pool_costs(connection, ALL)
+    spot, dear, unused = [next(cost for cost in pools if cost.pool == name) for name in ("spot", "dear", "unused")]
     assert (spot.machine_nano_usd, spot.up_ms, spot.idle_share) == (2_000_000_000, 2 * HOUR_MS, 0.75)
     assert spot.saving_nano_usd == 6_000_000_000
     assert (unused.cost_nano_usd, unused.idle_share, unused.saving_nano_usd) == (2_000_000_000, 1.0, None)
