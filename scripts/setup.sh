@@ -41,12 +41,14 @@ make_venv() {
   "$python" -m venv .venv
 }
 
-# The tests run these for real: a private PostgreSQL, the load balancer's configuration in its own parser, a browser.
+# The tests run these for real: a private PostgreSQL, the load balancer's configuration in its own parser, a browser, the
+# compiler of the engine's attention.
 install_servers_for_tests() {
   local missing=()
   command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || missing+=(postgresql)
   command -v haproxy >/dev/null || [ -x /usr/sbin/haproxy ] || missing+=(haproxy)
   command -v chromium >/dev/null || missing+=(chromium fonts-dejavu-core)
+  command -v gcc >/dev/null && [ -e /usr/include/math.h ] || missing+=(gcc libc6-dev)
   if [ "${#missing[@]}" -gt 0 ]; then
     echo "Installing for the tests: ${missing[*]}"
     apt_install "${missing[@]}"
