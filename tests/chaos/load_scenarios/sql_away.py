@@ -8,7 +8,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,18 +62,19 @@ async def frozen(system: System) -> AsyncIterator[None]:
     """PostgreSQL holds its connections, takes new ones, and answers nobody: a lost host, a disk that hangs."""
     assert system.postgres is not None
     system.postgres.freeze()
-    yield
-    system.postgres.thaw()
+    try:
+        yield
+    finally:  # also of a run that is interrupted: frozen, it could not be ended
+        system.postgres.thaw()
 
 
 @asynccontextmanager
 async def locked(system: System) -> AsyncIterator[None]:
     """Somebody holds SQLite's write lock: a forgotten shell, a slow backup."""
-    connection = sqlite3.connect(str(system.database.url.database), isolation_level=None)
-    connection.execute("BEGIN EXCLUSIVE")
-    yield
-    connection.execute("ROLLBACK")
-    connection.close()
+    with closing(sqlite3.connect(str(system.database.url.database), isolation_level=None)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        yield
+        connection.execute("ROLLBACK")
 
 
 @dataclass
