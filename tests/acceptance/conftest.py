@@ -6,15 +6,15 @@ import pytest
 from tests.acceptance.system import System
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """One running Spillway with the demo model, shared by a module's tests."""
+    """One running Spillway with the demo model, shared by all tests: starting one takes seconds."""
     yield from run_system(tmp_path_factory.mktemp("demo") / "data", [])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """One running Spillway with the scripted engine, shared by a module's tests."""
+    """One running Spillway with the scripted engine, shared by all tests."""
     yield from run_system(tmp_path_factory.mktemp("scripted") / "data", ["--model", "scripted"])
 
 

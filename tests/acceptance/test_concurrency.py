@@ -14,7 +14,7 @@ def question(number: int) -> dict[str, object]:
     """Half greedy, half seeded; different prompts and lengths."""
     sampling = {"temperature": 0} if number % 2 else {"temperature": 0.9, "seed": number}
     content = f"What is {SUBJECTS[number % len(SUBJECTS)]}?" + "?" * (number // len(SUBJECTS))
-    return {"messages": [{"role": "user", "content": content}], "max_tokens": 24 + number % 9, **sampling}
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 12 + number % 9, **sampling}
 
 
 async def answer(client: openai.AsyncOpenAI, model: str, number: int) -> tuple[str, str | None]:

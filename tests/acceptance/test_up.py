@@ -1,5 +1,6 @@
 """``spillway up`` as a newcomer meets it."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -7,7 +8,6 @@ from pathlib import Path
 
 import httpx
 
-from tests.acceptance.conftest import run_system
 from tests.acceptance.system import System, clean_environment
 
 ASK = {"model": "scripted", "messages": [{"role": "user", "content": "[[tokens=5]] hello"}]}
@@ -18,14 +18,18 @@ def ask(system: System) -> httpx.Response:
         return http.post("/v1/chat/completions", json=ASK)
 
 
-def test_usage_and_keys_survive_a_restart_and_ctrl_c_ends_every_child(tmp_path: Path) -> None:
+def test_usage_keys_and_the_password_survive_a_restart_and_ctrl_c_ends_every_child(tmp_path: Path) -> None:
     system = System(tmp_path / "data", ["--model", "scripted"])
     system.start()
     try:
         key = system.api_key
         assert ask(system).status_code == 200
+        password = check_the_login(system)
         assert system.stop(signal.SIGINT) == 0
+        kept = "".join(path.read_text(errors="replace") for path in system.data_dir.rglob("*.log"))
+        assert password not in kept
         system.start()
+        assert "password` makes another)" in re.sub(r"[\s│]+", " ", system.output)  # the box may break the line
         assert system.api_key == key
         assert ask(system).status_code == 200
         assert system.stop(signal.SIGTERM) == 0
@@ -34,6 +38,21 @@ def test_usage_and_keys_survive_a_restart_and_ctrl_c_ends_every_child(tmp_path: 
     # After the end: every record has been written, and the reports need no running system.
     assert [row["requests"] for row in system.usage()] == [2]
     assert [row["completion_tokens"] for row in system.usage()] == [10]
+
+
+def check_the_login(system: System) -> str:
+    """Log in with the password that was printed, and with a new one; return the first."""
+    found = re.search(r"Login +admin +(\w{20}) +\(shown this once\)", system.output)
+    assert found is not None, system.output
+    with httpx.Client(base_url=system.base_url, timeout=30) as browser:
+        right = {"name": "admin", "password": found[1]}
+        assert browser.post("/login", data=right).status_code == 303
+        assert [key["name"] for key in browser.get("/admin/v1/keys").json()["data"]] == ["default"]
+        new = system.command("admin", "password").splitlines()[0]
+        assert browser.get("/admin/v1/keys").status_code == 401
+        assert browser.post("/login", data=right).status_code == 401
+        assert browser.post("/login", data={**right, "password": new}).status_code == 303
+    return found[1]
 
 
 def test_a_second_ctrl_c_ends_what_still_runs(tmp_path: Path) -> None:
@@ -60,28 +79,24 @@ def test_a_second_ctrl_c_ends_what_still_runs(tmp_path: Path) -> None:
     assert [row["failed"] for row in system.usage()] == [1]
 
 
-def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
-    for system in run_system(tmp_path / "data", ["--model", "scripted"]):
-        for command in (" worker ", " gateway ", " ledger "):
-            children = [p for p in system.children("spillway") if command in " ".join(p.cmdline()) + " "]
-            assert len(children) == 1, command
-            children[0].kill()
-            children[0].wait(timeout=10)
-        transport = httpx.HTTPTransport(retries=20)  # connection errors only: the gateway is starting
-        with httpx.Client(
-            transport=transport, headers={"Authorization": f"Bearer {system.api_key}"}, timeout=60
-        ) as http:
-            assert http.post(f"{system.base_url}/v1/chat/completions", json=ASK).status_code == 200
+def test_a_killed_child_is_started_again(scripted: System) -> None:
+    for command in (" worker ", " gateway ", " ledger "):
+        children = [p for p in scripted.children("spillway") if command in " ".join(p.cmdline()) + " "]
+        assert len(children) == 1, command
+        children[0].kill()
+        children[0].wait(timeout=10)
+    transport = httpx.HTTPTransport(retries=20)  # connection errors only: the gateway is starting
+    with httpx.Client(transport=transport, headers={"Authorization": f"Bearer {scripted.api_key}"}, timeout=60) as http:
+        assert http.post(f"{scripted.base_url}/v1/chat/completions", json=ASK).status_code == 200
 
 
-def test_keys_are_made_and_revoked_while_it_runs(tmp_path: Path) -> None:
-    for system in run_system(tmp_path / "data", ["--model", "scripted"]):
-        token = system.command("keys", "create", "second").splitlines()[0]
-        with httpx.Client(base_url=system.base_url, headers={"Authorization": f"Bearer {token}"}) as http:
-            assert wait_for_status(http, 200)
-            assert "second" in system.command("keys", "list")
-            system.command("keys", "revoke", "second")
-            assert wait_for_status(http, 401)
+def test_keys_are_made_and_revoked_while_it_runs(scripted: System) -> None:
+    token = scripted.command("keys", "create", "second").splitlines()[0]
+    with httpx.Client(base_url=scripted.base_url, headers={"Authorization": f"Bearer {token}"}) as http:
+        assert wait_for_status(http, 200)
+        assert "second" in scripted.command("keys", "list")
+        scripted.command("keys", "revoke", "second")
+        assert wait_for_status(http, 401)
 
 
 def wait_for_status(http: httpx.Client, status: int) -> bool:
@@ -104,10 +119,9 @@ def refused_up(*arguments: str) -> str:
     return done.stderr
 
 
-def test_two_cannot_share_a_data_folder(tmp_path: Path) -> None:
-    for system in run_system(tmp_path / "data", ["--model", "scripted"]):
-        said = refused_up("--data", str(system.data_dir), "--port", "0", "--model", "scripted")
-        assert "in use by another" in said
+def test_two_cannot_share_a_data_folder(scripted: System) -> None:
+    said = refused_up("--data", str(scripted.data_dir), "--port", "0", "--model", "scripted")
+    assert "in use by another" in said
 
 
 def test_a_missing_model_folder_and_an_unwritable_data_folder_are_told_at_once(tmp_path: Path) -> None:
@@ -119,7 +133,6 @@ def test_a_missing_model_folder_and_an_unwritable_data_folder_are_told_at_once(t
     assert f"{occupied}/data cannot be written" in said
 
 
-def test_a_taken_port_is_told(tmp_path: Path) -> None:
-    for system in run_system(tmp_path / "data", ["--model", "scripted"]):
-        said = refused_up("--data", str(tmp_path / "other"), "--port", str(system.port), "--model", "scripted")
-        assert f"port {system.port}" in said
+def test_a_taken_port_is_told(scripted: System, tmp_path: Path) -> None:
+    said = refused_up("--data", str(tmp_path / "other"), "--port", str(scripted.port), "--model", "scripted")
+    assert f"port {scripted.port}" in said
