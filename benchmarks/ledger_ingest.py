@@ -1,6 +1,7 @@
 """How fast one ledger writer moves usage records from the USAGE stream into SQL, rollups too, and what it costs.
 
-The metric. ``records`` usage records (half requests, half attempts) wait in the stream, in a real nats-server;
+The metric. ``records`` usage records (half requests, half attempts, of hundreds of slices: see traffic) wait in the
+stream, in a real nats-server;
 then one writer process starts. ``rows_per_s`` is their number divided by the time from the writer's
 readiness until the stream holds none that is unacknowledged; ``cpu_us_per_row`` is the writer's own user and system
 time in that span, without the database server's. Both databases sync each commit (SQLite's synchronous=FULL,
@@ -25,16 +26,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from sqlalchemy import func, select
 
 import migrations
+from benchmarks.ledger_rows import requests
 from gateway.db.engine import create_engine
 from gateway.db.models import AttemptRow, RequestRow
 from gateway.settings import LedgerSettings
 from protocol import subjects, topology
 from protocol.bus import Bus
+from protocol.clock import unix_now_ms
 from protocol.messages import encode
-from protocol.usage import UsageRecord, encode_usage
+from protocol.usage import AttemptRecord, RequestRecord, UsageRecord, encode_usage
 from tests.nats_server import NatsServer
 from tests.postgres import PostgresServer
 from tests.usage_records import attempt_record, request_record
@@ -42,6 +46,7 @@ from tests.usage_records import attempt_record, request_record
 LIMIT_S = 300
 SOURCE = random.Random(11)
 PUBLISHED_AT_ONCE = 200
+RECEIVED_UNIX_MS = unix_now_ms()
 WRITER = """
 import asyncio, sys, time, uvloop
 from gateway.ledger.main import run
@@ -68,12 +73,25 @@ def database(kind: str, folder: Path) -> Iterator[str]:
 
 async def fill_stream(bus: Bus, records: int) -> None:
     await topology.apply(bus, [], topology.QueueBounds())
-    for start in range(0, records // 2, PUBLISHED_AT_ONCE):
-        count = min(PUBLISHED_AT_ONCE, records // 2 - start)
-        ids = [f"req-{SOURCE.randbytes(16).hex()}" for _ in range(count)]
+    made = list(traffic(records // 2))
+    for start in range(0, len(made), PUBLISHED_AT_ONCE):
+        pairs = made[start : start + PUBLISHED_AT_ONCE]
         await asyncio.gather(
-            *(publish(bus, subjects.REQUEST_USAGE_SUBJECT, request_record(i), f"{i}.r") for i in ids),
-            *(publish(bus, subjects.ATTEMPT_USAGE_SUBJECT, attempt_record(i), f"{i}.1") for i in ids),
+            *(publish(bus, subjects.REQUEST_USAGE_SUBJECT, one, f"{one.request_id}.r") for one, _ in pairs),
+            *(publish(bus, subjects.ATTEMPT_USAGE_SUBJECT, one, f"{one.request_id}.1") for _, one in pairs),
+        )
+
+
+def traffic(pairs: int) -> Iterator[tuple[RequestRecord, AttemptRecord]]:
+    """The traffic of benchmarks.ledger_rows, as if it came in now: requests of 24 keys, each with its last attempt."""
+    of_request, of_attempt = (
+        {field.name for field in msgspec.structs.fields(record)} for record in (RequestRecord, AttemptRecord)
+    )
+    for number, (request, attempts) in enumerate(requests(SOURCE, pairs, days=1)):
+        changes = {"request_id": f"req-{SOURCE.randbytes(16).hex()}", "received_unix_ms": RECEIVED_UNIX_MS + number}
+        yield (
+            request_record(**{name: value for name, value in (request | changes).items() if name in of_request}),
+            attempt_record(**{name: value for name, value in (attempts[-1] | changes).items() if name in of_attempt}),
         )
 
 

@@ -104,10 +104,8 @@ async def gateway(database_url: str) -> AsyncIterator[str]:
                 key_pepper=SecretStr("p" * 64),
             )
             serving = asyncio.create_task(run(settings, port.set_result, stop))
-            await asyncio.wait({serving, port}, return_when=asyncio.FIRST_COMPLETED, timeout=START_LIMIT_S)
-            if serving.done():
-                await serving
-            yield f"http://127.0.0.1:{port.result()}"
+            serving.add_done_callback(lambda _: port.done() or port.cancel())  # it could not start
+            yield f"http://127.0.0.1:{await asyncio.wait_for(port, START_LIMIT_S)}"
             stop.set()
             await serving
         finally:
