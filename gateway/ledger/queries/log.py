@@ -12,7 +12,7 @@ from gateway.db.models import AttemptRow, RequestRow
 from gateway.ledger.queries.window import NO_FILTERS, Filters
 
 SLICE_ROWS: Final = 20_000  # looked through by one statement
-SEARCH_LIMIT_S: Final = 0.15  # then what was found so far is the page, and the next one goes on from there
+SEARCH_LIMIT_S: Final = 0.1  # then what was found so far is the page, and the next one goes on from there
 MAX_ATTEMPTS: Final = 200  # of one request
 
 Row = dict[str, Any]  # column → value, as gateway.db.models says

@@ -136,15 +136,17 @@ async def _read(
     names: Sequence[str] = _NAMES,
 ) -> dict[Group, dict[int, Traffic]]:
     """Group → step number → sums; only what there is."""
-    found: dict[Group, dict[int, Traffic]] = defaultdict(dict)
     asked = ["requests", *(name for name in names if name != "requests")]
     is_sliced = any(name in _OUTCOMES for name in asked)
     values = [_sum(name) for name in asked]
+    added: dict[tuple[Group, int], list[int]] = {}
     async for number, group, sums in read(connection, RollupRow, values, steps, where=where, by=by, sliced=is_sliced):
         if sums[0]:
-            more = Traffic(group, **dict(zip(asked, map(int, sums), strict=True)))  # PostgreSQL's sums are decimals
-            before = found[group].get(number)
-            found[group][number] = before.plus(more) if before else more
+            so_far = added.get((group, number), (0,) * len(asked))
+            added[group, number] = [so + int(more) for so, more in zip(so_far, sums, strict=True)]  # from decimals
+    found: dict[Group, dict[int, Traffic]] = defaultdict(dict)
+    for (group, number), totalled in added.items():
+        found[group][number] = Traffic(group, **dict(zip(asked, totalled, strict=True)))
     return found
 
 
