@@ -204,7 +204,7 @@ def pages() -> dict[str, Ask]:
         "tokens: hours of the week": traffic.heat_map,
         "latency: TTFT by pool": lambda c, w: distributions.percentiles(c, w, "ttft_ms", by=("pool",)),
         "latency: TTFT over time": lambda c, w: distributions.percentile_series(c, w, step_of(w), "ttft_ms"),
-        "cost: by model and pool": cost.model_costs,
+        "cost: by model and pool": cost.costs,
         "keys: by key, one team": lambda c, w: traffic.totals(c, w, where={"team": ["team_1"]}, by=("key",)),
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.dashboard.view import View
-from gateway.ledger.queries.cost import ModelCost, PoolCost, model_costs, pool_costs
+from gateway.ledger.queries.cost import ModelCost, PoolCost, costs
 from gateway.ledger.queries.traffic import choices
 
 
@@ -31,8 +31,7 @@ class CostSum:
 
 async def cost(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """The values of cost.html."""
-    pools = await pool_costs(connection, view.window, where=view.filters)
-    models = await model_costs(connection, view.window, where=view.filters)
+    pools, models = await costs(connection, view.window, where=view.filters)
     return {
         "page": "Cost",
         "choices": await choices(connection, view.window),

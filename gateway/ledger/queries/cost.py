@@ -1,7 +1,7 @@
 """What tokens cost in each pool, idle time included, and what spot machines save."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -75,15 +75,26 @@ class ModelCost:
         return round(self.cost_nano_usd * 1000 / tokens) if tokens else None
 
 
-async def pool_costs(connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS) -> list[PoolCost]:
-    """Of each pool, the dearest first. Of ``where`` only pool, provider, region and tier count."""
-    return await _pool_costs(connection, window, where, await _token_costs(connection, window, where))
+async def costs(
+    connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS
+) -> tuple[list[PoolCost], list[ModelCost]]:
+    """Of each pool, and of each model in each pool, the dearest first.
 
-
-async def model_costs(connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS) -> list[ModelCost]:
-    """Of each model in each pool, the dearest first. Of ``where``, team, key, endpoint and outcome do not count."""
+    Of ``where``, team, key, endpoint and outcome do not count; a model counts among models only.
+    """
     hosted = await _token_costs(connection, window, where)
-    pools = {_place(cost): cost for cost in await _pool_costs(connection, window, where, hosted)}
+    pools = await _pool_costs(connection, window, where, hosted)
+    return pools, await _model_costs(connection, window, where, hosted, pools)
+
+
+async def _model_costs(
+    connection: AsyncConnection,
+    window: Window,
+    where: Filters,
+    hosted: Mapping[Group, int],
+    pool_costs: Iterable[PoolCost],
+) -> list[ModelCost]:
+    pools = {_place(cost): cost for cost in pool_costs}
     answered = await totals(connection, window, where=_of_pools(where), by=("model", *_POOL))
     of_pool: dict[Group, int] = defaultdict(int)
     for traffic in answered:

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.db.engine import create_engine
 from gateway.db.models import InstanceRow
 from gateway.ledger.prices import Price, add_price
-from gateway.ledger.queries.cost import model_costs, pool_costs
+from gateway.ledger.queries.cost import costs
 from gateway.ledger.queries.distributions import distributions, percentile_series, percentiles, together
 from gateway.ledger.queries.traffic import OTHER, Traffic, choices, heat_map, series, totals
 from gateway.ledger.queries.traffic import together as all_traffic
@@ -204,7 +204,7 @@ async def test_cost_has_the_idle_time_in_it(connection: AsyncConnection) -> None
     rows.append(quarter("unused", "w9", 0, 0, 8.0))
     await connection.execute(insert(InstanceRow), rows)
     await add_price(connection, "large", "dear", Price(2_000_000_000, None, 4_000_000_000), from_unix_ms=0, source="x")
-    pools = await pool_costs(connection, ALL)
+    pools, of_models = await costs(connection, ALL)
     spot, dear, unused = [next(cost for cost in pools if cost.pool == name) for name in ("spot", "dear", "unused")]
     assert (spot.machine_nano_usd, spot.up_ms, spot.idle_share) == (2_000_000_000, 2 * HOUR_MS, 0.75)
     assert spot.saving_nano_usd == 6_000_000_000
@@ -213,7 +213,7 @@ async def test_cost_has_the_idle_time_in_it(connection: AsyncConnection) -> None
     tokens = (sum(r.prompt_tokens for r in in_dear), sum(r.completion_tokens for r in in_dear))
     assert dear.token_nano_usd == tokens[0] * 2000 + tokens[1] * 4000
 
-    models = {(cost.pool, cost.model): cost for cost in await model_costs(connection, ALL)}
+    models = {(cost.pool, cost.model): cost for cost in of_models}
     assert set(models) == {(p, m) for p in ("spot", "dear") for m in ("small", "large")} | {("unused", "")}
     shares = [models["spot", "small"], models["spot", "large"]]
     assert sum(cost.cost_nano_usd for cost in shares) == pytest.approx(2_000_000_000, abs=1)
@@ -230,5 +230,6 @@ async def test_no_token_is_paid_twice_where_a_price_changes_within_a_quarter(con
     for from_unix_ms in (0, changed, changed + 1):
         price = Price(2_000_000_000, None, 4_000_000_000)
         await add_price(connection, "large", "dear", price, from_unix_ms=from_unix_ms, source="x")
-    [dear] = [cost for cost in await pool_costs(connection, ALL) if cost.pool == "dear"]
+    pools, _ = await costs(connection, ALL)
+    [dear] = [cost for cost in pools if cost.pool == "dear"]
     assert dear.token_nano_usd == sum(2000 * r.prompt_tokens + 4000 * r.completion_tokens for r in in_dear)
