@@ -34,7 +34,10 @@ class Reader:
 
     async def __aenter__(self) -> Self:
         """Start the thread; nothing connects yet."""
-        self._engine = create_engine(self._database_url, statement_limit_s=STATEMENT_LIMIT_S)
+        engine = create_engine(self._database_url, statement_limit_s=STATEMENT_LIMIT_S)
+        # A page's figures are all of one moment. On SQLite they are so anyway.
+        is_postgres = engine.dialect.name == "postgresql"
+        self._engine = engine.execution_options(isolation_level="REPEATABLE READ") if is_postgres else engine
         self._thread.start()
         return self
 

@@ -141,7 +141,7 @@ async def _read(
     """For each measure, group → step number → merged histogram; only what there is."""
     stored: list[dict[tuple[Group, int], list[bytes]]] = [defaultdict(list) for _ in measures]
     values = [_one_behind_the_other(connection, measure) for measure in measures]
-    async for number, group, found in read(connection, HistogramRow, values, steps, where=where, by=by):
+    async for number, _, group, found in read(connection, HistogramRow, values, steps, where=where, by=by):
         for of_measure, some in zip(stored, found, strict=True):
             if some:
                 of_measure[group, number].append(some)

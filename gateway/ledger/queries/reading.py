@@ -1,11 +1,14 @@
 """Reading rollups: which rows cover a stretch of time, and whose step and group they are.
 
-A step is covered by as few rows as there can be: whole UTC days, else hours, else quarters of an hour. Which widths
-those are depends on the viewer's zone only at the edges, so a month of days in UTC+5:30 is read from hours.
+A step is covered by as few rows as there can be: whole UTC days, else hours, else quarters of an hour. Where a step
+begins or ends within a UTC day, the sums of its greater part are the day's less those of the smaller part: days in
+UTC+5:30, which begin at 18:30, are read from UTC's days and their hours after 18:30.
 """
 
-from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -13,9 +16,11 @@ from sqlalchemy import ColumnElement, Select, and_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.db.models import HistogramRow, RollupRow, SliceRow
-from gateway.ledger.queries.window import Dimension, Filters, Window
+from gateway.ledger.queries.window import DAY_MS, HOUR_MS, Dimension, Filters, Window
 from gateway.ledger.rollups import WIDTHS_S
 
+# A day has about as many rows as this many of its hours: a slice has some traffic in each day, not in each hour.
+DAY_IS_WORTH_MS: Final = 4 * HOUR_MS
 RANGES_AT_ONCE: Final = 200  # of one statement; each may name some dozen buckets, all of them at most 32,767
 
 Group = tuple[str, ...]
@@ -47,27 +52,92 @@ async def read(
     where: Filters,
     by: Sequence[Dimension],
     sliced: bool = False,
-) -> AsyncIterator[tuple[int, Group, Sequence[Any]]]:
-    """Step number, group and values of all rows in the steps, which follow on one another without gaps.
+) -> AsyncIterator[tuple[int, int, Group, Sequence[Any]]]:
+    """Step number, sign, group and values of all rows in the steps, which follow on one another without gaps.
 
-    The values are aggregates: SQL puts rows of one bucket and group together. Without ``sliced`` they ask nothing of
-    ``slices``, which is then left aside unless filters or groups need it.
+    The values are aggregates: SQL puts rows of one bucket and group together. What has the sign -1 is to be taken
+    away; of histograms there is none. Without ``sliced`` the values ask nothing of ``slices``, which is then left aside
+    unless filters or groups need it.
     """
-    starts = [step.since_unix_ms for step in steps]
     groups, conditions = [column_of(dimension) for dimension in by], filtered(where)
     bucket = table.bucket_unix_ms.expression
     head = [bucket, *groups] if len(steps) > 1 else groups
-    for width_s, ranges in _cover(steps):
-        for first in range(0, len(ranges), RANGES_AT_ONCE):
-            within = _within(bucket, ranges[first : first + RANGES_AT_ONCE], width_s * 1000)
-            statement: Select[Any] = select(*head, *values).select_from(table).where(table.width_s == width_s, within)
-            if sliced or groups or conditions:
-                statement = statement.join(SliceRow, SliceRow.id == table.slice_id).where(*conditions)
-            if head:
-                statement = statement.group_by(*head)
-            for row in await connection.execute(statement):
-                number = bisect_right(starts, row[0]) - 1 if len(steps) > 1 else 0
-                yield number, tuple(row[len(head) - len(groups) : len(head)]), row[len(head) :]
+    cover = cover_of(steps, may_subtract=table is RollupRow)
+    for width_s, first_unix_ms, rows in cover.conditions(table):
+        statement: Select[Any] = select(*head, *values).select_from(table).where(rows)
+        if sliced or groups or conditions:
+            statement = statement.join(SliceRow, SliceRow.id == table.slice_id).where(*conditions)
+        if head:
+            statement = statement.group_by(*head)
+        for row in await connection.execute(statement):
+            group = tuple(row[len(head) - len(groups) : len(head)])
+            for number, sign in cover.counted_in(width_s, row[0] if len(steps) > 1 else first_unix_ms):
+                yield number, sign, group, row[len(head) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """Which rows say what there was in some steps, and in which of them each counts."""
+
+    cuts: Sequence[int]  # where each step begins, and where the last ends
+    ranges: Mapping[tuple[int, bool], Sequence[Range]]  # by width_s, and whether they lie within the steps
+    days: Mapping[int, int]  # UTC days whose own rows are read → the step in which these count
+
+    def conditions(self, table: type[RollupRow | HistogramRow]) -> Iterator[tuple[int, int, ColumnElement[bool]]]:
+        """Of each statement, the rows' width_s, where the first bucket begins, and the rows to be read.
+
+        Narrow rows come first: what a writer adds in the meantime never makes a day less than its parts.
+        """
+        for (width_s, _), ranges in sorted(self.ranges.items()):
+            for first in range(0, len(ranges), RANGES_AT_ONCE):
+                some = ranges[first : first + RANGES_AT_ONCE]
+                within = _within(table.bucket_unix_ms.expression, some, width_s * 1000)
+                yield width_s, some[0][0], and_(table.width_s == width_s, within)
+
+    def counted_in(self, width_s: int, bucket_unix_ms: int) -> Iterator[tuple[int, int]]:
+        """Steps in which a bucket's rows count, with their sign."""
+        of_day = self.days.get(bucket_unix_ms // DAY_MS * DAY_MS)
+        if of_day is not None:
+            yield of_day, 1 if width_s == WIDTHS_S[-1] else -1
+        number = bisect_right(self.cuts, bucket_unix_ms) - 1
+        if width_s != WIDTHS_S[-1] and 0 <= number < len(self.cuts) - 1:
+            yield number, 1
+
+
+def cover_of(steps: Sequence[Window], *, may_subtract: bool) -> Cover:
+    """The fewest rows. ``may_subtract``: of a day in several parts, the greatest may be the day less the others."""
+    cuts = [step.since_unix_ms for step in steps]
+    cuts += [step.until_unix_ms for step in steps[-1:]]
+    ranges: dict[tuple[int, bool], list[Range]] = defaultdict(list)
+    days: dict[int, int] = {}
+    for day in range(cuts[0] // DAY_MS * DAY_MS, cuts[-1], DAY_MS) if cuts else ():
+        first, last = bisect_right(cuts, day), bisect_left(cuts, day + DAY_MS)
+        parts = list(enumerate(pairwise((day, *cuts[first:last], day + DAY_MS)), first - 1))
+        inside = [part for part in parts if 0 <= part[0] < len(steps)]
+        main = max(inside, key=_length_ms)
+        rest_ms = DAY_MS - _length_ms(main)
+        if not rest_ms or (may_subtract and DAY_IS_WORTH_MS + rest_ms < sum(map(_length_ms, inside))):
+            days[day] = main[0]
+            _append(ranges[WIDTHS_S[-1], True], day, day + DAY_MS)
+            parts.remove(main)
+        else:
+            parts = inside
+        for number, (since, until) in parts:
+            for width_s, *piece in sorted(_pieces(since, until, WIDTHS_S[:-1]), key=lambda found: found[1]):
+                _append(ranges[width_s, 0 <= number < len(steps)], *piece)
+    return Cover(cuts, ranges, days)
+
+
+def _length_ms(part: tuple[int, Range]) -> int:
+    _, (since, until) = part
+    return until - since
+
+
+def _append(ranges: list[Range], since: int, until: int) -> None:
+    """One more, as one with the last if it follows on it."""
+    if ranges and ranges[-1][1] == since:
+        since, _ = ranges.pop()
+    ranges.append((since, until))
 
 
 def filtered(where: Filters) -> list[ColumnElement[bool]]:
@@ -88,24 +158,7 @@ def _within(bucket: ColumnElement[int], ranges: Sequence[Range], width_ms: int) 
     return and_(between, bucket.not_in(gaps)) if gaps else between
 
 
-def _cover(steps: Sequence[Window]) -> Iterator[tuple[int, list[Range]]]:
-    """For each width, the stretches of time that are read from its rows; neighbouring ones as one."""
-    by_width: dict[int, list[Range]] = {width_s: [] for width_s in WIDTHS_S}
-    for step in steps:
-        for width_s, since, until in sorted(
-            _pieces(step.since_unix_ms, step.until_unix_ms), key=lambda piece: piece[1]
-        ):
-            ranges = by_width[width_s]
-            if ranges and ranges[-1][1] == since:
-                ranges[-1] = (ranges[-1][0], until)
-            else:
-                ranges.append((since, until))
-    for width_s, ranges in by_width.items():
-        if ranges:
-            yield width_s, ranges
-
-
-def _pieces(since: int, until: int, widths_s: Sequence[int] = WIDTHS_S) -> Iterator[tuple[int, int, int]]:
+def _pieces(since: int, until: int, widths_s: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """The middle in the greatest width that fits, what is left on both sides in the next ones."""
     *narrower, width_s = widths_s
     width_ms = width_s * 1000

@@ -7,11 +7,11 @@ from datetime import datetime
 from functools import reduce
 from typing import Any, Final, Literal
 
-from sqlalchemy import ColumnElement, case, func
+from sqlalchemy import ColumnElement, case, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.db.models import RollupRow, SliceRow
-from gateway.ledger.queries.reading import Group, read
+from gateway.ledger.queries.reading import Group, column_of, cover_of, read
 from gateway.ledger.queries.window import DIMENSIONS, NO_FILTERS, Dimension, Filters, Step, Window
 
 OTHER: Final = "(other)"  # the group of what top N leaves; no model, pool, team or key is named so
@@ -111,21 +111,22 @@ async def heat_map(
     is_failed = case((SliceRow.outcome == "failed", RollupRow.requests), else_=0)
     asked = {"failed": is_failed, "tokens": RollupRow.prompt_tokens + RollupRow.completion_tokens}
     value = func.sum(asked[figure] if figure in asked else getattr(RollupRow, figure))
-    async for number, _, (found,) in read(
+    async for number, sign, _, (found,) in read(
         connection, RollupRow, [value], steps, where=where, by=(), sliced=figure == "failed"
     ):
         local = datetime.fromtimestamp(steps[number].since_unix_ms / 1000, window.zone)
-        cells[local.weekday()][local.hour] += int(found or 0)
+        cells[local.weekday()][local.hour] += sign * int(found or 0)
     return cells
 
 
 async def choices(connection: AsyncConnection, window: Window) -> dict[Dimension, list[str]]:
     """Which values each dimension has in the window, in alphabetical order: what filters can offer."""
-    found: dict[Dimension, set[str]] = {dimension: set() for dimension in DIMENSIONS}
-    async for _, group, _ in read(connection, RollupRow, [func.count()], [window], where=NO_FILTERS, by=DIMENSIONS):
-        for dimension, value in zip(DIMENSIONS, group, strict=True):
-            found[dimension].add(value)
-    return {dimension: sorted(values - {""}) for dimension, values in found.items()}
+    cover = cover_of([window], may_subtract=False)
+    within = [select(RollupRow.slice_id).where(rows) for _, _, rows in cover.conditions(RollupRow)]
+    slices = select(*(column_of(dimension) for dimension in DIMENSIONS)).where(SliceRow.id.in_(union_all(*within)))
+    found = zip(*await connection.execute(slices), strict=True) if within else ()
+    columns = [set(values) for values in found] or [set()] * len(DIMENSIONS)
+    return {dimension: sorted(values - {""}) for dimension, values in zip(DIMENSIONS, columns, strict=True)}
 
 
 async def _read(
@@ -140,13 +141,17 @@ async def _read(
     is_sliced = any(name in _OUTCOMES for name in asked)
     values = [_sum(name) for name in asked]
     added: dict[tuple[Group, int], list[int]] = {}
-    async for number, group, sums in read(connection, RollupRow, values, steps, where=where, by=by, sliced=is_sliced):
+    async for number, sign, group, sums in read(
+        connection, RollupRow, values, steps, where=where, by=by, sliced=is_sliced
+    ):
         if sums[0]:
             so_far = added.get((group, number), (0,) * len(asked))
-            added[group, number] = [so + int(more) for so, more in zip(so_far, sums, strict=True)]  # from decimals
+            more = map(int, sums)  # PostgreSQL sums bigints into decimals
+            added[group, number] = [so + sign * one for so, one in zip(so_far, more, strict=True)]
     found: dict[Group, dict[int, Traffic]] = defaultdict(dict)
     for (group, number), totalled in added.items():
-        found[group][number] = Traffic(group, **dict(zip(asked, totalled, strict=True)))
+        if totalled[0]:
+            found[group][number] = Traffic(group, **dict(zip(asked, totalled, strict=True)))
     return found
 
 

@@ -17,6 +17,7 @@ from gateway.db.models import InstanceRow
 from gateway.ledger.prices import Price, add_price
 from gateway.ledger.queries.cost import costs
 from gateway.ledger.queries.distributions import distributions, percentile_series, percentiles, together
+from gateway.ledger.queries.reading import cover_of
 from gateway.ledger.queries.traffic import OTHER, Traffic, choices, heat_map, series, totals
 from gateway.ledger.queries.traffic import together as all_traffic
 from gateway.ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, TooManySteps, Window
@@ -25,6 +26,7 @@ from protocol.usage import RequestRecord
 from tests.usage_records import request_record
 
 KOLKATA, BERLIN, KATHMANDU = ZoneInfo("Asia/Kolkata"), ZoneInfo("Europe/Berlin"), ZoneInfo("Asia/Kathmandu")
+NEW_YORK = ZoneInfo("America/New_York")  # its days begin early in UTC's, those of Kolkata late
 # Clocks went back in Berlin on 25 October 2026, at 1:00 UTC.
 START_UNIX_MS = int(datetime(2026, 10, 23, tzinfo=UTC).timestamp()) * 1000
 DAYS = 4
@@ -87,7 +89,7 @@ async def test_a_window_inside_hours_counts_what_is_in_it_and_nothing_else(conne
         assert (await totals(connection, window))[0].requests == expected
 
 
-@pytest.mark.parametrize("zone", [UTC, KOLKATA, KATHMANDU, BERLIN])
+@pytest.mark.parametrize("zone", [UTC, KOLKATA, KATHMANDU, BERLIN, NEW_YORK])
 async def test_days_are_the_viewers_also_when_clocks_change(connection: AsyncConnection, zone: tzinfo) -> None:
     window = Window(ALL.since_unix_ms, ALL.until_unix_ms, zone)
     [line] = await series(connection, window, "day")
@@ -96,6 +98,31 @@ async def test_days_are_the_viewers_also_when_clocks_change(connection: AsyncCon
     assert all(at.hour == at.minute == 0 for at in starts[1:])
     lengths = Counter(step.until_unix_ms - step.since_unix_ms for step in window.steps("day")[1:-1])
     assert lengths == ({DAY_MS: 2, DAY_MS + HOUR_MS: 1} if zone is BERLIN else {DAY_MS: len(starts) - 2})
+
+
+@pytest.mark.parametrize("zone", [KOLKATA, NEW_YORK])
+async def test_days_that_begin_within_those_of_utc_are_exact_for_each_group(
+    connection: AsyncConnection, zone: tzinfo
+) -> None:
+    window = Window(ALL.since_unix_ms + 5 * HOUR_MS, ALL.until_unix_ms - 7 * HOUR_MS + QUARTER_MS, zone)
+    steps = window.steps("day")
+    for line in await series(connection, window, "day", by=("team", "outcome"), where={"model": ["large"]}):
+        for step, point in zip(steps, line.points, strict=True):
+            asked = [r for r in RECORDS if step.since_unix_ms <= r.received_unix_ms < step.until_unix_ms]
+            of_group = [r for r in asked if (r.model, r.team_id, r.outcome) == ("large", *line.group)]
+            assert (point.requests, point.tokens) == (
+                len(of_group),
+                sum(r.prompt_tokens + r.completion_tokens for r in of_group),
+            )
+
+
+def test_a_month_of_days_off_utc_is_read_from_days_and_the_smaller_part_of_each() -> None:
+    since = START_UNIX_MS - 5 * HOUR_MS - HOUR_MS // 2
+    cover = cover_of(Window(since, since + 30 * DAY_MS, KOLKATA).steps("day"), may_subtract=True)
+    read = Counter[int]()
+    for (width_s, _), ranges in cover.ranges.items():
+        read[width_s] += sum(until - start for start, until in ranges) // (width_s * 1000)
+    assert read == {86_400: 30, 3600: 31 * 5, 900: 31 * 2}
 
 
 @pytest.mark.parametrize("zone", [KOLKATA, BERLIN])
