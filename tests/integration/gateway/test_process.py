@@ -4,13 +4,14 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 
 import httpx
 import openai
 import pytest
 
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.main import GatewayDied
+from gateway.main import GatewayDied, listen
 from tests.integration.gateway.conftest import MODEL, Start, until, until_async
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.nats_server import NatsServer
@@ -38,6 +39,13 @@ async def test_health(start_gateway: Start, nats_server: NatsServer) -> None:
             return (await client.get("/readyz")).status_code == 200
 
         await until_async(is_ready)
+
+
+def test_nothing_that_is_sent_waits_for_an_acknowledgement() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()[:2]):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 async def test_openapi_describes_the_hot_routes(start_gateway: Start) -> None:
