@@ -44,6 +44,7 @@ PAYLOAD_FLUSH_LIMIT_S: Final = 3.0
 LISTEN_BACKLOG: Final = 2048
 STATEMENT_LIMIT_S: Final = 10.0  # somebody at a browser waits for it
 CLOSE_LIMIT_S: Final = 5  # for connections still open when everything has been answered
+CANCEL_AGAIN_S: Final = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -165,8 +166,7 @@ async def _serve(
         await services.dispatcher.drain(services.settings.timeouts.shutdown_s, hurry)
         server.should_exit = True
         await serving
-        for task in background:
-            task.cancel()
+        await _end(background)
 
 
 @contextlib.asynccontextmanager
@@ -185,6 +185,15 @@ async def _flushed(services: Services, outbox: Outbox) -> AsyncIterator[None]:
                 await services.payloads.flush(PAYLOAD_FLUSH_LIMIT_S)
             publishing.cancel()
             keeping.cancel()
+
+
+async def _end(tasks: list[asyncio.Task[NoReturn]]) -> None:
+    # More than once: asyncio.wait_for of Python 3.11, by which nats-py waits for answers, loses a cancellation that comes
+    # together with one (https://github.com/python/cpython/issues/86296).
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 async def _must_not_end(part: str, work: Coroutine[Any, Any, None]) -> NoReturn:

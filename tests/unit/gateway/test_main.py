@@ -1,0 +1,29 @@
+"""The gateway's end."""
+
+import asyncio
+
+import pytest
+
+from gateway import main
+
+
+async def test_a_task_that_lost_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "CANCEL_AGAIN_S", 0.01)
+    lost = 0
+
+    async def forgetful() -> None:
+        nonlocal lost
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                if lost == 2:
+                    raise
+                lost += 1
+
+    tasks = [asyncio.create_task(forgetful()), asyncio.create_task(asyncio.sleep(60))]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await main._end(tasks)  # type: ignore[arg-type]
+    assert all(task.cancelled() for task in tasks)
+    assert lost == 2
