@@ -188,8 +188,8 @@ async def _flushed(services: Services, outbox: Outbox) -> AsyncIterator[None]:
 
 
 async def _end(tasks: list[asyncio.Task[NoReturn]]) -> None:
-    # More than once: asyncio.wait_for of Python 3.11, by which nats-py waits for answers, loses a cancellation that comes
-    # together with one (https://github.com/python/cpython/issues/86296).
+    # More than once: asyncio.wait_for of Python 3.11, by which nats-py waits for answers, loses a cancellation that
+    # comes together with one (https://github.com/python/cpython/issues/86296).
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
