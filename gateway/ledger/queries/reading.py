@@ -69,10 +69,15 @@ async def read(
             statement = statement.join(SliceRow, SliceRow.id == table.slice_id).where(*conditions)
         if head:
             statement = statement.group_by(*head)
-        for row in await connection.execute(statement):
-            group = tuple(row[len(head) - len(groups) : len(head)])
-            for number, sign in cover.counted_in(width_s, row[0] if len(steps) > 1 else first_unix_ms):
-                yield number, sign, group, row[len(head) :]
+        first_group, first_value = len(head) - len(groups), len(head)
+        counted: dict[int, list[tuple[int, int]]] = {}  # of each bucket
+        for row in map(tuple, (await connection.execute(statement)).all()):
+            start = row[0] if len(steps) > 1 else first_unix_ms
+            if start not in counted:
+                counted[start] = list(cover.counted_in(width_s, start))
+            group, found = row[first_group:first_value], row[first_value:]
+            for number, sign in counted[start]:
+                yield number, sign, group, found
 
 
 @dataclass(frozen=True, slots=True)

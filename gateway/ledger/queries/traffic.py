@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import reduce
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 from sqlalchemy import ColumnElement, case, func, select, union_all
@@ -42,18 +42,16 @@ class Traffic:
         """Prompt and completion."""
         return self.prompt_tokens + self.completion_tokens
 
-    def plus(self, other: "Traffic") -> "Traffic":
-        """Both together, as this group."""
-        return Traffic(self.group, *(getattr(self, name) + getattr(other, name) for name in _NAMES))
-
 
 _NAMES: Final = tuple(name for name in Traffic.__dataclass_fields__ if name != "group")
+_values_of: Final = attrgetter(*_NAMES)
 _OUTCOMES: Final = ("ok", "failed", "cancelled")
 
 
 def together(parts: Iterable[Traffic]) -> Traffic:
     """All groups as one without a name."""
-    return reduce(Traffic.plus, parts, Traffic(()))
+    values = zip(*(_values_of(part) for part in parts), strict=True)
+    return Traffic((), *map(sum, values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +171,10 @@ def _ranked(
     kept = groups if top is None else groups[:top]
     lines = [[found.get(group, {}).get(number, Traffic(group)) for number in range(steps)] for group in kept]
     if len(groups) > len(kept):
-        rest = [Traffic((OTHER,) * len(by)) for _ in range(steps)]
-        for group in groups[len(kept) :]:
-            for number, traffic in found[group].items():
-                rest[number] = rest[number].plus(traffic)
+        left = [found[group] for group in groups[len(kept) :]]
+        rest = [
+            replace(together(points[number] for points in left if number in points), group=(OTHER,) * len(by))
+            for number in range(steps)
+        ]
         lines.append(rest)
     return lines
