@@ -59,6 +59,8 @@ LINES: Final[dict[str, tuple[str, dict[str, str]]]] = {
     "tokens": ("/tokens", {}),
     "tokens, by key": ("/tokens", {"by": "key"}),
     "tokens, of one model": ("/tokens", {"model": "small"}),
+    "tokens chart: hours of the week": ("/tokens/heat", {}),
+    "tokens chart: hours of the week, of one model": ("/tokens/heat", {"model": "small"}),
     "latency": ("/latency", {}),
     "latency, by key and model": ("/latency", {"by": "key", "and": "model"}),
     "latency, of what was answered": ("/latency", {"outcome": "ok"}),

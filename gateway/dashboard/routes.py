@@ -16,7 +16,7 @@ from gateway.dashboard.pages.latency import latency
 from gateway.dashboard.pages.overview import overview
 from gateway.dashboard.pages.pools import pools
 from gateway.dashboard.pages.requests import request_detail, request_log, request_rows
-from gateway.dashboard.pages.tokens import tokens
+from gateway.dashboard.pages.tokens import tokens, tokens_heat
 from gateway.dashboard.payload import kept_payload
 from gateway.dashboard.render import HEADERS, static_file
 from gateway.dashboard.shell import PageRoute, Pages
@@ -69,6 +69,13 @@ def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
             return await tokens(connection, view, heat)
 
         return await pages.show(request, "tokens.html", ask)
+
+    @router.get("/tokens/heat")
+    async def show_tokens_heat(request: Request, heat: str = "") -> Response:
+        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
+            return await tokens_heat(connection, view, heat)
+
+        return await pages.show(request, "heat.html", ask)
 
     @router.get("/latency")
     async def show_latency(request: Request) -> Response:

@@ -29,7 +29,7 @@ LENGTHS: Final[dict[Measure, str]] = {"prompt_tokens": "prompt tokens", "complet
 
 
 async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str, Any]:
-    """The values of tokens.html; ``heat`` is what the heat map shows. Raises InvalidParameter."""
+    """The values of tokens.html; ``heat`` is what the heat map will show. Raises InvalidParameter."""
     figure = _figure(heat)
     view = replace(view, by=view.by or USUAL_GROUPING)
     window, where = view.window, view.filters
@@ -50,10 +50,16 @@ async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str
         "lengths": lengths,
         "figure": figure,
         "figures": HEAT_FIGURES,
-        "heat": heat_map(await traffic.heat_map(connection, window, where=where, figure=figure), HEAT_FIGURES[figure]),
         "chart": await _over_time(connection, view, view.by[0]),
         "groups": groups,
     }
+
+
+async def tokens_heat(connection: AsyncConnection, view: View, heat: str) -> dict[str, Any]:
+    """The values of heat.html: ``heat`` by hour and weekday. Raises InvalidParameter."""
+    figure = _figure(heat)
+    rows = await traffic.heat_map(connection, view.window, where=view.filters, figure=figure)
+    return {"heat": heat_map(rows, HEAT_FIGURES[figure])}
 
 
 def _figure(name: str) -> Figure:

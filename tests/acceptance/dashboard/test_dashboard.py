@@ -34,6 +34,8 @@ def test_every_page_is_readable_by_anybody_in_any_window(shaped_visit: Visit) ->
         if page.locator("[data-chart] script").count():
             expect(page.locator("[data-chart] canvas").first).to_be_visible()
         expect(page.locator("[hx-trigger=load]")).to_have_count(0)
+        if "tokens" in path:
+            expect(page.locator("svg.heat")).to_be_visible()
         if "latency" in path:
             expect(page.locator("[data-chart] canvas")).to_have_count(4)
         width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import AsyncIterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ async def browser(gateway: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]
 
 
 async def test_no_page_is_open_without_a_login(gateway: GatewayUnderTest) -> None:
-    more = ["/live", "/pools/now", "/requests/rows", "/requests/r1", "/exports/list", "/exports/x"]
+    more = ["/live", "/tokens/heat", "/pools/now", "/requests/rows", "/requests/r1", "/exports/list", "/exports/x"]
     async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as stranger:
         for path in [*(path for path, _ in PAGES), *more]:
             answer = await stranger.get(f"/dashboard{path}", headers={"accept": "text/html"})
@@ -90,6 +91,18 @@ async def test_every_page_is_whole_with_an_empty_ledger_and_with_a_full_one(
             assert "unsafe" not in policy
             assert not re.search(r"<script(?![^>]*(src=|application/json))| style=| on[a-z]+=\"", answer.text), name
             assert not re.search(r"(?:src|href)=\"(?:https?:)?//", answer.text), name
+
+
+async def test_the_hours_of_the_week_come_after_the_page_with_its_choices(
+    browser: httpx.AsyncClient, engine: AsyncEngine
+) -> None:
+    await fill_ledger(engine, PEPPER, requests=300)
+    page = await browser.get("/dashboard/tokens", params={"range": "30d", "heat": "failovers", "outcome": "ok"})
+    [path] = re.findall(r'hx-get="(/dashboard/tokens/heat[^"]*)"', page.text)
+    assert dict(httpx.URL(unescape(path)).params) == {"range": "30d", "heat": "failovers", "outcome": "ok"}
+    part = await browser.get(unescape(path))
+    assert (part.text.count("<rect class"), part.text.count("<title>")) == (7 * 24 + 10, 7 * 24)
+    assert (await browser.get("/dashboard/tokens/heat", params={"heat": "none-such"})).status_code == 400
 
 
 async def test_static_files_are_kept_for_ever_under_their_version(browser: httpx.AsyncClient) -> None:
