@@ -56,7 +56,7 @@ def named(table: str, day_unix_ms: int) -> str:
 
 
 async def test_rows_of_any_day_are_kept_and_go_to_their_days_partition_when_it_is_made(engine: AsyncEngine) -> None:
-    days = [0, TODAY - 40 * DAY_MS, TODAY, TODAY + DAY_MS - 1, TODAY + DAY_MS, TODAY + 4000 * DAY_MS]
+    days = [TODAY - 90 * DAY_MS, TODAY - 40 * DAY_MS, TODAY, TODAY + DAY_MS - 1, TODAY + DAY_MS, TODAY + 90 * DAY_MS]
     records = [record for number, day in enumerate(days) for record in both(number, day)]
     await store_records(engine, records)
     assert await rows_by_partition(engine, "requests") == {"requests_default": 6}
