@@ -125,8 +125,6 @@ class KVPool:
     def _map(self, heads: int, dim: int) -> Tensor:
         # A mapping of its own goes back to the system when it is freed; malloc would keep much of it.
         memory = mmap.mmap(-1, heads * self._slots * dim * self._dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # attention is a quarter faster; see huge_pages
         return torch.frombuffer(memory, dtype=self._dtype).view(1, heads, self._slots, dim)
 
     def stage(

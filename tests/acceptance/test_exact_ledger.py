@@ -39,7 +39,7 @@ async def run_one(http: httpx.AsyncClient, number: int, kind: str, patience_s: f
                 await asyncio.sleep(patience_s)
                 return "cancelled"
             text = (await answer.aread()).decode()
-    except httpx.RemoteProtocolError:  # an error after the first byte ends in an aborted connection
+    except (httpx.RemoteProtocolError, httpx.ReadError):  # an error after the first byte aborts the connection
         return "failed"
     if answer.status_code != 200:
         return "failed"
