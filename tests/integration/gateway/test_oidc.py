@@ -5,7 +5,6 @@ import base64
 import contextlib
 import hmac
 import json
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
