@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.auth.audit import Change, record
 from gateway.auth.errors import WrongPassword
 from gateway.auth.passwords import HASH_OF_NOTHING, hash_password, is_password
-from gateway.db.engine import IMMEDIATE, SQLITE_BEGIN
+from gateway.db.engine import changing
 from gateway.db.models import AdminRow, SessionRow
 from protocol.clock import unix_now_ms
 
@@ -28,7 +28,7 @@ async def set_password(engine: AsyncEngine, password: str, actor: str, name: str
         "password_hash": await asyncio.to_thread(hash_password, password),
         "changed_unix_ms": unix_now_ms(),
     }
-    async with engine.execution_options(**{SQLITE_BEGIN: IMMEDIATE}).begin() as connection:
+    async with changing(engine) as connection:
         changed = await connection.execute(update(AdminRow).where(AdminRow.name == name).values(row))
         if not changed.rowcount:
             await connection.execute(insert(AdminRow).values(name=name, **row))

@@ -14,7 +14,7 @@ from gateway.auth.checks import check_name, check_policy
 from gateway.auth.errors import InvalidField, NameTaken, UnknownOrganisation, UnknownTeam
 from gateway.auth.principal import NO_POLICY, POLICY_FIELDS, Policy, policy_of
 from gateway.auth.token import new_id
-from gateway.db.engine import IMMEDIATE, SQLITE_BEGIN
+from gateway.db.engine import changing
 from gateway.db.models import OrganisationRow, TeamRow
 from protocol.clock import unix_now_ms
 
@@ -168,9 +168,9 @@ def changed_policy(policy: Policy, changes: Mapping[str, Any]) -> Policy:
 
 @asynccontextmanager
 async def writing(engine: AsyncEngine, name_is_taken: str = "") -> AsyncIterator[AsyncConnection]:
-    """A transaction that reads before it writes. Raises NameTaken, saying so, where a name would not be unique."""
+    """See ``changing``. Raises NameTaken, saying so, where a name would not be unique."""
     try:
-        async with engine.execution_options(**{SQLITE_BEGIN: IMMEDIATE}).begin() as connection:
+        async with changing(engine) as connection:
             yield connection
     except IntegrityError as error:
         raise NameTaken(name_is_taken) from error

@@ -1,9 +1,9 @@
 """/dashboard: every page behind the login; only the static files are open."""
 
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter, Depends, Request
-from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from gateway.api.errors import InvalidParameter, UnknownUrl
@@ -20,7 +20,7 @@ from gateway.dashboard.pages.tokens import tokens, tokens_heat
 from gateway.dashboard.payload import kept_payload
 from gateway.dashboard.render import HEADERS, static_file
 from gateway.dashboard.shell import PageRoute, Pages
-from gateway.dashboard.view import ZONE_COOKIE, View, find_zone
+from gateway.dashboard.view import ZONE_COOKIE, find_zone
 from gateway.web.forms import read_form
 from gateway.web.login import local_page
 
@@ -65,17 +65,11 @@ def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
 
     @router.get("/tokens")
     async def show_tokens(request: Request, heat: str = "") -> Response:
-        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
-            return await tokens(connection, view, heat)
-
-        return await pages.show(request, "tokens.html", ask)
+        return await pages.show(request, "tokens.html", partial(tokens, heat=heat))
 
     @router.get("/tokens/heat")
     async def show_tokens_heat(request: Request, heat: str = "") -> Response:
-        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
-            return await tokens_heat(connection, view, heat)
-
-        return await pages.show(request, "heat.html", ask)
+        return await pages.show(request, "heat.html", partial(tokens_heat, heat=heat))
 
     @router.get("/latency")
     async def show_latency(request: Request) -> Response:
@@ -83,10 +77,7 @@ def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
 
     @router.get("/latency/chart")
     async def show_latency_chart(request: Request, measure: str = "") -> Response:
-        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
-            return await latency_chart(connection, view, measure)
-
-        return await pages.show(request, "chart.html", ask)
+        return await pages.show(request, "chart.html", partial(latency_chart, name=measure))
 
     @router.get("/cost")
     async def show_cost(request: Request) -> Response:
@@ -96,25 +87,16 @@ def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
 def _add_request_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("/requests")
     async def show_requests(request: Request, older: str = "", live: str = "") -> Response:
-        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
-            return await request_log(connection, view, older)
-
-        return await pages.show(request, "requests.html", ask, is_live=bool(live))
+        return await pages.show(request, "requests.html", partial(request_log, older=older), is_live=bool(live))
 
     @router.get("/requests/rows")
     async def show_request_rows(request: Request, older: str = "") -> Response:
-        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
-            return await request_rows(connection, view, older)
-
-        return await pages.show(request, "request_rows.html", ask)
+        return await pages.show(request, "request_rows.html", partial(request_rows, older=older))
 
     @router.get("/requests/{request_id:path}")
     async def show_request(request: Request, request_id: str) -> Response:
-        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any] | None:
-            return await request_detail(connection, view, request_id)
-
         kept = await kept_payload(pages, request_id, pages.user(request).actor)
-        return await pages.show(request, "request.html", ask, **kept)
+        return await pages.show(request, "request.html", partial(request_detail, request_id=request_id), **kept)
 
 
 def _add_live_pages(router: APIRouter, pages: Pages) -> None:

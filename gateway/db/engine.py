@@ -74,15 +74,18 @@ def create_engine(
     return create_async_engine(url, pool_pre_ping=True, connect_args=limits)
 
 
+def changing(engine: AsyncEngine) -> contextlib.AbstractAsyncContextManager[AsyncConnection]:
+    """A transaction that writes, perhaps after it has read."""
+    return engine.execution_options(**{SQLITE_BEGIN: IMMEDIATE}).begin()
+
+
 @contextlib.asynccontextmanager
 async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     """A transaction that writes the ledger: the only one until it ends."""
-    async with engine.connect() as connection:
-        await connection.execution_options(**{SQLITE_BEGIN: IMMEDIATE})
-        async with connection.begin():
-            if connection.dialect.name == "postgresql":
-                await connection.execute(_BEGIN_WRITING, {"id": WRITER_LOCK_ID})
-            yield connection
+    async with changing(engine) as connection:
+        if connection.dialect.name == "postgresql":
+            await connection.execute(_BEGIN_WRITING, {"id": WRITER_LOCK_ID})
+        yield connection
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 import msgspec
@@ -12,7 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.auth.audit import Change, record
-from gateway.db.engine import IMMEDIATE, SQLITE_BEGIN
+from gateway.db.engine import changing
 from gateway.db.models import PayloadRow
 from gateway.payloads.end_user import kept_end_user
 from gateway.payloads.errors import BrokenPayload, UnknownPayload
@@ -42,17 +41,13 @@ class Payload(Struct, frozen=True):
     choices: list[dict[str, Any]] | None
 
 
-def _transaction(engine: AsyncEngine) -> AbstractAsyncContextManager[AsyncConnection]:
-    return engine.execution_options(**{SQLITE_BEGIN: IMMEDIATE}).begin()
-
-
 async def store_payloads(engine: AsyncEngine, records: Sequence[PayloadRecord]) -> None:
     """Insert the records in one transaction, passing over those already there. Raises SQL's own errors."""
     rows = [
         {name: value for name, value in msgspec.structs.asdict(record).items() if name != "v"} for record in records
     ]
     insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
-    async with _transaction(engine) as connection:
+    async with changing(engine) as connection:
         await connection.execute(insert(PayloadRow).on_conflict_do_nothing(), rows)
 
 
@@ -63,7 +58,7 @@ async def read_payload(engine: AsyncEngine, request_id: str, sealer: Sealer, act
         found = (await connection.execute(of_request)).mappings().first()
     if found is None:
         raise UnknownPayload(f"no payload of {request_id} is kept: there was no consent, or it is gone")
-    async with _transaction(engine) as connection:
+    async with changing(engine) as connection:
         await record(connection, Change(actor, "payloads.read", request_id))
     return await asyncio.to_thread(open_row, dict(found), sealer)
 
@@ -93,7 +88,7 @@ def has_expired() -> ColumnElement[bool]:
 
 async def delete_expired(engine: AsyncEngine) -> int:
     """Delete at most ``DELETE_ROWS`` whose time is over; returns how many. Raises SQL's own errors."""
-    async with _transaction(engine) as connection:
+    async with changing(engine) as connection:
         return await _delete_some(connection, has_expired())
 
 
@@ -122,7 +117,7 @@ async def erase(engine: AsyncEngine, erasure: Erasure, actor: str) -> int:
     """Delete them all, in transactions of ``DELETE_ROWS``; returns how many. Raises SQL's own errors."""
     total = 0
     while True:
-        async with _transaction(engine) as connection:
+        async with changing(engine) as connection:
             deleted = await _delete_some(connection, erasure.condition())
             total += deleted
             if deleted < DELETE_ROWS:

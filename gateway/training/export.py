@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.auth.audit import Change, record
-from gateway.db.engine import writing
+from gateway.db.engine import changing
 from gateway.payloads.errors import ExportError
 from gateway.payloads.sealing import Sealer
 from gateway.payloads.store import open_row
@@ -99,7 +99,7 @@ class Exporter:
     async def _gather(self, scratch: Scratch, on_progress: Callable[[int, int], None]) -> None:
         total = await count_rows(self._engine, self._plan.wanted)
         wanted = {name: value for name, value in asdict(self._plan.wanted).items() if value is not None}
-        async with writing(self._engine) as connection:
+        async with changing(self._engine) as connection:
             await record(connection, Change(self._plan.actor, "payloads.export", "", after={"rows": total, **wanted}))
         agreeing = await keys_that_agree(self._engine)
         on_progress(0, total)

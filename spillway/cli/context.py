@@ -18,11 +18,14 @@ from gateway.db.engine import create_engine
 from gateway.db.errors import SQL_ERRORS, DatabaseError, DatabaseUnavailable, describe
 from gateway.payloads.errors import PayloadError
 from pool_worker.engines.base import EngineDiedError
+from protocol.bus import Bus
 from protocol.errors import BusError
 from spillway.children import ChildError
 from spillway.config import DEFAULT_CONFIG_NAME, Config, ConfigError, default_config, load_config
 from spillway.embedded_nats import EmbeddedNatsError
 from spillway.up import UpError, resolved_config_path
+
+CONNECT_LIMIT_S: Final = 5.0  # somebody waits for the command
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -108,6 +111,21 @@ async def database(config: Config) -> AsyncIterator[AsyncEngine]:
         raise DatabaseUnavailable(f"database.url: {describe(error)} (has `spillway db upgrade` been run?)") from error
     finally:
         await engine.dispose()
+
+
+@contextlib.asynccontextmanager
+async def queue_server(config: Config, name: str) -> AsyncIterator[Bus]:
+    """A connection called ``name`` to the configured queue server, closed afterwards. Raises BusError.
+
+    Ends the command with a clear error if there is none.
+    """
+    if not config.nats.urls:
+        raise fail("nats.urls: no queue server is configured, and no `spillway up` is running here")
+    bus = await Bus.connect(list(config.nats.urls), name=name, first_limit_s=CONNECT_LIMIT_S)
+    try:
+        yield bus
+    finally:
+        await bus.close()
 
 
 def write_ready(path: Path | None, facts: dict[str, Any]) -> None:

@@ -14,11 +14,9 @@ from rich.table import Table
 
 from gateway.dispatch.attempts import counted_codes
 from gateway.dispatch.dead_letters import newest_dead_letters
-from protocol.bus import Bus
 from protocol.dead_letters import DeadLetter
-from spillway.cli.context import ConfigOption, DataOption, fail, out, run_async, running_or_config
+from spillway.cli.context import ConfigOption, DataOption, out, queue_server, run_async, running_or_config
 
-CONNECT_LIMIT_S: Final = 5.0
 TABLE_WIDTH_CHARS: Final = 140
 
 
@@ -41,16 +39,10 @@ def dead_letters(
     counts each request's attempts by their codes; JSON has every attempt with its worker, reason and tokens.
     """
     resolved = running_or_config(config, data)
-    urls = list(resolved.nats.urls)
-    if not urls:
-        raise fail("nats.urls: no queue server is configured, and no `spillway up` is running here")
 
     async def main() -> None:
-        bus = await Bus.connect(urls, name="spillway dead-letters", first_limit_s=CONNECT_LIMIT_S)
-        try:
+        async with queue_server(resolved, "spillway dead-letters") as bus:
             letters = await newest_dead_letters(bus, limit)
-        finally:
-            await bus.close()
         _print(letters, output)
 
     run_async(main)

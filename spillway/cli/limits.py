@@ -1,15 +1,11 @@
 """``spillway limits``: budgets, compared with the ledger."""
 
 import time
-from typing import Final
 
 from gateway.money import NANO_USD
 from gateway.quotas.recount import Recount, recount_budgets
 from gateway.quotas.vault import Vault
-from protocol.bus import Bus
-from spillway.cli.context import ConfigOption, DataOption, database, fail, out, run_async, running_or_config
-
-CONNECT_LIMIT_S: Final = 5.0
+from spillway.cli.context import ConfigOption, DataOption, database, out, queue_server, run_async, running_or_config
 
 
 def recount(config: ConfigOption = None, data: DataOption = None) -> None:
@@ -19,17 +15,10 @@ def recount(config: ConfigOption = None, data: DataOption = None) -> None:
     ledger should have written what happened (`spillway usage`). What gateways report meanwhile is not lost.
     """
     resolved = running_or_config(config, data)
-    urls = list(resolved.nats.urls)
-    if not urls:
-        raise fail("nats.urls: no queue server is configured, and no `spillway up` is running here")
 
     async def main() -> None:
-        bus = await Bus.connect(urls, name="spillway limits", first_limit_s=CONNECT_LIMIT_S)
-        try:
-            async with database(resolved) as engine:
-                counts = await recount_budgets(engine, Vault(bus), time.time())
-        finally:
-            await bus.close()
+        async with queue_server(resolved, "spillway limits") as bus, database(resolved) as engine:
+            counts = await recount_budgets(engine, Vault(bus), time.time())
         for count in counts:
             out.print(_text(count), markup=False, soft_wrap=True)
         if not counts:
