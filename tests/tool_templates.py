@@ -114,3 +114,76 @@ HARMONY_STYLE = """{%- if reasoning_effort is not defined %}{%- set reasoning_ef
     {%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+
+
+DEEPSEEK_V3_STYLE = """{{- bos_token }}
+{%- if tools %}{{- '# Tools\\n' }}{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '<｜User｜>' + message.content + '<｜Assistant｜>' }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- (message.content or '') + '<｜tool▁calls▁begin｜>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+            {{- call.function.arguments | tojson + '\\n```<｜tool▁call▁end｜>' }}
+            {%- if not loop.last %}{{- '\\n' }}{%- endif %}
+        {%- endfor %}{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+    {%- else %}{{- message.content + '<｜end▁of▁sentence｜>' }}{%- endif %}
+{%- endfor %}"""
+
+# It joins arguments as if they were a text.
+DEEPSEEK_V31_STYLE = """{%- if not thinking is defined %}{%- set thinking = false %}{%- endif %}
+{{- bos_token }}
+{%- if tools %}{{- '## Tools\\n' }}{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '<｜User｜>' + message.content }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- '<｜Assistant｜></think>' + (message.content or '') + '<｜tool▁calls▁begin｜>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}
+            {{- '<｜tool▁call▁end｜>' }}
+        {%- endfor %}{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+    {%- else %}{{- '<｜Assistant｜></think>' + message.content + '<｜end▁of▁sentence｜>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<｜Assistant｜>' }}{%- if thinking %}{{- '<think>' }}{%- else %}{{- '</think>' }}{%- endif %}
+{%- endif %}"""
+
+GLM_STYLE = """{{- '[gMASK]<sop>' }}
+{%- if tools %}{{- '<|system|>\\n# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + tool | tojson(ensure_ascii=False) }}{%- endfor %}{{- '\\n</tools>' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '<|user|>\\n' + m.content }}
+    {%- elif m.role == 'assistant' %}{{- '<|assistant|>\\n<think></think>' }}
+        {%- if m.content %}{{- '\\n' + m.content }}{%- endif %}
+        {%- for tc in m.tool_calls or [] %}
+            {%- if tc.function %}{%- set tc = tc.function %}{%- endif %}{{- '\\n<tool_call>' + tc.name + '\\n' }}
+            {%- for k, v in tc.arguments.items() %}{{- '<arg_key>' + k + '</arg_key>\\n<arg_value>' }}
+                {{- v | tojson(ensure_ascii=False) if v is not string else v }}{{- '</arg_value>\\n' }}
+            {%- endfor %}{{- '</tool_call>' }}
+        {%- endfor %}
+    {%- elif m.role == 'tool' %}{{- '<|observation|>\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
+KIMI_STYLE = """{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
+{%- for message in messages -%}
+    {%- if message['role'] == 'user' -%}<|im_user|>user<|im_middle|>
+    {%- elif message['role'] == 'assistant' -%}<|im_assistant|>assistant<|im_middle|>
+    {%- else -%}<|im_system|>{{ message['role'] }}<|im_middle|>{%- endif -%}
+    {%- if message['role'] == 'assistant' and message.get('tool_calls') -%}
+        {{ message['content'] or '' }}<|tool_calls_section_begin|>
+        {%- for call in message['tool_calls'] -%}
+            <|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>
+            {%- if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}
+            {%- else %}{{ call['function']['arguments'] | tojson }}{% endif %}<|tool_call_end|>
+        {%- endfor -%}<|tool_calls_section_end|>
+    {%- elif message['role'] == 'tool' -%}## Return of {{ message.tool_call_id }}\\n{{ message['content'] }}
+    {%- else -%}{{ message['content'] }}{%- endif -%}<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"""

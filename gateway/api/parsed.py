@@ -75,8 +75,8 @@ class _StreamedChoice:
             return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": piece.text}}]}
         self.calls += 1
         function = {"name": piece.text, "arguments": ""}
-        call = {"index": self.calls - 1, "id": self._form.new_call_id(), "type": "function", "function": function}
-        return {"tool_calls": [call]}
+        call_id = piece.call_id or self._form.new_call_id()
+        return {"tool_calls": [{"index": self.calls - 1, "id": call_id, "type": "function", "function": function}]}
 
 
 class ParsedChatChunks:
@@ -134,10 +134,10 @@ def parsed_message(text: str, parser: AnswerParser) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     calls: list[dict[str, Any]] = []
     parts: dict[Kind, list[str]] = {}
-    for kind, part in parser.push(text, is_last=True):
+    for kind, part, call_id in parser.push(text, is_last=True):
         if kind is Kind.CALL:
             function = {"name": part, "arguments": ""}
-            calls.append({"id": parser.form.new_call_id(), "type": "function", "function": function})
+            calls.append({"id": call_id or parser.form.new_call_id(), "type": "function", "function": function})
         elif kind is Kind.ARGUMENTS:
             calls[-1]["function"]["arguments"] += part
         else:

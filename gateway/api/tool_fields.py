@@ -66,6 +66,13 @@ def _known_choice(choice: object) -> object:
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)]
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments as an object, and where a template joins them to a text, as DeepSeek's do, as their JSON."""
+
+    def __radd__(self, text: str) -> str:
+        return text + json.dumps(self, ensure_ascii=False)
+
+
 class CalledFunction(_Part):
     """What an assistant called, with its arguments as JSON text."""
 
@@ -78,7 +85,7 @@ class CalledFunction(_Part):
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
             return self.arguments
-        return arguments if isinstance(arguments, dict) else self.arguments
+        return _Arguments(arguments) if isinstance(arguments, dict) else self.arguments
 
 
 class ToolCall(_Part):

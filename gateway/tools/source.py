@@ -40,6 +40,7 @@ class Piece(NamedTuple):
 
     kind: Kind
     text: str
+    call_id: str = ""  # of a call, where the model has said one
 
 
 class Source:
@@ -51,7 +52,7 @@ class Source:
         self.reasoning: list[tuple[int, int]] = []  # where in the whole text it was: begin and end of each stretch
         self._begin = 0  # of ``_text`` in the whole text
         self._text = ""
-        self._pieces: list[tuple[Kind, list[str]]] = []
+        self._pieces: list[tuple[Kind, list[str], str]] = []
 
     # --- what feeds it ------------------------------------------------------------------------------------------------
 
@@ -62,16 +63,16 @@ class Source:
     def take_pieces(self) -> list[Piece]:
         """What has been told since the last call."""
         pieces, self._pieces = self._pieces, []
-        return [Piece(kind, "".join(texts)) for kind, texts in pieces]
+        return [Piece(kind, "".join(texts), call_id) for kind, texts, call_id in pieces]
 
     # --- what readers tell --------------------------------------------------------------------------------------------
 
-    def tell(self, kind: Kind, text: str) -> None:
+    def tell(self, kind: Kind, text: str, call_id: str = "") -> None:
         """Tell a piece; neighbours of one kind become one."""
         if self._pieces and self._pieces[-1][0] is kind is not Kind.CALL:
             self._pieces[-1][1].append(text)
         elif text:
-            self._pieces.append((kind, [text]))
+            self._pieces.append((kind, [text], call_id))
 
     def drop(self) -> None:
         """Forget what was looked at: it has been understood."""

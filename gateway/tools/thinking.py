@@ -12,6 +12,7 @@ class Thinking:
 
     open: str
     close: str
+    ended_by: tuple[str, ...] = ()  # marks of calls, which some models write without closing their reasoning
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether an answer to this prompt, or to one that ends like it, begins inside its reasoning."""
@@ -23,8 +24,9 @@ class Thinking:
         if not (has_mark or is_open):
             return
         yield from source.skip_space()
-        if (yield from source.pass_until((self.close,), Kind.REASONING)):
+        if (yield from source.pass_until((self.close, *self.ended_by), Kind.REASONING)) == self.close:
             yield from source.skip_space()
+        source.at = 0  # another mark is for who reads on
 
     def before(self, lark: LarkGrammar, *, is_open: bool) -> str:
         """An expression for what may stand before an answer, or must where the prompt has begun it."""

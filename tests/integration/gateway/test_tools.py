@@ -26,7 +26,17 @@ from tests.integration.gateway.conftest import (
 )
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import byte_tokenizer, byte_tokenizer_json
-from tests.tool_templates import HARMONY_STYLE, HERMES_STYLE, LLAMA_STYLE, MISTRAL_STYLE, THINKING_STYLE
+from tests.tool_templates import (
+    DEEPSEEK_V3_STYLE,
+    DEEPSEEK_V31_STYLE,
+    GLM_STYLE,
+    HARMONY_STYLE,
+    HERMES_STYLE,
+    KIMI_STYLE,
+    LLAMA_STYLE,
+    MISTRAL_STYLE,
+    THINKING_STYLE,
+)
 
 HELLO = [{"role": "user", "content": "Will it rain?"}]
 ARGUMENTS = '{"city": "Köln", "days": 2}'
@@ -35,6 +45,17 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "description": "
 NOW = {"type": "function", "function": {"name": "now"}}
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 TWO_CALLS = f'Let me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
+GLM_CALL = """<tool_call>get_weather
+<arg_key>city</arg_key>
+<arg_value>Köln</arg_value>
+<arg_key>days</arg_key>
+<arg_value>2</arg_value>
+</tool_call>"""
+DEEPSEEK_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
+DEEPSEEK = f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL}{DEEPSEEK_CALL}<｜tool▁calls▁end｜>"
+DEEPSEEK_V3_CALL = "function<｜tool▁sep｜>{}\n```json\n{}\n```"
+KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+KIMI_CALLS = f"{KIMI_CALL.format('get_weather:3', ARGUMENTS)}{KIMI_CALL.format('now:4', '{}')}"
 StartModel = Callable[..., Awaitable[GatewayUnderTest]]
 
 
@@ -161,20 +182,34 @@ async def test_what_is_cut_off_or_no_call(start_model: StartModel) -> None:
     assert choices[0]["calls"] == [["get_weather", ARGUMENTS.partition("ays")[0]]]
 
 
-async def test_a_rescue_within_the_arguments(start_model: StartModel) -> None:
+@pytest.mark.parametrize(
+    ("template", "calls"),
+    [
+        (HERMES_STYLE, TWO_CALLS),
+        (GLM_STYLE, f"Let me see.\n{GLM_CALL}\n<tool_call>now\n</tool_call>"),
+        (
+            DEEPSEEK_V3_STYLE,
+            DEEPSEEK.format(DEEPSEEK_V3_CALL.format("get_weather", ARGUMENTS), DEEPSEEK_V3_CALL.format("now", "{}")),
+        ),
+        (DEEPSEEK_V31_STYLE, DEEPSEEK.format(f"get_weather<｜tool▁sep｜>{ARGUMENTS}", "now<｜tool▁sep｜>{}")),
+        (KIMI_STYLE, f"<|tool_calls_section_begin|>{KIMI_CALLS}<|tool_calls_section_end|>"),
+    ],
+    ids=["hermes", "glm", "deepseek-v3", "deepseek-v31", "kimi"],
+)
+async def test_a_rescue_within_the_arguments(start_model: StartModel, template: str, calls: str) -> None:
     """The first worker fails there; the second goes on, and the deltas are those of an undisturbed answer."""
-    gateway = await start_model(HERMES_STYLE)
-    place = TWO_CALLS.index("Köln") + 2
+    gateway = await start_model(template)
+    place = calls.index("Köln") + 2
 
     async def fail_then_finish(attempt: Attempt) -> None:
         await attempt.accept()
         if attempt.job.attempt == 1:
-            await attempt.tokens(TWO_CALLS[:place], (1, 2))
+            await attempt.tokens(calls[:place], (1, 2))
             await attempt.fail("worker_draining", "bye", retryable=True)
             return
         assert attempt.job.resume[0].text_chars == place
-        await attempt.tokens(TWO_CALLS[place : place + 9], (3,))
-        await attempt.tokens(TWO_CALLS[place + 9 :], (4,), finish_reason="stop")
+        await attempt.tokens(calls[place : place + 9], (3,))
+        await attempt.tokens(calls[place + 9 :], (4,), finish_reason="stop")
         await attempt.finish()
 
     worker = await gateway.add_worker(script=fail_then_finish)
@@ -256,6 +291,26 @@ async def test_harmony(start_model: StartModel) -> None:
         {"content": "No.", "reasoning": "Hm.", "calls": [], "end": "stop"},
     ]
     assert "Reasoning: low" in byte_tokenizer().decode(worker.attempts[0].prompt_ids)
+
+
+async def test_kimis_calls_keep_the_ids_that_it_gave_them(start_model: StartModel) -> None:
+    gateway = await start_model(KIMI_STYLE)
+    worker = await gateway.add_worker(
+        script=says(f"<|tool_calls_section_begin|>{KIMI_CALLS}<|tool_calls_section_end|>")
+    )
+    ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": [TOOL, NOW]}
+    answer = await gateway.client().chat.completions.create(**ask)
+    calls = answer.choices[0].message.tool_calls or []
+    assert [call.id for call in calls] == ["functions.get_weather:3", "functions.now:4"]
+    stream = await gateway.client().chat.completions.create(**ask, stream=True)
+    streamed = [call async for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [(call.index, call.id) for call in streamed if call.id] == list(enumerate(call.id for call in calls))
+
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "dry"} for call in calls]
+    await gateway.client().chat.completions.create(**{**ask, "messages": [*HELLO, answer.choices[0].message, *results]})
+    prompt = byte_tokenizer().decode(worker.attempts[-1].prompt_ids, skip_special_tokens=False)
+    assert KIMI_CALLS in prompt
+    assert "## Return of functions.now:4" in prompt
 
 
 async def test_mistrals_ids_have_nine_letters(start_model: StartModel) -> None:

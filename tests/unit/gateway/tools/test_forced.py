@@ -13,13 +13,18 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from engine import GenerationRequest, LLMEngine, ResumePoint, SamplingParams
 from engine.types import Grammar
 from gateway.tools.base import Tool
+from gateway.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from gateway.tools.dialect import AnswerForm, Dialect
+from gateway.tools.kimi import KIMI_K2
+from gateway.tools.sections import SectionFormat
 from gateway.tools.source import Kind
 from protocol.grammar import Grammar as WireGrammar
 from tests.unit.engine.tiny_models import EOS_ID, SHAPE, Answer, byte_level_tokenizer, make_engine, make_model, run
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # as Qwen has them
+PLAIN += [*SectionFormat(DEEPSEEK_V3).marks, *SectionFormat(KIMI_K2).marks, "<arg_key>", "</arg_key>", "<arg_value>"]
+PLAIN += ["</arg_value>"]
 PLACE = {"type": "object", "properties": {"lat": {"type": "integer", "minimum": -90, "maximum": 90}}}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -43,6 +48,10 @@ FAMILIES = [
     ("hermes", "think"),
     ("llama3_json", "none"),
     ("qwen3_coder", "think"),
+    ("glm45", "think"),
+    ("deepseek_v3", "think"),
+    ("deepseek_v31", "none"),
+    ("kimi_k2", "kimi_k2"),
     ("mistral", "mistral"),
     ("mistral_list", "none"),
     ("harmony", "harmony"),
@@ -109,7 +118,7 @@ def calls_in(form: AnswerForm, text: str) -> tuple[list[tuple[str, str]], str, s
     """The calls in an answer, its content and its reasoning."""
     calls: list[tuple[str, str]] = []
     rest = {Kind.CONTENT: "", Kind.REASONING: ""}
-    for kind, part in form.parser().push(text, is_last=True):
+    for kind, part, _ in form.parser().push(text, is_last=True):
         if kind is Kind.CALL:
             calls.append((part, ""))
         elif kind is Kind.ARGUMENTS:
@@ -129,7 +138,7 @@ def test_forced_calls_always_parse_and_validate(
     engine: LLMEngine, tokenizer: PreTrainedTokenizerFast, tool_parser: str, reasoning_parser: str
 ) -> None:
     # Random weights find no end of a text that is not quoted, as Qwen's coders write it.
-    tools = TOOLS[:2] if tool_parser == "qwen3_coder" else TOOLS
+    tools = TOOLS[:2] if tool_parser in {"qwen3_coder", "glm45"} else TOOLS
     form = AnswerForm(dialect_of(tool_parser, reasoning_parser, tokenizer), tools)
     # Reasoning may come first; it is of no use to have much of it.
     bias = likely(tokenizer, {"</think>": 12, "[/THINK]": 12, "<|end|>": 12, "</s>": 6})
@@ -137,9 +146,10 @@ def test_forced_calls_always_parse_and_validate(
     assert len(check_answers(form, found)) > 1
 
 
-@pytest.mark.parametrize("tool_parser", ["hermes", "llama3_json", "mistral_list"])
+@pytest.mark.parametrize("tool_parser", ["hermes", "llama3_json", "mistral_list", "deepseek_v31", "kimi_k2"])
 def test_forced_marks_may_be_spelled_out(engine_without_marks: LLMEngine, tool_parser: str) -> None:
-    form = AnswerForm(dialect_of(tool_parser, "none", None), TOOLS)
+    is_long = tool_parser in {"deepseek_v31", "kimi_k2"}  # its marks are, in single bytes
+    form = AnswerForm(dialect_of(tool_parser, "none", None), TOOLS, is_single_call=is_long)
     found = answers(engine_without_marks, form.grammar(must_call=True, content=None), 10, {EOS_ID: 6.0})
     assert check_answers(form, found)
 
@@ -179,6 +189,10 @@ def test_a_named_tool_is_called_once_after_reasoning_that_the_prompt_began(
         ("mistral_list", "none", "[TOOL_CALLS]"),
         ("llama3_json", "none", "{"),
         ("harmony", "harmony", "<|channel|>"),
+        ("deepseek_v3", "think", DEEPSEEK_V3.opens[0]),
+        ("deepseek_v31", "none", DEEPSEEK_V3.call),
+        ("kimi_k2", "none", KIMI_K2.opens[0]),
+        ("kimi_k2", "kimi_k2", KIMI_K2.call),
     ],
 )
 def test_where_tools_are_strict_every_call_that_begins_is_valid(
@@ -186,7 +200,9 @@ def test_where_tools_are_strict_every_call_that_begins_is_valid(
 ) -> None:
     form = AnswerForm(dialect_of(tool_parser, reasoning_parser, tokenizer), TOOLS)
     grammar = form.grammar(must_call=False, content=None)
-    bias = likely(tokenizer, {begin: 12, "</think>": 10, "<|end|>": 10, "</s>": 11})
+    # Of harmony's channels, that of calls begins with a "c".
+    channel = {"c": 5.0} if tool_parser == "harmony" else {}
+    bias = likely(tokenizer, {begin: 12.0, "</think>": 10.0, "<|end|>": 10.0, "</s>": 11.0, **channel})
     found = answers(engine, grammar, 24, bias, max_tokens=300)
     read = [calls_in(form, answer.text) for answer in found if answer.finish_reason == "stop"]
     for calls, content, _ in read:
@@ -280,6 +296,80 @@ def test_texts_that_are_not_quoted(tokenizer: PreTrainedTokenizerFast) -> None:
     bounded = AnswerForm(form.dialect, TOOLS)
     with pytest.raises(ValueError, match="'why' cannot be forced"):
         bounded.grammar(must_call=True, content=None)
+
+
+def test_texts_between_tags(tokenizer: PreTrainedTokenizerFast) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "why": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "unit": {"$ref": "#/$defs/Unit"},
+            "mixed": {"type": ["integer", "string"]},
+        },
+        "required": ["why", "unit"],
+        "$defs": {"Unit": {"enum": ["C", "F"], "type": "string"}},
+    }
+    form = AnswerForm(dialect_of("glm45", "none", tokenizer), (Tool("f", schema, is_strict=True),))
+    grammar = form.grammar(must_call=True, content=None)
+
+    def call(why: str, unit: str, rest: str = "", end: str = "\n") -> str:
+        arguments = [("why", why), ("unit", unit), *([("mixed", rest)] if rest else [])]
+        written = [f"<arg_key>{k}</arg_key>{end}<arg_value>{v}</arg_value>{end}" for k, v in arguments]
+        return f"<tool_call>f{end}{''.join(written)}</tool_call>"
+
+    for end in ("\n", ""):  # as 4.5 and as 4.7 has them
+        assert is_answer(tokenizer, grammar, call('It "is"\n</x>', "C", end=end))
+        assert not is_answer(tokenizer, grammar, call("so", '"C"', end=end))
+    assert is_answer(tokenizer, grammar, call("null", "F", '"x"'))
+    assert is_answer(tokenizer, grammar, call("", "F", "7"))
+    assert not is_answer(tokenizer, grammar, call("", "F", "x"))
+    assert not is_answer(tokenizer, grammar, "<tool_call>f\n</tool_call>")
+    assert calls_in(form, call("7", "F", '"x"'))[0] == [("f", '{"why": "7", "unit": "F", "mixed": "x"}')]
+
+
+@pytest.mark.parametrize(
+    ("properties", "message"),
+    [
+        ({"s": {"anyOf": [{"type": "string", "pattern": "a"}, {"type": "null"}]}}, "'s' cannot be forced"),
+        ({"s": {"type": "string", "allOf": [{"maxLength": 3}, {"pattern": "a"}]}}, "'s' cannot be forced"),
+        ({"s": {"type": "string", "anyOf": [{"maxLength": 3}]}}, "'s' cannot be forced"),
+        (["s"], "must be an object"),
+    ],
+)
+def test_what_cannot_be_forced_between_tags(properties: object, message: str) -> None:
+    tool = Tool("f", {"type": "object", "properties": properties}, is_strict=True)
+    form = AnswerForm(dialect_of("glm45", "none", None), (tool,))
+    with pytest.raises(ValueError, match=message):
+        form.grammar(must_call=True, content=None)
+    assert form.parser().push("<tool_call>f<arg_key>s</arg_key><arg_value>x</arg_value></tool_call>", is_last=True)
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45"])
+def test_a_tool_that_is_not_strict_takes_any_arguments_beside_one_that_is(
+    tokenizer: PreTrainedTokenizerFast, parser: str
+) -> None:
+    free = Tool("f", {"type": "object", "properties": {"a": {"type": "integer"}}}, is_strict=False)
+    grammar = AnswerForm(dialect_of(parser, "none", tokenizer), (free, TOOLS[1])).grammar(must_call=False, content=None)
+    glm = "<tool_call>{}\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
+    coder = "<tool_call>\n<function={}>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+    text = glm if parser == "glm45" else coder
+    assert is_answer(tokenizer, grammar, text.format("f"))
+    assert not is_answer(tokenizer, grammar, text.format("get"))
+
+
+def test_several_calls_at_once_and_no_more_than_wanted(tokenizer: PreTrainedTokenizerFast) -> None:
+    for parser, section, written in (
+        ("deepseek_v3", DEEPSEEK_V3, "function<｜tool▁sep｜>get\n```json\n{}\n```"),
+        ("deepseek_v31", DEEPSEEK_V31, "get<｜tool▁sep｜>{}"),
+        ("kimi_k2", KIMI_K2, "functions.get:1<|tool_call_argument_begin|>{}"),
+    ):
+        dialect = dialect_of(parser, "none", tokenizer)
+        call = f"{section.call}{written}{section.end_of_call}"
+        for most, single in ((2, False), (1, True)):
+            grammar = AnswerForm(dialect, TOOLS, is_single_call=single).grammar(must_call=True, content=None)
+            for count in (0, 1, 2):
+                text = f"{section.opens[0]}{section.between.join([call] * count)}{section.close}"
+                assert is_answer(tokenizer, grammar, text) == (0 < count <= most)
 
 
 def test_slashes_and_line_ends_of_a_pattern(tokenizer: PreTrainedTokenizerFast) -> None:

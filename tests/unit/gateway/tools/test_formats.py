@@ -13,8 +13,21 @@ from gateway.tools.base import Tool
 from gateway.tools.dialect import AnswerForm, Dialect
 from gateway.tools.source import MAX_HELD_CHARS, MAX_LAYOUT_CHARS, Kind
 
-TYPES = {"a": "integer", "city": "string", "b": "boolean", "o": "object", "s": ["string", "null"]}
-SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in TYPES.items()}}
+TYPES = {"a": "integer", "city": "string", "b": "boolean", "o": "object", "s": ["string", "null"], "l": "array"}
+OTHERS: dict[str, object] = {
+    "n": {"type": "number"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},  # as pydantic writes Optional[str]
+    "unit": {"$ref": "#/$defs/Unit"},
+    "mixed": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    "any": {},
+    "parts": {"allOf": [{"$ref": "#/$defs/Unit"}], "default": "1"},
+    "endless": {"$ref": "#/$defs/Endless"},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {name: {"type": kind} for name, kind in TYPES.items()} | OTHERS,
+    "$defs": {"Unit": {"enum": ["1", "2"]}, "Endless": {"anyOf": [{"$ref": "#/$defs/Endless"}] * 99}},
+}
 TOOLS = tuple(Tool(name, SCHEMA, is_strict=False) for name in ("f", "get_weather"))
 SHORT = {Kind.CONTENT: "content", Kind.REASONING: "reasoning", Kind.CALL: "call", Kind.ARGUMENTS: "arguments"}
 Told = list[tuple[str, str]]
@@ -33,7 +46,7 @@ def told(form: AnswerForm, parts: Iterable[str]) -> Told:
     parser = form.parser()
     pieces = [piece for part in parts for piece in parser.push(part, is_last=False)]
     together: Told = []
-    for kind, text in [*pieces, *parser.push("", is_last=True)]:
+    for kind, text, _ in [*pieces, *parser.push("", is_last=True)]:
         name = SHORT[kind]
         if together and together[-1][0] == name != "call":
             together[-1] = (name, together[-1][1] + text)
@@ -177,7 +190,146 @@ QWEN_CODER = [
     ("<tool_call>\n{}", [("content", "<tool_call>\n{}")]),
     ("<tool_call>\n<function=f", [("content", "<tool_call>\n<function=f")]),
 ]
+CITY, A = "<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>", "<arg_key>a</arg_key>\n<arg_value>5</arg_value>"
+GLM_CALL = f"<tool_call>f\n{CITY}\n{A}\n"
+GLM_TEXTS = """<tool_call>f
+<arg_key>city</arg_key>
+<arg_value>
+"<tool_call></tool_call><arg_key>"
+</arg_value>
+<arg_key>s</arg_key>
+<arg_value>12345678901234567890</arg_value>
+<arg_key>maybe</arg_key>
+<arg_value>{"b": 1}</arg_value>
+</tool_call>"""
+GLM_TOLD = (
+    r"""{"city": "\n\"<tool_call></tool_call><arg_key>\"\n", "s": "12345678901234567890", "maybe": "{\"b\": 1}"}"""
+)
+GLM = [
+    ("Hi <tool_call>no call", [("content", "Hi <tool_call>no call")]),
+    ("Use <tool_call>this thing\nso", [("content", "Use <tool_call>this thing\nso")]),
+    (
+        f"So.\n{GLM_CALL}</tool_call>\n<tool_call>get_weather\n</tool_call>",
+        [
+            ("content", "So."),
+            ("call", "f"),
+            ("arguments", '{"city": "Köln", "a": 5}'),
+            ("call", "get_weather"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (  # as 4.7 writes them: without line ends, and nothing after the name where there are no arguments
+        "<tool_call>f<arg_key>a</arg_key><arg_value>5</arg_value></tool_call><tool_call>f</tool_call>",
+        [("call", "f"), ("arguments", '{"a": 5}'), ("call", "f"), ("arguments", "{}")],
+    ),
+    (GLM_TEXTS, [("call", "f"), ("arguments", GLM_TOLD)]),  # as they are: line ends, marks, and what looks like JSON
+    *(
+        (
+            f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+            [("call", "f"), ("arguments", f'{{"{key}": {expected}}}')],
+        )
+        for key, value, expected in [
+            ("city", "42", '"42"'),
+            ("city", "true", '"true"'),
+            ("city", "", '""'),
+            ("a", " 42 ", "42"),
+            ("a", "many", '"many"'),
+            ("n", "1e3", "1e3"),
+            ("n", "NaN", '"NaN"'),  # Python takes it for a number, JSON does not
+            ("n", "-Infinity", '"-Infinity"'),
+            ("b", "False", "false"),
+            ("o", '{"x": [1]}', '{"x": [1]}'),
+            ("l", '["</x>", 1 ]', '["</x>", 1 ]'),
+            ("s", "null", "null"),
+            ("maybe", "None", "null"),
+            ("maybe", "12", '"12"'),
+            ("maybe", "nullify it all", '"nullify it all"'),
+            ("unit", "1", '"1"'),
+            ("mixed", "12", "12"),
+            ("mixed", "1.5", '"1.5"'),
+            ("mixed", "so", '"so"'),
+            ("parts", "2", '"2"'),
+            ("endless", "2", "2"),
+            ("any", "12", "12"),
+            ("any", "so", '"so"'),
+            ("unknown", "12", '"12"'),
+        ]
+    ),
+    (GLM_CALL, [("call", "f"), ("arguments", '{"city": "Köln", "a": 5')]),  # cut off
+    (f"<tool_call>f\n{CITY}\n", [("call", "f"), ("arguments", '{"city": "Köln"')]),
+    (GLM_CALL.partition("öln")[0], [("call", "f"), ("arguments", '{"city": "K')]),
+    ("<tool_call>f", [("content", "<tool_call>f")]),
+]
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEP, CALLED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+TRICKY = '{"a": "}</tool_call>' + CALLED + '```\\" {' + END + CALL + '", "b": [{}, "[", true]}'
+V3_CALL = f"function{SEP}f\n```json\n{TRICKY}\n```"
+DEEPSEEK = [
+    (f"Hi {BEGIN[:-3]}", [("content", f"Hi {BEGIN[:-3]}")]),
+    (  # V3 and R1
+        f"Let me see.\n{BEGIN}{CALL}{V3_CALL}{CALLED}\n{CALL}function{SEP}get_weather\n```json\n{{}}\n```{CALLED}{END}",
+        [
+            ("content", "Let me see."),
+            ("call", "f"),
+            ("arguments", TRICKY),
+            ("call", "get_weather"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (  # V3.1
+        f"Let me see.{BEGIN}{CALL}f{SEP}{TRICKY}{CALLED}{CALL}get_weather{SEP}{{}}{CALLED}{END}",
+        [
+            ("content", "Let me see."),
+            ("call", "f"),
+            ("arguments", TRICKY),
+            ("call", "get_weather"),
+            ("arguments", "{}"),
+        ],
+    ),
+    (f"{CALL}f{SEP}{{}}{CALLED}.", [("call", "f"), ("arguments", "{}"), ("content", ".")]),  # its section forgotten
+    (f"{BEGIN}{CALL}f{SEP}{CALLED}{END}", [("call", "f"), ("arguments", "{}")]),
+    (f"{BEGIN}{CALL}function{SEP}{{}}", [("call", "function"), ("arguments", "{}")]),  # a tool of this name
+    (f"{BEGIN}{CALL}function{SEP}f\n{{}}\n{CALLED}{END}", [("call", "f"), ("arguments", "{}")]),  # no fence
+    (f'{BEGIN}{CALL}f{SEP}{{"a": "x', [("call", "f"), ("arguments", '{"a": "x')]),  # cut off
+    (f"{BEGIN}{CALL}f{SEP}", [("content", f"{BEGIN}{CALL}f{SEP}")]),
+    (f"{BEGIN}none{END}", [("content", f"{BEGIN}none{END}")]),
+    (f"{CALL}a b{SEP}{{}}{CALLED}", [("content", f"{CALL}a b{SEP}{{}}{CALLED}")]),
+    (f"{CALL}f {{}}", [("content", f"{CALL}f {{}}")]),
+    (  # a mark after the end of its section is a text like any other
+        f"{BEGIN}{CALL}f{SEP}{{}}{CALLED}{END}x{END}",
+        [("call", "f"), ("arguments", "{}"), ("content", f"x{END}")],
+    ),
+]
+KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_SEP, KIMI_CALLED = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+KIMI_TRICKY = '{"a": "}' + KIMI_CALLED + KIMI_END + '\\" {"}'
+KIMI_SECOND = f"{KIMI_CALL}functions.get-it.now:1{KIMI_SEP}{{}}{KIMI_CALLED}"
+KIMI = [
+    (
+        f"Sure.{KIMI_BEGIN}{KIMI_CALL}functions.f:0{KIMI_SEP}{KIMI_TRICKY}{KIMI_CALLED}{KIMI_SECOND}{KIMI_END} Then",
+        [
+            ("content", "Sure."),
+            ("call", "f"),
+            ("arguments", KIMI_TRICKY),
+            ("call", "get-it.now"),
+            ("arguments", "{}"),
+            ("content", "Then"),
+        ],
+    ),
+    (  # the mark of a section in its other spelling; white space and line ends anywhere
+        f"<|tool_call_section_begin|>\n{KIMI_CALL} functions.f:12\n{KIMI_SEP} {{}} {KIMI_CALLED}\n{KIMI_END}",
+        [("call", "f"), ("arguments", "{}")],
+    ),
+    (f"{KIMI_CALL}functions.f:0{KIMI_SEP}{{}}{KIMI_CALLED}", [("call", "f"), ("arguments", "{}")]),  # without section
+    (f"{KIMI_BEGIN}{KIMI_CALL}f{KIMI_SEP}{KIMI_CALLED}{KIMI_END}", [("call", "f"), ("arguments", "{}")]),
+    (f"{KIMI_CALL}functions.f:0{KIMI_SEP}{{", [("call", "f"), ("arguments", "{")]),  # cut off
+    (f"{KIMI_BEGIN}{KIMI_CALL}functions.f:0", [("content", f"{KIMI_BEGIN}{KIMI_CALL}functions.f:0")]),
+    (f"{KIMI_BEGIN}{KIMI_END}", [("content", f"{KIMI_BEGIN}{KIMI_END}")]),
+]
 CASES = [
+    *(("glm45", *case) for case in GLM),
+    *(("deepseek_v3", *case) for case in DEEPSEEK),
+    *(("kimi_k2", *case) for case in KIMI),
     *(("qwen3_coder", *case) for case in QWEN_CODER),
     *(("hermes", *case) for case in HERMES),
     *(("llama3_json", *case) for case in LLAMA),
@@ -226,6 +378,41 @@ def test_it_is_known_where_reasoning_was(parser: str, is_open: bool, source: ran
     assert "".join(text[begin:end] for begin, end in reader.reasoning) == told_reasoning
 
 
+def test_calls_within_reasoning_that_was_not_closed() -> None:
+    call = f"{KIMI_CALL}functions.f:0{KIMI_SEP}{{}}{KIMI_CALLED}"
+    expected = [("reasoning", "I look."), ("call", "f"), ("arguments", "{}")]
+    form = form_of("kimi_k2", "kimi_k2", begins_in_reasoning=True)
+    check_every_cut(form, f"I look.\n{KIMI_BEGIN}{call}{KIMI_END}", expected)
+    check_every_cut(form, f"I look. {call}", expected)
+    check_every_cut(form, f"I look.</think>{KIMI_BEGIN}{call}{KIMI_END}", expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        (["functions.f:0", "functions.get_weather:1"], ["functions.f:0", "functions.get_weather:1"]),
+        (["functions.f:7", "functions.f:8"], ["functions.f:7", "functions.f:8"]),  # it counts over the conversation
+        (["functions.f:0", "functions.f:0"], ["functions.f:0", "functions.f:1"]),  # an id is a call's own
+        (["f:3", "f"], ["functions.f:3", "functions.f:4"]),
+    ],
+)
+def test_calls_are_known_by_the_ids_that_the_model_gave_them(heads: list[str], expected: list[str]) -> None:
+    calls = "".join(f"{KIMI_CALL}{head}{KIMI_SEP}{{}}{KIMI_CALLED}" for head in heads)
+    for width in (1, 5, 1000):
+        text = f"{KIMI_BEGIN}{calls}{KIMI_END}"
+        parser = form_of("kimi_k2").parser()
+        pieces = [p for at in range(0, len(text), width) for p in parser.push(text[at : at + width], is_last=False)]
+        assert [piece.call_id for piece in pieces if piece.kind is Kind.CALL] == expected
+
+
+def test_a_text_that_may_be_null_is_told_as_it_comes() -> None:
+    parser = form_of("glm45").parser()
+    parser.push("<tool_call>f\n<arg_key>maybe</arg_key>\n<arg_value>", is_last=False)
+    for part in ("x" * 30, "y" * MAX_HELD_CHARS):
+        pieces = parser.push(part, is_last=False)
+        assert "".join(piece.text for piece in pieces).strip('"').startswith(part[:-20])
+
+
 def test_reasoning_between_other_marks_and_without_tools() -> None:
     form = form_of("mistral", "mistral", tools=())
     text = '[THINK]So.[/THINK]Hi [TOOL_CALLS][{"name": "f", "arguments": {}}]'
@@ -242,7 +429,7 @@ def test_arguments_are_told_as_they_come_and_marks_never() -> None:
     parser = form_of("hermes").parser()
     parts = ["Hi", " <tool", "_call>\n{", '"name": "f", "arg', 'uments": {"a', '": 1', "}}\n</tool", "_call>"]
     seen = [parser.push(part, is_last=False) for part in parts]
-    assert [[(SHORT[kind], text) for kind, text in pieces] for pieces in seen] == [
+    assert [[(SHORT[kind], text) for kind, text, _ in pieces] for pieces in seen] == [
         [("content", "Hi")],
         [],
         [],
@@ -287,6 +474,9 @@ def seconds_of(form: AnswerForm, parts: list[str]) -> float:
     [
         (form_of("hermes"), True, "<tool_call>", 16_000),
         (form_of("qwen3_coder"), False, "1234", 1000),
+        (form_of("deepseek_v3"), True, CALL, 16_000),
+        (form_of("kimi_k2"), True, KIMI_CALL + "functions.f:0", 4_000),
+        (form_of("glm45"), True, "<tool_call>f\n", 16_000),
     ],
 )
 def test_four_times_the_text_takes_some_four_times_as_long(
@@ -305,12 +495,16 @@ FRAGMENTS = [
     "<|channel|>analysis", "<|message|>", "<|end|>", "<|start|>assistant", " to=functions.f", "<think>", "</think>",
     "\n", " ", "{", "}", '"name": "f"', '"arguments": ', '{"a": 1}', '{"name": "f", "arguments": {"b": "}"}}', '"',
     "\\", "f", "word", ":", "<function=f>", "</function>", "<parameter=a>", "<parameter=city>", "</parameter>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "maybe", "null", BEGIN, END, CALL, SEP, CALLED, "```json",
+    "```", "function", KIMI_BEGIN, KIMI_END, KIMI_CALL, KIMI_SEP, KIMI_CALLED, "functions.f:0",
 ]  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    parser=st.sampled_from(["hermes", "llama3_json", "mistral", "qwen3_coder", "harmony"]),
+    parser=st.sampled_from(
+        ["hermes", "llama3_json", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "kimi_k2", "harmony"]
+    ),
     begins_in_reasoning=st.booleans(),
     parts=st.lists(st.sampled_from(FRAGMENTS), max_size=25),
     source=st.randoms(use_true_random=False),
@@ -318,7 +512,7 @@ FRAGMENTS = [
 def test_any_text_is_told_the_same_however_it_is_cut(
     parser: str, begins_in_reasoning: bool, parts: list[str], source: random.Random
 ) -> None:
-    reasoning_parser = "harmony" if parser == "harmony" else source.choice(["none", "think"])
+    reasoning_parser = "harmony" if parser == "harmony" else source.choice(["none", "think", "kimi_k2"])
     form = form_of(parser, reasoning_parser, begins_in_reasoning=begins_in_reasoning)
     text = "".join(parts)
     whole = told(form, [text])

@@ -10,11 +10,7 @@ from gateway.api.errors import InvalidParameter
 from gateway.api.schema import parse_chat
 from gateway.tokens.chat_template import ChatTemplate
 from gateway.tools.dialect import Dialect
-from gateway.tools.harmony import HarmonyFormat
-from gateway.tools.hermes import HermesFormat
-from gateway.tools.llama import LlamaFormat
-from gateway.tools.mistral import MistralFormat
-from gateway.tools.qwen_coder import QwenCoderFormat
+from gateway.tools.registry import TOOL_FORMATS
 from tests import tool_templates
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer
 
@@ -51,7 +47,8 @@ def test_rendered_as_transformers_does(reference: PreTrainedTokenizerFast, style
         [message.for_template() for message in request.messages],
         tools=[tool.for_template() for tool in request.tools or ()],
     )
-    call = {**CALL, "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    arguments: object = json.dumps(ARGUMENTS, ensure_ascii=False) if style == "DEEPSEEK_V31_STYLE" else ARGUMENTS
+    call = {**CALL, "function": {"name": "get_weather", "arguments": arguments}}
     called = {"role": "assistant", "content": "", "tool_calls": [call], "thinking": "They live in Köln."}
     theirs = [*CONVERSATION[:1], called, *CONVERSATION[2:]]
     assert ours == reference.apply_chat_template(
@@ -78,21 +75,31 @@ def test_a_template_that_refuses_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("style", "kind", "marks", "has_reasoning"),
+    ("style", "parser", "marks", "has_reasoning"),
     [
-        ("HERMES_STYLE", HermesFormat, False, False),
-        ("THINKING_STYLE", HermesFormat, False, True),
-        ("LLAMA_STYLE", LlamaFormat, True, False),
-        ("MISTRAL_STYLE", MistralFormat, True, False),
-        ("HARMONY_STYLE", HarmonyFormat, True, True),
+        ("HERMES_STYLE", "hermes", False, False),
+        ("THINKING_STYLE", "hermes", False, True),
+        ("LLAMA_STYLE", "llama3_json", True, False),
+        ("MISTRAL_STYLE", "mistral_list", True, False),
+        ("HARMONY_STYLE", "harmony", True, True),
+        ("DEEPSEEK_V3_STYLE", "deepseek_v3", False, False),
+        ("DEEPSEEK_V31_STYLE", "deepseek_v31", False, True),
+        ("GLM_STYLE", "glm45", False, True),
+        ("KIMI_STYLE", "kimi_k2", False, False),
     ],
 )
-def test_a_templates_format_is_found(style: str, kind: type, marks: bool, has_reasoning: bool) -> None:
+def test_a_templates_format_is_found(style: str, parser: str, marks: bool, has_reasoning: bool) -> None:
     added = {"<tool_call>": (300, False), "<|python_tag|>": (301, True), "[TOOL_CALLS]": (302, True)}
     dialect = Dialect.of(STYLES[style], {**added, "<|channel|>": (303, True)})
     assert dialect is not None
-    assert isinstance(dialect.format, kind)
+    assert dialect.format is TOOL_FORMATS[parser]
     assert (dialect.has_special_marks, dialect.has_reasoning, dialect.takes_tools) == (marks, has_reasoning, True)
+
+
+def test_only_kimis_calls_end_its_reasoning() -> None:
+    thinks = tool_templates.KIMI_STYLE + "{# <think></think> #}"
+    dialects = [Dialect.of(template, {}) for template in (thinks, tool_templates.GLM_STYLE)]
+    assert [bool(dialect and dialect.thinking and dialect.thinking.ended_by) for dialect in dialects] == [True, False]
 
 
 def test_what_settings_say_comes_first() -> None:
@@ -100,11 +107,11 @@ def test_what_settings_say_comes_first() -> None:
     assert Dialect.of(CHATML, {}) is None
     coder = Dialect.of(hermes.replace('{\\"name', "<function=…>"), {})
     assert coder is not None
-    assert isinstance(coder.format, QwenCoderFormat)
+    assert coder.format is TOOL_FORMATS["qwen3_coder"]
     assert Dialect.of(hermes, {}, tool_parser="none") is None
     chosen = Dialect.of(CHATML, {}, tool_parser="llama3_json", reasoning_parser="qwen3")
     assert chosen is not None
-    assert isinstance(chosen.format, LlamaFormat)
+    assert chosen.format is TOOL_FORMATS["llama3_json"]
     assert chosen.thinking is not None
     assert Dialect.of(harmony, {}, reasoning_parser="none") is None
     without_tools = Dialect.of(harmony, {}, tool_parser="none")
