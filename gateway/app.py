@@ -11,6 +11,7 @@ from gateway.api.metrics import metrics_router
 from gateway.api.openapi import add_openapi
 from gateway.api.pooling import PoolingEndpoint, VectorRoom
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
+from gateway.api.prompts import CompletionsEndpoint
 from gateway.api.routes import add_error_answers, health_router, models_router, tokenize_router
 from gateway.api.services import Services
 from gateway.dashboard.routes import dashboard_routers
@@ -32,7 +33,7 @@ def build_app(services: Services) -> "GatewayApp":
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
     hot: dict[str, HotRoute] = {
         "/v1/chat/completions": GenerationEndpoint(services, ChatCall),
-        "/v1/completions": GenerationEndpoint(services, CompletionCall),
+        "/v1/completions": CompletionsEndpoint(services, CompletionCall),
         "/v1/embeddings": PoolingEndpoint(services, EmbeddingsCall, room),
         "/v1/score": score,
         "/score": score,

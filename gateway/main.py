@@ -86,7 +86,7 @@ async def run(
         stack.push_async_callback(database.dispose)
         prices = CurrentPrices(database, settings.models)
         series = RequestSeries(prices)
-        dispatcher = Dispatcher(bus, settings, registry, outbox, admission_control, series=series)
+        dispatcher = Dispatcher(bus, settings, registry, outbox, series=series)
         catalog = ModelCatalog(bus, settings.models, settings.data_dir)
         stack.callback(catalog.close)
         await dispatcher.start()

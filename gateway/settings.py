@@ -73,6 +73,7 @@ class LimitSettings(Settings):
     max_prompt_logprobs: PositiveInt = 131_072  # told by one answer, candidates counted: some 20 MB in the gateway
     max_total_tokens: PositiveInt | None = None  # prompt + max_tokens x n
     max_choices: PositiveInt = 16
+    max_prompts: PositiveInt = 128  # of one completion; each is a request of its own in all other limits
     max_in_flight: PositiveInt = 10_000  # requests held by this gateway, queued ones included
     # Of each model. Batch jobs see all that waits, interactive ones only what is interactive: no batch keeps them out.
     max_queued_requests: PositiveInt = 8_000  # that wait for a worker, of all gateways

@@ -71,6 +71,13 @@ class RequestTrace:
         """What the current attempt's job tells its worker."""
         return traceparent_of(self._queue or self._span)
 
+    def part(self, request_id: str) -> "RequestTrace":
+        """The trace of one of several requests that the caller has sent as one."""
+        span = self._tracing.tracer.start_span(
+            "prompt", set_span_in_context(self._span), SpanKind.INTERNAL, {names.REQUEST_ID: request_id}
+        )
+        return RequestTrace(self._tracing, span)
+
     # --- what happens, in this order ----------------------------------------------------------------------------------
 
     def refused(self, status: int | None, error: "ApiError | None") -> None:
@@ -80,6 +87,14 @@ class RequestTrace:
         if error is not None:
             self._span.set_attribute(names.ERROR_TYPE, error.code or str(error.status))
             if error.status >= 500:
+                self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
+
+    def parts_ended(self, status: int | None) -> None:
+        """All its parts are over; they tell the rest. ``status`` is None where the caller left before."""
+        if status is not None:
+            self._span.set_attribute(names.HTTP_STATUS, status)
+            if status >= 500:
                 self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
 

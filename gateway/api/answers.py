@@ -1,6 +1,6 @@
 """Whole answers, for callers that do not stream."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gateway.api.details import NO_DETAILS, Details
@@ -103,18 +103,23 @@ def completion_answer(
     answer_id: str,
     created: int,
     model: str,
-    frames: Iterable[Tokens],
+    rows: Sequence[dict[str, Any]],
     *,
-    choices: int,
     usage: dict[str, Any],
     details: Details = NO_DETAILS,
 ) -> bytes:
-    """A ``text_completion`` body."""
+    """A ``text_completion`` body; ``rows``: its choices."""
+    head = answer_head(answer_id, "text_completion", created, model, details)
+    return encode_json({**head, "choices": rows, "usage": usage})
+
+
+def completion_rows(frames: Iterable[Tokens], *, choices: int, details: Details = NO_DETAILS) -> list[dict[str, Any]]:
+    """The choices of one prompt."""
     gathered = _gather(frames, choices)
     of_prompt = _of_prompt(gathered[0], details)
-    rows = [
+    return [
         {
-            "index": index,
+            "index": details.first_index + index,
             "text": details.echo + "".join(choice.texts),
             "logprobs": _completion_logprobs(gathered[0].prompt_logprobs, choice, details),
             "finish_reason": choice.finish_reason,
@@ -123,8 +128,6 @@ def completion_answer(
         }
         for index, choice in enumerate(gathered)
     ]
-    head = answer_head(answer_id, "text_completion", created, model, details)
-    return encode_json({**head, "choices": rows, "usage": usage})
 
 
 def _completion_logprobs(prompt: list[PromptLogprob], choice: _Gathered, details: Details) -> dict[str, Any] | None:

@@ -1,11 +1,12 @@
 """The two generating calls of the API: what differs between a chat and a plain completion."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from gateway.api.answers import chat_answer, completion_answer, told_choice
+from gateway.api.answers import chat_answer, completion_answer, completion_rows, told_choice
 from gateway.api.details import NO_DETAILS, details_of
 from gateway.api.form import answer_form, grammar_of, template_variables, tools_for_template, tools_told
 from gateway.api.job_call import JobCall
@@ -15,6 +16,7 @@ from gateway.api.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    Prompt,
     parse_chat,
     parse_completion,
 )
@@ -25,17 +27,29 @@ from gateway.tools.dialect import AnswerForm
 from protocol.messages import Sampling, Tokens
 
 
-class Call(Protocol):
-    """One validated request body and the form of its answer."""
-
-    name: str  # as in RequestRecord.endpoint
-    prompt_param: str  # the field that holds the prompt
-    usual_max_tokens: int | None  # OpenAI's default for this endpoint; None: what the context leaves
+class AnswerMaker(Protocol):
+    """What makes an answer of frames."""
 
     @property
     def request(self) -> GenerationRequest:
         """The body."""
         ...
+
+    def chunks(self, answer_id: str, created: int) -> Chunks:
+        """What makes the events of a streamed answer."""
+        ...
+
+    def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+class Call(AnswerMaker, Protocol):
+    """One validated request body and the form of its answer."""
+
+    name: str  # as in RequestRecord.endpoint
+    prompt_param: str  # the field that holds the prompt
+    usual_max_tokens: int | None  # OpenAI's default for this endpoint; None: what the context leaves
 
     def serve_as_batch(self) -> None:
         """See JobCall."""
@@ -52,14 +66,6 @@ class Call(Protocol):
 
     def sampling(self, max_tokens: int) -> Sampling:
         """How to choose tokens, once the prompt is known. Raises InvalidParameter."""
-        ...
-
-    def chunks(self, answer_id: str, created: int) -> Chunks:
-        """What makes the events of a streamed answer."""
-        ...
-
-    def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
-        """The body of an answer that is not streamed."""
         ...
 
     def told(self, text: str, finish_reason: str) -> dict[str, Any]:
@@ -148,18 +154,32 @@ class CompletionCall(JobCall[CompletionRequest]):
     """POST /v1/completions."""
 
     name = "completions"
-    prompt_param = "prompt"
     usual_max_tokens: int | None = 16
     message_count = 0
 
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_completion(body)
+        self.prompt_param = "prompt"
+        self.first_index = 0  # see Details
         self._details = NO_DETAILS
+
+    def parts(self) -> list["CompletionCall"]:
+        """A call for each prompt, in their order."""
+        prompts = self.request.prompts
+        return [self] if len(prompts) == 1 else [self._part(*one) for one in enumerate(prompts)]
+
+    def _part(self, number: int, prompt: Prompt) -> "CompletionCall":
+        part = copy(self)
+        part.request = self.request.model_copy(update={"prompt": prompt})
+        part.prompt_param = f"prompt[{number}]"
+        part.first_index = number * (self.request.n or 1)
+        return part
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
         """See Call."""
-        request, prompt, echo = self.request, self.request.prompt, ""
+        request, echo = self.request, ""
+        [prompt] = request.prompts
         if isinstance(prompt, str):
             given_ids = await tokens.encode_text(prompt, add_special_tokens=request.add_special_tokens)
         else:
@@ -168,7 +188,7 @@ class CompletionCall(JobCall[CompletionRequest]):
         if request.echo:
             is_whole = len(prompt_ids) == len(given_ids)
             echo = prompt if isinstance(prompt, str) and is_whole else await tokens.decode(prompt_ids)
-        self._details = details_of(request, prompt_ids, echo)
+        self._details = details_of(request, prompt_ids, echo, first_index=self.first_index)
         return prompt_ids
 
     def sampling(self, max_tokens: int) -> Sampling:
@@ -191,14 +211,16 @@ class CompletionCall(JobCall[CompletionRequest]):
 
     def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
         """See Call."""
+        return self.whole_of(answer_id, created, self.rows(frames), usage)
+
+    def rows(self, frames: Iterable[Tokens]) -> list[dict[str, Any]]:
+        """The choices of an answer that is not streamed."""
+        return completion_rows(frames, choices=self.request.n or 1, details=self._details)
+
+    def whole_of(self, answer_id: str, created: int, rows: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+        """The body of an answer with these choices."""
         return completion_answer(
-            f"cmpl-{answer_id}",
-            created,
-            self.request.model,
-            frames,
-            choices=self.request.n or 1,
-            usage=usage,
-            details=self._details,
+            f"cmpl-{answer_id}", created, self.request.model, rows, usage=usage, details=self._details
         )
 
     def told(self, text: str, finish_reason: str) -> dict[str, Any]:

@@ -18,12 +18,15 @@ class Details(Struct, frozen=True):
     echo: str = ""  # the prompt's text, which comes before every choice's own
     echo_logprobs: int | None = None  # with the logprobs of so many candidates for each token of it
     prompt_tokens: int = 0
+    first_index: int = 0  # of this prompt's choices, in the answer: another prompt's may come before
 
 
 NO_DETAILS: Final = Details()
 
 
-def details_of(request: GenerationRequest, prompt_ids: Sequence[int], echo: str = "") -> Details:
+def details_of(
+    request: GenerationRequest, prompt_ids: Sequence[int], echo: str = "", *, first_index: int = 0
+) -> Details:
     """What a request's fields ask for."""
     echo_logprobs = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
     return Details(
@@ -34,4 +37,5 @@ def details_of(request: GenerationRequest, prompt_ids: Sequence[int], echo: str 
         echo=echo,
         echo_logprobs=echo_logprobs,
         prompt_tokens=len(prompt_ids),
+        first_index=first_index,
     )

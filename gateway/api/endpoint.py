@@ -7,11 +7,13 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from gateway.admission.ticket import Ticket
 from gateway.api import patience
 from gateway.api.errors import ApiError, ClientDisconnected, MethodNotAllowed, RequestFailed
 from gateway.api.exchange import Exchange, Receive, Scope, Send
@@ -20,11 +22,15 @@ from gateway.api.rate_limits import reserve
 from gateway.api.schema import JobRequest
 from gateway.api.services import Services
 from gateway.dispatch.admission import Admission
+from gateway.dispatch.mailbox import SharedMailbox
 from gateway.dispatch.request import OpenRequest
 from gateway.limits.body import read_body
 from gateway.payloads.consent import consent_of
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
+
+if TYPE_CHECKING:
+    from gateway.traces import RequestTrace
 
 HotRoute = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -65,6 +71,7 @@ class Work(Struct, frozen=True):
 
     prompt_ids: bytes  # packed
     prompt_tokens: int
+    prompt_param: str  # see Admission
     sampling: Sampling
     pooling: Pooling | None = None
     stream: bool = False
@@ -77,13 +84,17 @@ class Endpoint(ABC, Generic[_Call]):
         self._services = services
         self._call_of = call_of
 
-    @abstractmethod
-    async def _work(self, call: _Call, model: str) -> Work:
-        """Count and check a call for ``model``, a canonical name. Raises ApiError."""
+    def _calls(self, body: bytes) -> Sequence[_Call]:
+        """Validate a body: what becomes one request each, nearly always one. Raises as CallMaker does."""
+        return (self._call_of(body),)
 
     @abstractmethod
-    async def _write_answer(self, exchange: Exchange, call: _Call, request: OpenRequest) -> None:
-        """Answer an admitted request, in whatever way it ends."""
+    async def _works(self, calls: Sequence[_Call], model: str) -> Sequence[Work]:
+        """Count and check the calls for ``model``, a canonical name. Raises ApiError."""
+
+    @abstractmethod
+    async def _write_answer(self, exchange: Exchange, calls: Sequence[_Call], requests: Sequence[OpenRequest]) -> None:
+        """Answer admitted requests, in whatever way they end; they have just been opened."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever happens."""
@@ -104,7 +115,7 @@ class Endpoint(ABC, Generic[_Call]):
         if self._services.traces is not None:
             exchange.trace = self._services.traces.begin(exchange)
         try:
-            call, admission = await self._admit(exchange)
+            calls, tickets = await self._admit(exchange)
         except ApiError as error:
             await exchange.answer_error(error)
         except ClientDisconnected:
@@ -114,64 +125,86 @@ class Endpoint(ABC, Generic[_Call]):
             log.exception("request %s failed before it was admitted", exchange.request_id)
             await exchange.answer_error(ApiError())
         else:
-            await self._serve(exchange, call, admission)
+            await self._serve(exchange, calls, tickets)
             return
         self._note_refusal(exchange)
 
     # --- until the request is admitted --------------------------------------------------------------------------------
 
-    async def _admit(self, exchange: Exchange) -> tuple[_Call, Admission]:
+    async def _admit(self, exchange: Exchange) -> tuple[Sequence[_Call], Sequence[Ticket]]:
         services = self._services
         if exchange.method != "POST":
             raise MethodNotAllowed(f"Use POST, not {exchange.method}.")
         principal = exchange.authenticate(services.keys)
         self._refuse_if_full()
         body = await self._read_body(exchange)
-        call = self._call_of(body)
+        calls = self._calls(body)
         if principal.is_batch_only:
-            call.serve_as_batch()
-        request = call.request
+            for call in calls:
+                call.serve_as_batch()
+        request = calls[0].request
         model = services.catalog.canonical_name(request.model, principal)
         deadline_s = patience.deadline_s(exchange)
-        work = await self._work(call, model)
+        works = await self._works(calls, model)
         queue_wait_s = patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s)
         price = services.prices.of(model, exchange.received_unix_ms)
-        reservation = await reserve(services.quotas, exchange, principal, work, price)
-        admission = Admission(
-            request_id=exchange.request_id,
-            endpoint=call.name,
-            model=model,
-            key_id=principal.key_id,
-            key_name=principal.key_name,
-            team_id=principal.team_id,
-            organisation_id=principal.organisation_id,
-            tenant=principal.tenant,
-            stream=work.stream,
-            prompt_ids=work.prompt_ids,
-            prompt_tokens=work.prompt_tokens,
-            sampling=work.sampling,
-            received_s=exchange.received_s,
-            received_unix_ms=exchange.received_unix_ms,
-            admitted_s=time.monotonic(),
-            queue_wait_s=queue_wait_s,
-            traceparent=exchange.header_text(b"traceparent"),
-            trace=exchange.trace,
-            batch=request.is_batch,
-            weight=services.admission_control.weight_of(principal),
-            do_not_queue=bool(request.do_not_queue),
-            deadline_s=deadline_s,
-            pooling=work.pooling,
-            reservation=reservation,
-            consent=consent_of(principal),
-            body_bytes=len(body),
-        )
-        # Counting may have taken a while.
-        refusal = services.dispatcher.refusal() or services.admission_control.refusal(admission)
-        if refusal is not None:
-            if reservation is not None:
-                reservation.refund(time.time())
-            raise RequestFailed(refusal)
-        return call, admission
+        reservations = await reserve(services.quotas, exchange, principal, works, price)
+        admissions = [
+            Admission(
+                request_id=request_id,
+                endpoint=self._call_of.name,
+                model=model,
+                key_id=principal.key_id,
+                key_name=principal.key_name,
+                team_id=principal.team_id,
+                organisation_id=principal.organisation_id,
+                tenant=principal.tenant,
+                stream=work.stream,
+                prompt_ids=work.prompt_ids,
+                prompt_tokens=work.prompt_tokens,
+                prompt_param=work.prompt_param,
+                sampling=work.sampling,
+                received_s=exchange.received_s,
+                received_unix_ms=exchange.received_unix_ms,
+                admitted_s=time.monotonic(),
+                queue_wait_s=queue_wait_s,
+                traceparent=exchange.header_text(b"traceparent"),
+                trace=trace,
+                batch=request.is_batch,
+                weight=services.admission_control.weight_of(principal),
+                do_not_queue=bool(request.do_not_queue),
+                deadline_s=deadline_s,
+                pooling=work.pooling,
+                reservation=reservation,
+                consent=consent_of(principal),
+                body_bytes=len(body) // len(works),
+            )
+            for work, reservation, (request_id, trace) in zip(
+                works, reservations, _identities(exchange, len(works)), strict=True
+            )
+        ]
+        return calls, self._enter(admissions)
+
+    def _enter(self, admissions: Sequence[Admission]) -> Sequence[Ticket]:
+        """Count all of them in, or none. Raises RequestFailed."""
+        control = self._services.admission_control
+        refusal = self._services.dispatcher.refusal(len(admissions))  # counting may have taken a while
+        tickets: list[Ticket] = []
+        while refusal is None and len(tickets) < len(admissions):
+            admission = admissions[len(tickets)]
+            refusal = control.refusal(admission)
+            if refusal is None:
+                tickets.append(control.enter(admission))
+            elif len(admissions) > 1:
+                refusal = replace(refusal, param=admission.prompt_param)
+        if refusal is None:
+            return tickets
+        for ticket in tickets:
+            ticket.close()
+        for admission in admissions:
+            if admission.reservation is not None:
+                admission.reservation.refund(time.time())
+        raise RequestFailed(refusal)
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         settings = self._services.settings
@@ -187,20 +220,35 @@ class Endpoint(ABC, Generic[_Call]):
 
     # --- from there on ------------------------------------------------------------------------------------------------
 
-    async def _serve(self, exchange: Exchange, call: _Call, admission: Admission) -> None:
+    async def _serve(self, exchange: Exchange, calls: Sequence[_Call], tickets: Sequence[Ticket]) -> None:
         dispatcher = self._services.dispatcher
-        request = dispatcher.open(admission)
-        watcher = asyncio.create_task(self._cancel_when_gone(exchange, request))
+        mailbox = SharedMailbox(len(tickets)) if len(tickets) > 1 else None
+        requests = [dispatcher.open(ticket, mailbox) for ticket in tickets]
+        watcher = asyncio.create_task(self._cancel_when_gone(exchange, requests))
         try:
-            await self._write_answer(exchange, call, request)
+            await self._write_answer(exchange, calls, requests)
         except Exception:
-            log.exception("request %s failed while it was answered", request.request_id)
+            log.exception("request %s failed while it was answered", exchange.request_id)
             if exchange.sent_status is None:
-                await exchange.answer_error(ApiError(), request)
+                await exchange.answer_error(ApiError(), requests[0])
         finally:
             watcher.cancel()
-            dispatcher.close(request, exchange.seen_status)
+            for request in requests:
+                dispatcher.close(request, exchange.seen_status)
+            if exchange.trace is not None and len(requests) > 1:
+                exchange.trace.parts_ended(exchange.sent_status)
 
-    async def _cancel_when_gone(self, exchange: Exchange, request: OpenRequest) -> None:
+    async def _cancel_when_gone(self, exchange: Exchange, requests: Sequence[OpenRequest]) -> None:
         await exchange.wait_until_gone()
-        request.cancel(time.monotonic())
+        for request in requests:
+            request.cancel(time.monotonic())
+
+
+def _identities(exchange: Exchange, count: int) -> Iterator[tuple[str, "RequestTrace | None"]]:
+    """The ids and traces of an exchange's requests: its own if there is one, else derived from these."""
+    if count == 1:
+        yield exchange.request_id, exchange.trace
+        return
+    for number in range(count):
+        request_id = f"{exchange.request_id}-{number}"
+        yield request_id, None if exchange.trace is None else exchange.trace.part(request_id)

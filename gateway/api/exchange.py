@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gateway.api.errors import ApiError, DatabaseAway, InvalidApiKey, MissingScope
 from gateway.auth.keyring import KeyRing
 from gateway.auth.principal import INFERENCE, Principal
+from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest
 from protocol.clock import unix_now_ms
 
@@ -19,6 +20,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Answered = OpenRequest | RequestGroup
 
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
 UNREAD_LIMIT_S: Final = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
@@ -96,7 +98,7 @@ class Exchange:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: OpenRequest | None = None) -> None:
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: Answered | None = None) -> None:
         """Send the head of the answer, with what every answer carries."""
         self.sent_status = status
         if request is not None:
@@ -113,7 +115,7 @@ class Exchange:
         """Send a piece of the body; waits while the client reads more slowly than we write."""
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def answer_json(self, body: bytes, request: OpenRequest | None = None) -> None:
+    async def answer_json(self, body: bytes, request: Answered | None = None) -> None:
         """Send a whole JSON answer."""
         await self._answer_whole(200, body, [], request)
 
@@ -139,13 +141,13 @@ class Exchange:
             return
         await self.answer_json(bytes(part), request)
 
-    async def answer_error(self, error: ApiError, request: OpenRequest | None = None) -> None:
+    async def answer_error(self, error: ApiError, request: Answered | None = None) -> None:
         """Send a whole error answer."""
         self.refusal = error if request is None else None
         await self._answer_whole(error.status, error.envelope(), error.headers(), request)
 
     async def _answer_whole(
-        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], request: OpenRequest | None
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], request: Answered | None
     ) -> None:
         try:
             async with asyncio.timeout(UNREAD_LIMIT_S):
@@ -158,7 +160,7 @@ class Exchange:
         """Break the connection off at once, dropping what the client has not read."""
         self._abort()
 
-    def common_headers(self, request: OpenRequest | None = None) -> list[tuple[bytes, bytes]]:
+    def common_headers(self, request: Answered | None = None) -> list[tuple[bytes, bytes]]:
         """The headers of every answer, and those of a dispatched one as far as they are known by now."""
         headers = [
             (b"x-request-id", self.request_id.encode()),
@@ -170,15 +172,21 @@ class Exchange:
         return headers
 
 
-def _dispatch_headers(request: OpenRequest, received_s: float) -> list[tuple[bytes, bytes]]:
+def _dispatch_headers(request: Answered, received_s: float) -> list[tuple[bytes, bytes]]:
     headers = [(b"x-spillway-attempts", b"%d" % request.attempt)]
     if request.published_s is not None:
         headers.append((b"x-spillway-overhead-ms", b"%.1f" % ((request.published_s - received_s) * 1000)))
-    place = request.ticket.place()
+    place = request.place()
     if place is not None:
         headers.append((b"x-spillway-queue-position", b"%d" % place.position))
         if place.eta_s is not None:
             headers.append((b"x-spillway-queue-eta-ms", b"%d" % (place.eta_s * 1000)))
+    # Of several requests each has been somewhere else: the ledger tells.
+    return headers if isinstance(request, RequestGroup) else headers + _worker_headers(request)
+
+
+def _worker_headers(request: OpenRequest) -> list[tuple[bytes, bytes]]:
+    headers: list[tuple[bytes, bytes]] = []
     if request.accepted is not None and request.accepted_s is not None:
         queue_ms = (request.accepted_s - request.admission.admitted_s) * 1000
         headers += [

@@ -1,10 +1,15 @@
 """POST /v1/chat/completions and /v1/completions: the hot path."""
 
-from gateway.api.calls import Call
+import asyncio
+from collections.abc import Sequence
+from typing import TypeVar
+
+from gateway.api.calls import AnswerMaker, Call
 from gateway.api.endpoint import Endpoint, Work
 from gateway.api.errors import InvalidParameter, RequestFailed
-from gateway.api.exchange import Exchange
+from gateway.api.exchange import Answered, Exchange
 from gateway.api.sampling import requested_max_tokens
+from gateway.api.schema import GenerationRequest
 from gateway.api.streaming import StreamWriter, usage_of
 from gateway.dispatch.mailbox import Ended
 from gateway.dispatch.request import OpenRequest, State
@@ -15,11 +20,31 @@ from gateway.payloads.publisher import Capture
 from gateway.tokens.model_tokens import use_of
 from protocol.messages import Tokens, pack_token_ids
 
+_Call = TypeVar("_Call", bound=Call)
 
-class GenerationEndpoint(Endpoint[Call]):
+
+class GenerationEndpoint(Endpoint[_Call]):
     """An ASGI application for one of the two generating routes."""
 
-    async def _work(self, call: Call, model: str) -> Work:
+    async def _works(self, calls: Sequence[_Call], model: str) -> Sequence[Work]:
+        works = [await self._work(calls[0], model)]
+        for call in calls[1:]:
+            await asyncio.sleep(0)  # others' requests go on: counting one prompt may take a millisecond
+            works.append(await self._work(call, model))
+        self._check_prompt_logprobs(calls[0].request, works)
+        return works
+
+    def _check_prompt_logprobs(self, request: GenerationRequest, works: Sequence[Work]) -> None:
+        candidates = works[0].sampling.prompt_logprobs
+        if candidates is not None:
+            check_prompt_logprobs(
+                self._services.settings.limits,
+                prompt_tokens=sum(work.prompt_tokens for work in works),
+                candidates=candidates,
+                param="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+            )
+
+    async def _work(self, call: _Call, model: str) -> Work:
         services = self._services
         check_shape(services.settings.limits, messages=call.message_count, choices=call.request.n or 1)
         tokens = services.catalog.tokens_of(model)
@@ -27,18 +52,15 @@ class GenerationEndpoint(Endpoint[Call]):
             raise InvalidParameter(f"The model `{model}` makes no text: {use_of(tokens)}.", param="model")
         prompt_ids = await call.encode_prompt(tokens)
         max_tokens = self._output_limit(call, model, tokens.context_length, len(prompt_ids))
-        sampling = call.sampling(max_tokens)
-        if sampling.prompt_logprobs is not None:
-            param = "logprobs" if call.request.prompt_logprobs is None else "prompt_logprobs"
-            check_prompt_logprobs(
-                services.settings.limits,
-                prompt_tokens=len(prompt_ids),
-                candidates=sampling.prompt_logprobs,
-                param=param,
-            )
-        return Work(pack_token_ids(prompt_ids), len(prompt_ids), sampling, stream=bool(call.request.stream))
+        return Work(
+            pack_token_ids(prompt_ids),
+            len(prompt_ids),
+            call.prompt_param,
+            call.sampling(max_tokens),
+            stream=bool(call.request.stream),
+        )
 
-    def _output_limit(self, call: Call, model: str, context_length: int, prompt_tokens: int) -> int:
+    def _output_limit(self, call: _Call, model: str, context_length: int, prompt_tokens: int) -> int:
         settings = self._services.settings
         return output_limit(
             settings.limits,
@@ -52,7 +74,8 @@ class GenerationEndpoint(Endpoint[Call]):
             usual_max_tokens=call.usual_max_tokens,
         )
 
-    async def _write_answer(self, exchange: Exchange, call: Call, request: OpenRequest) -> None:
+    async def _write_answer(self, exchange: Exchange, calls: Sequence[_Call], requests: Sequence[OpenRequest]) -> None:
+        [call], [request] = calls, requests
         if request.admission.consent is None:
             await self._write(exchange, call, request, None)
             return
@@ -62,16 +85,18 @@ class GenerationEndpoint(Endpoint[Call]):
         finally:
             # Only what was answered whole is kept; also where the caller left when there was no more to come.
             if request.state is State.ENDED and request.outcome == "ok" and answer.is_complete:
-                self._services.payloads.take(_capture(call, request, request.admission.consent, answer))
+                self._services.payloads.take(capture_of(call, request, request.admission.consent, answer))
 
-    async def _write(self, exchange: Exchange, call: Call, request: OpenRequest, answer: RecordedAnswer | None) -> None:
-        if request.admission.stream:
-            await StreamWriter(exchange, call, request, self._services.settings.timeouts, answer).write()
+    async def _write(
+        self, exchange: Exchange, maker: AnswerMaker, request: Answered, answer: RecordedAnswer | None
+    ) -> None:
+        if maker.request.stream:
+            await StreamWriter(exchange, maker, request, self._services.settings.timeouts, answer).write()
         else:
-            await self._answer_whole(exchange, call, request, answer)
+            await self._answer_whole(exchange, maker, request, answer)
 
     async def _answer_whole(
-        self, exchange: Exchange, call: Call, request: OpenRequest, answer: RecordedAnswer | None
+        self, exchange: Exchange, maker: AnswerMaker, request: Answered, answer: RecordedAnswer | None
     ) -> None:
         frames: list[Tokens] = []
         while True:
@@ -79,14 +104,14 @@ class GenerationEndpoint(Endpoint[Call]):
                 if isinstance(event, Tokens):
                     frames.append(event)
                 elif isinstance(event, Ended):
-                    await self._answer_end(exchange, call, request, frames, answer)
+                    await self._answer_end(exchange, maker, request, frames, answer)
                     return
 
     async def _answer_end(
         self,
         exchange: Exchange,
-        call: Call,
-        request: OpenRequest,
+        maker: AnswerMaker,
+        request: Answered,
         frames: list[Tokens],
         answer: RecordedAnswer | None,
     ) -> None:
@@ -94,13 +119,14 @@ class GenerationEndpoint(Endpoint[Call]):
             await exchange.answer_error(RequestFailed(request.failure), request)
         elif request.outcome == "ok":
             created = exchange.received_unix_ms // 1000
-            body = call.whole(exchange.id, created, frames, usage_of(request))
+            body = maker.whole(exchange.id, created, frames, usage_of(request))
             if answer is not None:
                 answer.add_whole(frames, body)
             await exchange.answer_json(body, request)
 
 
-def _capture(call: Call, request: OpenRequest, consent: Consent, answer: RecordedAnswer) -> Capture:
+def capture_of(call: Call, request: OpenRequest, consent: Consent, answer: RecordedAnswer) -> Capture:
+    """What is kept of a request that was answered."""
     admission = request.admission
     return Capture(
         request_id=admission.request_id,

@@ -1,10 +1,11 @@
 """POST /v1/embeddings, /v1/score and /v1/rerank: one job of many inputs, each answered by one vector."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from gateway.admission.ticket import Ticket
 from gateway.api.endpoint import CallMaker, Endpoint, Work
 from gateway.api.errors import ContextLengthExceeded, InvalidParameter, Overloaded, RequestFailed
 from gateway.api.exchange import Exchange
@@ -48,14 +49,15 @@ class PoolingEndpoint(Endpoint[PoolingCall]):
         super().__init__(services, call_of)
         self._room = room
 
-    async def _work(self, call: PoolingCall, model: str) -> Work:
+    async def _works(self, calls: Sequence[PoolingCall], model: str) -> Sequence[Work]:
+        [call] = calls
         tokens = self._services.catalog.tokens_of(model)
         inputs = await call.encode(tokens)
         self._check(call, inputs, tokens)
         lengths = [len(ids) for ids in inputs.token_ids]
         pooling = Pooling(inputs.task, pack_token_ids(lengths), pack_token_ids(inputs.first_lengths), inputs.dimensions)
         prompt_ids = b"".join(map(pack_token_ids, inputs.token_ids))
-        return Work(prompt_ids, sum(lengths), Sampling(max_tokens=0), pooling)
+        return [Work(prompt_ids, sum(lengths), call.input_param, Sampling(max_tokens=0), pooling)]
 
     def _check(self, call: PoolingCall, inputs: Inputs, tokens: ModelTokens) -> None:
         """Refuse what is too long. Raises InvalidParameter or ContextLengthExceeded."""
@@ -82,23 +84,29 @@ class PoolingEndpoint(Endpoint[PoolingCall]):
             message = f"The request has {total} tokens; at most {limits.max_total_tokens} are allowed."
             raise InvalidParameter(message, param=param, code="too_many_tokens")
 
-    async def _serve(self, exchange: Exchange, call: PoolingCall, admission: Admission) -> None:
+    async def _serve(self, exchange: Exchange, calls: Sequence[PoolingCall], tickets: Sequence[Ticket]) -> None:
+        [ticket] = tickets
+        admission = ticket.admission
         vectors_bytes = self._vectors_bytes(admission)
         if not self._room.has(vectors_bytes):
+            ticket.close()
             if admission.reservation is not None:
                 admission.reservation.refund(time.time())
             await exchange.answer_error(Overloaded("This gateway holds as many embeddings as it may at the moment."))
             self._note_refusal(exchange)
             return
         with self._room.holding(vectors_bytes):
-            await super()._serve(exchange, call, admission)
+            await super()._serve(exchange, calls, tickets)
 
     def _vectors_bytes(self, admission: Admission) -> int:
         card = self._services.catalog.tokens_of(admission.model).pooling
         wanted = admission.pooling.dimensions if admission.pooling else None
         return admission.answers * (wanted or (card.dimensions if card else 1)) * FLOAT_BYTES
 
-    async def _write_answer(self, exchange: Exchange, call: PoolingCall, request: OpenRequest) -> None:
+    async def _write_answer(
+        self, exchange: Exchange, calls: Sequence[PoolingCall], requests: Sequence[OpenRequest]
+    ) -> None:
+        [call], [request] = calls, requests
         vectors = [b""] * request.admission.answers
         while True:
             for event in await request.mailbox.take():

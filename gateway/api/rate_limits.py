@@ -6,6 +6,7 @@ has less left. Concurrency and money have no headers.
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from gateway.api.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
@@ -45,24 +46,28 @@ class Wanted(Protocol):
 
 
 async def reserve(
-    quotas: Quotas, exchange: Exchange, principal: Principal, work: Wanted, price: TokenPrice | None
-) -> Reservation | None:
-    """Reserve the most that a request can use; None: neither its key nor its team has limits.
+    quotas: Quotas, exchange: Exchange, principal: Principal, works: Sequence[Wanted], price: TokenPrice | None
+) -> Sequence[Reservation | None]:
+    """Reserve the most that requests can use, all or nothing; None: neither their key nor its team has limits.
 
     Raises RateLimitExceeded, InsufficientQuota or LimitsUnavailable.
     """
-    completion_tokens = 0 if work.pooling is not None else work.sampling.max_tokens * work.sampling.n
-    estimate = Estimate(work.prompt_tokens, completion_tokens, price)
     try:
-        reservation = await quotas.reserve(principal, estimate)
+        reservations = await quotas.reserve(principal, [_estimate(work, price) for work in works])
     except Refused as refused:
         exchange.limit_headers = _limit_headers(refused.books)
         raise _error_of(refused.refusal) from refused
     except Unavailable as error:
         raise LimitsUnavailable from error
-    if reservation is not None:
-        exchange.limit_headers = _limit_headers(reservation.books)
-    return reservation
+    if reservations is None:
+        return [None] * len(works)
+    exchange.limit_headers = _limit_headers(reservations[0].books)
+    return reservations
+
+
+def _estimate(work: Wanted, price: TokenPrice | None) -> Estimate:
+    completion_tokens = 0 if work.pooling is not None else work.sampling.max_tokens * work.sampling.n
+    return Estimate(work.prompt_tokens, completion_tokens, price)
 
 
 def _limit_headers(books: tuple[Book, ...]) -> list[tuple[bytes, bytes]]:

@@ -5,7 +5,7 @@ Fields nobody knows are ignored. Fields that the API knows and this version cann
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -89,19 +89,38 @@ def _stop_strings(stop: object) -> object:
     return stops
 
 
-def _one_prompt(prompt: object) -> object:
-    """A prompt as one string or one list of token ids; a list with one such is the same."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise ValueError("must be one prompt; several in one request are not supported")
-        prompt = prompt[0]
-    if isinstance(prompt, str):
+class BadItem(ValueError):
+    """One item of a list is wrong."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+def _prompts(prompt: object) -> object:
+    """One prompt, or a list of several; a list with one such is the same as that one."""
+    if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)):
+        _check_prompt(prompt)
         return prompt
+    if len(prompt) == 1:
+        [prompt] = prompt
+        _check_prompt(prompt)
+        return prompt
+    for number, one in enumerate(prompt):
+        try:
+            _check_prompt(one)
+        except ValueError as error:
+            raise BadItem(number, str(error)) from error
+    return prompt
+
+
+def _check_prompt(prompt: object) -> None:
+    if isinstance(prompt, str):
+        return
     if not isinstance(prompt, list) or not prompt:
         raise ValueError("must be a string, or a non-empty list of token ids")
     if not all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in prompt):
         raise ValueError("must hold token ids: whole numbers that are not negative")
-    return prompt
 
 
 def _integer_keys(bias: object) -> object:
@@ -113,6 +132,7 @@ def _integer_keys(bias: object) -> object:
     return {int(key): value for key, value in bias.items()}
 
 
+Prompt = str | list[int]  # text, or token ids
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
@@ -255,11 +275,20 @@ class ChatCompletionRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
+    prompt: Annotated[Prompt | list[Prompt], BeforeValidator(_prompts)]
     max_tokens: Annotated[int | None, Field(ge=0)] = None
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """What is asked, one by one; nearly always one."""
+        return self.prompt if _are_several(self.prompt) else [self.prompt]  # type: ignore[list-item]
+
+
+def _are_several(prompt: Prompt | list[Prompt]) -> TypeGuard[list[Prompt]]:
+    return isinstance(prompt, list) and not isinstance(prompt[0], int)
 
 
 class TokenizeRequest(Body):
@@ -328,6 +357,9 @@ def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
     param = ".".join(str(part) for part in details["loc"])
     if not param:
         return InvalidParameter("The body must be a JSON object.", code="invalid_type")
+    reason = details.get("ctx", {}).get("error")
+    if isinstance(reason, BadItem):
+        param = f"{param}[{reason.number}]"
     if kind == "missing":
         return InvalidParameter(
             f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"

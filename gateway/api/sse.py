@@ -66,11 +66,11 @@ def _envelope(head: dict[str, Any]) -> bytes:
 class ChunkEnds:
     """Beginning and end of every chunk of a request."""
 
-    def __init__(self, head: dict[str, Any], *, choices: int, with_usage: bool) -> None:
-        """``head``: see ``answer_head``."""
+    def __init__(self, head: dict[str, Any], *, choices: int, with_usage: bool, first_index: int = 0) -> None:
+        """``head``: see ``answer_head``; ``first_index``: see ``Details``."""
         self._envelope = _envelope(head)
         self.tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
-        self.heads = [self._envelope + b'{"index":%d,' % index for index in range(choices)]
+        self.heads = [self._envelope + b'{"index":%d,' % (first_index + index) for index in range(choices)]
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
         """See Chunks."""
@@ -148,7 +148,7 @@ class CompletionChunks:
         details: Details = NO_DETAILS,
     ) -> None:
         head = answer_head(answer_id, "text_completion", created, model, details)
-        ends = ChunkEnds(head, choices=choices, with_usage=with_usage)
+        ends = ChunkEnds(head, choices=choices, with_usage=with_usage, first_index=details.first_index)
         self.usage = ends.usage
         self._tail = ends.tail
         self._heads = [head + b'"text":' for head in ends.heads]

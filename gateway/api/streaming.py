@@ -7,13 +7,13 @@ The head is held back until the first token or for a short grace, so that a refu
 import asyncio
 from typing import Any, Final
 
-from gateway.api.calls import Call
+from gateway.api.calls import AnswerMaker
 from gateway.api.errors import RequestFailed
-from gateway.api.exchange import SSE_HEADERS, Exchange
+from gateway.api.exchange import SSE_HEADERS, Answered, Exchange
 from gateway.api.sse import DONE, comment, error_event, usage_fields
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S
 from gateway.dispatch.mailbox import Ended, Event, StillWaiting
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import State
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
@@ -23,9 +23,9 @@ REFUSAL_LIMIT_S: Final = 2.0 * ACCEPT_LIMIT_S  # by when a request that nobody t
 LAST_WORDS_LIMIT_S: Final = 30.0  # how long a client may take to read the end of a stream
 
 
-def usage_of(request: OpenRequest) -> dict[str, Any]:
-    """The public usage of a request that has ended well."""
-    return usage_fields(request.admission.prompt_tokens, request.cached_tokens, request.completion_tokens)
+def usage_of(request: Answered) -> dict[str, Any]:
+    """The public usage of what has ended well."""
+    return usage_fields(request.prompt_tokens, request.cached_tokens, request.completion_tokens)
 
 
 def _last_moment_s(end: Ended) -> float:
@@ -40,8 +40,8 @@ class StreamWriter:
     def __init__(
         self,
         exchange: Exchange,
-        call: Call,
-        request: OpenRequest,
+        maker: AnswerMaker,
+        request: Answered,
         timeouts: TimeoutSettings,
         answer: RecordedAnswer | None = None,
     ) -> None:
@@ -49,8 +49,9 @@ class StreamWriter:
         self._exchange = exchange
         self._request = request
         self._timeouts = timeouts
-        self._with_usage = call.request.include_usage
-        chunks = call.chunks(exchange.id, exchange.received_unix_ms // 1000)
+        self._do_not_queue = bool(maker.request.do_not_queue)
+        self._with_usage = maker.request.include_usage
+        chunks = maker.chunks(exchange.id, exchange.received_unix_ms // 1000)
         self._chunks = chunks if answer is None else RecordedChunks(chunks, answer)
 
     async def write(self) -> None:
@@ -84,7 +85,7 @@ class StreamWriter:
     def _headers_grace_s(self) -> float:
         grace_s = self._timeouts.headers_grace_s
         # One that is not to be queued is refused, with a proper status, if nobody takes it.
-        return max(grace_s, REFUSAL_LIMIT_S) if self._request.admission.do_not_queue else grace_s
+        return max(grace_s, REFUSAL_LIMIT_S) if self._do_not_queue else grace_s
 
     async def _refuse(self) -> None:
         if self._request.failure is not None:
@@ -112,7 +113,7 @@ class StreamWriter:
         return self._sign_of_life(event.state) if isinstance(event, StillWaiting) else b""
 
     def _sign_of_life(self, state: str) -> bytes:
-        place = self._request.ticket.place()
+        place = self._request.place()
         if place is None:
             return comment(state)
         eta = "" if place.eta_s is None else f" eta={place.eta_s:.1f}"

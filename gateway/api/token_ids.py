@@ -17,17 +17,29 @@ def with_token_ids(chunks: Chunks, details: Details, *, choices: int, prompt_in_
     """The same chunks, with token ids in them where these are wanted."""
     if details.prompt_ids is None:
         return chunks
-    return WithTokenIds(chunks, details.prompt_ids, choices=choices, prompt_in_choice=prompt_in_choice)
+    return WithTokenIds(
+        chunks,
+        details.prompt_ids,
+        choices=choices,
+        first_index=details.first_index,
+        prompt_in_choice=prompt_in_choice,
+    )
 
 
 class WithTokenIds:
     """``Chunks`` that tell token ids too (vLLM's ``return_token_ids``): put into the events that others have made."""
 
-    def __init__(self, inner: Chunks, prompt_ids: Sequence[int], *, choices: int, prompt_in_choice: bool) -> None:
-        """``prompt_in_choice``: where an event tells the prompt's ids, in the choice or beside the choices."""
+    def __init__(
+        self, inner: Chunks, prompt_ids: Sequence[int], *, choices: int, first_index: int, prompt_in_choice: bool
+    ) -> None:
+        """``prompt_in_choice``: where an event tells the prompt's ids, in the choice or beside the choices.
+
+        ``first_index``: see Details.
+        """
         self.usage = inner.usage
         self._inner = inner
         self._prompt_ids = prompt_ids
+        self._first_index = first_index
         self._prompt_in_choice = prompt_in_choice
         self._untold: list[list[int]] = [[] for _ in range(choices)]
         self._started = [False] * choices
@@ -41,7 +53,7 @@ class WithTokenIds:
     def _completed(self, event: bytes, *, is_last: bool) -> bytes:
         body: dict[str, Any] = msgspec.json.decode(event.removeprefix(_EVENT_START))
         choice = body["choices"][0]
-        index = choice["index"]
+        index = choice["index"] - self._first_index
         if not self._started[index]:
             self._started[index] = True
             (choice if self._prompt_in_choice else body)["prompt_token_ids"] = self._prompt_ids

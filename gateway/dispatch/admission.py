@@ -25,6 +25,7 @@ class Admission:
     stream: bool
     prompt_ids: bytes  # packed
     prompt_tokens: int
+    prompt_param: str  # the field that holds the prompt, as errors name it
     sampling: Sampling
     received_s: float  # monotonic clock
     received_unix_ms: int

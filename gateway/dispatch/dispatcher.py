@@ -14,14 +14,13 @@ from typing import Any, Final
 
 from nats.aio.msg import Msg
 
-from gateway.admission.control import AdmissionControl
-from gateway.dispatch.admission import Admission
+from gateway.admission.ticket import Ticket
 from gateway.dispatch.dead_letters import DeadLetters
 from gateway.dispatch.detector import LossDetector
 from gateway.dispatch.failovers import MAX_REMEMBERED, Failover
 from gateway.dispatch.job_queue import JobQueue
 from gateway.dispatch.lookups import ROUND_PERIOD_S, Lookups
-from gateway.dispatch.mailbox import Failure
+from gateway.dispatch.mailbox import Failure, Mailbox
 from gateway.dispatch.orphans import Orphans
 from gateway.dispatch.record import dead_letter, lost_attempt_record, settle_limits, usage_record
 from gateway.dispatch.registry import WorkerRegistry
@@ -57,7 +56,6 @@ class Dispatcher:
         settings: GatewaySettings,
         registry: WorkerRegistry,
         outbox: Outbox,
-        admission_control: AdmissionControl,
         *,
         series: RequestSeries,
     ) -> None:
@@ -65,7 +63,6 @@ class Dispatcher:
         self._settings = settings
         self._registry = registry
         self._outbox = outbox
-        self._admission_control = admission_control
         self._series = series
         self._lookups = Lookups(bus)
         self._queue = JobQueue(bus, self._lookups, settings.gateway_id)
@@ -175,26 +172,27 @@ class Dispatcher:
         """What each live worker last told of itself."""
         return self._registry.live_beats(time.monotonic())
 
-    def refusal(self) -> Failure | None:
-        """Why no request can be admitted just now; None if one can."""
+    def refusal(self, requests: int = 1) -> Failure | None:
+        """Why so many requests cannot be admitted just now; None if they can."""
         if self._draining:
             return Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
-        if len(self._unsettled) >= self._settings.limits.max_in_flight:
+        if len(self._unsettled) + requests > self._settings.limits.max_in_flight:
             return Failure(ErrorCode.OVERLOADED, "this gateway holds as many requests as it may")
         if self._outbox.full:
             return Failure(ErrorCode.OVERLOADED, "usage records cannot be stored at the moment")
         return None
 
-    def open(self, admission: Admission) -> OpenRequest:
+    def open(self, ticket: Ticket, mailbox: Mailbox | None = None) -> OpenRequest:
         """Admit a request: from here on it will end in an answer or an explicit error, and in one record.
 
-        The caller owes it a ``close``.
+        The caller owes it a ``close``. ``mailbox``: see OpenRequest.
         """
         now_s = time.monotonic()
+        admission = ticket.admission
         if admission.trace is not None:
             admission.trace.admitted(admission)
-        ticket = self._admission_control.enter(admission)
-        request = OpenRequest(ticket, self._settings.timeouts, self._settings.max_attempts, self, now_s)
+        timeouts, max_attempts = self._settings.timeouts, self._settings.max_attempts
+        request = OpenRequest(ticket, timeouts, max_attempts, self, now_s, mailbox=mailbox)
         self._open[request.request_id] = self._unsettled[request.request_id] = request
         if admission.deadline_s != NEVER_S:  # to the point, where the sweep may be late
             self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(

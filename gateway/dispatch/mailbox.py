@@ -42,6 +42,8 @@ class Mailbox:
     ``put`` and ``wake`` are separate so that all frames of one engine step make one wake-up and one HTTP write.
     """
 
+    max_unread = MAX_UNREAD_EVENTS
+
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -72,3 +74,30 @@ class Mailbox:
                 self._waiter = None
         events, self._events = self._events, []
         return events
+
+
+class SharedMailbox(Mailbox):
+    """Events of several requests that are answered together. Its one ``Ended`` is the first failure, or else the last.
+
+    Whoever fails has the others cancelled (``gateway.dispatch.group``): what these still put is dropped.
+    """
+
+    def __init__(self, requests: int) -> None:
+        super().__init__()
+        self.max_unread = MAX_UNREAD_EVENTS * requests
+        self._running = requests
+        self._has_ended = False
+
+    def put(self, event: Event) -> None:
+        """See Mailbox."""
+        if isinstance(event, Ended):
+            self._running -= 1
+            if self._has_ended or (self._running and event.failure is None):
+                return
+            self._has_ended = True
+        elif self._has_ended or (isinstance(event, StillWaiting) and self._is_last_a_sign_of_life()):
+            return
+        super().put(event)
+
+    def _is_last_a_sign_of_life(self) -> bool:
+        return bool(self._events) and isinstance(self._events[-1], StillWaiting)

@@ -23,12 +23,13 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
+from gateway.admission.estimate import Place
 from gateway.admission.ticket import Ticket
 from gateway.dispatch.actions import Actions
 from gateway.dispatch.attempts import AttemptLog, CurrentAttempt
 from gateway.dispatch.choices import Choices
 from gateway.dispatch.deadlines import Patience, overdue
-from gateway.dispatch.mailbox import MAX_UNREAD_EVENTS, Ended, Failure, Mailbox, StillWaiting
+from gateway.dispatch.mailbox import Ended, Failure, Mailbox, StillWaiting
 from gateway.dispatch.verdicts import is_premature, verdict_of
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
@@ -52,11 +53,19 @@ class OpenRequest:
     """The request from admission to its end. Only the event loop touches it."""
 
     def __init__(
-        self, ticket: Ticket, timeouts: TimeoutSettings, max_attempts: int, actions: Actions, now_s: float
+        self,
+        ticket: Ticket,
+        timeouts: TimeoutSettings,
+        max_attempts: int,
+        actions: Actions,
+        now_s: float,
+        *,
+        mailbox: Mailbox | None = None,
     ) -> None:
+        """``mailbox``: where its events go; default: one of its own."""
         self.admission = ticket.admission
         self.ticket = ticket
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox() if mailbox is None else mailbox
         self.state = State.QUEUED
         self.current = CurrentAttempt(1, queued_s=now_s, heard_s=now_s)
         self.log = AttemptLog(max_attempts)
@@ -103,6 +112,11 @@ class OpenRequest:
         return min(self.current.queued_s + self._patience.left_s, total_s, self.admission.deadline_s)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.admission.prompt_tokens
+
+    @property
     def completion_tokens(self) -> int:
         """Output tokens over all choices and attempts; exact once ENDED."""
         held = self.choices.held_tokens()
@@ -114,6 +128,10 @@ class OpenRequest:
     def attempt_tokens(self) -> int:
         """Output tokens of the current attempt, as far as they have come."""
         return self.choices.held_tokens() - self.current.tokens_before
+
+    def place(self) -> Place | None:
+        """Where it stands now; None once it no longer waits for its first worker."""
+        return self.ticket.place()
 
     def waits_for_worker(self, attempt: int) -> bool:
         """Whether this attempt is the current one and not yet accepted."""
@@ -199,7 +217,7 @@ class OpenRequest:
         self.mailbox.put(frame)
         if self.admission.stream:  # others read everything at the end
             self.mailbox.wake()
-            if len(self.mailbox) > MAX_UNREAD_EVENTS:
+            if len(self.mailbox) > self.mailbox.max_unread:
                 self._give_up_slow_client(now_s)
 
     def _on_vector(self, frame: Vector, now_s: float) -> None:

@@ -8,13 +8,6 @@ from protocol.errors import ErrorCode
 from protocol.messages import Failed
 
 CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
-PROMPT_PARAMS: Final = {
-    "chat.completions": "messages",
-    "completions": "prompt",
-    "embeddings": "input",
-    "score": "text_2",
-    "rerank": "documents",
-}
 
 
 def is_premature(frame: Failed, queue_deadline_s: float, now_s: float) -> bool:
@@ -28,7 +21,7 @@ def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
     if code is ErrorCode.DEADLINE_EXCEEDED and now_s < admission.deadline_s - CLOCK_SKEW_S:
         code = ErrorCode.QUEUE_WAIT_TIMEOUT  # the worker was told only until when it may wait
     # The engine knows token ids only; the caller knows the field that they were made from.
-    param = PROMPT_PARAMS[admission.endpoint] if frame.param == "prompt_ids" else frame.param
+    param = admission.prompt_param if frame.param == "prompt_ids" else frame.param
     return Failure(code, frame.message, param)
 
 

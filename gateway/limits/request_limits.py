@@ -12,6 +12,14 @@ def check_shape(limits: LimitSettings, *, messages: int, choices: int) -> None:
         raise InvalidParameter(f"'n' may be at most {limits.max_choices}, not {choices}.", param="n")
 
 
+def check_prompts(limits: LimitSettings, prompts: int) -> None:
+    """Refuse more prompts than one request may have. Raises InvalidParameter."""
+    if prompts > limits.max_prompts:
+        raise InvalidParameter(
+            f"'prompt' may hold at most {limits.max_prompts} prompts, not {prompts}.", param="prompt"
+        )
+
+
 def check_prompt_logprobs(limits: LimitSettings, *, prompt_tokens: int, candidates: int, param: str) -> None:
     """Refuse what would be too large an answer; ``param`` asked for it. Raises InvalidParameter."""
     wanted = prompt_tokens * (1 + candidates)

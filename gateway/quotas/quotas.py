@@ -6,6 +6,8 @@ Only a request whose slice does not hold enough waits, for one exchange with the
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from functools import reduce
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -15,7 +17,7 @@ from gateway.quotas.account import LEASE_S
 from gateway.quotas.book import Book
 from gateway.quotas.refusals import Refusal, too_large
 from gateway.quotas.reservation import Estimate, Reservation
-from gateway.quotas.terms import Terms, terms_of
+from gateway.quotas.terms import Terms, plus, terms_of
 from gateway.quotas.vault import Vault
 from protocol import subjects
 from protocol.bus import Bus
@@ -97,23 +99,28 @@ class Quotas:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    async def reserve(self, principal: Principal, estimate: Estimate) -> Reservation | None:
-        """Reserve the most that a request can use, of the key's and the team's limits; None: it has none.
+    async def reserve(self, principal: Principal, estimates: Sequence[Estimate]) -> list[Reservation] | None:
+        """Reserve the most that requests can use, of the key's and the team's limits; None: it has none.
 
-        Raises Refused or Unavailable; then nothing is reserved.
+        There is room for all of them, or nothing is reserved: raises Refused or Unavailable.
         """
         key, team = terms_of(principal.key_policy), terms_of(principal.team_policy)
         if key is None and team is None:
             return None
-        claims = self._claims(principal, key, team, estimate.amounts)
+        claims = self._claims(principal, key, team, reduce(plus, [estimate.amounts for estimate in estimates]))
         now_s = time.time()
         if not all(book.slice.has(needs, now_s) for book, needs in claims):
             await self._wait_for_slices(claims)
             now_s = time.time()
-        taken = [(book, book.slice.take(needs, now_s)) for book, needs in claims]
-        for book, _ in claims:
+        books = [book for book, _ in claims]
+        reservations = [self._take(books, estimate, now_s) for estimate in estimates]
+        for book in books:
             if book.slice.is_low:
                 self._exchange_soon(book)
+        return reservations
+
+    def _take(self, books: list[Book], estimate: Estimate, now_s: float) -> Reservation:
+        taken = [(book, book.slice.take(book.terms.needs(estimate.amounts), now_s)) for book in books]
         return Reservation(taken, estimate.price)
 
     def _claims(

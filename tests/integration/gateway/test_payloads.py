@@ -349,3 +349,23 @@ async def test_the_stream_forgets_what_is_in_sql(start_keeper: StartKeeper, bus:
     await keeper.ask()
     await keeper.rows(1)
     await until_async(lambda: has_left(bus))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_several_prompts_each_is_kept_with_its_own_answer(start_keeper: StartKeeper, stream: bool) -> None:
+    async def say_how_long(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.tokens(f"{attempt.job.prompt_tokens}", (1,), finish_reason="stop")
+        await attempt.finish()
+
+    keeper = await start_keeper(say_how_long)
+    answer = await keeper.client.completions.create(
+        model=MODEL, prompt=["a", "abc"], stream=stream, extra_body={"add_special_tokens": False}
+    )
+    if stream:
+        async for _ in answer:
+            pass
+    kept = [open_row(row, Sealer()) for row in await keeper.rows(2)]
+    assert [payload.request_id.rpartition("-")[2] for payload in kept] == ["0", "1"]
+    assert [payload.request["prompt"] for payload in kept] == ["a", "abc"]
+    assert [payload.choices[0]["text"] for payload in kept] == ["1", "3"]

@@ -62,11 +62,11 @@ async def three(start: Start) -> list[Quotas]:
 async def ask(quotas: Quotas, who: Principal, estimate: Estimate = SMALL) -> Reservation | None:
     """None: refused."""
     try:
-        reservation = await quotas.reserve(who, estimate)
+        reservations = await quotas.reserve(who, [estimate])
     except Refused:
         return None
-    assert reservation is not None
-    return reservation
+    assert reservations is not None
+    return reservations[0]
 
 
 async def ask_all(
@@ -244,12 +244,12 @@ async def test_while_the_queue_server_is_away_slices_serve_until_their_lease_end
     with monkeypatch.context() as patched:
         patched.setattr(time, "time", _later(time.time, accounts.LEASE_S))
         with pytest.raises(Unavailable):
-            await quotas.reserve(who, SMALL)
+            await quotas.reserve(who, [SMALL])
     nats_server.start()
 
     async def serves() -> bool:
         try:
-            return await quotas.reserve(who, SMALL) is not None
+            return await quotas.reserve(who, [SMALL]) is not None
         except Unavailable:
             return False
 
@@ -374,5 +374,5 @@ async def test_a_recount_takes_the_ledgers_word_for_what_is_presumed(start: Star
 
 async def test_who_has_no_limit_reserves_nothing(start: Start) -> None:
     quotas = await start("g0")
-    assert await quotas.reserve(principal(Policy(weight=2.0)), SMALL) is None
+    assert await quotas.reserve(principal(Policy(weight=2.0)), [SMALL]) is None
     assert not quotas._books

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from gateway.admission.control import AdmissionControl
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.registry import WorkerRegistry
@@ -20,6 +19,7 @@ from protocol.bus import Bus
 from protocol.outbox import Outbox
 from protocol.pull import Delivery, PullConsumer
 from tests.nats_server import NatsServer
+from tests.unit.gateway.admission.controls import ticket_of
 
 LIMIT_S = 20
 
@@ -29,7 +29,21 @@ def admission(request_id: str) -> Admission:
     sampling = m.Sampling(max_tokens=9)
     prompt = m.pack_token_ids([1])
     return Admission(
-        request_id, "chat.completions", "m", "k", "k", "t", True, prompt, 1, sampling, now_s, 0, now_s, 600.0
+        request_id,
+        "chat.completions",
+        "m",
+        "k",
+        "k",
+        "t",
+        True,
+        prompt,
+        1,
+        "messages",
+        sampling,
+        now_s,
+        0,
+        now_s,
+        600.0,
     )
 
 
@@ -46,8 +60,7 @@ async def dispatcher(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple[Dispa
     )
     registry = WorkerRegistry(bus)
     outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10)
-    admission_control = AdmissionControl(bus, settings, registry)
-    dispatcher = Dispatcher(bus, settings, registry, outbox, admission_control, series=RequestSeries())
+    dispatcher = Dispatcher(bus, settings, registry, outbox, series=RequestSeries())
     await dispatcher.start()
     yield dispatcher, bus
     await bus.close()
@@ -67,7 +80,7 @@ async def test_a_leaving_caller_takes_nobody_elses_job_along(
     """Request "old" was message 1 before the restart; message 1 is now the job of "new"."""
     gateway, bus = dispatcher
     async with asyncio.timeout(LIMIT_S):
-        old = gateway.open(admission("old"))
+        old = gateway.open(ticket_of(admission("old")))
         pulls, taken = await pulls_from(bus, old.ticket.lane)
         await pulls.pull(1)
         await taken.get()
@@ -75,7 +88,7 @@ async def test_a_leaving_caller_takes_nobody_elses_job_along(
         await bus.publish(subjects.frames_subject("g"), m.encode(m.StepFrame(m.PROTOCOL_VERSION, "w", (frame,))))
         while old.worker_id is None:
             await asyncio.sleep(0.01)
-        new = gateway.open(admission("new"))
+        new = gateway.open(ticket_of(admission("new")))
         while new.current.stream_sequence != 2:
             await asyncio.sleep(0.01)
         nats_server.kill()

@@ -264,3 +264,20 @@ async def test_a_collector_that_fails_costs_no_request(start_gateway: Start, col
     async with asyncio.timeout(10):
         await gateway.end()
     assert len(await gateway.records(30)) == 30
+
+
+async def test_several_prompts_are_one_tree(start_gateway: Start, collector: Collector, workers: Workers) -> None:
+    gateway = await start_gateway(telemetry=telemetry(collector))
+    await workers.add("w1")
+    completions = gateway.client().completions.with_raw_response
+    answer = await completions.create(model=MODEL, prompt=["[[tokens=2]]", "[[tokens=3]]"], max_tokens=9)
+    request_id = answer.headers["x-request-id"]
+    ids = [f"{request_id}-{number}" for number in range(2)]
+    await until(lambda: [len(collector.of(one)) for one in (request_id, *ids)] == [1, 3, 3])
+    [server] = collector.of(request_id)
+    assert (server.kind, server.attributes["http.response.status_code"], server.is_error) == (SERVER, 200, False)
+    for request_id, tokens in zip(ids, (2, 3), strict=True):
+        prompt = one(collector.of(request_id), is_child_of(server))
+        assert (prompt.name, prompt.attributes["gen_ai.usage.output_tokens"]) == ("prompt", tokens)
+        queue = one(collector.of(request_id), is_child_of(prompt))
+        assert one(collector.of(request_id), is_child_of(queue)).kind == CONSUMER

@@ -42,6 +42,7 @@ def admission(request_id: str = "req_1", **rest: Any) -> Admission:
         "stream": True,
         "prompt_ids": b"\x01\x00\x00\x00",
         "prompt_tokens": 1,
+        "prompt_param": "prompt",
         "sampling": Sampling(max_tokens=100),
         "received_s": 0.0,
         "received_unix_ms": 0,

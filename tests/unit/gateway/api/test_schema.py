@@ -302,14 +302,22 @@ def test_what_answers_must_look_like(fields: dict[str, Any], grammar: Grammar | 
     [("p", "p"), (["p"], "p"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ("", "")],
 )
 def test_prompts(prompt: object, parsed: object) -> None:
-    assert parse_completion(completion(prompt=prompt)).prompt == parsed
+    request = parse_completion(completion(prompt=prompt))
+    assert (request.prompt, request.prompts) == (parsed, [parsed])
+
+
+@pytest.mark.parametrize("prompts", [["a", ""], [[1, 2], [3]], ["a", [3]]])
+def test_several_prompts(prompts: list[object]) -> None:
+    assert parse_completion(completion(prompt=prompts)).prompts == prompts
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt[1]"),
+        ({"prompt": ["a", None]}, "prompt[1]"),
+        ({"prompt": [[1], [2, -1]]}, "prompt[1]"),
+        ({"prompt": [[], [2]]}, "prompt[0]"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),

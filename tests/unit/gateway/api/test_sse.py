@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.api.answers import chat_answer, completion_answer
-from gateway.api.details import Details
+from gateway.api.answers import chat_answer, completion_answer, completion_rows
+from gateway.api.details import NO_DETAILS, Details
 from gateway.api.sse import ChatChunks, CompletionChunks, usage_fields
 from gateway.api.token_ids import with_token_ids
 from protocol.logprobs import PromptLogprob
@@ -16,6 +16,13 @@ LOGPROBS = (TokenLogprob(5, "é", -0.5, "é".encode(), ((5, "é", -0.5, "é".enc
 
 def frame(text: str, index: int = 0, **rest: Any) -> Tokens:
     return Tokens("r", 1, 1, index, (5,), text, **rest)
+
+
+def whole_completion(
+    frames: list[Tokens], *, usage: dict[str, Any] | None = None, details: Details = NO_DETAILS
+) -> bytes:
+    rows = completion_rows(frames, choices=1, details=details)
+    return completion_answer("cmpl-1", 17, "m", rows, usage=usage or {}, details=details)
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
@@ -96,7 +103,7 @@ def test_completion_logprobs_know_their_offsets() -> None:
     stream = b"".join(chunks.of(frame("é", logprobs=LOGPROBS)) for _ in range(2))
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in events(stream)]
     assert offsets == [[0], [1]]
-    whole = completion_answer("cmpl-1", 17, "m", [frame("é", logprobs=LOGPROBS)] * 2, choices=1, usage={})
+    whole = whole_completion([frame("é", logprobs=LOGPROBS)] * 2)
     assert json.loads(whole)["choices"][0]["logprobs"] == {
         "tokens": ["é", "é"],
         "token_logprobs": [-0.5, -0.5],
@@ -152,7 +159,7 @@ def test_prompt_logprobs_are_vllms() -> None:
     assert (
         json.loads(chat_answer("c", 17, "m", frames, choices=1, usage={}, details=details))["prompt_logprobs"] == told
     )
-    whole = json.loads(completion_answer("c", 17, "m", frames, choices=1, usage={}, details=details))
+    whole = json.loads(whole_completion(frames, details=details))
     assert whole["choices"][0]["prompt_logprobs"] == told
     assert whole["choices"][0]["text"] == "hi"
     assert whole["choices"][0]["logprobs"] is None
@@ -160,7 +167,7 @@ def test_prompt_logprobs_are_vllms() -> None:
 
 def test_an_echo_begins_with_the_prompts_logprobs() -> None:
     frames = [of_prompt(*PROMPT), frame("é", logprobs=LOGPROBS), frame("é", logprobs=LOGPROBS, finish_reason="length")]
-    body = completion_answer("c", 17, "m", frames, choices=1, usage=usage_fields(3, 0, 2), details=ECHO)
+    body = whole_completion(frames, usage=usage_fields(3, 0, 2), details=ECHO)
     [choice] = json.loads(body)["choices"]
     assert choice["text"] == "Say x yéé"
     assert choice["logprobs"] == {
@@ -173,7 +180,7 @@ def test_an_echo_begins_with_the_prompts_logprobs() -> None:
 
 def test_scoring_alone() -> None:
     frames = [of_prompt(*PROMPT), Tokens("r", 1, 2, 0, (), "", "length")]
-    body = json.loads(completion_answer("c", 17, "m", frames, choices=1, usage={}, details=ECHO))
+    body = json.loads(whole_completion(frames, details=ECHO))
     [choice] = body["choices"]
     assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == ("Say x y", ECHOED, "length")
 
@@ -203,7 +210,7 @@ def test_tokens_called_by_their_ids() -> None:
         "token_id:5",
         ["token_id:5", "token_id:6"],
     )
-    whole = completion_answer("c", 17, "m", [frame("é", logprobs=LOGPROBS)], choices=1, usage={}, details=details)
+    whole = whole_completion([frame("é", logprobs=LOGPROBS)], details=details)
     lists = json.loads(whole)["choices"][0]["logprobs"]
     assert (lists["tokens"], lists["top_logprobs"]) == (["token_id:5"], [{"token_id:5": -0.5, "token_id:6": -1.5}])
 
@@ -232,7 +239,7 @@ def test_token_ids_in_whole_answers() -> None:
     frames = [frame("a"), frame("b", finish_reason="stop")]
     chat = json.loads(chat_answer("c", 17, "m", frames, choices=1, usage={}, details=details))
     assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == ([1, 2], [5, 5])
-    plain = json.loads(completion_answer("c", 17, "m", frames, choices=1, usage={}, details=details))["choices"][0]
+    plain = json.loads(whole_completion(frames, details=details))["choices"][0]
     assert (plain["prompt_token_ids"], plain["token_ids"]) == ([1, 2], [5, 5])
 
 

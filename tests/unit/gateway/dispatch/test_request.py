@@ -78,6 +78,7 @@ def open_request(
         stream=stream,
         prompt_ids=b"\x01\x00\x00\x00" * 3,
         prompt_tokens=3,
+        prompt_param="prompt",
         sampling=Sampling(max_tokens=100, n=n, prompt_logprobs=prompt_logprobs),
         received_s=0.0,
         received_unix_ms=0,
@@ -379,9 +380,9 @@ async def test_signs_of_life_for_those_who_stream() -> None:
     assert StillWaiting("queued").state == State.QUEUED.value
 
 
-async def test_a_client_that_lags_too_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_module, "MAX_UNREAD_EVENTS", 10)
+async def test_a_client_that_lags_too_far_behind() -> None:
     request, actions = open_request()
+    request.mailbox.max_unread = 10
     request.on_frame("w", accepted(), 1.0)
     for seq in range(1, 12):
         request.on_frame("w", tokens(seq), 1.0)
