@@ -5,6 +5,8 @@
     │   └── chat <model>               the worker's (``pool_worker.traces``), which learns of its parent from the job
     └── queue …
 
+A completion of several prompts has a ``prompt`` span for each, above that one's queue spans.
+
 Nothing is done per token, and no span holds a prompt, an answer or a key.
 """
 

@@ -45,6 +45,23 @@ def own(expected: torch.Tensor, prompt: list[int]) -> list[float]:
     return expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
 
 
+def test_loglikelihood_of_a_batch_as_lm_eval_asks(
+    client: openai.OpenAI, demo: System, prompt: list[int], expected: torch.Tensor
+) -> None:
+    batch = [prompt, prompt[:7], prompt[:60]]
+    done = client.completions.create(
+        model=demo.model, prompt=batch, max_tokens=1, temperature=0, logprobs=1, seed=1234, echo=True
+    )
+    assert [choice.index for choice in done.choices] == [0, 1, 2]
+    for ids, choice in zip(batch, done.choices, strict=True):
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        told = choice.logprobs.token_logprobs[1 : len(ids)]
+        assert told == pytest.approx(own(expected[: len(ids) - 1], ids), abs=TOLERANCE)
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (sum(map(len, batch)), 3)
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_loglikelihood_as_lm_eval_asks(
     client: openai.OpenAI, demo: System, prompt: list[int], expected: torch.Tensor, max_tokens: int
