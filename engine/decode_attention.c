@@ -1,8 +1,8 @@
 /* Attention of decoding sequences, one query row each, over the KV pool of attention.py: all of them in one call.
  *
  * torch's own kernel takes one sequence at a time, as their contexts lie anywhere, and at some hundred tokens the calls
- * cost more than reading the keys does. decode_kernel.py compiles this for the CPU that it runs on and for one
- * HEAD_DIM, a multiple of LANES. The vector types are GCC's; where registers are narrower, a vector is several of them.
+ * cost more than reading the keys does. native.py compiles this for the CPU that it runs on and for one HEAD_DIM, a
+ * multiple of LANES. The vector types are GCC's; where registers are narrower, a vector is several of them.
  *
  * The softmax is flash attention's: tile by tile, with a running maximum. Each sequence and head is computed by one
  * thread in one order, so a row's result does not depend on who else is in the batch.

@@ -1,29 +1,17 @@
-"""decode_attention.c, compiled for this CPU if there is a C compiler; torch's own attention does where there is none.
-
-Compiling takes 0.2 seconds, so nothing is kept: the result fits this very CPU and this very source.
-"""
+"""Attention of decoding sequences by decode_attention.c; torch's own does where it cannot be compiled."""
 
 import ctypes
-import logging
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from engine.native import compiled
 
-SOURCE: Final = Path(__file__).with_name("decode_attention.c")
-COMPILING_LIMIT_S: Final = 30.0
 _LANES: Final = 16  # a head dimension is a multiple of it
-# OpenMP's functions are found in torch's own library, so that both use the same threads.
-_OPTIONS: Final = ("-O2", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS: Final[Sequence[type[Any]]] = [
     *(_POINTER, _INTEGER, _INTEGER) * 3,  # query, key, value: each with the strides of heads and rows
@@ -91,22 +79,12 @@ class DecodeKernel:
 @cache
 def decode_kernel(head_dim: int, dtype: torch.dtype) -> DecodeKernel | None:
     """Return the kernel for heads of this dimension, or None where torch's own attention has to do."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
     if head_dim % _LANES or dtype is not torch.float32:
         return None
-    if compiler is None:
-        log.info("no C compiler (gcc) is installed; attention of many sequences at a time will be slower")
+    library = compiled("decode_attention.c", f"HEAD_DIM={head_dim}")
+    if library is None:
         return None
-    with tempfile.TemporaryDirectory(prefix="spillway-") as folder:
-        library = Path(folder, "decode_attention.so")
-        command = [compiler, f"-DHEAD_DIM={head_dim}", *_OPTIONS, str(SOURCE), "-o", str(library), "-lm"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILING_LIMIT_S)  # noqa: S603
-            function = ctypes.CDLL(str(library)).decode_attention
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = getattr(error, "stderr", None) or error
-            log.warning("attention of many sequences at a time will be slower: %s", reason)
-            return None
+    function = library.decode_attention
     function.argtypes = _ARGUMENTS
     function.restype = None
     return DecodeKernel(function)

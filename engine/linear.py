@@ -1,8 +1,8 @@
 """Linear layers as this CPU computes them fastest, or in 8-bit integers.
 
 Measured with weights from main memory, as in a real step (2 threads, float32): oneDNN's own layout is 1.1 to 4 times
-faster than `nn.Linear` from eight rows on, on Intel and on AMD. For a single row MKL is faster by a tenth on Intel; one
-layout has to serve both, and a server's batches are larger.
+faster than `nn.Linear` from eight rows on, on Intel and on AMD. For the few rows of a step that only decodes, our own
+kernel reads the same layout (few_rows.c).
 """
 
 from typing import Final
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.config import Quantization
 from engine.errors import ConfigError
+from engine.few_rows import MOST_ROWS, few_rows_kernel
 
 _PACKED_FOR_ROWS: Final = 32  # oneDNN's layout for a few rows also serves one row and hundreds; measured 1 … 256
 
@@ -20,8 +21,12 @@ def memory_of(module: nn.Module) -> tuple[int, int] | None:
     """Return the addresses of the weights that oneDNN keeps for a module: the first, and the one after the last."""
     if not isinstance(module, PackedLinear | Int8Linear):
         return None
-    first: int = torch.ops.mkldnn.data_ptr(module.packed)
+    first = _address_of(module.packed)
     return first, first + int(torch.ops.mkldnn._nbytes(module.packed))  # noqa: SLF001
+
+
+def _address_of(packed: Tensor) -> int:
+    return int(torch.ops.mkldnn.data_ptr(packed))
 
 
 class PackedLinear(nn.Module):
@@ -32,11 +37,16 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
+        self._outputs, self._inputs = weight.shape
         self._bias = bias
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)  # noqa: SLF001
+        self._address = _address_of(self.packed)
+        self._few_rows = few_rows_kernel(self._address, weight) if weight.dtype is torch.float32 else None
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map (…, in) to (…, out)."""
+        if self._few_rows is not None and rows.numel() <= MOST_ROWS * self._inputs:
+            return self._few_rows.multiply(rows, self._address, self._outputs, self._bias)
         output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self._bias, "none", [], "")  # noqa: SLF001
         return output
 
@@ -54,25 +64,35 @@ class Int8Linear(nn.Module):
         super().__init__()
         scales = weight.float().abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / self._LARGEST
         rounded = torch.round(weight.float() / scales[:, None]).to(torch.int8)
+        self._inputs = weight.shape[1]
         self.packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self._address = _address_of(self.packed)
+        self._few_rows = few_rows_kernel(self._address, rounded)
         # A row's own scale, its largest magnitude / 127, comes after the product.
         self._scales = scales / self._LARGEST
+        self._offsets = -self._ZERO_POINT * rounded.sum(dim=1, dtype=torch.int32)
         self._zero_points = torch.zeros(len(weight), dtype=torch.int64)
-        self._range = torch.tensor(float(self._LARGEST))
         self._bias = bias
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map (…, in) to (…, out)."""
+        rounded, largest = self._few_rows.round_rows(rows) if self._few_rows is not None else self._round(rows)
+        if self._few_rows is not None and rows.numel() <= MOST_ROWS * self._inputs:
+            output = self._few_rows.multiply_int8(rounded, largest, self._address, self._offsets, self._scales)
+        else:
+            # Of no rows at all, a dimension would be missing.
+            output = torch.ops.onednn.qlinear_pointwise(
+                rounded, 1.0, self._ZERO_POINT, self.packed, self._scales, self._zero_points,
+                None, 1.0, 0, torch.float32, "none", [], "",
+            ).view(*rows.shape[:-1], len(self._scales)).mul_(largest)  # fmt: skip
+        return output if self._bias is None else output.add_(self._bias)
+
+    def _round(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """As `FewRowsKernel.round_rows`, by torch."""
         largest = rows.abs().amax(dim=-1, keepdim=True)
         # Half a step is added because the conversion cuts off. A row of zeros becomes anything, and then times zero.
-        shifted = (rows * torch.div(self._range, largest)).add_(self._ZERO_POINT + 0.5)
-        products: Tensor = torch.ops.onednn.qlinear_pointwise(
-            shifted.to(torch.uint8), 1.0, self._ZERO_POINT, self.packed, self._scales, self._zero_points,
-            None, 1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
-        products = products.view(*rows.shape[:-1], len(self._scales))  # of no rows at all, a dimension would be missing
-        output = products.mul_(largest)
-        return output if self._bias is None else output.add_(self._bias)
+        shifted = (rows * torch.div(self._LARGEST, largest)).add_(self._ZERO_POINT + 0.5)
+        return shifted.to(torch.uint8), largest
 
 
 def check_quantization(quantize: Quantization | None, *, device: str, dtype: torch.dtype) -> None:
