@@ -6,14 +6,14 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen2Config
 
 from engine import ConfigError, GenerationRequest, SamplingParams
-from engine.few_rows import MOST_ROWS, few_rows_kernel
-from engine.linear import Int8Linear, PackedLinear, check_quantization
+from engine.linear import FEW_ROWS, Int8Linear, PackedLinear, check_quantization
+from engine.panel_kernel import panel_kernel
 from engine.projections import ProjectionPart, SharedProjection, make_fast, watch_siblings
 from tests.unit.engine.tiny_models import SHAPE, llama, make_engine, make_model, run
 
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="int8 needs AVX-512 VNNI")
 needs_panels = pytest.mark.skipif(
-    PackedLinear(torch.randn(64, 16), None)._few_rows is None, reason="oneDNN lays weights out otherwise here"
+    PackedLinear(torch.randn(64, 16), None)._kernel is None, reason="oneDNN lays weights out otherwise here"
 )
 JOINED = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 
@@ -72,7 +72,7 @@ def test_a_joined_layer_computes_whatever_rows_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(192)], ids=["no_bias", "bias"])
-@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 13, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 13, FEW_ROWS, FEW_ROWS + 1])
 def test_few_rows_are_what_torch_computes(count: int, bias: torch.Tensor | None) -> None:
     torch.manual_seed(5)
     weight, rows = torch.randn(192, 80), torch.randn(2, count, 80)
@@ -85,10 +85,10 @@ def test_few_rows_are_what_torch_computes(count: int, bias: torch.Tensor | None)
 @needs_panels
 def test_each_of_few_rows_is_computed_as_if_it_were_alone() -> None:
     torch.manual_seed(5)
-    layer, rows = PackedLinear(torch.randn(192, 80), torch.randn(192)), torch.randn(MOST_ROWS, 80)
+    layer, rows = PackedLinear(torch.randn(192, 80), torch.randn(192)), torch.randn(FEW_ROWS, 80)
     with torch.inference_mode():
         alone = torch.stack([layer(row) for row in rows])
-        assert all(torch.equal(layer(rows[:count]), alone[:count]) for count in range(1, MOST_ROWS + 1))
+        assert all(torch.equal(layer(rows[:count]), alone[:count]) for count in range(1, FEW_ROWS + 1))
 
 
 def test_few_rows_that_do_not_follow_each_other_are_taken_as_they_are() -> None:
@@ -109,7 +109,7 @@ def test_widths_that_do_not_fill_the_panels_are_left_to_onednn(outputs: int, inp
 def test_a_layout_that_the_kernel_does_not_know_is_left_to_onednn() -> None:
     weight = torch.randn(128, 64)
     other = weight.clone()
-    assert few_rows_kernel(other.data_ptr(), weight) is None  # outputs one after the other, not in panels
+    assert panel_kernel(other.data_ptr(), weight) is None  # outputs one after the other, not in panels
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -143,10 +143,10 @@ def test_int8_stays_near_the_exact_product() -> None:
 def test_int8_results_do_not_depend_on_the_rest_of_the_batch(outputs: int) -> None:
     torch.manual_seed(4)
     layer = Int8Linear(torch.randn(outputs, 256), torch.randn(outputs))
-    rows = torch.randn(MOST_ROWS + 5, 256)
+    rows = torch.randn(FEW_ROWS + 5, 256)
     with torch.inference_mode():
-        together, few = layer(rows), layer(rows[:MOST_ROWS])
-        assert torch.equal(few, together[:MOST_ROWS])
+        together, few = layer(rows), layer(rows[:FEW_ROWS])
+        assert torch.equal(few, together[:FEW_ROWS])
         assert all(torch.equal(layer(rows[number : number + 1])[0], together[number]) for number in range(len(rows)))
 
 

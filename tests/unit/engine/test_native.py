@@ -33,8 +33,8 @@ def test_without_a_compiler_there_is_none(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.INFO):
-        assert compiled("few_rows.c") is None
-    assert "no C compiler (gcc) is installed; without few_rows.c the engine will be slower" in caplog.text
+        assert compiled("panels.c") is None
+    assert "no C compiler (gcc) is installed; without panels.c the engine will be slower" in caplog.text
 
 
 def test_a_compiler_that_fails_is_quoted(
@@ -44,5 +44,5 @@ def test_a_compiler_that_fails_is_quoted(
     compiler.write_text("#!/bin/sh\necho 'stdint.h: no such file' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert compiled("few_rows.c") is None
-    assert "without few_rows.c the engine will be slower: stdint.h: no such file" in caplog.text
+    assert compiled("panels.c") is None
+    assert "without panels.c the engine will be slower: stdint.h: no such file" in caplog.text

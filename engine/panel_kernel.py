@@ -1,0 +1,83 @@
+"""Products with weights that oneDNN has packed, by panels.c."""
+
+import ctypes
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.native import compiled
+
+_PANEL: Final = 64  # outputs that oneDNN lays out together where registers have 512 bits
+_LANES: Final = 16  # inputs come in multiples of it
+_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+
+
+class PanelKernel:
+    """The compiled functions. Rows are float32, of any leading dimensions; weights are addresses of what oneDNN packed."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        matrices = [
+            _POINTER,
+            _INTEGER,
+            _INTEGER,
+            _POINTER,
+            _INTEGER,
+        ]  # rows with their two dimensions, weights, outputs
+        self._multiply_float = library.multiply_float
+        self._multiply_float.argtypes = [*matrices, _POINTER, _POINTER]
+        # Not there on a CPU without AVX-512 VNNI, where int8 is refused.
+        self._multiply_int8 = getattr(library, "multiply_int8", None)
+        if self._multiply_int8 is not None:
+            self._multiply_int8.argtypes = [*matrices, *[_POINTER] * 6]
+
+    def multiply_float(self, rows: Tensor, weights: int, outputs: int, bias: Tensor | None) -> Tensor:
+        """Return rows · weightsᵀ + bias."""
+        rows = rows.contiguous()
+        inputs = rows.shape[-1]
+        output = torch.empty(*rows.shape[:-1], outputs)
+        self._multiply_float(
+            *(rows.data_ptr(), rows.numel() // inputs, inputs, weights, outputs),
+            *(None if bias is None else bias.data_ptr(), output.data_ptr()),
+        )
+        return output
+
+    def multiply_int8(self, rows: Tensor, weights: int, offsets: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """Return rows · weightsᵀ + bias, in integers; offsets and scales [outputs] as panels.c has them."""
+        assert self._multiply_int8 is not None  # noqa: S101
+        rows = rows.contiguous()
+        inputs, outputs = rows.shape[-1], len(scales)
+        count = rows.numel() // inputs
+        rounded, largest = torch.empty(count, inputs, dtype=torch.uint8), torch.empty(count)
+        output = torch.empty(*rows.shape[:-1], outputs)
+        self._multiply_int8(
+            *(rows.data_ptr(), count, inputs, weights, outputs, offsets.data_ptr(), scales.data_ptr()),
+            *(None if bias is None else bias.data_ptr(), rounded.data_ptr(), largest.data_ptr(), output.data_ptr()),
+        )
+        return output
+
+
+def panel_kernel(packed: int, weight: Tensor) -> PanelKernel | None:
+    """Return the kernel if it can read what oneDNN keeps at `packed` for a weight [outputs, inputs], float32 or int8.
+
+    How oneDNN lays weights out depends on the CPU and is nowhere promised, so its first and last panel are looked at.
+    """
+    outputs, inputs = weight.shape
+    if outputs % _PANEL or inputs % _LANES:
+        return None
+    together = 4 // weight.itemsize  # inputs of an output that lie side by side
+    panel_bytes = _PANEL * inputs * weight.itemsize
+    for panel in (0, outputs // _PANEL - 1):
+        own = weight[panel * _PANEL : (panel + 1) * _PANEL]
+        expected = own.view(_PANEL, inputs // together, together).transpose(0, 1).reshape(-1)
+        memory = (ctypes.c_char * panel_bytes).from_address(packed + panel * panel_bytes)
+        if not torch.equal(torch.frombuffer(memory, dtype=weight.dtype), expected):
+            return None
+    return _kernel()
+
+
+@cache
+def _kernel() -> PanelKernel | None:
+    library = compiled("panels.c")
+    return None if library is None else PanelKernel(library)
