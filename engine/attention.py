@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.decode_kernel import DecodeKernel, DecodeTables, NewRows, decode_kernel
+from engine.attention_kernel import AttentionKernel, ChunkTable, DecodeTables, NewRows, attention_kernel
 from engine.errors import UnsupportedModel
 
 ATTENTION_NAME = "spillway_packed"  # what the function is registered as
@@ -138,9 +138,9 @@ class KVPool:
             PackedBatch(self, segments),
         )
 
-    def kernel(self, layer: int) -> DecodeKernel | None:
-        """Return what attends for all decoding sequences of a layer at once, if there is such a thing here."""
-        return decode_kernel(self._layer_shapes[layer][1], self._dtype)
+    def kernel(self, layer: int) -> AttentionKernel | None:
+        """Return what attends in a layer faster than torch does, if there is such a thing here."""
+        return attention_kernel(self._layer_shapes[layer][1], self._dtype)
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values (1, Hkv, slots, D) of all slots."""
@@ -211,12 +211,13 @@ class PackedBatch:
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # by (segment, window): the same in every layer
         self._groups = _sharing([segments[number] for number in self._decoding])
         self._plans: dict[int | None, _DecodePlan] = {}  # by window
+        self._chunks: dict[tuple[int, int | None], ChunkTable] = {}  # by (segment, window)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Store the new keys and values, then attend; see AttentionBatch."""
         _, query_heads, total_rows, head_dim = query.shape
         kv_heads = key.shape[1]
-        kernel = self._pool.kernel(layer) if self._decoding and options.softcap is None else None
+        kernel = self._pool.kernel(layer) if options.softcap is None else None
         if kernel is None or len(self._decoding) < len(self._segments):
             self._pool.write(layer, self._slots, key, value)
         grouped = query.view(kv_heads, query_heads // kv_heads, total_rows, head_dim).permute(2, 0, 1, 3)
@@ -226,14 +227,16 @@ class PackedBatch:
             return decoded.view(1, total_rows, query_heads, head_dim)
         outputs = list(torch.split(grouped, self._rows))
         for number, rows in enumerate(outputs):
-            if self._rows[number] > 1:
+            if self._rows[number] > 1 and kernel is not None:
+                outputs[number] = self._attend_chunk_by(kernel, layer, number, query, options)
+            elif self._rows[number] > 1:
                 outputs[number] = self._attend_chunk(layer, number, rows, options)
         for at, number in enumerate(self._decoding):
             outputs[number] = decoded[at : at + 1]
         return torch.cat(outputs).view(1, total_rows, query_heads, head_dim)
 
     def _attend_decoding(
-        self, layer: int, kernel: DecodeKernel | None, new: NewRows, grouped: Tensor, options: AttentionOptions
+        self, layer: int, kernel: AttentionKernel | None, new: NewRows, grouped: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Attend with the rows of all decoding sequences (N of them); return (N, Hkv, G, D)."""
         plan = self._plan(options.window)
@@ -241,7 +244,7 @@ class PackedBatch:
             own = [self._attend_own(layer, at, grouped, plan, options) for at in range(len(self._decoding))]
             output, lse = (torch.cat(parts) for parts in zip(*own, strict=True))
         else:
-            output, lse = kernel.attend(new, *self._pool.tensors(layer), plan.tables, options.scale)
+            output, lse = kernel.decode(new, *self._pool.tensors(layer), plan.tables, options.scale)
         for prefix, members in plan.groups:
             rows = grouped[plan.tables.rows[members]]  # (members, Hkv, G, D)
             shared = self._attend_shared(layer, prefix, rows, options)
@@ -274,8 +277,22 @@ class PackedBatch:
             [_attend(query, keys, values, options, mask=None, causal=False) for keys, values in keys_and_values]
         )
 
+    def _attend_chunk_by(
+        self, kernel: AttentionKernel, layer: int, number: int, query: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Attend with the rows of one sequence among all queries (1, Hq, T, D); return (rows, Hkv, G, D)."""
+        key = (number, options.window)
+        if key not in self._chunks:
+            segment = self._segments[number]
+            first = _first_visible(segment, options.window)
+            parts = _slots(segment.runs, first, segment.context)
+            self._chunks[key] = ChunkTable.of(segment.rows, segment.context, first, options.window, parts)
+        rows = query.narrow(2, self._first_rows[number], self._rows[number])
+        output, lse = kernel.attend_chunk(rows, *self._pool.tensors(layer), self._chunks[key], options.scale)
+        return _apply_sinks(output, lse, options.sinks)
+
     def _attend_chunk(self, layer: int, number: int, query: Tensor, options: AttentionOptions) -> Tensor:
-        """Attend with the query rows (rows, Hkv, G, D) of one sequence; return the same shape."""
+        """Attend with the query rows (rows, Hkv, G, D) of one sequence by torch's kernel; return the same shape."""
         segment = self._segments[number]
         first = _first_visible(segment, options.window)
         keys, values = self._pool.read(layer, segment.runs, first, segment.context)
@@ -333,7 +350,7 @@ class _DecodePlan:
 
     groups: list[tuple[range, list[int]]]  # shared slots, and the sequences that share them
     own: list[list[range]]  # by sequence: the slots it reads on its own
-    tables: DecodeTables  # the same for the kernel
+    tables: DecodeTables  # the same for our kernel
 
 
 def _sharing(segments: list[Segment]) -> list[tuple[range, list[int]]]:

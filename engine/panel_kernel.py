@@ -1,8 +1,9 @@
 """Products with weights that oneDNN has packed, by panels.c."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,25 +13,19 @@ from engine.native import compiled
 _PANEL: Final = 64  # outputs that oneDNN lays out together where registers have 512 bits
 _LANES: Final = 16  # inputs come in multiples of it
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+_MATRICES: Final[Sequence[type[Any]]] = [_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER]  # rows, weights, outputs
 
 
 class PanelKernel:
-    """The compiled functions. Rows are float32, of any leading dimensions; weights are addresses of what oneDNN packed."""
+    """The compiled functions. Rows are float32, of any leading dimensions; weights are where oneDNN packed them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        matrices = [
-            _POINTER,
-            _INTEGER,
-            _INTEGER,
-            _POINTER,
-            _INTEGER,
-        ]  # rows with their two dimensions, weights, outputs
         self._multiply_float = library.multiply_float
-        self._multiply_float.argtypes = [*matrices, _POINTER, _POINTER]
+        self._multiply_float.argtypes = [*_MATRICES, *[_POINTER] * 2]
         # Not there on a CPU without AVX-512 VNNI, where int8 is refused.
         self._multiply_int8 = getattr(library, "multiply_int8", None)
         if self._multiply_int8 is not None:
-            self._multiply_int8.argtypes = [*matrices, *[_POINTER] * 6]
+            self._multiply_int8.argtypes = [*_MATRICES, *[_POINTER] * 6]
 
     def multiply_float(self, rows: Tensor, weights: int, outputs: int, bias: Tensor | None) -> Tensor:
         """Return rows · weightsᵀ + bias."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionOptions, KVPool, Segment
-from engine.decode_kernel import decode_kernel
+from engine.attention_kernel import attention_kernel
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,19 @@ class Case:
 
 MIXED = ((1, 5), (3, 7), (9, 9), (1, 1), (1, 130), (2, 2), (1, 33))
 DECODING = ((1, 1), (1, 70), (1, 32), (1, 33), (1, 64), (1, 300))
+CHUNKS = ((300, 300), (100, 470), (1, 40), (2, 2), (95, 96), (97, 161))
 SHARING = ((1, 90), (1, 81), (1, 300), (4, 120))
 CASES = {
     "decoding": Case(DECODING),
     "one sequence": Case(((1, 200),), kv_heads=1, groups=8),
     "mixed": Case(MIXED),
+    "chunks": Case(CHUNKS),
+    "chunks in many pieces": Case(CHUNKS, pieces=9, dim=48),
+    "chunks with windows": Case(CHUNKS, window=70, sinks=True),
+    "chunks with a window of one token": Case(CHUNKS, window=1, pieces=1),
+    "chunks of head dimension 80": Case(CHUNKS, dim=80, kv_heads=1, groups=4),
+    "chunks of head dimension 128": Case(CHUNKS, dim=128, groups=1),
+    "chunks of head dimension 256": Case(CHUNKS, dim=256, kv_heads=1, groups=1),
     "in many pieces": Case(MIXED, pieces=9),
     "one group": Case(MIXED, groups=1),
     "windows": Case(MIXED, window=5),
@@ -53,7 +61,7 @@ CASES = {
 @pytest.fixture(params=["compiled", "torch"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr("engine.attention.decode_kernel", lambda *_: None)
+        monkeypatch.setattr("engine.attention.attention_kernel", lambda *_: None)
     return str(request.param)
 
 
@@ -144,7 +152,7 @@ def test_the_keys_and_values_of_a_step_are_there_for_the_next(kernel: str) -> No
 
 def test_a_sequence_has_the_same_result_to_the_last_bit_whoever_is_in_the_batch() -> None:
     layer = Layer(CASES["decoding"])
-    assert decode_kernel(16, torch.float32) is not None
+    assert attention_kernel(16, torch.float32) is not None
     together = layer.attend([0, 1, 2, 3, 4, 5])
     for number in range(6):
         alone = layer.attend([number])[0]

@@ -21,10 +21,10 @@ def test_a_file_is_compiled_once_for_its_definitions_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    library = compiled("decode_attention.c", "HEAD_DIM=32")
+    library = compiled("attention.c", "HEAD_DIM=32")
     assert library is not None
-    assert compiled("decode_attention.c", "HEAD_DIM=32") is library
-    assert compiled("decode_attention.c", "HEAD_DIM=64") is not library
+    assert compiled("attention.c", "HEAD_DIM=32") is library
+    assert compiled("attention.c", "HEAD_DIM=64") is not library
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.decode_kernel import decode_kernel
+from engine.attention_kernel import attention_kernel
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(40, torch.float32), (64, torch.bfloat16)])
 def test_other_heads_are_left_to_torch(head_dim: int, dtype: torch.dtype) -> None:
-    assert decode_kernel(head_dim, dtype) is None
+    assert attention_kernel(head_dim, dtype) is None

@@ -1,0 +1,135 @@
+"""Attention by attention.c; torch's own does where that cannot be compiled."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.native import compiled
+
+_LANES: Final = 16  # a head dimension is a multiple of it
+_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+_NO_WINDOW: Final = 1 << 62
+_DECODE_ARGUMENTS: Final[Sequence[type[Any]]] = [
+    *(_POINTER, _INTEGER, _INTEGER) * 3,  # query, key, value: each with the strides of heads and rows
+    *(_POINTER, _POINTER, _INTEGER),  # the pool's keys and values, its slots
+    *[_POINTER] * 4,  # rows, new slots, first parts, parts
+    *[_INTEGER] * 3,  # sequences, key/value heads, query heads of each
+    *(ctypes.c_float, _POINTER, _POINTER),  # scale, output, log-sum-exps
+]
+_CHUNK_ARGUMENTS: Final[Sequence[type[Any]]] = [
+    *(_POINTER, _INTEGER, _INTEGER),  # query with the strides of heads and rows
+    *(_POINTER, _POINTER, _INTEGER),  # the pool's keys and values, its slots
+    *(_POINTER, _INTEGER, _INTEGER),  # parts, their number, the first token in them
+    *[_INTEGER] * 5,  # rows, context, window, key/value heads, query heads of each
+    *(ctypes.c_float, _POINTER, _POINTER),  # scale, output, log-sum-exps
+]
+
+
+class NewRows(NamedTuple):
+    """A layer's queries, keys and values of a step's rows, whatever their strides."""
+
+    query: Tensor  # (1, Hq, T, D)
+    key: Tensor  # (1, Hkv, T, D)
+    value: Tensor  # (1, Hkv, T, D)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTables:
+    """What the sequences that decode in a step see of the pool. Tensors are int64."""
+
+    rows: Tensor  # [N]: each sequence's row in the step
+    new_slots: Tensor  # [N]: where its new token goes
+    first_parts: Tensor  # [N + 1]: sequence n sees parts first_parts[n] … first_parts[n + 1] - 1
+    parts: Tensor  # [parts, 2]: slots that follow each other, first and end
+
+    @classmethod
+    def of(cls, rows: list[int], new_slots: list[int], parts: list[list[range]]) -> "DecodeTables":
+        """Put together what each sequence's row, slot and parts are."""
+        first_parts = [0]
+        for own in parts:
+            first_parts.append(first_parts[-1] + len(own))
+        spans = [(part.start, part.stop) for own in parts for part in own]
+        return cls(torch.tensor(rows), torch.tensor(new_slots), torch.tensor(first_parts), torch.tensor(spans))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """What the rows of a sequence's chunk see of the pool."""
+
+    rows: int  # the sequence's last tokens
+    context: int  # all its tokens
+    first: int  # the first token that any row sees
+    window: int | None  # a row sees this many last tokens, itself included
+    parts: Tensor  # int64 [parts, 2]: slots that follow each other, first and end, of the tokens from `first` on
+
+    @classmethod
+    def of(cls, rows: int, context: int, first: int, window: int | None, parts: list[range]) -> "ChunkTable":
+        """Put together what a chunk's parts are."""
+        return cls(rows, context, first, window, torch.tensor([(part.start, part.stop) for part in parts]))
+
+
+class AttentionKernel:
+    """The compiled functions for one head dimension. All is float32."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._decode = library.decode_attention
+        self._decode.argtypes, self._decode.restype = _DECODE_ARGUMENTS, None
+        self._attend_chunk = library.chunk_attention
+        self._attend_chunk.argtypes, self._attend_chunk.restype = _CHUNK_ARGUMENTS, None
+
+    def decode(
+        self, new: NewRows, pool_keys: Tensor, pool_values: Tensor, tables: DecodeTables, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values of the decoding sequences in the pool (1, Hkv, slots, D), then attend.
+
+        Returns the output (N, Hkv, Hq / Hkv, D) and the scores' log-sum-exps (N, Hkv, Hq / Hkv).
+        """
+        sequences, kv_heads = len(tables.rows), new.key.shape[1]
+        group, output, lse = _results(sequences, new.query, kv_heads)
+        dense = [rows if rows.stride(3) == 1 else rows.contiguous() for rows in new]
+        self._decode(
+            *(number for rows in dense for number in (rows.data_ptr(), rows.stride(1), rows.stride(2))),
+            *(pool_keys.data_ptr(), pool_values.data_ptr(), pool_keys.shape[2]),
+            *(table.data_ptr() for table in (tables.rows, tables.new_slots, tables.first_parts, tables.parts)),
+            *(sequences, kv_heads, group, scale, output.data_ptr(), lse.data_ptr()),
+        )
+        return output, lse
+
+    def attend_chunk(
+        self, query: Tensor, pool_keys: Tensor, pool_values: Tensor, table: ChunkTable, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with a sequence's rows (1, Hq, rows, D), whose keys and values are in the pool (1, Hkv, slots, D).
+
+        Returns the output (rows, Hkv, Hq / Hkv, D) and the scores' log-sum-exps (rows, Hkv, Hq / Hkv).
+        """
+        kv_heads = pool_keys.shape[1]
+        group, output, lse = _results(table.rows, query, kv_heads)
+        query = query if query.stride(3) == 1 else query.contiguous()
+        self._attend_chunk(
+            *(query.data_ptr(), query.stride(1), query.stride(2)),
+            *(pool_keys.data_ptr(), pool_values.data_ptr(), pool_keys.shape[2]),
+            *(table.parts.data_ptr(), len(table.parts), table.first),
+            *(table.rows, table.context, table.window or _NO_WINDOW, kv_heads, group),
+            *(scale, output.data_ptr(), lse.data_ptr()),
+        )
+        return output, lse
+
+
+def _results(rows: int, query: Tensor, kv_heads: int) -> tuple[int, Tensor, Tensor]:
+    """Return the query heads of each key/value head, and room for an output and its log-sum-exps."""
+    group, dim = query.shape[1] // kv_heads, query.shape[3]
+    return group, torch.empty(rows, kv_heads, group, dim), torch.empty(rows, kv_heads, group)
+
+
+@cache
+def attention_kernel(head_dim: int, dtype: torch.dtype) -> AttentionKernel | None:
+    """Return the kernel for heads of this dimension, or None where torch's own attention has to do."""
+    if head_dim % _LANES or dtype is not torch.float32:
+        return None
+    library = compiled("attention.c", f"HEAD_DIM={head_dim}")
+    return None if library is None else AttentionKernel(library)
