@@ -1,56 +1,19 @@
 /* Attention over the KV pool of attention.py: of all decoding sequences in one call, and of a sequence's many rows.
  *
- * torch's own kernel takes one sequence at a time, as their contexts lie anywhere; at some hundred tokens the calls cost
- * more than reading the keys does, and with many rows it reaches a seventh of the CPU's speed. native.py compiles this
- * for the CPU that it runs on and for one HEAD_DIM, a multiple of LANES. The vector types are GCC's; where registers are
- * narrower, a vector is several of them.
+ * torch's own kernel takes one sequence at a time, as their contexts lie anywhere; at some hundred tokens the calls
+ * cost more than reading the keys does, and with many rows it reaches a seventh of the CPU's speed. native.py compiles
+ * this for the CPU that it runs on and for one HEAD_DIM, a multiple of LANES.
  *
- * The softmax is flash attention's: tile by tile, with a running maximum. Each row and head is computed by one thread in
- * one order, so a row's result does not depend on who else is in the batch.
+ * The softmax is flash attention's: tile by tile, with a running maximum. Each row and head is computed by one thread
+ * in one order, so a row's result does not depend on who else is in the batch.
  */
 
 #include <float.h>
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-#define LEAST -87.0f
-enum { LANES = 16, VECTORS = HEAD_DIM / LANES, TILE = 32 }; /* floats of a vector; of a head; tokens at a time */
+#include "vectors.h"
 
-typedef float vec __attribute__((vector_size(LANES * 4)));
-typedef int32_t ints __attribute__((vector_size(LANES * 4)));
-
-static inline vec load(const float *at) {
-    vec value;
-    memcpy(&value, at, sizeof value);
-    return value;
-}
-
-static inline void store(float *at, vec value) { memcpy(at, &value, sizeof value); }
-
-static inline float sum(vec v) {
-    v += __builtin_shuffle(v, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-    v += __builtin_shuffle(v, (ints){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-    v += __builtin_shuffle(v, (ints){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
-    return v[0] + v[1];
-}
-
-/* e^x for x <= 0: a power of two times a polynomial (Cephes' expf). */
-static inline vec exponential(vec x) {
-    ints far = x < LEAST; /* would leave the exponent's range */
-    x = (vec)(((ints)x & ~far) | ((ints)((vec){} + LEAST) & far));
-    vec scaled = x * 1.44269504f - 0.5f;
-    ints whole = __builtin_convertvector(scaled, ints); /* cuts off, so that the rest is within +-0.5 */
-    vec count = __builtin_convertvector(whole, vec);
-    vec rest = x - count * 0.693359375f + count * 2.12194440e-4f;
-    vec y = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * rest * rest + rest + 1.0f;
-    return y * (vec)((whole + 127) << 23);
-}
+enum { VECTORS = HEAD_DIM / LANES, TILE = 32 }; /* of a head; tokens at a time */
 
 /* One query head over one tile: adds to the softmax's total and to the output, both relative to the largest score so
  * far, and returns the largest now. */
@@ -129,18 +92,15 @@ void decode_attention(
         }
 }
 
-/* --- many rows of one sequence ------------------------------------------------------------------------------------- */
+/* --- many rows of one sequence ---------------------------------------------------------------------------------- */
 
-enum { KEYS = 64, ROWS = 6, QUERIES = 96 }; /* tokens of a tile; rows whose sums stay in registers; of a thread's task */
-enum { GROUP = 4 };                         /* vectors of a row in registers */
+enum { KEYS = 64, QUERIES = 96 }; /* tokens of a tile; rows of a thread's task */
+enum { ROWS = 6, GROUP = 4 };     /* rows whose sums stay in registers, and so many vectors of each */
 
 #define EACH_ROW _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++)
 #define EACH_VECTOR _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++)
 
-static inline vec larger(vec a, vec b) {
-    ints is_larger = a > b;
-    return (vec)(((ints)a & is_larger) | ((ints)b & ~is_larger));
-}
+static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
 
 static inline float most(vec v) {
     v = larger(v, __builtin_shuffle(v, (ints){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
@@ -151,7 +111,8 @@ static inline float most(vec v) {
 
 /* sums [ROWS][vectors] += left [ROWS, steps] · right [steps, vectors]. */
 static inline __attribute__((always_inline)) void multiply(
-    const int vectors, vec sums[ROWS][GROUP], const float *left, int left_row, const float *right, int right_row, int steps) {
+    const int vectors, vec sums[ROWS][GROUP], const float *left, int left_row, const float *right, int right_row,
+    int steps) {
     for (int k = 0; k < steps; k++) {
         vec row[GROUP];
         EACH_VECTOR row[v] = load(right + k * right_row + v * LANES);
@@ -189,7 +150,7 @@ static void attend_rows(
             EACH_VECTOR {
                 ints number = (ints){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + v * LANES;
                 ints is_seen = (number >= (int32_t)first[r]) & (number < (int32_t)end[r]);
-                scores[r][v] = (vec)(((ints)scores[r][v] & is_seen) | ((ints)((vec){} - FLT_MAX) & ~is_seen));
+                scores[r][v] = choose(is_seen, scores[r][v], (vec){} - FLT_MAX);
             }
         vec top = scores[r][0], sums = {};
         EACH_VECTOR top = larger(top, scores[r][v]);
@@ -217,8 +178,8 @@ static int64_t within(int64_t number, int64_t least, int64_t largest) {
 /* The last `rows` tokens of a sequence of `context` attend to those before them and to themselves, each to `window` at
  * most. Their keys and values are in the pool already. Strides are in floats.
  *
- * pool_keys, pool_values: [kv_heads, slots, HEAD_DIM]; parts [count, 2]: slots that follow each other, first and end, that
- * hold the tokens from `first` on; output: [rows, kv_heads, group, HEAD_DIM]; lse: [rows, kv_heads, group].
+ * pool_keys, pool_values: [kv_heads, slots, HEAD_DIM]; parts [count, 2]: slots that follow each other, first and end,
+ * of the tokens from `first` on; output: [rows, kv_heads, group, HEAD_DIM]; lse: [rows, kv_heads, group].
  */
 void chunk_attention(
     const float *query, int64_t query_head, int64_t query_row, const float *pool_keys, const float *pool_values,

@@ -89,7 +89,7 @@ class AttentionKernel:
 
         Returns the output (N, Hkv, Hq / Hkv, D) and the scores' log-sum-exps (N, Hkv, Hq / Hkv).
         """
-        sequences, kv_heads = len(tables.rows), new.key.shape[1]
+        sequences, kv_heads = tables.rows.shape[0], new.key.shape[1]
         group, output, lse = _results(sequences, new.query, kv_heads)
         dense = [rows if rows.stride(3) == 1 else rows.contiguous() for rows in new]
         self._decode(
@@ -113,7 +113,7 @@ class AttentionKernel:
         self._attend_chunk(
             *(query.data_ptr(), query.stride(1), query.stride(2)),
             *(pool_keys.data_ptr(), pool_values.data_ptr(), pool_keys.shape[2]),
-            *(table.parts.data_ptr(), len(table.parts), table.first),
+            *(table.parts.data_ptr(), table.parts.shape[0], table.first),
             *(table.rows, table.context, table.window or _NO_WINDOW, kv_heads, group),
             *(scale, output.data_ptr(), lse.data_ptr()),
         )

@@ -31,6 +31,7 @@ from engine.errors import ConfigError, UnsupportedModel
 from engine.kv_memory import make_kv_memory
 from engine.linear import check_quantization
 from engine.projections import make_fast, watch_siblings
+from engine.row_modules import speed_up_rows
 
 _OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
 _PROBE_TOKENS = 12
@@ -82,8 +83,11 @@ def prepare_model(
     model.train(mode=False).requires_grad_(requires_grad=False)
     prompt = _probe_prompt(model)
     model.set_attn_implementation("eager")
-    with torch.inference_mode(), watch_siblings(model) as siblings:
+    with torch.inference_mode():
         reference = model(input_ids=prompt, use_cache=False).logits[0].float()
+        speed_up_rows(model)
+        with watch_siblings(model) as siblings:
+            model(input_ids=prompt, use_cache=False)
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)
     make_fast(model, siblings, quantize)

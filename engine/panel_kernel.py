@@ -42,7 +42,7 @@ class PanelKernel:
         """Return rows · weightsᵀ + bias, in integers; offsets and scales [outputs] as panels.c has them."""
         assert self._multiply_int8 is not None  # noqa: S101
         rows = rows.contiguous()
-        inputs, outputs = rows.shape[-1], len(scales)
+        inputs, outputs = rows.shape[-1], scales.shape[0]
         count = rows.numel() // inputs
         rounded, largest = torch.empty(count, inputs, dtype=torch.uint8), torch.empty(count)
         output = torch.empty(*rows.shape[:-1], outputs)

@@ -1,25 +1,21 @@
-/* Products of rows with weights that oneDNN has packed in panels of 64 outputs: [outputs / 64][inputs][64], or for integers
- * [outputs / 64][inputs / 4][64][4].
+/* Products of rows with weights that oneDNN has packed in panels of 64 outputs: [outputs / 64][inputs][64], or for
+ * integers [outputs / 64][inputs / 4][64][4].
  *
- * While sequences decode there are few rows, and what takes time is to read the weights; oneDNN's kernels do it at three
- * quarters of the memory's speed. Here a part of a panel that fits into the first cache is multiplied with all rows, a
- * block of them at a time, whose sums stay in registers; meanwhile the next part is fetched. native.py compiles this for
- * the CPU that it runs on.
+ * While sequences decode there are few rows, and what takes time is to read the weights; oneDNN's kernels do it at
+ * three quarters of the memory's speed. Here a part of a panel that fits into the first cache is multiplied with all
+ * rows, a block of them at a time, whose sums stay in registers; meanwhile the next part is fetched. native.py compiles
+ * this for the CPU that it runs on.
  *
  * Each sum is made in the same order however many rows there are, so a row's result does not depend on the others.
  */
 
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-enum { LANES = 16, PANEL = 64, VECTORS = PANEL / LANES };  /* floats of a vector; outputs of a panel; its vectors */
-enum { BLOCK_ROWS = 6 };                                   /* of a block: its 24 sums stay in the 32 registers */
-enum { LINE = 64, LINES = 4, STEPS = 128, AHEAD = 4096 };  /* bytes; lines of a panel that one step reads; steps of a
-                                                              part, 32 KiB; bytes from what is read to what is fetched */
+enum { PANEL = 64, VECTORS = PANEL / LANES }; /* outputs of a panel; its vectors */
+enum { BLOCK_ROWS = 6 };                      /* of a block: its 24 sums stay in the 32 registers */
+enum { LINE = 64, LINES = 4, STEPS = 128 };   /* bytes; lines of a panel that a step reads; steps of a part, 32 KiB */
+enum { AHEAD = 4096 };                        /* bytes from what is read to what is fetched meanwhile */
 
-typedef float vec __attribute__((vector_size(LANES * 4)));
-typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4))); /* anywhere in memory */
-typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 
 /* A part of a panel, as one block of rows reads it, and what is fetched meanwhile. */
@@ -45,8 +41,8 @@ static inline __attribute__((always_inline)) void fetch(Part part, int64_t step)
 #define EACH_ROW _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++)
 #define EACH_VECTOR _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++)
 
-/* `block` for each part of the panels of a thread and each block of rows; it sees at, part, row, and rows as a constant,
- * so that each sum has its register. */
+/* `block` for each part of a thread's panels and each block of rows; it sees at, part, row, and rows as a constant, so
+ * that each sum has its register. */
 #define EACH_BLOCK(weights, panel_steps, block) \
     int64_t blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS; \
     _Pragma("omp parallel for schedule(static)") \
@@ -69,18 +65,18 @@ static inline __attribute__((always_inline)) void float_block(
     const int rows, const float *input, int64_t inputs, Part part, const float *bias, float *output, int64_t outputs) {
     vec sums[BLOCK_ROWS][VECTORS];
     if (!part.is_first)
-        EACH_ROW EACH_VECTOR sums[r][v] = *(const loose_vec *)(output + r * outputs + v * LANES);
+        EACH_ROW EACH_VECTOR sums[r][v] = load(output + r * outputs + v * LANES);
     else if (bias)
-        EACH_ROW EACH_VECTOR sums[r][v] = *(const loose_vec *)(bias + v * LANES);
+        EACH_ROW EACH_VECTOR sums[r][v] = load(bias + v * LANES);
     else
         EACH_ROW EACH_VECTOR sums[r][v] = (vec){};
     for (int64_t k = 0; k < part.steps; k++) {
         vec weights[VECTORS];
-        EACH_VECTOR weights[v] = *(const loose_vec *)(part.weights + k * LINES * LINE + v * LINE);
+        EACH_VECTOR weights[v] = load((const float *)(part.weights + k * LINES * LINE + v * LINE));
         fetch(part, k);
         EACH_ROW EACH_VECTOR sums[r][v] += weights[v] * input[r * inputs + k];
     }
-    EACH_ROW EACH_VECTOR *(loose_vec *)(output + r * outputs + v * LANES) = sums[r][v];
+    EACH_ROW EACH_VECTOR store(output + r * outputs + v * LANES, sums[r][v]);
 }
 
 /* input [count, inputs] · weightsᵀ + bias = output [count, outputs]; bias may be 0. */
@@ -97,12 +93,12 @@ void multiply_float(
 #ifdef __AVX512VNNI__
 #include <immintrin.h>
 
-/* Round a row to unsigned bytes around 128; returns its largest magnitude, which becomes 127 steps. A row of zeros becomes
- * anything, and is then multiplied with its largest, 0. */
+/* Round a row to unsigned bytes around 128; returns its largest magnitude, which becomes 127 steps. A row of zeros
+ * becomes anything, and is then multiplied with its largest, 0. */
 static float round_row(const float *row, int64_t inputs, uint8_t *rounded) {
     ints most = {}; /* a float's bits without the sign are in its order, and what is not a number is above all */
     for (int64_t k = 0; k < inputs; k += LANES) {
-        ints size = (ints)*(const loose_vec *)(row + k) & 0x7fffffff, larger = size > most;
+        ints size = (ints)load(row + k) & 0x7fffffff, larger = size > most;
         most = (size & larger) | (most & ~larger);
     }
     int32_t bits = 0;
@@ -111,7 +107,7 @@ static float round_row(const float *row, int64_t inputs, uint8_t *rounded) {
     memcpy(&largest, &bits, sizeof largest);
     float steps = 127.0f / largest;
     for (int64_t k = 0; k < inputs; k += LANES) {
-        vec shifted = *(const loose_vec *)(row + k) * steps + 128.5f; /* half a step: the conversion cuts off */
+        vec shifted = load(row + k) * steps + 128.5f; /* half a step: the conversion cuts off */
         *(bytes *)(rounded + k) = __builtin_convertvector(__builtin_convertvector(shifted, ints), bytes);
     }
     return largest;
@@ -142,15 +138,15 @@ static inline __attribute__((always_inline)) void int8_block(
     }
     EACH_ROW EACH_VECTOR {
         /* Always an addition, as else it depended on the number of rows where the compiler makes it one operation. */
-        vec added = bias ? *(const loose_vec *)(bias + v * LANES) : (vec){};
-        vec product = (vec)_mm512_cvtepi32_ps(sums[r][v]) * *(const loose_vec *)(scales + v * LANES);
-        *(loose_vec *)(output + r * outputs + v * LANES) = product * largest[r] + added;
+        vec added = bias ? load(bias + v * LANES) : (vec){};
+        vec product = (vec)_mm512_cvtepi32_ps(sums[r][v]) * load(scales + v * LANES);
+        store(output + r * outputs + v * LANES, product * largest[r] + added);
     }
 }
 
 /* As multiply_float, in integers. offsets [outputs] take off what rounding adds to the rows: -128 times the sum of an
- * output's weights. scales [outputs]: what an integer of an output is worth where a row's largest magnitude is 1. rounded
- * [count, inputs] and largest [count] are room to work in. */
+ * output's weights. scales [outputs]: what an integer of an output is worth where a row's largest magnitude is 1.
+ * rounded [count, inputs] and largest [count] are room to work in. */
 void multiply_int8(
     const float *input, int64_t count, int64_t inputs, const int8_t *weights, int64_t outputs, const int32_t *offsets,
     const float *scales, const float *bias, uint8_t *rounded, float *largest, float *output) {

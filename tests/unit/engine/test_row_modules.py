@@ -1,0 +1,97 @@
+"""Norms and gated layers in one pass: only those that compute what the formula says, and they compute the same."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3MLP
+
+from engine.row_modules import GatedLayer, RmsNorm, speed_up_rows
+from tests.unit.engine.tiny_models import SHAPE, make_model
+
+
+def norm(kind: type[nn.Module], width: int) -> nn.Module:
+    module = kind(width, 1e-5)
+    assert isinstance(module.weight, nn.Parameter)
+    nn.init.normal_(module.weight, mean=0.5)
+    return module
+
+
+def sped_up(module: nn.Module) -> nn.Module:
+    """Return what stands in the module's place after `speed_up_rows`."""
+    holder = nn.Sequential(module)
+    with torch.inference_mode():
+        speed_up_rows(holder)
+    return holder[0]
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (1, 300, 64), (1, 5, 3, 64), (0, 64)])
+def test_norms_are_recognised_and_compute_the_same(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    module = norm(kind, 64)
+    fast = sped_up(module)
+    assert isinstance(fast, RmsNorm)
+    rows = torch.randn(shape) * 3
+    torch.testing.assert_close(fast(rows), module(rows).detach())
+
+
+def test_a_norm_takes_rows_that_are_parts_of_wider_ones() -> None:
+    module = norm(LlamaRMSNorm, 16)
+    rows = torch.randn(1, 4, 96).split([32, 64], dim=-1)[0].view(1, 4, 2, 16)
+    torch.testing.assert_close(sped_up(module)(rows), module(rows).detach())
+
+
+@pytest.mark.parametrize("module", [nn.LayerNorm(64), norm(LlamaRMSNorm, 40)], ids=["layer_norm", "odd_width"])
+def test_other_norms_stay(module: nn.Module) -> None:
+    assert sped_up(module) is module
+
+
+def mlp(activation: str, width: int = 96) -> nn.Module:
+    config = Qwen3Config(hidden_size=32, intermediate_size=width, hidden_act=activation)
+    module: nn.Module = Qwen3MLP(config)
+    return module
+
+
+@pytest.mark.parametrize("scale", [0.1, 30.0])  # gates around 0, and far beyond what e^x can be
+def test_gated_layers_are_recognised_and_compute_the_same(scale: float) -> None:
+    torch.manual_seed(2)
+    module = mlp("silu")
+    fast = sped_up(module)
+    assert isinstance(fast, GatedLayer)
+    rows = torch.randn(1, 200, 32) * scale
+    with torch.inference_mode():
+        expected = module(rows)
+        torch.testing.assert_close(fast(rows), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "module", [mlp("gelu_pytorch_tanh"), mlp("relu"), mlp("silu", 100)], ids=["gelu", "relu", "odd_width"]
+)
+def test_other_layers_stay(module: nn.Module) -> None:
+    assert sped_up(module) is module
+
+
+def test_what_is_not_a_number_stays_visible() -> None:
+    rows = torch.ones(2, 64)
+    rows[1, 3] = float("nan")
+    assert sped_up(norm(LlamaRMSNorm, 64))(rows).isfinite().all(dim=1).tolist() == [True, False]
+
+
+def test_a_model_of_another_dtype_or_without_a_compiler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = norm(LlamaRMSNorm, 64).bfloat16()
+    assert sped_up(half) is half
+    monkeypatch.setattr("engine.row_modules._library", lambda: None)
+    full = norm(LlamaRMSNorm, 64)
+    assert sped_up(full) is full
+
+
+def test_all_of_a_model_is_found() -> None:
+    model = make_model(Qwen3Config(**SHAPE))
+    with torch.inference_mode():
+        speed_up_rows(model)
+    kinds = [type(module).__name__ for module in model.modules()]
+    assert kinds.count("RmsNorm") == 2 * SHAPE["num_hidden_layers"] + 1 + 2 * SHAPE["num_hidden_layers"]
+    assert kinds.count("GatedLayer") == SHAPE["num_hidden_layers"]
+    assert not {"Qwen3RMSNorm", "Qwen3MLP"} & set(kinds)
