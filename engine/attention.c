@@ -94,8 +94,8 @@ void decode_attention(
 
 /* --- many rows of one sequence ---------------------------------------------------------------------------------- */
 
-enum { KEYS = 64, QUERIES = 96 }; /* tokens of a tile; rows of a thread's task */
-enum { ROWS = 6, GROUP = 4 };     /* rows whose sums stay in registers, and so many vectors of each */
+enum { KEYS = 64, SPAN = 8, QUERIES = 96 }; /* tokens of a tile; tiles laid out at a time; rows of a thread's task */
+enum { ROWS = 6, GROUP = 4 };               /* rows whose sums stay in registers, and so many vectors of each */
 
 #define EACH_ROW _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++)
 #define EACH_VECTOR _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++)
@@ -109,6 +109,21 @@ static inline float most(vec v) {
     return v[0] > v[1] ? v[0] : v[1];
 }
 
+/* Tokens that follow each other in the pool, their keys turned. */
+typedef struct {
+    float keys[HEAD_DIM][KEYS];
+    const float *values;
+    int64_t position; /* of the first of them in the sequence */
+    int tokens;
+} Tile;
+
+/* Rows of one head that follow each other, and what they have seen so far, relative to the largest score. */
+typedef struct {
+    float queries[ROWS][HEAD_DIM], output[ROWS][HEAD_DIM];
+    vec totals[ROWS]; /* of the softmax; a row's is the sum of its lanes */
+    vec largest;      /* a row's in its lane */
+} Rows;
+
 /* sums [ROWS][vectors] += left [ROWS, steps] · right [steps, vectors]. */
 static inline __attribute__((always_inline)) void multiply(
     const int vectors, vec sums[ROWS][GROUP], const float *left, int left_row, const float *right, int right_row,
@@ -120,60 +135,53 @@ static inline __attribute__((always_inline)) void multiply(
     }
 }
 
-/* What rows have seen so far: the largest score, the softmax's total, and the output, of which only the first `count`
- * are there. */
-typedef struct {
-    int count;
-    float *largest, *total, *output;
-    int64_t output_row;
-} Rows;
-
 static inline __attribute__((always_inline)) void add_values(
-    const int vectors, Rows rows, const float *fades, const float *weights, const float *values, int tokens, int dim) {
+    const int vectors, Rows *rows, vec fades, const float *weights, const Tile *tile, int dim) {
     vec sums[ROWS][GROUP];
-    EACH_ROW EACH_VECTOR
-        sums[r][v] = r < rows.count ? load(rows.output + r * rows.output_row + dim + v * LANES) * fades[r] : (vec){};
-    multiply(vectors, sums, weights, KEYS, values + dim, HEAD_DIM, tokens);
-    EACH_ROW if (r < rows.count) EACH_VECTOR store(rows.output + r * rows.output_row + dim + v * LANES, sums[r][v]);
+    EACH_ROW EACH_VECTOR sums[r][v] = load(rows->output[r] + dim + v * LANES) * fades[r];
+    multiply(vectors, sums, weights, KEYS, tile->values + dim, HEAD_DIM, tile->tokens);
+    EACH_ROW EACH_VECTOR store(rows->output[r] + dim + v * LANES, sums[r][v]);
 }
 
-/* The rows of one head attend to a tile of tokens; row r sees those from first[r] on and before end[r]. */
-static void attend_rows(
-    Rows rows, const float queries[ROWS][HEAD_DIM], const float keys[HEAD_DIM][KEYS], const float *values, int tokens,
-    const int64_t *first, const int64_t *end, float scale) {
+/* The rows attend to a tile; row r sees its tokens from first + r on and before end + r. */
+static void attend_rows(Rows *rows, const Tile *tile, int64_t first, int64_t end, float scale) {
     enum { vectors = KEYS / LANES };
-    vec scores[ROWS][GROUP] = {};
-    float weights[ROWS][KEYS], fades[ROWS];
-    multiply(vectors, scores, queries[0], HEAD_DIM, keys[0], KEYS, HEAD_DIM);
+    const ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int is_whole = first + ROWS <= 1 && end >= KEYS && tile->tokens == KEYS; /* of every row */
+    vec scores[ROWS][GROUP] = {}, before = rows->largest;
+    float weights[ROWS][KEYS];
+    multiply(vectors, scores, rows->queries[0], HEAD_DIM, tile->keys[0], KEYS, HEAD_DIM);
     EACH_ROW {
-        if (first[r] > 0 || end[r] < KEYS)
+        vec top;
+        if (!is_whole) {
+            int32_t from = first + r > 0 ? first + r : 0, to = end + r < tile->tokens ? end + r : tile->tokens;
             EACH_VECTOR {
-                ints number = (ints){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + v * LANES;
-                ints is_seen = (number >= (int32_t)first[r]) & (number < (int32_t)end[r]);
+                ints is_seen = (numbers + v * LANES >= from) & (numbers + v * LANES < to);
                 scores[r][v] = choose(is_seen, scores[r][v], (vec){} - FLT_MAX);
             }
-        vec top = scores[r][0], sums = {};
-        EACH_VECTOR top = larger(top, scores[r][v]);
-        float before = rows.largest[r], largest = most(top) * scale;
-        largest = largest > before ? largest : before;
-        EACH_VECTOR {
-            vec exponentials = exponential(scores[r][v] * scale - largest);
-            store(weights[r] + v * LANES, exponentials);
-            sums += exponentials;
         }
-        fades[r] = expf(before - largest);
-        rows.largest[r] = largest;
-        rows.total[r] = rows.total[r] * fades[r] + sum(sums);
+        top = scores[r][0];
+        EACH_VECTOR top = larger(top, scores[r][v]);
+        float largest = most(top) * scale;
+        rows->largest[r] = largest > before[r] ? largest : before[r];
+    }
+    vec fades = exponential(before - rows->largest);
+    EACH_ROW {
+        vec total = rows->totals[r] * fades[r];
+        EACH_VECTOR {
+            vec exponentials = exponential(scores[r][v] * scale - rows->largest[r]);
+            store(weights[r] + v * LANES, exponentials);
+            total += exponentials;
+        }
+        rows->totals[r] = total;
     }
     for (int dim = 0; dim + GROUP * LANES <= HEAD_DIM; dim += GROUP * LANES)
-        add_values(GROUP, rows, fades, weights[0], values, tokens, dim);
+        add_values(GROUP, rows, fades, weights[0], tile, dim);
     enum { REST = VECTORS % GROUP };
-    if (REST) add_values(REST, rows, fades, weights[0], values, tokens, HEAD_DIM - REST * LANES);
+    if (REST) add_values(REST, rows, fades, weights[0], tile, HEAD_DIM - REST * LANES);
 }
 
-static int64_t within(int64_t number, int64_t least, int64_t largest) {
-    return number < least ? least : number > largest ? largest : number;
-}
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The last `rows` tokens of a sequence of `context` attend to those before them and to themselves, each to `window` at
  * most. Their keys and values are in the pool already. Strides are in floats.
@@ -185,49 +193,65 @@ void chunk_attention(
     const float *query, int64_t query_head, int64_t query_row, const float *pool_keys, const float *pool_values,
     int64_t slots, const int64_t *parts, int64_t count, int64_t first, int64_t rows, int64_t context, int64_t window,
     int64_t kv_heads, int64_t group, float scale, float *output, float *lse) {
-    int64_t heads = kv_heads * group, row_floats = heads * HEAD_DIM, tasks = (rows + QUERIES - 1) / QUERIES;
-    int64_t before = context - rows;
+    int64_t heads = kv_heads * group, tasks = (rows + QUERIES - 1) / QUERIES;
+    int64_t before = context - rows; /* the position of row 0 */
 #pragma omp parallel for schedule(dynamic, 1) collapse(2)
     for (int64_t task = tasks - 1; task >= 0; task--) /* the longest first */
         for (int64_t h = 0; h < kv_heads; h++) {
-            int64_t row = task * QUERIES, own = rows - row < QUERIES ? rows - row : QUERIES, position = first;
-            float largest[group][QUERIES + ROWS], total[group][QUERIES + ROWS], keys[HEAD_DIM][KEYS] = {};
-            for (int64_t g = 0; g < group; g++)
-                for (int64_t r = 0; r < QUERIES + ROWS; r++) largest[g][r] = -FLT_MAX, total[g][r] = 0;
-            for (int64_t r = row; r < row + own; r++)
-                memset(output + r * row_floats + h * group * HEAD_DIM, 0, group * HEAD_DIM * sizeof *output);
-            for (int64_t p = 0; p < count; p++)
-                for (int64_t at = parts[2 * p]; at < parts[2 * p + 1]; at += KEYS) {
-                    int64_t tokens = within(parts[2 * p + 1] - at, 0, KEYS), from = position;
-                    position += tokens;
-                    /* Nothing of the tile is seen by the task's last row, or by its first. */
-                    if (from > before + row + own - 1 || position <= before + row + 1 - window) continue;
-                    for (int t = 0; t < tokens; t++)
-                        for (int d = 0; d < HEAD_DIM; d++) keys[d][t] = pool_keys[(h * slots + at + t) * HEAD_DIM + d];
-                    for (int64_t g = 0; g < group; g++)
-                        for (int64_t r = row; r < row + own; r += ROWS) {
-                            int64_t some = within(row + own - r, 0, ROWS), starts[ROWS], ends[ROWS];
-                            float queries[ROWS][HEAD_DIM] = {};
-                            if (from > before + r + some - 1 || position <= before + r + 1 - window) continue;
-                            for (int64_t i = 0; i < ROWS; i++) {
-                                starts[i] = within(before + r + i + 1 - window - from, 0, KEYS);
-                                ends[i] = within(before + r + i + 1 - from, 0, tokens);
-                            }
-                            int64_t head = h * group + g;
-                            for (int64_t i = 0; i < some; i++)
-                                memcpy(queries[i], query + head * query_head + (r + i) * query_row, sizeof queries[i]);
-                            Rows state = {some, largest[g] + r - row, total[g] + r - row,
-                                          output + r * row_floats + head * HEAD_DIM, row_floats};
-                            attend_rows(
-                                state, queries, keys, pool_values + (h * slots + at) * HEAD_DIM, tokens, starts, ends,
-                                scale);
+            int64_t start = task * QUERIES, end = smaller(start + QUERIES, rows), position = first, part = 0;
+            int64_t at = parts[0], blocks = (end - start + ROWS - 1) / ROWS;
+            vec largest[group][QUERIES / ROWS], totals[group][QUERIES]; /* between spans, with the output's own memory */
+            Tile tiles[SPAN];
+            for (int is_first = 1, is_last = 0; !is_last; is_first = 0) {
+                int filled = 0;
+                while (filled < SPAN && !is_last) {
+                    Tile *tile = tiles + filled;
+                    tile->tokens = smaller(parts[2 * part + 1] - at, KEYS);
+                    tile->position = position;
+                    tile->values = pool_values + (h * slots + at) * HEAD_DIM;
+                    /* Seen by the task's last row, and by its first. */
+                    if (position <= before + end - 1 && position + tile->tokens > before + start + 1 - window) {
+                        const float *keys = pool_keys + (h * slots + at) * HEAD_DIM;
+                        for (int t = 0; t < tile->tokens; t++)
+                            for (int d = 0; d < HEAD_DIM; d++) tile->keys[d][t] = keys[t * HEAD_DIM + d];
+                        for (int t = tile->tokens; t < KEYS; t++)
+                            for (int d = 0; d < HEAD_DIM; d++) tile->keys[d][t] = 0;
+                        filled++;
+                    }
+                    position += tile->tokens;
+                    at += tile->tokens;
+                    if (at == parts[2 * part + 1] && ++part < count) at = parts[2 * part];
+                    is_last = part == count || position > before + end - 1;
+                }
+                for (int64_t g = 0; g < group; g++)
+                    for (int64_t block = 0; block < blocks; block++) {
+                        int64_t row = start + block * ROWS, own = smaller(end - row, ROWS), head = h * group + g;
+                        Rows state;
+                        float *results[ROWS];
+                        for (int64_t r = 0; r < ROWS; r++) {
+                            int64_t there = row + smaller(r, own - 1); /* rows that are missing repeat the last */
+                            results[r] = output + (there * heads + head) * HEAD_DIM;
+                            memcpy(state.queries[r], query + head * query_head + there * query_row, sizeof state.queries[r]);
+                            if (is_first)
+                                memset(state.output[r], 0, sizeof state.output[r]);
+                            else
+                                memcpy(state.output[r], results[r], sizeof state.output[r]);
+                            state.totals[r] = is_first || r >= own ? (vec){} : totals[g][block * ROWS + r];
                         }
-                }
-            for (int64_t g = 0; g < group; g++)
-                for (int64_t r = 0; r < own; r++) {
-                    int64_t head = (row + r) * heads + h * group + g;
-                    for (int d = 0; d < HEAD_DIM; d++) output[head * HEAD_DIM + d] /= total[g][r];
-                    lse[head] = largest[g][r] + logf(total[g][r]);
-                }
+                        state.largest = is_first ? (vec){} - FLT_MAX : largest[g][block];
+                        for (Tile *tile = tiles; tile < tiles + filled; tile++) {
+                            int64_t newest = before + row - tile->position; /* of the tile's tokens, row 0 itself */
+                            if (newest + own - 1 >= 0 && newest + 1 - window < tile->tokens)
+                                attend_rows(&state, tile, newest + 1 - window, newest + 1, scale);
+                        }
+                        largest[g][block] = state.largest;
+                        for (int64_t r = 0; r < own; r++) {
+                            float total = sum(state.totals[r]);
+                            totals[g][block * ROWS + r] = state.totals[r];
+                            for (int d = 0; d < HEAD_DIM; d++) results[r][d] = state.output[r][d] / (is_last ? total : 1);
+                            lse[(row + r) * heads + head] = state.largest[r] + logf(total);
+                        }
+                    }
+            }
         }
 }
