@@ -31,7 +31,7 @@ class SharedProjection:
         """Return part `number` of the product with `rows`, computed when the first of the layers asks."""
         if rows is not self._rows or number not in self._parts:
             self._rows = rows  # kept so that no other tensor can be taken for it
-            self._parts = dict(enumerate(self._product(rows).split(self._widths, dim=-1)))
+            self._parts = dict(enumerate(self._product(rows).split_with_sizes(self._widths, dim=-1)))
         part = self._parts.pop(number)
         if not self._parts:
             self._rows = None

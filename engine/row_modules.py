@@ -1,11 +1,12 @@
-"""Norms and gated layers of a model on a CPU, in one pass over their rows (rows.c) instead of torch's four to eight.
+"""Norms, gated layers and rotary embeddings on a CPU, in one pass over their rows (rows.c) instead of torch's many.
 
-Which modules these are is seen by what they compute, on random rows: one whose output is not the formula's stays.
+Which these are is seen by what they compute, on random rows: one whose output is not the formula's stays.
 """
 
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ _SEED: Final = 1
 _TOLERANCE: Final = 1e-5  # of the largest output
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _NORM_ARGUMENTS: Final[Sequence[type[Any]]] = [_POINTER, _INTEGER, _INTEGER, _POINTER, ctypes.c_float, _POINTER]
+_ROTARY_ARGUMENTS: Final[Sequence[type[Any]]] = [_POINTER, *[_INTEGER] * 5, *[_POINTER] * 3]
 _GATED_ARGUMENTS: Final[Sequence[type[Any]]] = [*(_POINTER, _INTEGER) * 2, _INTEGER, _INTEGER, _POINTER]
 
 
@@ -60,6 +62,30 @@ class GatedLayer(nn.Module):
         return product
 
 
+class RotaryEmbedding:
+    """What transformers' models call `apply_rotary_pos_emb`."""
+
+    NAME: Final = "apply_rotary_pos_emb"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._compute = library.rotate
+
+    def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn query (1, Hq, T, D) and key (1, Hkv, T, D) by cos and sin (1, T, D)."""
+        cos, sin = cos.contiguous(), sin.contiguous()
+        return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
+
+    def _rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = heads if heads.stride(3) == 1 else heads.contiguous()
+        _, count, rows, dim = heads.shape
+        output = torch.empty(1, rows, count, dim)
+        self._compute(
+            *(heads.data_ptr(), heads.stride(1), heads.stride(2), count, rows, dim),
+            *(cos.data_ptr(), sin.data_ptr(), output.data_ptr()),
+        )
+        return output.transpose(1, 2)
+
+
 def _as_rows(projected: Tensor) -> Tensor:
     """Make (…, width) two dimensions, without a copy where it is a part of a wider product."""
     rows = projected.flatten(0, -2)
@@ -79,6 +105,8 @@ def speed_up_rows(model: nn.Module) -> None:
         replacement = _rms_norm(library, module) or _gated_layer(library, module)
         if replacement is not None:
             model.set_submodule(name, replacement)
+        else:
+            _bind_rotary(RotaryEmbedding(library), module)
 
 
 def _rms_norm(library: ctypes.CDLL, module: nn.Module) -> RmsNorm | None:
@@ -105,17 +133,49 @@ def _gated_layer(library: ctypes.CDLL, module: nn.Module) -> GatedLayer | None:
     return layer
 
 
+def _bind_rotary(rotary: RotaryEmbedding, attention: nn.Module) -> None:
+    """Have a layer's forward call `rotary` where it calls its module's function, if they compute the same.
+
+    transformers has no place for it, and other models of the process keep theirs: the name is bound anew for this
+    layer's forward only.
+    """
+    forward, dim = type(attention).forward, getattr(attention, "head_dim", None)
+    if not isinstance(forward, FunctionType) or rotary.NAME not in forward.__code__.co_names:
+        return
+    original = forward.__globals__.get(rotary.NAME)
+    if original is None or not isinstance(dim, int) or dim % (2 * _LANES):
+        return
+    query, key = _random(1, _PROBE_ROWS, 4, dim).transpose(1, 2), _random(1, _PROBE_ROWS, 2, dim).transpose(1, 2)
+    cos, sin = _random(1, _PROBE_ROWS, dim), _random(1, _PROBE_ROWS, dim) + 1
+    try:
+        expected = original(query, key, cos, sin)
+    except (TypeError, RuntimeError):  # it asks for something else
+        return
+    if not all(map(_is_near, rotary(query, key, cos, sin), expected)):
+        return
+    names = {**forward.__globals__, rotary.NAME: rotary}
+    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    attention.forward = MethodType(own, attention)
+
+
 def _computes_the_same(module: nn.Module, other: nn.Module, width: int) -> bool:
-    rows = torch.randn(_PROBE_ROWS, width, generator=torch.Generator().manual_seed(_SEED))
+    rows = _random(_PROBE_ROWS, width)
     try:
         expected = module(rows)
     except (TypeError, RuntimeError):  # it asks for something else than rows
         return False
-    if not isinstance(expected, Tensor):
+    return isinstance(expected, Tensor) and _is_near(other(rows), expected)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(_SEED))
+
+
+def _is_near(computed: Tensor, expected: Tensor) -> bool:
+    if computed.shape != expected.shape:
         return False
-    computed = other(rows)
-    largest = float(expected.abs().max())
-    return computed.shape == expected.shape and torch.allclose(computed, expected, rtol=0, atol=_TOLERANCE * largest)
+    return torch.allclose(computed, expected, rtol=0, atol=_TOLERANCE * float(expected.abs().max()))
 
 
 @cache
@@ -123,5 +183,6 @@ def _library() -> ctypes.CDLL | None:
     library = compiled("rows.c")
     if library is not None:
         library.rms_norm.argtypes, library.rms_norm.restype = _NORM_ARGUMENTS, None
+        library.rotate.argtypes, library.rotate.restype = _ROTARY_ARGUMENTS, None
         library.silu_multiply.argtypes, library.silu_multiply.restype = _GATED_ARGUMENTS, None
     return library

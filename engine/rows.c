@@ -31,3 +31,23 @@ void silu_multiply(
             store(output + row * width + i, x * sigmoid * load(up + row * up_row + i));
         }
 }
+
+/* Rotary position embedding of rows [heads, rows, dim], whose halves are turned against each other: output
+ * [rows, heads, dim] = x · cos + (minus the second half, first half) · sin. cos, sin: [rows, dim]. Strides are in
+ * floats. */
+void rotate(
+    const float *input, int64_t head_floats, int64_t row_floats, int64_t heads, int64_t rows, int64_t dim,
+    const float *cos, const float *sin, float *output) {
+#pragma omp parallel for schedule(static) if (rows * heads * dim > ALONE)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            const float *first = input + head * head_floats + row * row_floats, *second = first + dim / 2;
+            float *out = output + (row * heads + head) * dim;
+            const float *c = cos + row * dim, *s = sin + row * dim;
+            for (int64_t i = 0; i < dim / 2; i += LANES) {
+                vec a = load(first + i), b = load(second + i);
+                store(out + i, a * load(c + i) - b * load(s + i));
+                store(out + dim / 2 + i, b * load(c + dim / 2 + i) + a * load(s + dim / 2 + i));
+            }
+        }
+}

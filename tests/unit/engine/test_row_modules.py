@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from transformers import CohereConfig, GlmConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3MLP
 
-from engine.row_modules import GatedLayer, RmsNorm, speed_up_rows
+from engine.row_modules import GatedLayer, RmsNorm, RotaryEmbedding, speed_up_rows
 from tests.unit.engine.tiny_models import SHAPE, make_model
 
 
@@ -71,6 +72,49 @@ def test_gated_layers_are_recognised_and_compute_the_same(scale: float) -> None:
 )
 def test_other_layers_stay(module: nn.Module) -> None:
     assert sped_up(module) is module
+
+
+def attention_of(model: nn.Module) -> nn.Module:
+    return next(module for name, module in model.named_modules() if name.endswith("self_attn"))
+
+
+def calls_ours(attention: nn.Module) -> bool:
+    return isinstance(attention.forward.__globals__["apply_rotary_pos_emb"], RotaryEmbedding)
+
+
+def test_rotary_embeddings_are_recognised_and_compute_the_same() -> None:
+    torch.manual_seed(3)
+    model, other = (make_model(LlamaConfig(**SHAPE | {"head_dim": 32})) for _ in range(2))
+    rows = torch.arange(20)[None]
+    with torch.inference_mode():
+        expected = model(rows).logits
+        speed_up_rows(model)
+        torch.testing.assert_close(model(rows).logits, expected, rtol=1e-4, atol=1e-4)
+    assert calls_ours(attention_of(model))
+    assert not calls_ours(attention_of(other))
+
+
+def test_a_rotary_embedding_takes_rows_that_are_parts_of_wider_ones() -> None:
+    torch.manual_seed(4)
+    attention = attention_of(make_model(LlamaConfig(**SHAPE | {"head_dim": 32})))
+    sped_up(attention)
+    wide = torch.randn(1, 700, 6 * 32)
+    query, key = (
+        wide[..., :128].view(1, 700, 4, 32).transpose(1, 2),
+        wide[..., 128:].view(1, 700, 2, 32).transpose(1, 2),
+    )
+    cos, sin = torch.randn(2, 1, 700, 32)
+    ours = attention.forward.__globals__["apply_rotary_pos_emb"]
+    for turned, expected in zip(ours(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True):
+        torch.testing.assert_close(turned, expected)
+
+
+@pytest.mark.parametrize("kind", [CohereConfig, GlmConfig])  # turned pair by pair; in part
+def test_other_rotary_embeddings_stay(kind: type[PreTrainedConfig]) -> None:
+    model = make_model(kind(**SHAPE | {"head_dim": 32}))
+    with torch.inference_mode():
+        speed_up_rows(model)
+    assert not calls_ours(attention_of(model))
 
 
 def test_what_is_not_a_number_stays_visible() -> None:
