@@ -218,7 +218,7 @@ class PackedBatch:
         _, query_heads, total_rows, head_dim = query.shape
         kv_heads = key.shape[1]
         kernel = self._pool.kernel(layer) if options.softcap is None else None
-        if kernel is None or len(self._decoding) < len(self._segments):
+        if kernel is None:
             self._pool.write(layer, self._slots, key, value)
         grouped = query.view(kv_heads, query_heads // kv_heads, total_rows, head_dim).permute(2, 0, 1, 3)
         if self._decoding:
@@ -228,12 +228,13 @@ class PackedBatch:
         outputs = list(torch.split(grouped, self._rows))
         for number, rows in enumerate(outputs):
             if self._rows[number] > 1 and kernel is not None:
-                outputs[number] = self._attend_chunk_by(kernel, layer, number, query, options)
+                outputs[number] = self._attend_chunk_by(kernel, layer, number, NewRows(query, key, value), options)
             elif self._rows[number] > 1:
                 outputs[number] = self._attend_chunk(layer, number, rows, options)
         for at, number in enumerate(self._decoding):
             outputs[number] = decoded[at : at + 1]
-        return torch.cat(outputs).view(1, total_rows, query_heads, head_dim)
+        output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return output.view(1, total_rows, query_heads, head_dim)
 
     def _attend_decoding(
         self, layer: int, kernel: AttentionKernel | None, new: NewRows, grouped: Tensor, options: AttentionOptions
@@ -278,17 +279,23 @@ class PackedBatch:
         )
 
     def _attend_chunk_by(
-        self, kernel: AttentionKernel, layer: int, number: int, query: Tensor, options: AttentionOptions
+        self, kernel: AttentionKernel, layer: int, number: int, new: NewRows, options: AttentionOptions
     ) -> Tensor:
-        """Attend with the rows of one sequence among all queries (1, Hq, T, D); return (rows, Hkv, G, D)."""
-        key = (number, options.window)
-        if key not in self._chunks:
-            segment = self._segments[number]
+        """Store and attend with the rows of one sequence among all of a step's; return (rows, Hkv, G, D)."""
+        segment, row = self._segments[number], self._first_rows[number]
+        at = row
+        for part in _slots(segment.runs, segment.context - segment.rows, segment.context):
+            for stored, rows in zip(self._pool.view(layer, part), (new.key, new.value), strict=True):
+                stored.copy_(rows.narrow(2, at, len(part)))
+            at += len(part)
+        if (number, options.window) not in self._chunks:
             first = _first_visible(segment, options.window)
             parts = _slots(segment.runs, first, segment.context)
-            self._chunks[key] = ChunkTable.of(segment.rows, segment.context, first, options.window, parts)
-        rows = query.narrow(2, self._first_rows[number], self._rows[number])
-        output, lse = kernel.attend_chunk(rows, *self._pool.tensors(layer), self._chunks[key], options.scale)
+            table = ChunkTable.of(segment.rows, segment.context, first, options.window, parts)
+            self._chunks[number, options.window] = table
+        table = self._chunks[number, options.window]
+        queries = new.query.narrow(2, row, segment.rows)
+        output, lse = kernel.attend_chunk(queries, *self._pool.tensors(layer), table, options.scale)
         return _apply_sinks(output, lse, options.sinks)
 
     def _attend_chunk(self, layer: int, number: int, query: Tensor, options: AttentionOptions) -> Tensor:
