@@ -20,20 +20,11 @@ from torch import Tensor
 
 from engine.attention_kernel import AttentionKernel, ChunkTable, DecodeTables, NewRows, attention_kernel
 from engine.errors import UnsupportedModel
+from engine.torch_attention import Attended, AttentionOptions, apply_sinks, attend, merge
 
 ATTENTION_NAME = "spillway_packed"  # what the function is registered as
 MIN_SHARED_TOKENS = 64  # from here on, reading a prefix once for several sequences pays for putting the parts together
 MAX_PARTS = 4  # of a fragmented context; more of them are copied together first
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What a layer asks of its attention beside queries, keys and values."""
-
-    scale: float
-    window: int | None  # a query sees this many last tokens, itself included; None: all
-    softcap: float | None  # scores become softcap · tanh(score / softcap) (Gemma 2)
-    sinks: Tensor | None  # [Hq]: one more logit in each head's softmax, without a value (gpt-oss)
 
 
 class AttentionBatch(Protocol):
@@ -234,7 +225,7 @@ class PackedBatch:
         for at, number in enumerate(self._decoding):
             outputs[number] = decoded[at : at + 1]
         output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return output.view(1, total_rows, query_heads, head_dim)
+        return output.reshape(1, total_rows, query_heads, head_dim)
 
     def _attend_decoding(
         self, layer: int, kernel: AttentionKernel | None, new: NewRows, grouped: Tensor, options: AttentionOptions
@@ -249,20 +240,20 @@ class PackedBatch:
         for prefix, members in plan.groups:
             rows = grouped[plan.tables.rows[members]]  # (members, Hkv, G, D)
             shared = self._attend_shared(layer, prefix, rows, options)
-            output[members], lse[members] = _merge([shared, (output[members], lse[members])])
-        return _apply_sinks(output, lse, options.sinks)
+            output[members], lse[members] = merge([shared, (output[members], lse[members])])
+        return apply_sinks(output, lse, options.sinks)
 
-    def _attend_shared(self, layer: int, prefix: range, rows: Tensor, options: AttentionOptions) -> "_Attended":
+    def _attend_shared(self, layer: int, prefix: range, rows: Tensor, options: AttentionOptions) -> Attended:
         """Attend to a shared prefix with the rows (members, Hkv, G, D) of all who share it."""
         count, kv_heads, groups, dim = rows.shape
         stacked = rows.transpose(0, 1).reshape(1, kv_heads, count * groups, dim)
-        output, lse = _attend(stacked, *self._pool.view(layer, prefix), options, mask=None, causal=False)
+        output, lse = attend(stacked, *self._pool.view(layer, prefix), options, mask=None, causal=False)
         output, lse = output.view(kv_heads, count, groups, dim), lse.view(kv_heads, count, groups)
         return output.transpose(0, 1), lse.transpose(0, 1)
 
     def _attend_own(
         self, layer: int, at: int, grouped: Tensor, plan: "_DecodePlan", options: AttentionOptions
-    ) -> "_Attended":
+    ) -> Attended:
         """Attend with one decoding sequence's row to what it reads on its own, by torch's kernel."""
         number, parts = self._decoding[at], plan.own[at]
         row = self._first_rows[number]
@@ -274,8 +265,8 @@ class PackedBatch:
             keys_and_values = [self._pool.view(layer, part) for part in parts]
         # The G query heads that share a key/value head become the rows of one small product.
         query = grouped[row : row + 1]
-        return _merge(
-            [_attend(query, keys, values, options, mask=None, causal=False) for keys, values in keys_and_values]
+        return merge(
+            [attend(query, keys, values, options, mask=None, causal=False) for keys, values in keys_and_values]
         )
 
     def _attend_chunk_by(
@@ -296,7 +287,7 @@ class PackedBatch:
         table = self._chunks[number, options.window]
         queries = new.query.narrow(2, row, segment.rows)
         output, lse = kernel.attend_chunk(queries, *self._pool.tensors(layer), table, options.scale)
-        return _apply_sinks(output, lse, options.sinks)
+        return apply_sinks(output, lse, options.sinks)
 
     def _attend_chunk(self, layer: int, number: int, query: Tensor, options: AttentionOptions) -> Tensor:
         """Attend with the query rows (rows, Hkv, G, D) of one sequence by torch's kernel; return the same shape."""
@@ -306,7 +297,7 @@ class PackedBatch:
         # Here G is the batch dimension, over which keys and values are merely repeated views.
         groups = query.shape[2]
         causal = segment.rows == segment.context and first == 0 and not _window_cuts(segment, options.window)
-        output, lse = _attend(
+        output, lse = attend(
             query.permute(2, 1, 0, 3),
             keys.expand(groups, -1, -1, -1),
             values.expand(groups, -1, -1, -1),
@@ -314,7 +305,7 @@ class PackedBatch:
             mask=None if causal else self._mask(number, first, options.window, query.dtype),
             causal=causal,
         )
-        return _apply_sinks(output.permute(2, 1, 0, 3), lse.permute(2, 1, 0), options.sinks)
+        return apply_sinks(output.permute(2, 1, 0, 3), lse.permute(2, 1, 0), options.sinks)
 
     def _plan(self, window: int | None) -> "_DecodePlan":
         """What is read together, and what each decoding sequence reads on its own: the same in all layers."""
@@ -348,9 +339,6 @@ class PackedBatch:
         return self._masks[number, window]
 
 
-_Attended = tuple[Tensor, Tensor]  # of N rows: output (N, Hkv, G, D) and log-sum-exp of the scores (N, Hkv, G)
-
-
 @dataclass(frozen=True, slots=True)
 class _DecodePlan:
     """Sequences are numbered among those that decode."""
@@ -374,17 +362,6 @@ def _sharing(segments: list[Segment]) -> list[tuple[range, list[int]]]:
     return groups
 
 
-def _merge(parts: list[_Attended]) -> _Attended:
-    """Put softmaxes over parts of a context together, as flash attention does."""
-    if len(parts) == 1:
-        return parts[0]
-    total = torch.logsumexp(torch.stack([lse for _, lse in parts]), dim=0)
-    output = torch.zeros_like(parts[0][0])
-    for part, lse in parts:
-        output += part * torch.exp(lse - total)[..., None].to(part.dtype)
-    return output, total
-
-
 def _new_slots(segment: Segment) -> Iterator[int]:
     for run, low, high in _overlaps(segment.runs, segment.context - segment.rows, segment.context):
         yield from run[low:high]
@@ -397,36 +374,3 @@ def _first_visible(segment: Segment, window: int | None) -> int:
 
 def _window_cuts(segment: Segment, window: int | None) -> bool:
     return window is not None and segment.context > window
-
-
-def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, *, mask: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the attention output (B, H, rows, D) and the log-sum-exp of the scores (B, H, rows)."""
-    if options.softcap is not None:
-        return _attend_softcapped(query, keys, values, options, mask=mask, causal=causal)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]  # noqa: SLF001 - the public wrapper returns no log-sum-exp and does not promise this kernel
-        query, keys, values, 0.0, causal, attn_mask=mask, scale=options.scale
-    )
-
-
-def _attend_softcapped(
-    query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, *, mask: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Softcapped scores have no fused kernel on a CPU."""
-    assert options.softcap is not None  # noqa: S101
-    scores = torch.tanh((query @ keys.transpose(2, 3)).float() * (options.scale / options.softcap)) * options.softcap
-    if causal:
-        rows = scores.shape[2]
-        scores = scores.masked_fill(torch.ones(rows, rows, dtype=torch.bool).triu_(1), float("-inf"))
-    elif mask is not None:
-        scores = scores + mask
-    return torch.softmax(scores, dim=-1).to(values.dtype) @ values, torch.logsumexp(scores, dim=-1)
-
-
-def _apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Scale (rows, Hkv, G, D) by the share of the softmax that does not go to the sink: 1 / (1 + e^(sink - lse))."""
-    if sinks is None:
-        return output
-    share = torch.sigmoid(lse - sinks.view(1, lse.shape[1], lse.shape[2]).float())
-    return output * share[..., None].to(output.dtype)

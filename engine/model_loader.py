@@ -20,7 +20,6 @@ from transformers import (
 
 from engine.attention import (
     ATTENTION_NAME,
-    AttentionOptions,
     Segment,
     StepInputs,
     packed_attention,
@@ -32,6 +31,7 @@ from engine.kv_memory import make_kv_memory
 from engine.linear import check_quantization
 from engine.projections import make_fast, watch_siblings
 from engine.row_modules import speed_up_rows
+from engine.torch_attention import AttentionOptions
 
 _OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
 _PROBE_TOKENS = 12

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionOptions, Segment, StepInputs
+from engine.attention import Segment, StepInputs
 from engine.device import to_device
+from engine.torch_attention import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)

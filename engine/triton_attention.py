@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from engine import triton_kernels
-from engine.attention import AttentionOptions
 from engine.paged_attention import PagedStep
+from engine.torch_attention import AttentionOptions
 
 MAX_SPLITS: Final = 32
 TILE_BYTES: Final = 16_384  # of the keys that a program looks at together

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionOptions, KVPool, Segment
+from engine.attention import KVPool, Segment
 from engine.attention_kernel import attention_kernel
+from engine.torch_attention import AttentionOptions
 
 
 @dataclass(frozen=True)
