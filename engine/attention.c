@@ -18,7 +18,8 @@ enum { VECTORS = HEAD_DIM / LANES, TILE = 32 }; /* of a head; tokens at a time *
 /* One query head over one tile: adds to the softmax's total and to the output, both relative to the largest score so
  * far, and returns the largest now. */
 static float attend_tile(
-    const float *query, const float *keys, const float *values, int tokens, float largest, float *total, float *output) {
+    const float *query, const float *keys, const float *values, int tokens, float largest, float *total,
+    float *output) {
     vec q[VECTORS], sofar[VECTORS], sums = {};
     float weights[TILE];
     float top = largest;
@@ -56,11 +57,13 @@ static void attend(
     }
     memset(output, 0, group * HEAD_DIM * sizeof *output);
     for (int64_t p = 0; p < count; p++)
-        for (int64_t at = parts[2 * p], end = parts[2 * p + 1]; at < end; at += TILE)
+        for (int64_t at = parts[2 * p], end = parts[2 * p + 1]; at < end; at += TILE) {
+            int tokens = end - at < TILE ? end - at : TILE;
             for (int64_t g = 0; g < group; g++)
                 largest[g] = attend_tile(
-                    scaled + g * HEAD_DIM, keys + at * HEAD_DIM, values + at * HEAD_DIM, end - at < TILE ? end - at : TILE,
-                    largest[g], total + g, output + g * HEAD_DIM);
+                    scaled + g * HEAD_DIM, keys + at * HEAD_DIM, values + at * HEAD_DIM, tokens, largest[g], total + g,
+                    output + g * HEAD_DIM);
+        }
     for (int64_t g = 0; g < group; g++) {
         for (int d = 0; d < HEAD_DIM; d++) output[g * HEAD_DIM + d] /= total[g];
         lse[g] = largest[g] + logf(total[g]);
@@ -83,7 +86,8 @@ void decode_attention(
     for (int64_t h = 0; h < kv_heads; h++)
         for (int64_t n = 0; n < sequences; n++) {
             float *keys = pool_keys + h * slots * HEAD_DIM, *values = pool_values + h * slots * HEAD_DIM;
-            int64_t new = new_slots[n] * HEAD_DIM, row = rows[n], first = first_parts[n], at = (n * kv_heads + h) * group;
+            int64_t new = new_slots[n] * HEAD_DIM, row = rows[n], first = first_parts[n];
+            int64_t at = (n * kv_heads + h) * group;
             memcpy(keys + new, key + h * key_head + row * key_row, HEAD_DIM * sizeof *keys);
             memcpy(values + new, value + h * value_head + row * value_row, HEAD_DIM * sizeof *values);
             attend(
@@ -200,7 +204,7 @@ void chunk_attention(
         for (int64_t h = 0; h < kv_heads; h++) {
             int64_t start = task * QUERIES, end = smaller(start + QUERIES, rows), position = first, part = 0;
             int64_t at = parts[0], blocks = (end - start + ROWS - 1) / ROWS;
-            vec largest[group][QUERIES / ROWS], totals[group][QUERIES]; /* between spans, with the output's own memory */
+            vec largest[group][QUERIES / ROWS], totals[group][QUERIES]; /* what was seen; the output keeps its own */
             Tile tiles[SPAN];
             for (int is_first = 1, is_last = 0; !is_last; is_first = 0) {
                 int filled = 0;
@@ -228,14 +232,15 @@ void chunk_attention(
                         int64_t row = start + block * ROWS, own = smaller(end - row, ROWS), head = h * group + g;
                         Rows state;
                         float *results[ROWS];
+                        size_t bytes = sizeof state.output[0];
                         for (int64_t r = 0; r < ROWS; r++) {
                             int64_t there = row + smaller(r, own - 1); /* rows that are missing repeat the last */
                             results[r] = output + (there * heads + head) * HEAD_DIM;
-                            memcpy(state.queries[r], query + head * query_head + there * query_row, sizeof state.queries[r]);
+                            memcpy(state.queries[r], query + head * query_head + there * query_row, bytes);
                             if (is_first)
-                                memset(state.output[r], 0, sizeof state.output[r]);
+                                memset(state.output[r], 0, bytes);
                             else
-                                memcpy(state.output[r], results[r], sizeof state.output[r]);
+                                memcpy(state.output[r], results[r], bytes);
                             state.totals[r] = is_first || r >= own ? (vec){} : totals[g][block * ROWS + r];
                         }
                         state.largest = is_first ? (vec){} - FLT_MAX : largest[g][block];
@@ -248,7 +253,8 @@ void chunk_attention(
                         for (int64_t r = 0; r < own; r++) {
                             float total = sum(state.totals[r]);
                             totals[g][block * ROWS + r] = state.totals[r];
-                            for (int d = 0; d < HEAD_DIM; d++) results[r][d] = state.output[r][d] / (is_last ? total : 1);
+                            for (int d = 0; d < HEAD_DIM; d++)
+                                results[r][d] = state.output[r][d] / (is_last ? total : 1);
                             lse[(row + r) * heads + head] = state.largest[r] + logf(total);
                         }
                     }

@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.native import compiled
+from engine.native import compiled, compiling
 
+_SOURCE: Final = "attention.c"
 _LANES: Final = 16  # a head dimension is a multiple of it
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _NO_WINDOW: Final = 1 << 62
@@ -126,10 +127,18 @@ def _results(rows: int, query: Tensor, kv_heads: int) -> tuple[int, Tensor, Tens
     return group, torch.empty(rows, kv_heads, group, dim), torch.empty(rows, kv_heads, group)
 
 
+def begin_compiling(head_dim: int, dtype: torch.dtype) -> None:
+    """Have the kernel for heads of this dimension made beside other work, if there is one for them."""
+    if _is_for(head_dim, dtype):
+        compiling(_SOURCE, f"HEAD_DIM={head_dim}")
+
+
 @cache
 def attention_kernel(head_dim: int, dtype: torch.dtype) -> AttentionKernel | None:
     """Return the kernel for heads of this dimension, or None where torch's own attention has to do."""
-    if head_dim % _LANES or dtype is not torch.float32:
-        return None
-    library = compiled("attention.c", f"HEAD_DIM={head_dim}")
+    library = compiled(_SOURCE, f"HEAD_DIM={head_dim}") if _is_for(head_dim, dtype) else None
     return None if library is None else AttentionKernel(library)
+
+
+def _is_for(head_dim: int, dtype: torch.dtype) -> bool:
+    return head_dim % _LANES == 0 and dtype is torch.float32

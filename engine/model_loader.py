@@ -24,13 +24,16 @@ from engine.attention import (
     StepInputs,
     packed_attention,
 )
+from engine.attention_kernel import begin_compiling
 from engine.config import EngineConfig, Quantization
 from engine.device import choose_device, choose_dtype
 from engine.errors import ConfigError, UnsupportedModel
 from engine.kv_memory import make_kv_memory
 from engine.linear import check_quantization
+from engine.native import compiling
+from engine.panel_kernel import PANELS_SOURCE
 from engine.projections import make_fast, watch_siblings
-from engine.row_modules import speed_up_rows
+from engine.row_modules import ROWS_SOURCE, speed_up_rows
 from engine.torch_attention import AttentionOptions
 
 _OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
@@ -46,7 +49,11 @@ def load_model(name: str, config: EngineConfig) -> tuple[PreTrainedModel, PreTra
     Raises OSError (transformers) if they cannot be found, UnsupportedModel if there is no causal model of that type,
     ConfigError if the device is not there.
     """
-    dtype = choose_dtype(config, choose_device(config))
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    if device.type == "cpu" and dtype is torch.float32:
+        for source in (ROWS_SOURCE, PANELS_SOURCE):
+            compiling(source)
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="eager")
     except ValueError as error:
@@ -90,8 +97,11 @@ def prepare_model(
             model(input_ids=prompt, use_cache=False)
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)
-    make_fast(model, siblings, quantize)
     layer_shapes = _probe_layers(model)
+    if model.device.type == "cpu":
+        for _, head_dim in layer_shapes.values():
+            begin_compiling(head_dim, model.dtype)
+    make_fast(model, siblings, quantize)
     error = _difference_from_reference(model, prompt, layer_shapes, reference, block_size)
     if not error <= (_QUANTIZED_TOLERANCE if quantize else _TOLERANCE[model.dtype]):
         raise UnsupportedModel(

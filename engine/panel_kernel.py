@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.native import compiled
 
+PANELS_SOURCE: Final = "panels.c"
 _PANEL: Final = 64  # outputs that oneDNN lays out together where registers have 512 bits
 _LANES: Final = 16  # inputs come in multiples of it
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
@@ -74,5 +75,5 @@ def panel_kernel(packed: int, weight: Tensor) -> PanelKernel | None:
 
 @cache
 def _kernel() -> PanelKernel | None:
-    library = compiled("panels.c")
+    library = compiled(PANELS_SOURCE)
     return None if library is None else PanelKernel(library)

@@ -91,7 +91,17 @@ void multiply_float(
 }
 
 #ifdef __AVX512VNNI__
-#include <immintrin.h>
+/* sums + products of each lane's four unsigned bytes with four signed ones; the intrinsic has a huge header. */
+static inline ints add_products(ints sums, ints bytes, ints weights) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(bytes), "v"(weights));
+    return sums;
+}
+
+static inline ints load_ints(const void *at) {
+    ints value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
 
 /* Round a row to unsigned bytes around 128; returns its largest magnitude, which becomes 127 steps. A row of zeros
  * becomes anything, and is then multiplied with its largest, 0. */
@@ -117,30 +127,30 @@ static float round_row(const float *row, int64_t inputs, uint8_t *rounded) {
 static inline __attribute__((always_inline)) void int8_block(
     const int rows, const uint8_t *rounded, const float *largest, int64_t inputs, Part part, const int32_t *offsets,
     const float *scales, const float *bias, float *output, int64_t outputs) {
-    __m512i sums[BLOCK_ROWS][VECTORS];
+    ints sums[BLOCK_ROWS][VECTORS];
     if (part.is_first)
-        EACH_ROW EACH_VECTOR sums[r][v] = _mm512_loadu_si512(offsets + v * LANES);
+        EACH_ROW EACH_VECTOR sums[r][v] = load_ints(offsets + v * LANES);
     else
-        EACH_ROW EACH_VECTOR sums[r][v] = _mm512_loadu_si512(output + r * outputs + v * LANES);
+        EACH_ROW EACH_VECTOR sums[r][v] = load_ints(output + r * outputs + v * LANES);
     for (int64_t k = 0; k < part.steps; k++) {
-        __m512i weights[VECTORS];
-        EACH_VECTOR weights[v] = _mm512_loadu_si512(part.weights + k * LINES * LINE + v * LINE);
+        ints weights[VECTORS];
+        EACH_VECTOR weights[v] = load_ints(part.weights + k * LINES * LINE + v * LINE);
         fetch(part, k);
         EACH_ROW {
             int32_t four;
             memcpy(&four, rounded + r * inputs + 4 * k, sizeof four);
-            EACH_VECTOR sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], _mm512_set1_epi32(four), weights[v]);
+            EACH_VECTOR sums[r][v] = add_products(sums[r][v], (ints){} + four, weights[v]);
         }
     }
     if (!part.is_last) {
-        EACH_ROW EACH_VECTOR _mm512_storeu_si512(output + r * outputs + v * LANES, sums[r][v]);
+        EACH_ROW EACH_VECTOR store(output + r * outputs + v * LANES, (vec)sums[r][v]);
         return;
     }
     EACH_ROW EACH_VECTOR {
-        /* Always an addition, as else it depended on the number of rows where the compiler makes it one operation. */
-        vec added = bias ? load(bias + v * LANES) : (vec){};
-        vec product = (vec)_mm512_cvtepi32_ps(sums[r][v]) * load(scales + v * LANES);
-        store(output + r * outputs + v * LANES, product * largest[r] + added);
+        vec product = __builtin_convertvector(sums[r][v], vec) * load(scales + v * LANES) * largest[r];
+        /* So that the addition is never made one operation with it: that would depend on the number of rows. */
+        __asm__("" : "+v"(product));
+        store(output + r * outputs + v * LANES, bias ? product + load(bias + v * LANES) : product);
     }
 }
 

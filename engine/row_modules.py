@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.native import compiled
 
+ROWS_SOURCE: Final = "rows.c"
 _LANES: Final = 16  # a row's width is a multiple of it
 _PROBE_ROWS: Final = 3
 _SEED: Final = 1
@@ -180,7 +181,7 @@ def _is_near(computed: Tensor, expected: Tensor) -> bool:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled("rows.c")
+    library = compiled(ROWS_SOURCE)
     if library is not None:
         library.rms_norm.argtypes, library.rms_norm.restype = _NORM_ARGUMENTS, None
         library.rotate.argtypes, library.rotate.restype = _ROTARY_ARGUMENTS, None

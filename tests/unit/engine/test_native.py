@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.native import compiled
+from engine.native import compiled, compiling
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Nothing compiled before is remembered, nor anything of these tests after."""
-    compiled.cache_clear()
+    compiling.cache_clear()
     yield
-    compiled.cache_clear()
+    compiling.cache_clear()
 
 
 def test_a_file_is_compiled_once_for_its_definitions_and_leaves_nothing(
