@@ -187,6 +187,39 @@ static void attend_rows(Rows *rows, const Tile *tile, int64_t first, int64_t end
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* Where the reading of a sequence's tokens has come to. */
+typedef struct {
+    int64_t part, slot, position;
+} Cursor;
+
+/* Lay out tiles of one head that have tokens from position `first` to `last`; returns how many, and in `is_last`
+ * whether there are no more. */
+static int lay_out(
+    Tile tiles[SPAN], Cursor *cursor, int *is_last, const float *keys, const float *values, const int64_t *parts,
+    int64_t count, int64_t first, int64_t last) {
+    int filled = 0;
+    for (*is_last = 0; filled < SPAN && !*is_last;) {
+        Tile *tile = tiles + filled;
+        tile->tokens = smaller(parts[2 * cursor->part + 1] - cursor->slot, KEYS);
+        tile->position = cursor->position;
+        tile->values = values + cursor->slot * HEAD_DIM;
+        if (tile->position <= last && tile->position + tile->tokens > first) {
+            const float *own = keys + cursor->slot * HEAD_DIM;
+            for (int t = 0; t < tile->tokens; t++)
+                for (int d = 0; d < HEAD_DIM; d++) tile->keys[d][t] = own[t * HEAD_DIM + d];
+            for (int t = tile->tokens; t < KEYS; t++)
+                for (int d = 0; d < HEAD_DIM; d++) tile->keys[d][t] = 0;
+            filled++;
+        }
+        cursor->position += tile->tokens;
+        cursor->slot += tile->tokens;
+        if (cursor->slot == parts[2 * cursor->part + 1] && ++cursor->part < count)
+            cursor->slot = parts[2 * cursor->part];
+        *is_last = cursor->part == count || cursor->position > last;
+    }
+    return filled;
+}
+
 /* The last `rows` tokens of a sequence of `context` attend to those before them and to themselves, each to `window` at
  * most. Their keys and values are in the pool already. Strides are in floats.
  *
@@ -199,65 +232,49 @@ void chunk_attention(
     int64_t kv_heads, int64_t group, float scale, float *output, float *lse) {
     int64_t heads = kv_heads * group, tasks = (rows + QUERIES - 1) / QUERIES;
     int64_t before = context - rows; /* the position of row 0 */
+    const size_t bytes = HEAD_DIM * sizeof *output;
 #pragma omp parallel for schedule(dynamic, 1) collapse(2)
     for (int64_t task = tasks - 1; task >= 0; task--) /* the longest first */
         for (int64_t h = 0; h < kv_heads; h++) {
-            int64_t start = task * QUERIES, end = smaller(start + QUERIES, rows), position = first, part = 0;
-            int64_t at = parts[0], blocks = (end - start + ROWS - 1) / ROWS;
+            int64_t start = task * QUERIES, end = smaller(start + QUERIES, rows);
+            int64_t blocks = (end - start + ROWS - 1) / ROWS;
             vec largest[group][QUERIES / ROWS], totals[group][QUERIES]; /* what was seen; the output keeps its own */
+            Cursor cursor = {0, parts[0], first};
             Tile tiles[SPAN];
             for (int is_first = 1, is_last = 0; !is_last; is_first = 0) {
-                int filled = 0;
-                while (filled < SPAN && !is_last) {
-                    Tile *tile = tiles + filled;
-                    tile->tokens = smaller(parts[2 * part + 1] - at, KEYS);
-                    tile->position = position;
-                    tile->values = pool_values + (h * slots + at) * HEAD_DIM;
-                    /* Seen by the task's last row, and by its first. */
-                    if (position <= before + end - 1 && position + tile->tokens > before + start + 1 - window) {
-                        const float *keys = pool_keys + (h * slots + at) * HEAD_DIM;
-                        for (int t = 0; t < tile->tokens; t++)
-                            for (int d = 0; d < HEAD_DIM; d++) tile->keys[d][t] = keys[t * HEAD_DIM + d];
-                        for (int t = tile->tokens; t < KEYS; t++)
-                            for (int d = 0; d < HEAD_DIM; d++) tile->keys[d][t] = 0;
-                        filled++;
+                int filled = lay_out(
+                    tiles, &cursor, &is_last, pool_keys + h * slots * HEAD_DIM, pool_values + h * slots * HEAD_DIM,
+                    parts, count, before + start + 1 - window, before + end - 1);
+                for (int64_t item = 0; item < group * blocks; item++) {
+                    int64_t g = item / blocks, block = item % blocks, head = h * group + g;
+                    int64_t row = start + block * ROWS, own = smaller(end - row, ROWS);
+                    float *results[ROWS];
+                    Rows state;
+                    for (int64_t r = 0; r < ROWS; r++) {
+                        int64_t there = row + smaller(r, own - 1); /* rows that are missing repeat the last */
+                        results[r] = output + (there * heads + head) * HEAD_DIM;
+                        memcpy(state.queries[r], query + head * query_head + there * query_row, bytes);
+                        if (is_first)
+                            memset(state.output[r], 0, bytes);
+                        else
+                            memcpy(state.output[r], results[r], bytes);
+                        state.totals[r] = is_first || r >= own ? (vec){} : totals[g][block * ROWS + r];
                     }
-                    position += tile->tokens;
-                    at += tile->tokens;
-                    if (at == parts[2 * part + 1] && ++part < count) at = parts[2 * part];
-                    is_last = part == count || position > before + end - 1;
+                    state.largest = is_first ? (vec){} - FLT_MAX : largest[g][block];
+                    for (Tile *tile = tiles; tile < tiles + filled; tile++) {
+                        int64_t newest = before + row - tile->position; /* of the tile's tokens, row 0 itself */
+                        if (newest + own - 1 >= 0 && newest + 1 - window < tile->tokens)
+                            attend_rows(&state, tile, newest + 1 - window, newest + 1, scale);
+                    }
+                    largest[g][block] = state.largest;
+                    for (int64_t r = 0; r < own; r++) {
+                        float total = sum(state.totals[r]);
+                        totals[g][block * ROWS + r] = state.totals[r];
+                        for (int d = 0; d < HEAD_DIM; d++)
+                            results[r][d] = state.output[r][d] / (is_last ? total : 1);
+                        lse[(row + r) * heads + head] = state.largest[r] + logf(total);
+                    }
                 }
-                for (int64_t g = 0; g < group; g++)
-                    for (int64_t block = 0; block < blocks; block++) {
-                        int64_t row = start + block * ROWS, own = smaller(end - row, ROWS), head = h * group + g;
-                        Rows state;
-                        float *results[ROWS];
-                        size_t bytes = sizeof state.output[0];
-                        for (int64_t r = 0; r < ROWS; r++) {
-                            int64_t there = row + smaller(r, own - 1); /* rows that are missing repeat the last */
-                            results[r] = output + (there * heads + head) * HEAD_DIM;
-                            memcpy(state.queries[r], query + head * query_head + there * query_row, bytes);
-                            if (is_first)
-                                memset(state.output[r], 0, bytes);
-                            else
-                                memcpy(state.output[r], results[r], bytes);
-                            state.totals[r] = is_first || r >= own ? (vec){} : totals[g][block * ROWS + r];
-                        }
-                        state.largest = is_first ? (vec){} - FLT_MAX : largest[g][block];
-                        for (Tile *tile = tiles; tile < tiles + filled; tile++) {
-                            int64_t newest = before + row - tile->position; /* of the tile's tokens, row 0 itself */
-                            if (newest + own - 1 >= 0 && newest + 1 - window < tile->tokens)
-                                attend_rows(&state, tile, newest + 1 - window, newest + 1, scale);
-                        }
-                        largest[g][block] = state.largest;
-                        for (int64_t r = 0; r < own; r++) {
-                            float total = sum(state.totals[r]);
-                            totals[g][block * ROWS + r] = state.totals[r];
-                            for (int d = 0; d < HEAD_DIM; d++)
-                                results[r][d] = state.output[r][d] / (is_last ? total : 1);
-                            lse[(row + r) * heads + head] = state.largest[r] + logf(total);
-                        }
-                    }
             }
         }
 }
