@@ -474,9 +474,9 @@ def seconds_of(form: AnswerForm, parts: list[str]) -> float:
     [
         (form_of("hermes"), True, "<tool_call>", 16_000),
         (form_of("qwen3_coder"), False, "1234", 1000),
-        (form_of("deepseek_v3"), True, CALL, 16_000),
+        (form_of("deepseek_v3"), True, CALL, 4_000),
         (form_of("kimi_k2"), True, KIMI_CALL + "functions.f:0", 4_000),
-        (form_of("glm45"), True, "<tool_call>f\n", 16_000),
+        (form_of("glm45"), True, "<tool_call>f\n", 4_000),
     ],
 )
 def test_four_times_the_text_takes_some_four_times_as_long(
