@@ -202,6 +202,7 @@ class PackedBatch:
         self._masks: dict[tuple[int, int | None], Tensor] = {}  # by (segment, window): the same in every layer
         self._groups = _sharing([segments[number] for number in self._decoding])
         self._plans: dict[int | None, _DecodePlan] = {}  # by window
+        self._new_parts: dict[int, list[range]] = {}  # by segment: the slots of its new tokens
         self._chunks: dict[tuple[int, int | None], ChunkTable] = {}  # by (segment, window)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -274,8 +275,10 @@ class PackedBatch:
     ) -> Tensor:
         """Store and attend with the rows of one sequence among all of a step's; return (rows, Hkv, G, D)."""
         segment, row = self._segments[number], self._first_rows[number]
+        if number not in self._new_parts:
+            self._new_parts[number] = _slots(segment.runs, segment.context - segment.rows, segment.context)
         at = row
-        for part in _slots(segment.runs, segment.context - segment.rows, segment.context):
+        for part in self._new_parts[number]:
             for stored, rows in zip(self._pool.view(layer, part), (new.key, new.value), strict=True):
                 stored.copy_(rows.narrow(2, at, len(part)))
             at += len(part)

@@ -9,25 +9,23 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.native import compiled, compiling
+from engine.native import INTEGER, LANES, POINTER, compiled, compiling
 
 _SOURCE: Final = "attention.c"
-_LANES: Final = 16  # a head dimension is a multiple of it
-_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _NO_WINDOW: Final = 1 << 62
 _DECODE_ARGUMENTS: Final[Sequence[type[Any]]] = [
-    *(_POINTER, _INTEGER, _INTEGER) * 3,  # query, key, value: each with the strides of heads and rows
-    *(_POINTER, _POINTER, _INTEGER),  # the pool's keys and values, its slots
-    *[_POINTER] * 4,  # rows, new slots, first parts, parts
-    *[_INTEGER] * 3,  # sequences, key/value heads, query heads of each
-    *(ctypes.c_float, _POINTER, _POINTER),  # scale, output, log-sum-exps
+    *(POINTER, INTEGER, INTEGER) * 3,  # query, key, value: each with the strides of heads and rows
+    *(POINTER, POINTER, INTEGER),  # the pool's keys and values, its slots
+    *[POINTER] * 4,  # rows, new slots, first parts, parts
+    *[INTEGER] * 3,  # sequences, key/value heads, query heads of each
+    *(ctypes.c_float, POINTER, POINTER),  # scale, output, log-sum-exps
 ]
 _CHUNK_ARGUMENTS: Final[Sequence[type[Any]]] = [
-    *(_POINTER, _INTEGER, _INTEGER),  # query with the strides of heads and rows
-    *(_POINTER, _POINTER, _INTEGER),  # the pool's keys and values, its slots
-    *(_POINTER, _INTEGER, _INTEGER),  # parts, their number, the first token in them
-    *[_INTEGER] * 5,  # rows, context, window, key/value heads, query heads of each
-    *(ctypes.c_float, _POINTER, _POINTER),  # scale, output, log-sum-exps
+    *(POINTER, INTEGER, INTEGER),  # query with the strides of heads and rows
+    *(POINTER, POINTER, INTEGER),  # the pool's keys and values, its slots
+    *(POINTER, INTEGER, INTEGER),  # parts, their number, the first token in them
+    *[INTEGER] * 5,  # rows, context, window, key/value heads, query heads of each
+    *(ctypes.c_float, POINTER, POINTER),  # scale, output, log-sum-exps
 ]
 
 
@@ -141,4 +139,4 @@ def attention_kernel(head_dim: int, dtype: torch.dtype) -> AttentionKernel | Non
 
 
 def _is_for(head_dim: int, dtype: torch.dtype) -> bool:
-    return head_dim % _LANES == 0 and dtype is torch.float32
+    return head_dim % LANES == 0 and dtype is torch.float32

@@ -93,11 +93,10 @@ def prepare_model(
     with torch.inference_mode():
         reference = model(input_ids=prompt, use_cache=False).logits[0].float()
         speed_up_rows(model)
-        with watch_siblings(model) as siblings:
-            model(input_ids=prompt, use_cache=False)
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)
-    layer_shapes = _probe_layers(model)
+    with watch_siblings(model) as siblings:
+        layer_shapes = _probe_layers(model)
     if model.device.type == "cpu":
         for _, head_dim in layer_shapes.values():
             begin_compiling(head_dim, model.dtype)

@@ -16,6 +16,8 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
+LANES: Final = 16  # floats of a vector in these files: widths are multiples of it
+POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64  # as the files' functions take them
 COMPILING_LIMIT_S: Final = 30.0
 _COMPILERS: Final = ThreadPoolExecutor(max_workers=2, thread_name_prefix="compiler")
 # OpenMP's functions are found in torch's own library, so that both use the same threads.

@@ -8,13 +8,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from engine.native import compiled
+from engine.native import INTEGER, LANES, POINTER, compiled
 
 PANELS_SOURCE: Final = "panels.c"
 _PANEL: Final = 64  # outputs that oneDNN lays out together where registers have 512 bits
-_LANES: Final = 16  # inputs come in multiples of it
-_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-_MATRICES: Final[Sequence[type[Any]]] = [_POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER]  # rows, weights, outputs
+_MATRICES: Final[Sequence[type[Any]]] = [POINTER, INTEGER, INTEGER, POINTER, INTEGER]  # rows, weights, outputs
 
 
 class PanelKernel:
@@ -22,11 +20,11 @@ class PanelKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._multiply_float = library.multiply_float
-        self._multiply_float.argtypes = [*_MATRICES, *[_POINTER] * 2]
+        self._multiply_float.argtypes = [*_MATRICES, *[POINTER] * 2]
         # Not there on a CPU without AVX-512 VNNI, where int8 is refused.
         self._multiply_int8 = getattr(library, "multiply_int8", None)
         if self._multiply_int8 is not None:
-            self._multiply_int8.argtypes = [*_MATRICES, *[_POINTER] * 6]
+            self._multiply_int8.argtypes = [*_MATRICES, *[POINTER] * 6]
 
     def multiply_float(self, rows: Tensor, weights: int, outputs: int, bias: Tensor | None) -> Tensor:
         """Return rows · weightsᵀ + bias."""
@@ -60,7 +58,7 @@ def panel_kernel(packed: int, weight: Tensor) -> PanelKernel | None:
     How oneDNN lays weights out depends on the CPU and is nowhere promised, so its first and last panel are looked at.
     """
     outputs, inputs = weight.shape
-    if outputs % _PANEL or inputs % _LANES:
+    if outputs % _PANEL or inputs % LANES:
         return None
     together = 4 // weight.itemsize  # inputs of an output that lie side by side
     panel_bytes = _PANEL * inputs * weight.itemsize

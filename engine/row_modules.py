@@ -12,17 +12,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from engine.native import compiled
+from engine.native import INTEGER, LANES, POINTER, compiled
 
 ROWS_SOURCE: Final = "rows.c"
-_LANES: Final = 16  # a row's width is a multiple of it
 _PROBE_ROWS: Final = 3
 _SEED: Final = 1
 _TOLERANCE: Final = 1e-5  # of the largest output
-_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-_NORM_ARGUMENTS: Final[Sequence[type[Any]]] = [_POINTER, _INTEGER, _INTEGER, _POINTER, ctypes.c_float, _POINTER]
-_ROTARY_ARGUMENTS: Final[Sequence[type[Any]]] = [_POINTER, *[_INTEGER] * 5, *[_POINTER] * 3]
-_GATED_ARGUMENTS: Final[Sequence[type[Any]]] = [*(_POINTER, _INTEGER) * 2, _INTEGER, _INTEGER, _POINTER]
+_NORM_ARGUMENTS: Final[Sequence[type[Any]]] = [POINTER, INTEGER, INTEGER, POINTER, ctypes.c_float, POINTER]
+_ROTARY_ARGUMENTS: Final[Sequence[type[Any]]] = [POINTER, *[INTEGER] * 5, *[POINTER] * 3]
+_GATED_ARGUMENTS: Final[Sequence[type[Any]]] = [*(POINTER, INTEGER) * 2, INTEGER, INTEGER, POINTER]
 
 
 class RmsNorm(nn.Module):
@@ -102,12 +100,13 @@ def speed_up_rows(model: nn.Module) -> None:
     library = _library() if kinds == {("cpu", torch.float32)} else None
     if library is None:
         return
+    rotary = RotaryEmbedding(library)
     for name, module in list(model.named_modules()):
         replacement = _rms_norm(library, module) or _gated_layer(library, module)
         if replacement is not None:
             model.set_submodule(name, replacement)
         else:
-            _bind_rotary(RotaryEmbedding(library), module)
+            _bind_rotary(rotary, module)
 
 
 def _rms_norm(library: ctypes.CDLL, module: nn.Module) -> RmsNorm | None:
@@ -115,7 +114,7 @@ def _rms_norm(library: ctypes.CDLL, module: nn.Module) -> RmsNorm | None:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float):
         return None
-    if len(weight) % _LANES:
+    if len(weight) % LANES:
         return None
     for scale in (weight, 1 + weight):  # Gemma's weights are around 0
         norm = RmsNorm(library, scale.detach().contiguous(), epsilon)
@@ -129,7 +128,7 @@ def _gated_layer(library: ctypes.CDLL, module: nn.Module) -> GatedLayer | None:
     if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)):
         return None
     layer = GatedLayer(library, gate, up, down)
-    if gate.out_features % _LANES or not _computes_the_same(module, layer, gate.in_features):
+    if gate.out_features % LANES or not _computes_the_same(module, layer, gate.in_features):
         return None
     return layer
 
@@ -144,7 +143,7 @@ def _bind_rotary(rotary: RotaryEmbedding, attention: nn.Module) -> None:
     if not isinstance(forward, FunctionType) or rotary.NAME not in forward.__code__.co_names:
         return
     original = forward.__globals__.get(rotary.NAME)
-    if original is None or not isinstance(dim, int) or dim % (2 * _LANES):
+    if original is None or not isinstance(dim, int) or dim % (2 * LANES):
         return
     query, key = _random(1, _PROBE_ROWS, 4, dim).transpose(1, 2), _random(1, _PROBE_ROWS, 2, dim).transpose(1, 2)
     cos, sin = _random(1, _PROBE_ROWS, dim), _random(1, _PROBE_ROWS, dim) + 1
