@@ -4,7 +4,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
-from protocol.messages import Sampling, check_version
+from protocol.messages import Sampling
 
 
 class AttemptFailure(Struct, frozen=True, omit_defaults=True):
@@ -38,6 +38,4 @@ _decoder = msgspec.msgpack.Decoder(DeadLetter)
 
 def decode_dead_letter(payload: bytes) -> DeadLetter:
     """Decode a DeadLetter. Raises ProtocolError."""
-    letter = wire.decode(_decoder, payload)
-    check_version(letter.v)
-    return letter
+    return wire.decode_versioned(_decoder, payload)

@@ -1,6 +1,7 @@
 """Stable error codes: what goes wrong on the path, named once, the same in frames, records, logs and answers.
 
     ProtocolError                 a message that this version cannot read
+    └── NewerVersion              one of a newer build: others may read it
     BusError                      the queue server did not do what was asked
     ├── BusTimeout                no answer within the limit (the outcome is unknown: retry with the same id)
     │   └── NobodyListens         the server says that the subject has no subscriber
@@ -54,6 +55,10 @@ class ErrorCode(StrEnum):
 
 class ProtocolError(ValueError):
     """A message could not be decoded, or speaks another protocol version."""
+
+
+class NewerVersion(ProtocolError):
+    """A message speaks a newer protocol version: a newer build reads it."""
 
 
 class BusError(Exception):

@@ -1,8 +1,10 @@
 """Every message that crosses NATS between a gateway, a worker and the ledger writer.
 
 Encoded as msgpack by msgspec. Frames are arrays (they are many and small); everything else is a map whose default
-values are left out. A reader ignores fields it does not know, so fields may be appended without a new version; a
-change of meaning raises ``PROTOCOL_VERSION``.
+values are left out. A reader ignores fields it does not know, so fields may be appended without a new version, and so
+may kinds of frames: one of an unknown kind is passed over. A change of meaning raises ``PROTOCOL_VERSION``, and is read
+by the release before the one that writes it. What comes all the same is left to others (a job), parked (a usage
+record) or not heard, and never taken for something else.
 
     gateway ──Job──────────────────────────────> worker      JetStream, ``subjects.job_subject``
     gateway ──Cancel | Resend | Ping───────────> worker      core NATS, ``subjects.control_subject``
@@ -18,10 +20,10 @@ counts that worker's frames from 0 without gaps, and a gateway drops frames of a
 
 from array import array
 from collections.abc import Sequence
-from typing import Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from protocol import wire
 from protocol.engine_stats import EngineStats
@@ -30,7 +32,8 @@ from protocol.grammar import Grammar
 from protocol.logprobs import PromptLogprob
 from protocol.pooling import Pooling, PoolingCard
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = wire.PROTOCOL_VERSION
+TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]  # what ``pack_token_ids`` takes
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
@@ -160,7 +163,7 @@ class Tokens(Struct, frozen=True, array_like=True, tag="t"):
     attempt: int
     seq: int
     index: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...]
     text: str  # may be empty while a possible stop string or an incomplete character is held back
     finish_reason: str | None = None  # "stop" | "length" on the choice's last frame
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token of token_ids
@@ -215,7 +218,26 @@ class Failed(Struct, frozen=True, array_like=True, tag="x"):
     timings: Timings | None = None  # None: the engine does not tell, or has not begun
 
 
-Frame = Accepted | Tokens | Vector | Finished | Failed
+class Unread(Struct, frozen=True, array_like=True, tag="?"):
+    """In the place of a frame that its reader could not read; nobody sends it.
+
+    Every frame, of whatever kind, begins with its tag, request, attempt and ``seq``.
+    """
+
+    request_id: str
+    attempt: int
+    seq: int
+    kind: str  # the frame's tag
+    reason: str
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this build knows the kind: then it is not a newer one's, but broken."""
+        return self.kind in _FRAME_TAGS
+
+
+Frame = Accepted | Tokens | Vector | Finished | Failed | Unread
+_FRAME_TAGS: Final = {kind.__struct_config__.tag for kind in (Accepted, Tokens, Vector, Finished, Failed)}
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
@@ -298,49 +320,86 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
     tool_template: str | None = None  # for conversations with tools, where the model has one of its own for them
 
 
+class _SealedStep(Struct, array_like=True):
+    """A StepFrame whose frames have not been looked at."""
+
+    v: int
+    worker_id: str
+    frames: tuple[msgspec.Raw, ...]
+
+
+class _FrameHead(Struct, array_like=True):
+    tag: str
+    request_id: str
+    attempt: int
+    seq: int
+
+
+class JobHead(Struct, frozen=True):
+    """What every job of every version says: enough to tell its gateway that nobody understands it."""
+
+    request_id: str
+    attempt: int
+    reply_subject: str
+
+
 # One encoder and one decoder per kind: building them is the slow part.
 encode = msgspec.msgpack.Encoder().encode
 _job_decoder = msgspec.msgpack.Decoder(Job)
+_job_head_decoder = msgspec.msgpack.Decoder(JobHead)
 _step_decoder = msgspec.msgpack.Decoder(StepFrame)
+_sealed_step_decoder = msgspec.msgpack.Decoder(_SealedStep)
+_frame_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_frame_head_decoder = msgspec.msgpack.Decoder(_FrameHead)
 _control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)
 _card_decoder = msgspec.msgpack.Decoder(ModelCard)
 
-_Message = TypeVar("_Message")
-
-
-def _decode(decoder: wire.Decoder[_Message], payload: bytes) -> _Message:
-    message = wire.decode(decoder, payload)
-    check_version(getattr(message, "v", PROTOCOL_VERSION))
-    return message
-
-
-def check_version(version: int) -> None:
-    """Raise ProtocolError where a message is of a version that this build does not read."""
-    if version != PROTOCOL_VERSION:
-        raise ProtocolError(f"message speaks protocol {version}, this build speaks {PROTOCOL_VERSION}")
-
 
 def decode_job(payload: bytes) -> Job:
     """Decode a Job. Raises ProtocolError."""
-    return _decode(_job_decoder, payload)
+    return wire.decode_versioned(_job_decoder, payload)
+
+
+def decode_job_head(payload: bytes) -> JobHead:
+    """Decode of a Job, of whatever version, what all have. Raises ProtocolError."""
+    return wire.decode(_job_head_decoder, payload)
 
 
 def decode_step(payload: bytes) -> StepFrame:
-    """Decode a StepFrame. Raises ProtocolError."""
-    return _decode(_step_decoder, payload)
+    """Decode a StepFrame; a frame that cannot be read is ``Unread`` and takes no other along. Raises ProtocolError."""
+    try:
+        step = _step_decoder.decode(payload)
+    except msgspec.MsgspecError:
+        step = _decode_apart(payload)
+    wire.check_version(step.v)
+    return step
+
+
+def _decode_apart(payload: bytes) -> StepFrame:
+    wire.check_array_version(payload)
+    step = wire.decode(_sealed_step_decoder, payload)
+    return StepFrame(step.v, step.worker_id, tuple(_decode_frame(bytes(frame)) for frame in step.frames))
+
+
+def _decode_frame(frame: bytes) -> Frame | Unread:
+    try:
+        return _frame_decoder.decode(frame)
+    except msgspec.MsgspecError as error:
+        head = wire.decode(_frame_head_decoder, frame, "frame")
+        return Unread(head.request_id, head.attempt, head.seq, head.tag, str(error))
 
 
 def decode_control(payload: bytes) -> Control:
     """Decode a Cancel, a Resend or a Ping. Raises ProtocolError."""
-    return _decode(_control_decoder, payload)
+    return wire.decode(_control_decoder, payload)
 
 
 def decode_heartbeat(payload: bytes) -> Heartbeat:
     """Decode a Heartbeat. Raises ProtocolError."""
-    return _decode(_heartbeat_decoder, payload)
+    return wire.decode_versioned(_heartbeat_decoder, payload)
 
 
 def decode_model_card(payload: bytes) -> ModelCard:
     """Decode a ModelCard. Raises ProtocolError."""
-    return _decode(_card_decoder, payload)
+    return wire.decode_versioned(_card_decoder, payload)

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
-from protocol.messages import check_version, encode
+from protocol.messages import encode
 
 
 class PayloadRecord(Struct, frozen=True, omit_defaults=True):
@@ -41,5 +41,5 @@ def decode_payloads(message: bytes) -> list[PayloadRecord]:
     """Decode a message of the PAYLOADS stream. Raises ProtocolError."""
     records = wire.decode(_decoder, message)
     for record in records:
-        check_version(record.v)
+        wire.check_version(record.v)
     return records

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
-from protocol.messages import check_version
 
 Amounts = tuple[int, int, int, int]  # by Kind
 NOTHING: Amounts = (0, 0, 0, 0)
@@ -68,6 +67,4 @@ _decoder = msgspec.msgpack.Decoder(Account)
 
 def decode_account(payload: bytes) -> Account:
     """Decode an Account. Raises ProtocolError."""
-    account = wire.decode(_decoder, payload, "quota account")
-    check_version(account.v)
-    return account
+    return wire.decode_versioned(_decoder, payload, "quota account")

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
-from protocol.messages import check_version, encode
+from protocol.messages import encode
 
 
 class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
@@ -99,5 +99,5 @@ def decode_usage(payload: bytes) -> list[UsageRecord]:
     """Decode a message of the USAGE stream. Raises ProtocolError."""
     records = wire.decode(_decoder, payload)
     for record in records:
-        check_version(record.v)
+        wire.check_version(record.v)
     return records

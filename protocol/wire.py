@@ -1,10 +1,17 @@
-"""Decoding what came over the wire: any fault in it is a ProtocolError."""
+"""Decoding what came over the wire: any fault in it is a ProtocolError.
 
-from typing import Protocol, TypeVar
+A message says which version of the protocol it speaks: its first field, ``v``, in a map as in an array.
+"""
+
+from typing import Final, Protocol, TypeVar
 
 import msgspec
+from msgspec import Struct
 
-from protocol.errors import ProtocolError
+from protocol.errors import NewerVersion, ProtocolError
+
+PROTOCOL_VERSION: Final = 1  # that is written
+OLDEST_VERSION: Final = 1  # that is read: no newer than what the release before writes
 
 _Message_co = TypeVar("_Message_co", covariant=True)
 
@@ -17,9 +24,55 @@ class Decoder(Protocol[_Message_co]):
         ...
 
 
+class Versioned(Protocol):
+    """A message that says which version it speaks."""
+
+    @property
+    def v(self) -> int:
+        """The version."""
+        ...
+
+
+class _Head(Struct):
+    v: int
+
+
+class _ArrayHead(Struct, array_like=True):
+    v: int
+
+
+_VersionedMessage = TypeVar("_VersionedMessage", bound=Versioned)
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+_array_head_decoder = msgspec.msgpack.Decoder(_ArrayHead)
+
+
 def decode(decoder: Decoder[_Message_co], payload: bytes, what: str = "message") -> _Message_co:
     """Decode ``payload``, of which errors speak as ``what``. Raises ProtocolError."""
     try:
         return decoder.decode(payload)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"undecodable {what}: {error}") from error
+
+
+def decode_versioned(decoder: Decoder[_VersionedMessage], payload: bytes, what: str = "message") -> _VersionedMessage:
+    """Decode a map with its version. Raises ProtocolError, NewerVersion where that is why it cannot be read."""
+    try:
+        message = decode(decoder, payload, what)
+    except ProtocolError:
+        check_version(decode(_head_decoder, payload, what).v)
+        raise
+    check_version(message.v)
+    return message
+
+
+def check_array_version(payload: bytes) -> None:
+    """Raise ProtocolError where an array is of a version that this build does not read."""
+    check_version(decode(_array_head_decoder, payload).v)
+
+
+def check_version(version: int) -> None:
+    """Raise ProtocolError where a message is of a version that this build does not read."""
+    if version > PROTOCOL_VERSION:
+        raise NewerVersion(f"message speaks protocol {version}, this build speaks {PROTOCOL_VERSION}")
+    if version < OLDEST_VERSION:
+        raise ProtocolError(f"message speaks protocol {version}, this build reads {OLDEST_VERSION} at least")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from gateway.dispatch.plausible import plausible_timings
 from protocol.dead_letters import AttemptFailure
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, Finished, Timings
@@ -22,6 +23,10 @@ PROBE_PERIOD_S: Final = 1.0
 MAX_PROBES: Final = 3
 RESEND_GAP_S: Final = 0.25  # between two requests to send the same frames again
 GAP_LIMIT_S: Final = 5.0  # a gap open for longer is a failed attempt
+# What a worker says to have made beyond what came here was lost on its way, or is a lie. Frames leave as tokens are
+# made, so what is missing was made since the last that came: no faster than any engine makes tokens for one answer.
+FASTEST_TOKENS_PER_S: Final = 1000
+ON_THEIR_WAY_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -43,13 +48,16 @@ class CurrentAttempt:
     gap_since_s: float | None = None
     asked_s: float = float("-inf")  # when frames were last asked for again
     probes: int = 0  # without an answer
-    reported_tokens: int | None = None  # as the worker counts, once it has said so
-    timings: Timings | None = None  # likewise
+    timings: Timings | None = None  # as its worker tells at the end, where that is plausible
 
-    def take_last_word(self, frame: Finished | Failed) -> None:
+    def take_last_word(self, frame: Finished | Failed, now_s: float) -> None:
         """Note what the worker says of it at its end."""
-        self.reported_tokens = frame.completion_tokens
-        self.timings = frame.timings
+        self.timings = plausible_timings(frame.timings, now_s - self.queued_s)
+
+    def most_unheard(self, now_s: float) -> int:
+        """How many tokens of each answer may have been made since its worker was last heard to make one."""
+        heard_s = self.last_token_s or self.accepted_s or self.queued_s
+        return int((now_s - heard_s + ON_THEIR_WAY_S) * FASTEST_TOKENS_PER_S)
 
     def should_ask_again(self, now_s: float) -> bool:
         """Note that frames are missing; whether it is time to ask for them."""

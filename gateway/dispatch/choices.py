@@ -19,9 +19,10 @@ class Choice:
 class Choices:
     """All answers of one request."""
 
-    def __init__(self, n: int, tokens_to_score: int = 0) -> None:
-        """``tokens_to_score``: how many prompt tokens' logprobs are wanted beside the answers."""
+    def __init__(self, n: int, max_tokens: int, tokens_to_score: int = 0) -> None:
+        """``max_tokens``: of each answer; ``tokens_to_score``: how many prompt tokens' logprobs are wanted."""
         self.scored_tokens = 0  # of these: how many are here
+        self._max_tokens = max_tokens
         self._tokens_to_score = tokens_to_score
         self._choices = [Choice([]) for _ in range(n)]
 
@@ -31,20 +32,39 @@ class Choices:
     def __getitem__(self, index: int) -> Choice:
         return self._choices[index]
 
-    def add(self, frame: Tokens) -> None:
-        """Take what one engine step yielded for one choice."""
-        choice = self._choices[frame.index]
+    def add(self, frame: Tokens) -> str | None:
+        """Take what one engine step yielded for one choice; why not, where nobody has asked for that."""
+        index, choices = frame.index, self._choices
+        if not 0 <= index < len(choices) or (choice := choices[index]).finish_reason is not None:
+            return f"answer {index} was never asked for, or had ended"
+        if frame.prompt_logprobs is not None:
+            return self._add_prompt_logprobs(frame.prompt_logprobs)
+        if len(choice.token_ids) + len(frame.token_ids) > self._max_tokens:
+            return f"answer {index} has more tokens than were asked for"
         choice.token_ids.extend(frame.token_ids)
         choice.text_chars += len(frame.text)
         choice.finish_reason = frame.finish_reason
+        return None
 
-    def add_prompt_logprobs(self, logprobs: Sequence[PromptLogprob]) -> None:
+    def add_vector(self, frame: Vector) -> str | None:
+        """Take the answer to one input; why not, where nobody has asked for that."""
+        index, choices = frame.index, self._choices
+        if not 0 <= index < len(choices) or choices[index].finish_reason is not None:
+            return f"answer {index} was never asked for, or had ended"
+        choices[index].finish_reason = "stop"
+        return None
+
+    def _add_prompt_logprobs(self, logprobs: Sequence[PromptLogprob]) -> str | None:
         """Take the logprobs of the prompt's next tokens."""
+        if self.scored_tokens + len(logprobs) > self._tokens_to_score:
+            return "more prompt tokens have a logprob than were asked for"
         self.scored_tokens += len(logprobs)
+        return None
 
-    def add_vector(self, frame: Vector) -> None:
-        """Take the answer to one input."""
-        self._choices[frame.index].finish_reason = "stop"
+    def most_to_come(self, of_each: int) -> int:
+        """How many tokens those that have not ended may have beyond what is held: ``of_each`` or what was asked for."""
+        left = [self._max_tokens - len(one.token_ids) for one in self._choices if one.finish_reason is None]
+        return sum(min(of_each, tokens) for tokens in left)
 
     def held_tokens(self) -> int:
         """Output tokens over all choices."""

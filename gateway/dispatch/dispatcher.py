@@ -234,10 +234,14 @@ class Dispatcher:
         self._registry.heard(worker_id, now_s)
         for frame in step.frames:
             request = self._open.get(frame.request_id)
-            if request is not None:
-                request.on_frame(worker_id, frame, now_s)
-            else:
+            if request is None:
                 self._orphans.on_frame(worker_id, frame, now_s)
+                continue
+            try:
+                request.on_frame(worker_id, frame, now_s)
+            except Exception:  # the step's other frames are other callers'
+                log.exception("request %s fails: a frame of %s could not be taken", frame.request_id, worker_id)
+                request.fail(Failure(ErrorCode.INTERNAL_ERROR, "a part of the answer could not be taken"), now_s)
 
     # --- what a request asks for (request.Actions) --------------------------------------------------------------------
 

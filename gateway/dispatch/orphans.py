@@ -7,7 +7,7 @@ attempt, an attempt given up for lost that was not: whatever it is, its frames g
 from collections.abc import Callable
 from typing import Final
 
-from protocol.messages import Accepted, Cancel, Frame, Tokens
+from protocol.messages import Cancel, Failed, Finished, Frame
 
 REPEAT_S: Final = 1.0
 MAX_REMEMBERED: Final = 20_000  # twice the requests that a gateway holds; the one told longest ago is forgotten
@@ -31,7 +31,7 @@ class Orphans:
     def on_frame(self, worker_id: str, frame: Frame, now_s: float) -> None:
         """Take a frame of one."""
         key = (worker_id, frame.request_id, frame.attempt)
-        if not isinstance(frame, (Accepted, Tokens)):  # its last
+        if isinstance(frame, (Finished, Failed)):  # its last
             self._told_s.pop(key, None)
         elif now_s - self._told_s.get(key, float("-inf")) >= REPEAT_S:
             self._cancel(worker_id, Cancel(frame.request_id, frame.attempt))

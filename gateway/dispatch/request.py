@@ -30,10 +30,11 @@ from gateway.dispatch.attempts import AttemptLog, CurrentAttempt
 from gateway.dispatch.choices import Choices
 from gateway.dispatch.deadlines import Patience, overdue
 from gateway.dispatch.mailbox import Ended, Failure, Mailbox, StillWaiting
+from gateway.dispatch.plausible import plausible_cached_tokens, why_implausible
 from gateway.dispatch.verdicts import is_premature, verdict_of
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Vector
+from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Unread, Vector
 
 CANCEL_LIMIT_S: Final = 5.0  # how long the exact counts of a stopped attempt are waited for
 CANCEL_REPEAT_S: Final = 1.0
@@ -63,7 +64,8 @@ class OpenRequest:
         mailbox: Mailbox | None = None,
     ) -> None:
         """``mailbox``: where its events go; default: one of its own."""
-        self.admission = ticket.admission
+        self.admission = admission = ticket.admission
+        self.request_id, self.prompt_tokens = admission.request_id, admission.prompt_tokens
         self.ticket = ticket
         self.mailbox = Mailbox() if mailbox is None else mailbox
         self.state = State.QUEUED
@@ -71,7 +73,8 @@ class OpenRequest:
         self.log = AttemptLog(max_attempts)
         self.accepted: Accepted | None = None  # of the last attempt that was accepted
         self.published_s: float | None = None  # when the first attempt was first handed to the queue server
-        self.choices = Choices(ticket.admission.answers, ticket.admission.tokens_to_score)
+        self.choices = Choices(admission.answers, admission.sampling.max_tokens, admission.tokens_to_score)
+        self._unheard_tokens = 0  # of a stopped or failed attempt, that its worker says to have made
         self.cached_tokens = 0
         self.accepted_s: float | None = None
         self.first_token_s: float | None = None
@@ -83,17 +86,12 @@ class OpenRequest:
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._timeouts = timeouts
         self._actions = actions
-        self._patience = Patience(ticket.admission.queue_wait_s)
+        self._patience = Patience(admission.queue_wait_s)
         self._last_event_s = now_s
         self._stop_deadline_s = float("inf")
         self._cancel_sent_s = float("-inf")
 
     # --- what others may ask ------------------------------------------------------------------------------------------
-
-    @property
-    def request_id(self) -> str:
-        """Its id."""
-        return self.admission.request_id
 
     @property
     def attempt(self) -> int:
@@ -112,17 +110,12 @@ class OpenRequest:
         return min(self.current.queued_s + self._patience.left_s, total_s, self.admission.deadline_s)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self.admission.prompt_tokens
-
-    @property
     def completion_tokens(self) -> int:
-        """Output tokens over all choices and attempts; exact once ENDED."""
-        held = self.choices.held_tokens()
-        if self.current.reported_tokens is None or self.outcome == "ok":
-            return held
-        return max(held, self.current.tokens_before + self.current.reported_tokens)
+        """Output tokens over all choices and attempts; exact once ENDED.
+
+        Of what a worker reports beyond what has come, as much counts as it can have made without being heard.
+        """
+        return self.choices.held_tokens() + self._unheard_tokens
 
     @property
     def attempt_tokens(self) -> int:
@@ -154,7 +147,8 @@ class OpenRequest:
         self._on_unusual_frame(worker_id, frame, now_s)
 
     def _on_unusual_frame(self, worker_id: str, frame: Frame, now_s: float) -> None:
-        if self._is_fenced_out(worker_id, frame):
+        is_anothers = self.worker_id is not None and worker_id != self.worker_id
+        if self.state is State.ENDED or frame.attempt != self.attempt or is_anothers:
             self._actions.fenced_out(worker_id, frame, now_s)
             return
         self.current.heard_s = now_s
@@ -164,39 +158,50 @@ class OpenRequest:
         elif isinstance(frame, Failed) and frame.code == ErrorCode.UNKNOWN_ATTEMPT:
             self._attempt_failed(ErrorCode.WORKER_LOST, "the worker no longer knows the request", now_s)
         elif frame.seq == self.current.next_seq:
-            self._take(worker_id, frame, now_s)
+            if self.state is State.QUEUED and not isinstance(frame, Accepted | Failed):
+                self._attempt_failed(ErrorCode.ENGINE_ERROR, "a worker answers that has not accepted", now_s)
+            else:
+                self._take(worker_id, frame, now_s)
         elif frame.seq > self.current.next_seq:
             self._on_gap(worker_id, now_s)
-
-    def _is_fenced_out(self, worker_id: str, frame: Frame) -> bool:
-        current = self.current
-        return (
-            self.state is State.ENDED
-            or frame.attempt != current.number
-            or (current.worker_id is not None and worker_id != current.worker_id)
-        )
 
     def _take(self, worker_id: str, frame: Frame, now_s: float) -> None:
         self.current.next_seq += 1
         self.current.gap_since_s = None
-        if isinstance(frame, Tokens | Vector) and frame.index >= len(self.choices):
-            self._attempt_failed(ErrorCode.ENGINE_ERROR, f"answer {frame.index} was never asked for", now_s)
-        elif isinstance(frame, Tokens):
-            self._on_tokens(frame, now_s)
+        if isinstance(frame, Tokens):
+            reason = self.choices.add(frame)
+            if reason is None:
+                self._on_tokens(frame, now_s)
         elif isinstance(frame, Vector):
-            self._on_vector(frame, now_s)
+            reason = self.choices.add_vector(frame)
+            if reason is None:
+                self.mailbox.put(frame)  # read at the end
+                self.current.answered_inputs += 1
+                self.current.last_token_s = self._last_event_s = now_s
         elif isinstance(frame, Accepted):
-            self._on_accepted(worker_id, frame, now_s)
-        elif isinstance(frame, Finished):
-            self._on_finished(frame, now_s)
+            reason = self._on_accepted(worker_id, frame, now_s)
+        elif isinstance(frame, Unread):  # of a kind that a newer worker sends: whoever does not know it does without
+            reason = frame.reason if frame.is_known else None
         else:
-            self._on_failed(worker_id, frame, now_s)
+            reason = None
+            self._take_last_word(frame, now_s)
+            if isinstance(frame, Finished):
+                self._on_finished(frame, now_s)
+            else:
+                self._on_failed(worker_id, frame, now_s)
+        if reason is not None:
+            self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s)
 
-    def _on_accepted(self, worker_id: str, frame: Accepted, now_s: float) -> None:
+    def _on_accepted(self, worker_id: str, frame: Accepted, now_s: float) -> str | None:
+        reason = why_implausible(frame)
+        if reason is not None or self.state is not State.QUEUED:
+            self.log.shun(worker_id)
+            return reason or "the attempt was accepted twice"
         self.state = State.RUNNING
         self._note_worker(worker_id, frame, now_s)
         self._patience.spend(now_s - self.current.queued_s)
         self.ticket.accepted(worker_id)
+        return None
 
     def _note_worker(self, worker_id: str, frame: Accepted, now_s: float) -> None:
         self.current.worker_id = worker_id
@@ -205,44 +210,40 @@ class OpenRequest:
         self._actions.taken(self)
 
     def _on_tokens(self, frame: Tokens, now_s: float) -> None:
+        self.mailbox.put(frame)
         if frame.prompt_logprobs is not None:
-            self.choices.add_prompt_logprobs(frame.prompt_logprobs)
-            self.mailbox.put(frame)  # read together with what comes after them
-            return
+            return  # read together with what comes after them
         if self.current.first_token_s is None and frame.token_ids:
             self.current.first_token_s = now_s
             self.first_token_s = self.first_token_s or now_s
         self.current.last_token_s = self._last_event_s = now_s
-        self.choices.add(frame)
-        self.mailbox.put(frame)
         if self.admission.stream:  # others read everything at the end
             self.mailbox.wake()
             if len(self.mailbox) > self.mailbox.max_unread:
                 self._give_up_slow_client(now_s)
 
-    def _on_vector(self, frame: Vector, now_s: float) -> None:
-        self.current.answered_inputs += 1
-        self.current.last_token_s = self._last_event_s = now_s
-        self.choices.add_vector(frame)
-        self.mailbox.put(frame)  # read at the end
-
     def _on_finished(self, frame: Finished, now_s: float) -> None:
-        self.current.take_last_word(frame)
         if frame.cancelled or not self.choices.are_complete():
             reason = "the worker ended the request before it was complete"
             self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s, ended_there=True)
             return
-        self.cached_tokens = frame.cached_tokens
+        self.cached_tokens = plausible_cached_tokens(frame, self.prompt_tokens)
         self._end("ok", None, now_s)
 
     def _on_failed(self, worker_id: str, frame: Failed, now_s: float) -> None:
-        self.current.take_last_word(frame)
         if is_premature(frame, self.queue_deadline_s, now_s):
             self.log.shun(worker_id)
         elif not frame.retryable:
             self._end("failed", verdict_of(frame, self.admission, now_s), now_s)
             return
         self._attempt_failed(frame.code, frame.message, now_s, ended_there=True)
+
+    def _take_last_word(self, frame: Finished | Failed, now_s: float) -> None:
+        current = self.current
+        current.take_last_word(frame, now_s)
+        if self.state is not State.QUEUED:
+            most = self.choices.most_to_come(current.most_unheard(now_s))
+            self._unheard_tokens = max(0, min(frame.completion_tokens - self.attempt_tokens, most))
 
     def _on_gap(self, worker_id: str, now_s: float) -> None:
         if self.current.should_ask_again(now_s):
@@ -251,18 +252,17 @@ class OpenRequest:
     def _on_frame_while_stopping(self, worker_id: str, frame: Frame, now_s: float) -> None:
         current = self.current
         if isinstance(frame, Accepted):  # pulled at the last moment
-            if current.worker_id is None:
+            if current.worker_id is None and why_implausible(frame) is None:
                 self._note_worker(worker_id, frame, now_s)
             self._stop_deadline_s = now_s + CANCEL_LIMIT_S
             self._send_cancel(now_s)
         elif isinstance(frame, Tokens):
-            if frame.seq >= current.next_seq and frame.index < len(self.choices):
-                current.next_seq = frame.seq + 1
-                self.choices.add(frame)
-        elif isinstance(frame, Vector):
+            if frame.seq >= current.next_seq and self.choices.add(frame) is None:
+                current.next_seq, current.last_token_s = frame.seq + 1, now_s
+        elif isinstance(frame, (Vector, Unread)):
             current.next_seq = max(current.next_seq, frame.seq + 1)
         else:
-            current.take_last_word(frame)
+            self._take_last_word(frame, now_s)
             self._close(now_s)
 
     # --- attempts -----------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class OpenRequest:
             self.ticket.leave_queue()  # for the resume lane
         self._actions.left(self)
         self.log.spent.add(self.current)
-        held = self.choices.held_tokens()
+        held, self._unheard_tokens = self.choices.held_tokens(), 0
         self.current = CurrentAttempt(self.attempt + 1, queued_s=now_s, heard_s=now_s, tokens_before=held)
         self.state = State.QUEUED
         self._actions.publish(self, self.log.pause_s)

@@ -1,6 +1,7 @@
 """A whole gateway in the test's own loop, with a real nats-server, real SQL and scripted workers."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,20 @@ from pydantic import SecretStr
 
 from gateway.auth.keys import create_key
 from gateway.db.engine import create_engine
+from gateway.dispatch.admission import Admission
 from gateway.dispatch.dead_letters import newest_dead_letters
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.registry import WorkerRegistry
 from gateway.main import run
+from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings, ModelSettings
 from protocol import artifacts, subjects
+from protocol import messages as m
 from protocol.bus import Bus
 from protocol.dead_letters import DeadLetter
 from protocol.errors import ApiError, BusTimeout
 from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.outbox import Outbox
 from protocol.usage import RequestRecord, UsageRecord, decode_usage
 from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
 from tests.nats_server import NatsServer
@@ -44,6 +51,29 @@ async def restart(server: NatsServer, bus: Bus) -> None:
     server.kill()
     server.start()
     await until(lambda: bus.client.stats["reconnects"] > reconnects and bus.connected)
+
+
+def admission(request_id: str) -> Admission:
+    now_s = time.monotonic()
+    sampling = m.Sampling(max_tokens=9)
+    prompt = m.pack_token_ids([1])
+    return Admission(
+        request_id,
+        "chat.completions",
+        "m",
+        "k",
+        "k",
+        "t",
+        True,
+        prompt,
+        1,
+        "messages",
+        sampling,
+        now_s,
+        0,
+        now_s,
+        600.0,
+    )
 
 
 class GatewayUnderTest:
@@ -219,3 +249,22 @@ async def until_async(condition: Callable[[], Awaitable[bool]], limit_s: float =
     async with asyncio.timeout(limit_s):
         while not await condition():
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def dispatcher(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple[Dispatcher, Bus]]:
+    bus = await Bus.connect(nats_url, name="test")
+    settings = GatewaySettings(
+        gateway_id="g",
+        nats_urls=(nats_url,),
+        database_url="sqlite:///unused",
+        data_dir=tmp_path,
+        key_pepper=SecretStr("unused"),
+        models={"m": ModelSettings()},
+    )
+    registry = WorkerRegistry(bus)
+    outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10)
+    dispatcher = Dispatcher(bus, settings, registry, outbox, series=RequestSeries())
+    await dispatcher.start()
+    yield dispatcher, bus
+    await bus.close()

@@ -1,69 +1,17 @@
 """The queue server loses its memory stream, whose sequence numbers then begin anew."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 
-import pytest
-from pydantic import SecretStr
-
-from gateway.dispatch.admission import Admission
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.registry import WorkerRegistry
-from gateway.metrics.requests import RequestSeries
-from gateway.settings import GatewaySettings, ModelSettings
 from protocol import messages as m
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.outbox import Outbox
 from protocol.pull import Delivery, PullConsumer
+from tests.integration.gateway.conftest import admission
 from tests.nats_server import NatsServer
 from tests.unit.gateway.admission.controls import ticket_of
 
 LIMIT_S = 20
-
-
-def admission(request_id: str) -> Admission:
-    now_s = time.monotonic()
-    sampling = m.Sampling(max_tokens=9)
-    prompt = m.pack_token_ids([1])
-    return Admission(
-        request_id,
-        "chat.completions",
-        "m",
-        "k",
-        "k",
-        "t",
-        True,
-        prompt,
-        1,
-        "messages",
-        sampling,
-        now_s,
-        0,
-        now_s,
-        600.0,
-    )
-
-
-@pytest.fixture
-async def dispatcher(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple[Dispatcher, Bus]]:
-    bus = await Bus.connect(nats_url, name="test")
-    settings = GatewaySettings(
-        gateway_id="g",
-        nats_urls=(nats_url,),
-        database_url="sqlite:///unused",
-        data_dir=tmp_path,
-        key_pepper=SecretStr("unused"),
-        models={"m": ModelSettings()},
-    )
-    registry = WorkerRegistry(bus)
-    outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10)
-    dispatcher = Dispatcher(bus, settings, registry, outbox, series=RequestSeries())
-    await dispatcher.start()
-    yield dispatcher, bus
-    await bus.close()
 
 
 async def pulls_from(bus: Bus, lane: str) -> tuple[PullConsumer, asyncio.Queue[Delivery]]:

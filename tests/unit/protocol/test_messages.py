@@ -84,6 +84,16 @@ def test_an_older_worker_does_not_tell_its_timings() -> None:
     assert step.frames[0].timings is None
 
 
+def test_a_frame_that_cannot_be_read_takes_no_other_along() -> None:
+    before, after = m.Tokens("r", 1, 1, 0, (5,), "a"), m.Tokens("q", 2, 7, 0, (6,), "b")
+    for strange, is_known in ((["z", "p", 1, 4, "later"], False), (["t", "p", 1, 4, 0, [-1], "c"], True)):
+        wire = [m.PROTOCOL_VERSION, "w", [*map(msgspec.to_builtins, (before,)), strange, msgspec.to_builtins(after)]]
+        one, unread, other = m.decode_step(msgspec.msgpack.encode(wire)).frames
+        assert (one, other) == (before, after)
+        assert isinstance(unread, m.Unread)
+        assert (unread.request_id, unread.attempt, unread.seq, unread.is_known) == ("p", 1, 4, is_known)
+
+
 def test_a_newer_peer_may_append_fields() -> None:
     wire = msgspec.msgpack.decode(m.encode(m.Cancel("r", 1)))
     assert m.decode_control(msgspec.msgpack.encode([*wire, "later"])) == m.Cancel("r", 1)

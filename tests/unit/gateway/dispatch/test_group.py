@@ -87,5 +87,5 @@ def test_each_request_makes_room_for_what_is_unread(over: int) -> None:
     group, (first, *_), _ = open_group()
     first.on_frame("w", accepted(), 1.0)
     for seq in range(1, group.mailbox.max_unread + 1 + over):
-        first.on_frame("w", tokens(seq), 1.0)
+        first.on_frame("w", tokens(seq, ids=()), 1.0)
     assert (group.failure is not None) == bool(over)

@@ -1,8 +1,10 @@
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,19 @@ from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.logprobs import PromptLogprob
-from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Sampling, Tokens, unpack_token_ids
+from protocol.messages import (
+    Accepted,
+    Cancel,
+    Failed,
+    Finished,
+    Frame,
+    Sampling,
+    Timings,
+    Tokens,
+    Unread,
+    Vector,
+    unpack_token_ids,
+)
 from tests.unit.gateway.admission.controls import ticket_of
 
 ID = "req_1"
@@ -318,6 +332,98 @@ async def test_cancelled_counts_are_the_workers_own() -> None:
     request.on_frame("v", finished(9, attempt=2, cancelled=True, completion_tokens=6), 2.1)
     assert (request.state, request.outcome, request.completion_tokens) == (State.ENDED, "cancelled", 8)
     assert actions.ends == 1
+
+
+@pytest.mark.parametrize("last", [finished, failed])
+async def test_nobody_pays_for_what_a_worker_claims_beyond_what_can_be(last: Callable[..., Frame]) -> None:
+    # A stolen worker's word for a cancelled request was a row and a bill of 10^9 tokens.
+    for n, silence_s, most in ((1, 0.0, 98), (3, 0.0, 98 + 2 * 100), (1, -0.95, 50)):
+        request, _ = open_request(n=n)
+        request.on_frame("w", accepted(), 1.0)
+        request.on_frame("w", tokens(1, ids=(1, 2)), 1.0)
+        request.cancel(1.0)
+        request.on_frame("w", msgspec.structs.replace(last(2), completion_tokens=10**9), 1.0 + silence_s)
+        assert (request.state, request.completion_tokens) == (State.ENDED, 2 + most)
+
+
+async def test_a_failed_request_bills_no_less_than_what_came() -> None:
+    request, _ = open_request()
+    request.on_frame("w", accepted(), 1.0)
+    request.on_frame("w", tokens(1, ids=(1, 2)), 1.0)
+    lie = msgspec.structs.replace(failed(2, retryable=False), completion_tokens=-(10**9))
+    request.on_frame("w", lie, 1.0)
+    assert (request.outcome, request.completion_tokens) == ("failed", 2)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        tokens(2, index=-1),
+        tokens(2, index=2),
+        tokens(2, ids=(1,) * 99),
+        tokens(2, index=1),  # has ended
+        tokens(2, ids=(), prompt_logprobs=(PromptLogprob(1, "x", -1.0, 1),) * 4),
+        Vector(ID, 1, 2, -1, b""),
+        Vector(ID, 1, 2, 2, b""),
+        accepted(),
+    ],
+)
+async def test_what_nobody_asked_for_ends_the_attempt(lie: Frame) -> None:
+    request, actions = open_request(n=2, prompt_logprobs=0)
+    request.on_frame("w", accepted(), 1.0)
+    request.on_frame("w", tokens(1, ids=(1, 2), index=1, finish_reason="stop"), 1.0)
+    request.on_frame("w", tokens(2, "a", ids=(1, 2)), 1.0)
+    request.on_frame("w", msgspec.structs.replace(lie, seq=3), 1.0)
+    assert (request.attempt, request.log.failures[0].code, actions.published) == (2, "engine_error", [2])
+    assert request.choices.held_tokens() == 4
+    request.on_frame("v", accepted(2), 1.0)
+    request.on_frame("v", tokens(1, "b", attempt=2, finish_reason="stop"), 1.0)
+    assert await texts(request) == "xab"
+
+
+@pytest.mark.parametrize(
+    "lie", [{"pool": "a\0b"}, {"region": "r" * 256}, {"queue_ms": float("nan")}, {"queue_ms": -1.0}]
+)
+async def test_a_worker_that_cannot_be_is_not_accepted(lie: dict[str, Any]) -> None:
+    request, actions = open_request()
+    request.on_frame("w", msgspec.structs.replace(accepted(), **lie), 1.0)
+    assert (request.state, request.accepted, request.log.avoid) == (State.QUEUED, None, ("w",))
+    assert actions.published == [2]
+
+
+async def test_a_frame_of_an_unknown_kind_is_done_without_and_a_broken_one_is_the_workers_fault() -> None:
+    request, actions = open_request()
+    for frame in (accepted(), tokens(1, "a"), Unread(ID, 1, 2, "z", "unknown"), tokens(3, "b")):
+        request.on_frame("w", frame, 1.0)
+    assert (await texts(request), actions.asked, request.attempt) == ("ab", [], 1)
+    request.on_frame("w", Unread(ID, 1, 4, "t", "token ids below 0"), 1.0)
+    assert (request.attempt, request.log.failures[0].reason) == (2, "token ids below 0")
+
+
+async def test_who_answers_without_having_accepted_is_not_heard() -> None:
+    request, actions = open_request()
+    request.on_frame("w", tokens(0), 1.0)
+    assert (request.state, request.completion_tokens, actions.published) == (State.QUEUED, 0, [2])
+
+
+@pytest.mark.parametrize(
+    "timings",
+    [
+        Timings(float("nan"), 1.0, 1.0, 0),
+        Timings(-1.0, 1.0, 1.0, 0),
+        Timings(1.0, 1e12, 1.0, 0),
+        Timings(1.0, 1.0, 1.0, -1),
+        Timings(1.0, 1.0, 1.0, 2**70),
+    ],
+)
+async def test_timings_that_cannot_be_and_a_cache_larger_than_the_prompt_count_for_nothing(timings: Timings) -> None:
+    request, _ = open_request()
+    request.on_frame("w", accepted(), 1.0)
+    request.on_frame("w", tokens(1, finish_reason="stop"), 2.0)
+    request.on_frame("w", msgspec.structs.replace(finished(2), timings=timings, cached_tokens=10**9), 2.0)
+    spent = request.log.spent
+    assert (spent.engine_queue_ms, spent.prefill_ms, spent.decode_ms, spent.preemptions) == (0.0, 1000.0, 0.0, 0)
+    assert request.cached_tokens == 3
 
 
 async def test_a_silent_worker_does_not_hold_the_record_back() -> None:

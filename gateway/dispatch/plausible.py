@@ -1,0 +1,37 @@
+"""What a worker may say of itself: a stolen or broken one must not spoil a record, nor its reader.
+
+Workers are machines of others, so nothing that they say of an attempt is taken as it comes where something hangs on it:
+tokens are bounded by what was asked for and heard (``choices``, ``attempts``), the rest here.
+"""
+
+from typing import Final
+
+from protocol.messages import Accepted, Finished, Timings
+
+MAX_NAME_CHARS: Final = 255
+SLACK_S: Final = 1.0  # of timings: two clocks run at different speeds
+MAX_PREEMPTIONS: Final = 1_000_000
+
+
+def why_implausible(frame: Accepted) -> str | None:
+    """Why nobody can be who accepts like this; None: somebody can."""
+    names = (frame.worker_id, frame.pool, frame.provider, frame.region, frame.tier or "")
+    if not all(len(name) <= MAX_NAME_CHARS and name.isprintable() for name in names):
+        return "the worker's names are too long or not printable"
+    if not 0 <= frame.queue_ms < float("inf"):
+        return f"a job cannot have waited for {frame.queue_ms} ms"
+    return None
+
+
+def plausible_timings(timings: Timings | None, since_queued_s: float) -> Timings | None:
+    """What the engine tells, where that fits into the time since the attempt was queued; else None."""
+    if timings is None:
+        return None
+    phases = (timings.engine_queue_ms, timings.prefill_ms, timings.decode_ms)
+    is_plausible = all(phase >= 0 for phase in phases) and sum(phases) <= (since_queued_s + SLACK_S) * 1000
+    return timings if is_plausible and 0 <= timings.preemptions <= MAX_PREEMPTIONS else None
+
+
+def plausible_cached_tokens(frame: Finished, prompt_tokens: int) -> int:
+    """How many prompt tokens its cache had: at most all, at least none."""
+    return max(0, min(frame.cached_tokens, prompt_tokens))

@@ -1,0 +1,50 @@
+"""What a worker's frames may do to the requests of others: nothing."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.request import OpenRequest, State
+from protocol import messages as m
+from protocol import subjects
+from protocol.bus import Bus
+from tests.integration.gateway.conftest import admission, until
+from tests.unit.gateway.admission.controls import ticket_of
+
+
+async def send(bus: Bus, *frames: object) -> None:
+    step = [m.PROTOCOL_VERSION, "w", frames]
+    await bus.publish(subjects.frames_subject("g"), msgspec.msgpack.encode(step))
+
+
+async def accepted_request(dispatcher: Dispatcher, bus: Bus, request_id: str) -> OpenRequest:
+    request = dispatcher.open(ticket_of(admission(request_id)))
+    await send(bus, m.Accepted(request_id, 1, 0, "w", "p", "p", "r", 0.0))
+    await until(lambda: request.worker_id is not None)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("strange", "attempts"),
+    [
+        (m.Tokens("one", 1, 1, -5, (1,), "x"), 2),
+        (m.Tokens("one", 1, 1, 5, (1,), "x"), 2),
+        (["t", "one", 1, 1, 0, [-1], "x"], 2),
+        (["later", "one", 1, 1, {"what": "ever"}], 1),
+    ],
+)
+async def test_a_strange_frame_takes_no_other_of_its_step_along(
+    dispatcher: tuple[Dispatcher, Bus], strange: object, attempts: int
+) -> None:
+    gateway, bus = dispatcher
+    async with asyncio.timeout(20):
+        one, other = [await accepted_request(gateway, bus, name) for name in ("one", "other")]
+        await send(bus, strange, m.Tokens("other", 1, 1, 0, (7,), "y"))
+        await until(lambda: other.completion_tokens == 1)
+        assert (other.attempt, one.attempt, one.completion_tokens) == (1, attempts, 0)
+        if attempts == 1:
+            await send(bus, m.Tokens("one", 1, 2, 0, (8,), "z"))
+            await until(lambda: one.completion_tokens == 1)
+        assert one.state is not State.ENDED
