@@ -26,6 +26,7 @@ from gateway.dispatch.record import dead_letter, lost_attempt_record, settle_lim
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest, State
 from gateway.dispatch.request_log import log_end
+from gateway.dispatch.unforeseen import fail_alone
 from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
 from protocol import subjects, topology
@@ -108,8 +109,14 @@ class Dispatcher:
             if connected:
                 self._registry.lose_silent(list(self._by_worker), now_s)
             for request in list(self._open.values()):
-                request.on_tick(now_s, connected=connected)
+                self._tick(request, now_s, connected=connected)
             self._registry.forget_dead(now_s)
+
+    def _tick(self, request: OpenRequest, now_s: float, *, connected: bool) -> None:
+        try:
+            request.on_tick(now_s, connected=connected)
+        except Exception as mistake:  # noqa: BLE001  # logged there
+            fail_alone(request, self, mistake)
 
     async def _look_up(self) -> None:
         while True:
@@ -123,7 +130,10 @@ class Dispatcher:
 
     def _on_worker_lost(self, worker_id: str, code: ErrorCode, reason: str, now_s: float) -> None:
         for request in list(self._by_worker.get(worker_id, {}).values()):
-            request.worker_lost(code, reason, now_s)
+            try:
+                request.worker_lost(code, reason, now_s)
+            except Exception as mistake:  # noqa: BLE001  # logged there
+                fail_alone(request, self, mistake)
 
     async def drain(self, limit_s: float, hurry: asyncio.Event | None = None) -> None:
         """Take nothing new, let open requests finish for ``limit_s`` or until ``hurry``, then fail the rest."""
@@ -202,7 +212,7 @@ class Dispatcher:
         return request
 
     def _on_deadline(self, request: OpenRequest) -> None:
-        request.on_tick(time.monotonic(), connected=self._bus.connected)
+        self._tick(request, time.monotonic(), connected=self._bus.connected)
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
         """The HTTP side is done, having sent ``http_status`` (None: the caller left before)."""
@@ -239,9 +249,8 @@ class Dispatcher:
                 continue
             try:
                 request.on_frame(worker_id, frame, now_s)
-            except Exception:  # the step's other frames are other callers'
-                log.exception("request %s fails: a frame of %s could not be taken", frame.request_id, worker_id)
-                request.fail(Failure(ErrorCode.INTERNAL_ERROR, "a part of the answer could not be taken"), now_s)
+            except Exception as mistake:  # noqa: BLE001  # logged there
+                fail_alone(request, self, mistake)
 
     # --- what a request asks for (request.Actions) --------------------------------------------------------------------
 
