@@ -100,6 +100,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             continue_final_message=bool(request.continue_final_message),
             tools=tools_for_template(tokens, tools_told(request)),
             variables=template_variables(tokens, request),
+            within_context=self.prompt_param if request.truncate_prompt_tokens is None else None,
         )
         prompt_ids = truncated(request, prompt_ids, tokens.context_length)
         self._details = details_of(request, prompt_ids)
@@ -181,7 +182,11 @@ class CompletionCall(JobCall[CompletionRequest]):
         request, echo = self.request, ""
         [prompt] = request.prompts
         if isinstance(prompt, str):
-            given_ids = await tokens.encode_text(prompt, add_special_tokens=request.add_special_tokens)
+            given_ids = await tokens.encode_text(
+                prompt,
+                add_special_tokens=request.add_special_tokens,
+                within_context=self.prompt_param if request.truncate_prompt_tokens is None else None,
+            )
         else:
             given_ids = prompt
         prompt_ids = truncated(request, given_ids, tokens.context_length)

@@ -8,6 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from msgspec import Struct
@@ -18,14 +19,17 @@ from gateway.api import patience
 from gateway.api.errors import ApiError, ClientDisconnected, MethodNotAllowed, RequestFailed
 from gateway.api.exchange import Exchange, Receive, Scope, Send
 from gateway.api.keyed import IDEMPOTENCY_KEY
-from gateway.api.rate_limits import reserve
+from gateway.api.rate_limits import check_budget, reserve, reserve_place
 from gateway.api.schema import JobRequest
 from gateway.api.services import Services
+from gateway.auth.principal import Principal
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.mailbox import SharedMailbox
 from gateway.dispatch.request import OpenRequest
-from gateway.limits.body import read_body
+from gateway.limits.body import LARGE_BODY_BYTES, check_values, read_body
 from gateway.payloads.consent import consent_of
+from gateway.quotas.reservation import Reservation
+from gateway.tokens.model_tokens import ModelTokens
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 
@@ -89,8 +93,8 @@ class Endpoint(ABC, Generic[_Call]):
         return (self._call_of(body),)
 
     @abstractmethod
-    async def _works(self, calls: Sequence[_Call], model: str) -> Sequence[Work]:
-        """Count and check the calls for ``model``, a canonical name. Raises ApiError."""
+    async def _works(self, calls: Sequence[_Call], tokens: ModelTokens) -> Sequence[Work]:
+        """Count and check the calls for a model. Raises ApiError."""
 
     @abstractmethod
     async def _write_answer(self, exchange: Exchange, calls: Sequence[_Call], requests: Sequence[OpenRequest]) -> None:
@@ -137,18 +141,35 @@ class Endpoint(ABC, Generic[_Call]):
             raise MethodNotAllowed(f"Use POST, not {exchange.method}.")
         principal = exchange.authenticate(services.keys)
         self._refuse_if_full()
+        if not may_be_large(exchange):
+            return await self._admit_within(exchange, principal, None)
+        held = await reserve_place(services.quotas, exchange, principal)
+        try:
+            return await self._admit_within(exchange, principal, held)
+        except BaseException:
+            if held is not None:
+                held.refund(time.time())
+            raise
+
+    async def _admit_within(
+        self, exchange: Exchange, principal: Principal, held: Reservation | None
+    ) -> tuple[Sequence[_Call], Sequence[Ticket]]:
+        """``held``: what was reserved before the body is read, where it may be large."""
+        services = self._services
         body = await self._read_body(exchange)
-        calls = self._calls(body)
+        calls = await self._read_calls(body, principal)
         if principal.is_batch_only:
             for call in calls:
                 call.serve_as_batch()
         request = calls[0].request
         model = services.catalog.canonical_name(request.model, principal)
         deadline_s = patience.deadline_s(exchange)
-        works = await self._works(calls, model)
         queue_wait_s = patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s)
         price = services.prices.of(model, exchange.received_unix_ms)
-        reservations = await reserve(services.quotas, exchange, principal, works, price)
+        if held is not None:
+            await check_budget(services.quotas, exchange, principal, held, price)
+        works = await self._works(calls, services.catalog.tokens_of(model).of_tenant(principal.tenant))
+        reservations = await reserve(services.quotas, exchange, principal, works, price, held=held)
         admissions = [
             Admission(
                 request_id=request_id,
@@ -213,6 +234,17 @@ class Endpoint(ABC, Generic[_Call]):
         exchange.start_clock()  # a slow upload is not ours
         return body
 
+    async def _read_calls(self, body: bytes, principal: Principal) -> Sequence[_Call]:
+        if len(body) <= LARGE_BODY_BYTES:
+            return self._calls(body)
+        return await self._services.catalog.pool.run(
+            principal.tenant, len(body), partial(self._large_calls, body), is_quick=True
+        )
+
+    def _large_calls(self, body: bytes) -> Sequence[_Call]:
+        check_values(body)
+        return self._calls(body)
+
     def _refuse_if_full(self) -> None:
         failure = self._services.dispatcher.refusal()
         if failure is not None:
@@ -242,6 +274,12 @@ class Endpoint(ABC, Generic[_Call]):
         await exchange.wait_until_gone()
         for request in requests:
             request.cancel(time.monotonic())
+
+
+def may_be_large(exchange: Exchange) -> bool:
+    """Whether the body is, or may be, too large to be read in passing."""
+    length = exchange.headers.get(b"content-length")
+    return length is None or not length.isdigit() or int(length) > LARGE_BODY_BYTES
 
 
 def _identities(exchange: Exchange, count: int) -> Iterator[tuple[str, "RequestTrace | None"]]:

@@ -17,7 +17,7 @@ from gateway.limits.request_limits import check_prompt_logprobs, check_shape, ou
 from gateway.payloads.answers import RecordedAnswer
 from gateway.payloads.consent import Consent
 from gateway.payloads.publisher import Capture
-from gateway.tokens.model_tokens import use_of
+from gateway.tokens.model_tokens import ModelTokens, use_of
 from protocol.messages import Tokens, pack_token_ids
 
 _Call = TypeVar("_Call", bound=Call)
@@ -26,11 +26,11 @@ _Call = TypeVar("_Call", bound=Call)
 class GenerationEndpoint(Endpoint[_Call]):
     """An ASGI application for one of the two generating routes."""
 
-    async def _works(self, calls: Sequence[_Call], model: str) -> Sequence[Work]:
-        works = [await self._work(calls[0], model)]
+    async def _works(self, calls: Sequence[_Call], tokens: ModelTokens) -> Sequence[Work]:
+        works = [await self._work(calls[0], tokens)]
         for call in calls[1:]:
             await asyncio.sleep(0)  # others' requests go on: counting one prompt may take a millisecond
-            works.append(await self._work(call, model))
+            works.append(await self._work(call, tokens))
         self._check_prompt_logprobs(calls[0].request, works)
         return works
 
@@ -44,14 +44,12 @@ class GenerationEndpoint(Endpoint[_Call]):
                 param="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
             )
 
-    async def _work(self, call: _Call, model: str) -> Work:
-        services = self._services
-        check_shape(services.settings.limits, messages=call.message_count, choices=call.request.n or 1)
-        tokens = services.catalog.tokens_of(model)
+    async def _work(self, call: _Call, tokens: ModelTokens) -> Work:
+        check_shape(self._services.settings.limits, messages=call.message_count, choices=call.request.n or 1)
         if tokens.pooling is not None:
-            raise InvalidParameter(f"The model `{model}` makes no text: {use_of(tokens)}.", param="model")
+            raise InvalidParameter(f"The model `{tokens.model}` makes no text: {use_of(tokens)}.", param="model")
         prompt_ids = await call.encode_prompt(tokens)
-        max_tokens = self._output_limit(call, model, tokens.context_length, len(prompt_ids))
+        max_tokens = self._output_limit(call, tokens, len(prompt_ids))
         return Work(
             pack_token_ids(prompt_ids),
             len(prompt_ids),
@@ -60,12 +58,12 @@ class GenerationEndpoint(Endpoint[_Call]):
             stream=bool(call.request.stream),
         )
 
-    def _output_limit(self, call: _Call, model: str, context_length: int, prompt_tokens: int) -> int:
+    def _output_limit(self, call: _Call, tokens: ModelTokens, prompt_tokens: int) -> int:
         settings = self._services.settings
         return output_limit(
             settings.limits,
-            settings.models[model],
-            context_length=context_length,
+            settings.models[tokens.model],
+            context_length=tokens.context_length,
             prompt_tokens=prompt_tokens,
             prompt_param=call.prompt_param,
             requested=requested_max_tokens(call.request),

@@ -49,9 +49,8 @@ class PoolingEndpoint(Endpoint[PoolingCall]):
         super().__init__(services, call_of)
         self._room = room
 
-    async def _works(self, calls: Sequence[PoolingCall], model: str) -> Sequence[Work]:
+    async def _works(self, calls: Sequence[PoolingCall], tokens: ModelTokens) -> Sequence[Work]:
         [call] = calls
-        tokens = self._services.catalog.tokens_of(model)
         inputs = await call.encode(tokens)
         self._check(call, inputs, tokens)
         lengths = [len(ids) for ids in inputs.token_ids]

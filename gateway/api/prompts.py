@@ -17,6 +17,7 @@ from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest, State
 from gateway.limits.request_limits import check_prompts
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
+from gateway.tokens.model_tokens import ModelTokens
 from protocol.messages import Tokens
 
 
@@ -26,9 +27,9 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionCall]):
     def _calls(self, body: bytes) -> Sequence[CompletionCall]:
         return CompletionCall(body).parts()
 
-    async def _works(self, calls: Sequence[CompletionCall], model: str) -> Sequence[Work]:
+    async def _works(self, calls: Sequence[CompletionCall], tokens: ModelTokens) -> Sequence[Work]:
         check_prompts(self._services.settings.limits, len(calls))
-        return await super()._works(calls, model)
+        return await super()._works(calls, tokens)
 
     async def _write_answer(
         self, exchange: Exchange, calls: Sequence[CompletionCall], requests: Sequence[OpenRequest]

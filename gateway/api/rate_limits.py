@@ -45,22 +45,55 @@ class Wanted(Protocol):
     def pooling(self) -> Pooling | None: ...  # noqa: D102
 
 
+_A_PLACE: Final = Estimate(0, 0)
+
+
+async def reserve_place(quotas: Quotas, exchange: Exchange, principal: Principal) -> Reservation | None:
+    """Reserve what is known before a body is read: one request, and that it runs. Returns and raises as ``reserve``."""
+    return (await _reserve(quotas, exchange, principal, [_A_PLACE], None))[0]
+
+
+async def check_budget(
+    quotas: Quotas, exchange: Exchange, principal: Principal, held: Reservation, price: TokenPrice | None
+) -> None:
+    """Refuse before the prompt is counted where the budget is used up. Raises as ``reserve``."""
+    if price is not None:
+        await _reserve(quotas, exchange, principal, [Estimate(1, 0, price)], held)
+
+
 async def reserve(
-    quotas: Quotas, exchange: Exchange, principal: Principal, works: Sequence[Wanted], price: TokenPrice | None
+    quotas: Quotas,
+    exchange: Exchange,
+    principal: Principal,
+    works: Sequence[Wanted],
+    price: TokenPrice | None,
+    *,
+    held: Reservation | None = None,
 ) -> Sequence[Reservation | None]:
     """Reserve the most that requests can use, all or nothing; None: neither their key nor its team has limits.
 
-    Raises RateLimitExceeded, InsufficientQuota or LimitsUnavailable.
+    ``held``: what the first of them has reserved already. Raises RateLimitExceeded, InsufficientQuota or
+    LimitsUnavailable.
     """
+    return await _reserve(quotas, exchange, principal, [_estimate(work, price) for work in works], held)
+
+
+async def _reserve(
+    quotas: Quotas,
+    exchange: Exchange,
+    principal: Principal,
+    estimates: Sequence[Estimate],
+    held: Reservation | None,
+) -> Sequence[Reservation | None]:
     try:
-        reservations = await quotas.reserve(principal, [_estimate(work, price) for work in works])
+        reservations = await quotas.reserve(principal, estimates, held)
     except Refused as refused:
         exchange.limit_headers = _limit_headers(refused.books)
         raise _error_of(refused.refusal) from refused
     except Unavailable as error:
         raise LimitsUnavailable from error
     if reservations is None:
-        return [None] * len(works)
+        return [None] * len(estimates)
     exchange.limit_headers = _limit_headers(reservations[0].books)
     return reservations
 

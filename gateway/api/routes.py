@@ -1,6 +1,8 @@
 """The routes that nobody is in a hurry for: models, tokenize, health."""
 
 import logging
+import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -18,12 +20,13 @@ from gateway.api.errors import (
 )
 from gateway.api.exchange import Exchange
 from gateway.api.form import tools_for_template
+from gateway.api.rate_limits import reserve_place
 from gateway.api.schema import TokenizeRequest, parse_tokenize
 from gateway.api.services import Services
 from gateway.api.sse import encode_json
 from gateway.auth.principal import Principal
 from gateway.db.errors import SQL_ERRORS, describe
-from gateway.limits.body import read_body
+from gateway.limits.body import check_values, read_body
 from gateway.limits.request_limits import check_shape
 from gateway.tokens.model_tokens import ModelTokens
 
@@ -114,15 +117,36 @@ def tokenize_router(services: Services) -> APIRouter:
         """Token ids of a prompt or a conversation, exactly as a generating call would count them."""
         exchange = exchange_of(request)
         principal = exchange.authenticate(services.keys)
-        limits, limit_s = services.settings.limits, services.settings.timeouts.body_s
-        length = exchange.headers.get(b"content-length")
-        body = parse_tokenize(await read_body(request.receive, length, limits.max_body_bytes, limit_s))
-        check_shape(limits, messages=len(body.messages or ()), choices=1)
-        tokens = services.catalog.tokens_of(_model_named(services, body, principal))
-        token_ids = await _token_ids(body, tokens)
-        return json_answer({"count": len(token_ids), "max_model_len": tokens.context_length, "tokens": token_ids})
+        reservation = await reserve_place(services.quotas, exchange, principal)
+        try:
+            answer = await _tokenized(services, exchange, principal)
+        except BaseException:
+            if reservation is not None:
+                reservation.refund(time.time())
+            raise
+        if reservation is not None:
+            reservation.settle(0, 0, 0, time.time())
+        return answer
 
     return router
+
+
+async def _tokenized(services: Services, exchange: Exchange, principal: Principal) -> Response:
+    limits, limit_s = services.settings.limits, services.settings.timeouts.body_s
+    length = exchange.headers.get(b"content-length")
+    body = await read_body(exchange.receive, length, limits.max_body_bytes, limit_s)
+    pool, tenant = services.catalog.pool, principal.tenant
+    request = await pool.run(tenant, len(body), partial(_read_tokenize, body), is_quick=True)
+    check_shape(limits, messages=len(request.messages or ()), choices=1)
+    tokens = services.catalog.tokens_of(_model_named(services, request, principal)).of_tenant(tenant)
+    token_ids = await _token_ids(request, tokens)
+    told = {"count": len(token_ids), "max_model_len": tokens.context_length, "tokens": token_ids}
+    return await pool.run(tenant, len(body), partial(json_answer, told), is_quick=True)
+
+
+def _read_tokenize(body: bytes) -> TokenizeRequest:
+    check_values(body)
+    return parse_tokenize(body)
 
 
 def _model_named(services: Services, body: TokenizeRequest, principal: Principal) -> str:

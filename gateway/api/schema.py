@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from gateway.api.errors import InvalidParameter, MalformedJson
 from gateway.api.output_format import ResponseFormat, StructuredOutputs, grammar_of
 from gateway.api.tool_fields import MAX_CALLS, MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, check_tools
+from gateway.limits.body import check_values
 from protocol.grammar import Grammar
 
 MAX_STOP_STRINGS: Final = 16
@@ -314,6 +315,9 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
     for number, message in enumerate(request.messages):
         refuse_unsupported(message, _UNSUPPORTED_IN_MESSAGES, prefix=f"messages.{number}.")
         _check_role(message, f"messages.{number}.")
+    calls = [call for message in request.messages for call in message.tool_calls or ()]
+    if calls:
+        check_values(*[call.function.arguments.encode() for call in calls], param="messages")
     check_tools(request.tools or (), request.tool_choice, parallel_is_set=request.parallel_tool_calls is not None)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidParameter("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")

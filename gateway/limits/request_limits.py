@@ -71,20 +71,25 @@ def output_limit(
     return max_tokens
 
 
+def prompt_too_long(context_length: int, prompt_tokens: int, prompt_param: str) -> ContextLengthExceeded:
+    """The refusal of a prompt that leaves no token for an answer."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {context_length} tokens. However, your {prompt_param} resulted in"
+        f" {prompt_tokens} tokens. Please reduce the length of the {prompt_param}.",
+        param=prompt_param,
+    )
+
+
 def _check_context(
     context_length: int, prompt_tokens: int, prompt_param: str, requested: tuple[str, int] | None
 ) -> None:
-    prefix = f"This model's maximum context length is {context_length} tokens."
     if prompt_tokens >= context_length:
-        message = (
-            f"{prefix} However, your {prompt_param} resulted in {prompt_tokens} tokens."
-            f" Please reduce the length of the {prompt_param}."
-        )
-        raise ContextLengthExceeded(message, param=prompt_param)
+        raise prompt_too_long(context_length, prompt_tokens, prompt_param)
     if requested is not None and prompt_tokens + requested[1] > context_length:
         message = (
-            f"{prefix} However, you requested {prompt_tokens + requested[1]} tokens ({prompt_tokens} in the"
-            f" {prompt_param}, {requested[1]} in the completion). Please reduce the length of the {prompt_param}"
+            f"This model's maximum context length is {context_length} tokens. However, you requested"
+            f" {prompt_tokens + requested[1]} tokens ({prompt_tokens} in the {prompt_param}, {requested[1]} in the"
+            f" completion). Please reduce the length of the {prompt_param}"
             " or completion."
         )
         raise ContextLengthExceeded(message, param=requested[0])

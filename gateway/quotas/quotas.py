@@ -17,7 +17,7 @@ from gateway.quotas.account import LEASE_S
 from gateway.quotas.book import Book
 from gateway.quotas.refusals import Refusal, too_large
 from gateway.quotas.reservation import Estimate, Reservation
-from gateway.quotas.terms import Terms, plus, terms_of
+from gateway.quotas.terms import Terms, minus, plus, terms_of
 from gateway.quotas.vault import Vault
 from protocol import subjects
 from protocol.bus import Bus
@@ -99,29 +99,38 @@ class Quotas:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    async def reserve(self, principal: Principal, estimates: Sequence[Estimate]) -> list[Reservation] | None:
+    async def reserve(
+        self, principal: Principal, estimates: Sequence[Estimate], held: Reservation | None = None
+    ) -> list[Reservation] | None:
         """Reserve the most that requests can use, of the key's and the team's limits; None: it has none.
 
-        There is room for all of them, or nothing is reserved: raises Refused or Unavailable.
+        ``held``: what the first of them has reserved already; it gets the rest. There is room for all of them, or
+        nothing more is reserved: raises Refused or Unavailable.
         """
         key, team = terms_of(principal.key_policy), terms_of(principal.team_policy)
         if key is None and team is None:
             return None
-        claims = self._claims(principal, key, team, reduce(plus, [estimate.amounts for estimate in estimates]))
+        amounts = [estimate.amounts for estimate in estimates]
+        if held is not None:
+            amounts[0] = minus(amounts[0], held.amounts)
+        claims = self._claims(principal, key, team, reduce(plus, amounts))
         now_s = time.time()
         if not all(book.slice.has(needs, now_s) for book, needs in claims):
             await self._wait_for_slices(claims)
             now_s = time.time()
         books = [book for book, _ in claims]
-        reservations = [self._take(books, estimate, now_s) for estimate in estimates]
+        reservations = [] if held is None else [held]
+        for one, estimate in zip(amounts, estimates, strict=True):
+            taken = [(book, book.slice.take(book.terms.needs(one), now_s)) for book in books]
+            if held is not None:
+                held.enlarge(one, taken, estimate.price)
+                held = None
+            else:
+                reservations.append(Reservation(one, taken, estimate.price))
         for book in books:
             if book.slice.is_low:
                 self._exchange_soon(book)
         return reservations
-
-    def _take(self, books: list[Book], estimate: Estimate, now_s: float) -> Reservation:
-        taken = [(book, book.slice.take(book.terms.needs(estimate.amounts), now_s)) for book in books]
-        return Reservation(taken, estimate.price)
 
     def _claims(
         self, principal: Principal, key: Terms | None, team: Terms | None, amounts: Amounts

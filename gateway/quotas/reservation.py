@@ -5,6 +5,7 @@ from msgspec import Struct
 from gateway.ledger.prices import TokenPrice
 from gateway.quotas.book import Book
 from gateway.quotas.slices import Taken
+from gateway.quotas.terms import plus
 from protocol.quotas import NOTHING, Amounts
 
 
@@ -25,17 +26,26 @@ class Estimate(Struct, frozen=True):
 class Reservation:
     """Its methods may be called again: only the first ``settle`` or ``refund`` counts. Times are seconds since 1970."""
 
-    __slots__ = ("_is_open", "_price", "_taken", "books")
+    __slots__ = ("_is_open", "_more", "_price", "_taken", "amounts", "books")
 
-    def __init__(self, taken: list[tuple[Book, Taken]], price: TokenPrice | None) -> None:
+    def __init__(self, amounts: Amounts, taken: list[tuple[Book, Taken]], price: TokenPrice | None) -> None:
+        self.amounts = amounts
         self.books = tuple(book for book, _ in taken)
         self._taken = taken
+        self._more: list[tuple[Book, Taken]] = []  # what was reserved later
         self._price = price
         self._is_open = True
 
+    def enlarge(self, amounts: Amounts, taken: list[tuple[Book, Taken]], price: TokenPrice | None) -> None:
+        """Add what is reserved now that more is known of the request."""
+        self.amounts = plus(self.amounts, amounts)
+        self.books = tuple(book for book, _ in taken)
+        self._more += taken
+        self._price = price
+
     def release_place(self) -> None:
         """The request no longer takes up anything; what it has used is told later."""
-        for book, taken in self._taken:
+        for book, taken in (*self._taken, *self._more):
             book.slice.release_place(taken)
             book.wake()
 
@@ -54,6 +64,9 @@ class Reservation:
         self._is_open = False
         for book, taken in self._taken:
             book.slice.settle(taken, book.terms.needs(actual), now_s)
+            book.wake()
+        for book, taken in self._more:  # what was used is told above
+            book.slice.settle(taken, NOTHING, now_s)
             book.wake()
 
 

@@ -21,6 +21,7 @@ from gateway.api.errors import ModelNotFound, ModelNotReady
 from gateway.auth.principal import Principal
 from gateway.settings import ModelSettings, canonical_names
 from gateway.tokens.chat_template import ChatTemplate
+from gateway.tokens.encoder_pool import EncoderPool
 from gateway.tokens.encoders import (
     TIKTOKEN_PREFIX,
     Encoder,
@@ -29,7 +30,7 @@ from gateway.tokens.encoders import (
     TokenizerError,
     read_tokenizer_file,
 )
-from gateway.tokens.model_tokens import EncoderPool, ModelTokens
+from gateway.tokens.model_tokens import ModelTokens
 from gateway.tools.dialect import Dialect
 from protocol import subjects
 from protocol.artifacts import get_object, read_model_card, tokenizer_object_name
@@ -63,6 +64,11 @@ class ModelCatalog:
     def models(self) -> Mapping[str, ModelSettings]:
         """The configured models by their canonical names."""
         return self._models
+
+    @property
+    def pool(self) -> EncoderPool:
+        """The threads for what is long."""
+        return self._pool
 
     def canonical_name(self, name: str, principal: Principal) -> str:
         """The model behind a name or an alias, if the caller may use it. Raises ModelNotFound."""

@@ -1,8 +1,9 @@
 """Text to token ids and back, by the library that the model's tokenizer is made for."""
 
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+import msgspec
 import tiktoken
 import tokenizers
 
@@ -46,6 +47,11 @@ class Encoder(Protocol):
         """Tokens that stand for a text of their own: its id, and whether it is a special one."""
         ...
 
+    @property
+    def most_chars(self) -> int | None:
+        """The most characters that one token can stand for; None: there is no such bound."""
+        ...
+
 
 class HuggingFaceEncoder:
     """A ``tokenizer.json``, by the Rust library behind transformers' tokenizers."""
@@ -59,6 +65,8 @@ class HuggingFaceEncoder:
         # A file may ask for these; they would change a prompt silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        longest = max(map(len, self._tokenizer.get_vocab()), default=0)  # in bytes or characters, which are fewer
+        self.most_chars = _most_chars(msgspec.json.decode(tokenizer_json, type=_Parts), longest)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """See Encoder. ``encode`` holds the GIL, the batch call does not, and the fast one computes no offsets."""
@@ -139,6 +147,81 @@ def _encoded_pair(encoding: tokenizers.Encoding) -> EncodedPair:
     return EncodedPair(encoding.ids, first_tokens)
 
 
+class _Part(msgspec.Struct):
+    """A normalizer or a pre-tokenizer of a ``tokenizer.json``; of a sequence, its parts."""
+
+    type: str
+    normalizers: list["_Part"] = []
+    pretokenizers: list["_Part"] = []
+    behavior: str | None = None
+    pattern: Any = None
+    content: str | None = None
+
+
+class _Model(msgspec.Struct):
+    type: str | None = None
+    byte_fallback: bool | None = None
+
+
+class _AddedToken(msgspec.Struct):
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class _Parts(msgspec.Struct):
+    """What of a ``tokenizer.json`` says whether any part of a text can vanish."""
+
+    model: _Model
+    normalizer: _Part | None = None
+    pre_tokenizer: _Part | None = None
+    added_tokens: list[_AddedToken] = []
+
+
+# Normalizers that leave at least so many of this many characters; composing (NFC) makes one of four at most.
+_SHRINKS_TO_ONE_OF: Final = {"ByteLevel": 1, "Lowercase": 1, "Prepend": 1, "NFC": 4, "NFD": 1}
+_KEEPING_PRE_TOKENIZERS: Final = {"ByteLevel", "Metaspace", "Digits"}
+_KEEPING_IF_NOT_REMOVED: Final = {"Split", "Punctuation"}
+
+
+def _most_chars(parts: _Parts, longest: int) -> int | None:
+    """The most characters one token stands for: ``longest``, where every character of a text is in some token.
+
+    That needs a model that knows all bytes, and nothing before it that drops characters (as BERT's cleaning does).
+    """
+    normalizers = _flat(parts.normalizer)
+    pre_tokenizers = _flat(parts.pre_tokenizer)
+    knows_bytes = bool(parts.model.byte_fallback) or any(
+        part.type == "ByteLevel" for part in (*normalizers, *pre_tokenizers)
+    )
+    swallows = any(token.lstrip or token.rstrip for token in parts.added_tokens)
+    if parts.model.type not in {"BPE", "Unigram", None} or not knows_bytes or swallows:
+        return None
+    if not all(
+        part.type in _KEEPING_PRE_TOKENIZERS or (part.type in _KEEPING_IF_NOT_REMOVED and part.behavior != "Removed")
+        for part in pre_tokenizers
+    ):
+        return None
+    for part in normalizers:
+        shrinks = 1 if _keeps_length(part) else _SHRINKS_TO_ONE_OF.get(part.type)
+        if shrinks is None:
+            return None
+        longest *= shrinks
+    return longest or None
+
+
+def _keeps_length(part: _Part) -> bool:
+    """Whether it replaces a text by one at least as long."""
+    replaced = part.pattern.get("String") if isinstance(part.pattern, dict) else None
+    return part.type == "Replace" and isinstance(replaced, str) and len(part.content or "") >= len(replaced)
+
+
+def _flat(part: _Part | None) -> list[_Part]:
+    if part is None:
+        return []
+    inner = part.normalizers + part.pretokenizers
+    return [one for child in inner for one in _flat(child)] if part.type == "Sequence" else [part]
+
+
 class TiktokenEncoder:
     """An encoding of OpenAI's tiktoken, by name."""
 
@@ -148,6 +231,8 @@ class TiktokenEncoder:
             self._encoding = tiktoken.get_encoding(encoding_name)
         except Exception as error:  # unknown name, or the network library's own errors
             raise TokenizerError(f"tiktoken encoding {encoding_name!r}: {error}") from error
+        added = map(len, self._encoding.special_tokens_set)
+        self.most_chars: int | None = max([*map(len, self._encoding.token_byte_values()), *added])
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """See Encoder. tiktoken's encodings add no tokens of their own."""

@@ -1,44 +1,21 @@
 """Everything about one served model's tokens: its template, its tokenizer, its context length."""
 
-import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from gateway.api.errors import InvalidParameter, Overloaded
+from gateway.api.errors import ContextLengthExceeded, InvalidParameter
+from gateway.limits.request_limits import prompt_too_long
 from gateway.tokens.chat_template import ChatTemplate, up_to_content
+from gateway.tokens.encoder_pool import EncoderPool
 from gateway.tokens.encoders import EncodedPair, Encoder
 from gateway.tools.dialect import Dialect
 from protocol.pooling import PoolingCard
 
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
-ENCODER_THREADS: Final = 2
-MAX_LONG_PROMPTS: Final = 256  # being encoded or waiting for it
 END_TOKENS: Final = 16  # of a prompt: enough to hold a mark that begins reasoning, also where it is spelled out
 
 _Result = TypeVar("_Result")
-
-
-class EncoderPool:
-    """The threads in which long prompts are rendered and encoded, bounded in number and in what waits for them."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
-        self._busy = 0
-
-    async def run(self, work: Callable[[], _Result]) -> _Result:
-        """Run ``work`` in a thread. Raises Overloaded when too much waits already."""
-        if self._busy >= MAX_LONG_PROMPTS:
-            raise Overloaded("Too many long prompts are being counted at the moment.")
-        self._busy += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._busy -= 1
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class ModelTokens:
@@ -65,12 +42,27 @@ class ModelTokens:
         self._template = template
         self._tool_template = tool_template or template  # for conversations with tools
         self._pool = pool
+        self._tenant = ""  # whose threads are taken
         self._add_special_tokens = add_special_tokens
 
-    async def encode_text(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
-        """Token ids of a plain prompt, with the model's own special tokens unless told otherwise."""
+    def of_tenant(self, tenant: str) -> "ModelTokens":
+        """The same, counting for a tenant: at his expense where it takes long."""
+        tokens = object.__new__(ModelTokens)
+        tokens.__dict__.update(self.__dict__, _tenant=tenant)  # per request: copy.copy takes ten times as long
+        return tokens
+
+    async def encode_text(
+        self, text: str, *, add_special_tokens: bool | None = None, within_context: str | None = None
+    ) -> list[int]:
+        """Token ids of a plain prompt, with the model's own special tokens unless told otherwise.
+
+        ``within_context``: the request's field that holds it; raises ContextLengthExceeded for one that is too long.
+        """
         special = self._add_special_tokens if add_special_tokens is None else add_special_tokens
-        return await self._run(len(text), lambda: self._encoder.encode(text, add_special_tokens=special))
+        self._refuse_unread(text, within_context)
+        return await self._run(
+            len(text), lambda: self._fitting(self._encoder.encode(text, add_special_tokens=special), within_context)
+        )
 
     async def encode_chat(
         self,
@@ -80,10 +72,12 @@ class ModelTokens:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        within_context: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation, up to the end of the last message's text if that is to be continued.
 
-        Raises InvalidParameter where the template refuses it, or there is none.
+        ``within_context``: see ``encode_text``. Raises InvalidParameter where the template refuses it, or there is
+        none.
         """
         template = self._tool_template if tools else self._template
         if template is None:
@@ -95,7 +89,9 @@ class ModelTokens:
             )
             if continue_final_message:
                 text = up_to_content(text, messages[-1].get("content") or "")
-            return self._encoder.encode(text, add_special_tokens=False)  # the template has written them all
+            self._refuse_unread(text, within_context)
+            # The template has written all special tokens.
+            return self._fitting(self._encoder.encode(text, add_special_tokens=False), within_context)
 
         values = [value for message in messages for value in message.values()] + [tools, variables or ""]
         size = sum(len(value if isinstance(value, str) else str(value)) for value in values)
@@ -129,7 +125,27 @@ class ModelTokens:
         return await self._run(len(token_ids), lambda: self._encoder.decode(token_ids))
 
     async def _run(self, size: int, work: Callable[[], _Result]) -> _Result:
-        return work() if size <= INLINE_CHARS else await self._pool.run(work)
+        return work() if size <= INLINE_CHARS else await self._pool.run(self._tenant, size, work)
+
+    def _refuse_unread(self, text: str, field: str | None) -> None:
+        """Raise ContextLengthExceeded for a text that is too long however it is encoded, which would take seconds."""
+        most_chars = self._encoder.most_chars
+        if field is None or most_chars is None or len(text) <= self.context_length * most_chars:
+            return
+        at_least = math.ceil(len(text) / most_chars)
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {self.context_length} tokens. However, the {len(text)} characters"
+            f" of your {field} make at least {at_least} tokens. Please reduce the length of the {field}.",
+            param=field,
+        )
+
+    def _fitting(self, token_ids: list[int], field: str | None) -> list[int]:
+        """Raise ContextLengthExceeded for too many tokens, and let go of them: a refusal may live for long."""
+        count = len(token_ids)
+        if field is None or count < self.context_length:
+            return token_ids
+        token_ids.clear()
+        raise prompt_too_long(self.context_length, count, field)
 
 
 def use_of(tokens: ModelTokens) -> str:

@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from gateway.auth.keys import Grant, create_key
 from gateway.auth.principal import Policy
 from gateway.db.engine import create_engine
+from gateway.limits.body import LARGE_BODY_BYTES
 from gateway.quotas.vault import Vault
+from gateway.tokens.model_tokens import ModelTokens
 from protocol.bus import Bus
-from protocol.quotas import Account, Kind
+from protocol.quotas import RATES, Account, Kind
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 
@@ -225,3 +228,87 @@ async def test_limits_outlive_the_gateway(start_gateway: Start, make_key: MakeKe
     second = await start_gateway()
     assert not is_refused(await say_hello(second, key))
     assert is_refused(await say_hello(second, key))
+
+
+async def head_alone(gateway: GatewayUnderTest, path: str, key: str) -> bytes:
+    """The answer to a request whose 4 MB of body are never sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n".encode())
+    writer.write(b"Content-Length: 4000000\r\n\r\n")
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"}}")
+    writer.close()
+    return answer
+
+
+async def test_counting_tokens_counts_as_a_request(start_gateway: Start, make_key: MakeKey) -> None:
+    """A key limited to one request a minute kept everybody waiting by counting tokens again and again."""
+    _, key = await make_key(Policy(requests_per_minute=2))
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    async with httpx.AsyncClient(base_url=gateway.url, headers={"authorization": f"Bearer {key}"}) as client:
+        wrong = await client.post("/tokenize", json={"prompt": 5})
+        counted = await client.post("/tokenize", json={"prompt": "a"})
+        assert (wrong.status_code, counted.status_code) == (400, 200)
+        assert counted.headers["x-ratelimit-remaining-requests"] == "1"
+        assert not is_refused(await say_hello(gateway, key))
+        refused = await client.post("/tokenize", json={"prompt": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert float(refused.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+async def test_a_large_body_beyond_the_limit_is_refused_unread(
+    start_gateway: Start, make_key: MakeKey, path: str
+) -> None:
+    _, key = await make_key(Policy(requests_per_minute=1))
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    assert not is_refused(await say_hello(gateway, key))
+    answer = await head_alone(gateway, path, key)
+    assert answer.startswith(b"HTTP/1.1 429"), answer
+    assert b"rate_limit_exceeded" in answer
+
+
+async def test_a_spent_budget_refuses_before_anything_is_counted(
+    start_gateway: Start, make_key: MakeKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, key = await make_key(Policy(budget_nano_usd=1_000, budget_period="day"))
+
+    async def not_counted(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("it was counted")
+
+    monkeypatch.setattr(ModelTokens, "encode_chat", not_counted)
+    # One token costs more than there is.
+    gateway = await start_gateway(models={MODEL: {"aliases": ("short",), "price": {"prompt": 2.0}}})
+    refused = await say_hello(gateway, key, messages=[{"role": "user", "content": "a" * LARGE_BODY_BYTES}])
+    assert refused.code == "insufficient_quota"
+
+
+async def test_a_large_request_takes_what_it_uses_and_no_more(
+    start_gateway: Start, make_key: MakeKey, bus: Bus
+) -> None:
+    """It reserves in parts: its place before the body is read, the rest once it is counted."""
+    policy = Policy(
+        requests_per_minute=2, tokens_per_minute=10**6, max_concurrent=1, budget_nano_usd=10**9, budget_period="day"
+    )
+    key_id, key = await make_key(policy)
+    price = {"prompt": 0.0, "completion": 1.0}
+    gateway = await start_gateway(models={MODEL: {"aliases": ("short",), "price": price}})
+    await gateway.add_worker()
+    refused = await say_hello(gateway, key, messages=[{"role": "user", "content": "a" * LARGE_BODY_BYTES}])
+    assert refused.status_code == 400  # too long: gives its place back
+    answer = await say_hello(gateway, key, extra_body={"metadata": {"x": " " * LARGE_BODY_BYTES}})
+    usage = answer.parse().usage
+
+    async def is_settled() -> bool:
+        account = await the_account(bus, key_id)
+        lease = account.leases["g0"]
+        used = [sum(account.used[kind].values()) for kind in RATES]
+        busy = [lease.held[kind] - lease.idle[kind] for kind in (Kind.CONCURRENT, Kind.MONEY)]
+        spent = account.spent_nano_usd
+        return (used, spent, busy) == ([1, usage.total_tokens], 1000 * usage.completion_tokens, [0, 0])
+
+    await until_async(is_settled)
+    assert not is_refused(await say_hello(gateway, key))
+    assert is_refused(await say_hello(gateway, key))

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected
-from gateway.limits.body import Receive, read_body
+from gateway.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, InvalidParameter
+from gateway.limits.body import MAX_BODY_VALUES, Receive, check_values, read_body
 
 LIMIT_S = 20.0
 
@@ -48,3 +48,27 @@ async def test_a_caller_who_says_nothing_more() -> None:
 
     with pytest.raises(BodyTooSlow):
         await read_body(receive, b"3", 3, 0.01)
+
+
+def many(text: str) -> bytes:
+    return (text * (MAX_BODY_VALUES + 1)).encode()
+
+
+@pytest.mark.parametrize("body", [b"[" + many("[],") + b"0]", b"{" + many('"a":1,') + b"}", b"[" + many("{},") + b"0]"])
+def test_a_body_of_countless_values_is_refused(body: bytes) -> None:
+    """4 MB of empty lists took a second to read, during which nothing else ran."""
+    with pytest.raises(InvalidParameter, match="are read") as caught:
+        check_values(body)
+    assert caught.value.code == "too_many_values"
+
+
+def test_texts_may_hold_anything() -> None:
+    check_values(b'{"prompt": "' + many("[{:") + b'\\\\", "stop": "\\"' + many("[") + b'"}')
+    check_values(b'{"prompt": [' + b"1," * 10**6 + b"1]}")
+
+
+def test_json_in_texts_counts_together() -> None:
+    half = b"[" + b"[]," * (MAX_BODY_VALUES // 2) + b"0]"
+    check_values(half, param="messages")
+    with pytest.raises(InvalidParameter, match="JSON in 'messages'"):
+        check_values(half, half, param="messages")

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from gateway.tokens.encoders import HuggingFaceEncoder, TiktokenEncoder, TokenizerError, read_tokenizer_file
-from tests.small_tokenizer import BOS, byte_tokenizer, byte_tokenizer_json
+from tests.small_tokenizer import BOS, START, byte_tokenizer, byte_tokenizer_json
 
 
 def test_hugging_face() -> None:
@@ -47,3 +47,36 @@ def test_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = encoder.encode("he<|end|>", add_special_tokens=True)
     assert ids == [256, 257]
     assert encoder.decode(ids) == "he<|end|>"
+    assert encoder.most_chars == len("<|end|>")
+
+
+def part(kind: str, **rest: object) -> dict[str, object]:
+    return {"type": kind, **rest}
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({}, 1),
+        ({"normalizer": part("NFC")}, 4),  # it composes up to four characters to one
+        ({"normalizer": part("Sequence", normalizers=[part("Prepend", prepend="x"), part("Lowercase")])}, 1),
+        ({"normalizer": part("Replace", pattern={"String": " "}, content="x")}, 1),
+        ({"normalizer": part("Replace", pattern={"String": "  "}, content="x")}, None),
+        ({"normalizer": part("Replace", pattern={"Regex": " +"}, content="x")}, None),
+        ({"normalizer": part("Strip", strip_left=True, strip_right=True)}, None),
+        ({"pre_tokenizer": part("Whitespace")}, None),
+    ],
+)
+def test_how_much_text_a_token_can_stand_for(changes: dict[str, object], factor: int | None) -> None:
+    """Where characters may vanish, no length of a text says how many tokens it has at least."""
+    document = json.loads(byte_tokenizer_json()) | changes
+    longest = max(map(len, (BOS, START)))
+    assert HuggingFaceEncoder(json.dumps(document).encode()).most_chars == (
+        None if factor is None else longest * factor
+    )
+
+
+def test_a_token_that_swallows_spaces_stands_for_any_number() -> None:
+    document = json.loads(byte_tokenizer_json())
+    document["added_tokens"][0]["rstrip"] = True
+    assert HuggingFaceEncoder(json.dumps(document).encode()).most_chars is None

@@ -1,18 +1,18 @@
 import asyncio
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from gateway.api.errors import InvalidParameter, Overloaded
+from gateway.api.errors import ContextLengthExceeded, InvalidParameter
 from gateway.tokens import model_tokens
 from gateway.tokens.chat_template import ChatTemplate
+from gateway.tokens.encoder_pool import EncoderPool
 from gateway.tokens.encoders import HuggingFaceEncoder
-from gateway.tokens.model_tokens import EncoderPool, ModelTokens
-from tests.small_tokenizer import CHATML, byte_tokenizer, byte_tokenizer_json
+from gateway.tokens.model_tokens import ModelTokens
+from tests.small_tokenizer import CHATML, START, byte_tokenizer, byte_tokenizer_json
 
 
 def tokens(template: str | None = CHATML) -> ModelTokens:
@@ -39,9 +39,9 @@ async def test_all_that_may_be_rendered_counts_as_long(more: dict[str, Any]) -> 
     class Counting(EncoderPool):
         runs = 0
 
-        async def run(self, work: Callable[[], Any]) -> Any:
+        async def run(self, tenant: str, size_bytes: int, work: Callable[[], Any], **how: Any) -> Any:
             self.runs += 1
-            return await super().run(work)
+            return await super().run(tenant, size_bytes, work, **how)
 
     pool = Counting()
     ours = ModelTokens("m", HuggingFaceEncoder(byte_tokenizer_json()), ChatTemplate(CHATML, {}), 100, pool)
@@ -59,17 +59,39 @@ async def test_a_model_without_a_chat_format() -> None:
     assert caught.value.param == "model"
 
 
-async def test_too_many_long_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_tokens, "MAX_LONG_PROMPTS", 1)
-    pool = EncoderPool()
-    go_on = threading.Event()
-    first = asyncio.create_task(pool.run(go_on.wait))
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
-        await pool.run(go_on.wait)
-    go_on.set()
-    assert await first
-    assert await pool.run(lambda: 5) == 5
+class NeverEncoding(HuggingFaceEncoder):
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        raise AssertionError(f"{len(text)} characters were encoded ({add_special_tokens=})")
+
+
+async def test_a_text_that_cannot_fit_is_refused_unread() -> None:
+    """4 MB of text for a context of 8,192 tokens took 4 s of encoding, and half a gigabyte of memory for good."""
+    chat = ChatTemplate(CHATML, {})
+    ours = ModelTokens("m", NeverEncoding(byte_tokenizer_json()), chat, 100, EncoderPool()).of_tenant("t")
+    text = "a" * (100 * len(START) + 1)  # the longest token
+    for asked in (
+        ours.encode_text(text, within_context="prompt[3]"),
+        ours.encode_chat([{"role": "user", "content": text}], within_context="messages"),
+    ):
+        with pytest.raises(ContextLengthExceeded, match="make at least 10[1-9] tokens"):
+            await asked
+    with pytest.raises(AssertionError):  # who wants to know only how many there are, or the last of them
+        await ours.encode_text(text)
+
+
+async def test_a_refusal_does_not_hold_the_tokens() -> None:
+    encoded: list[list[int]] = []
+
+    class Remembering(HuggingFaceEncoder):
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            encoded.append(super().encode(text, add_special_tokens=add_special_tokens))
+            return encoded[-1]
+
+    ours = ModelTokens("m", Remembering(byte_tokenizer_json()), None, 100, EncoderPool())
+    with pytest.raises(ContextLengthExceeded, match="your prompt resulted in 102 tokens"):
+        await ours.encode_text("a" * 101, within_context="prompt")
+    assert encoded == [[]]
+    assert len(await ours.encode_text("a" * 98, within_context="prompt")) == 99
 
 
 async def test_the_event_loop_goes_on_while_a_long_prompt_is_encoded() -> None:
