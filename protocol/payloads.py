@@ -39,7 +39,4 @@ def encode_payloads(records: Sequence[PayloadRecord]) -> bytes:
 
 def decode_payloads(message: bytes) -> list[PayloadRecord]:
     """Decode a message of the PAYLOADS stream. Raises ProtocolError."""
-    records = wire.decode(_decoder, message)
-    for record in records:
-        wire.check_version(record.v)
-    return records
+    return wire.decode_all(_decoder, message)

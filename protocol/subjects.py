@@ -10,6 +10,7 @@ from typing import Final
 INTERACTIVE_STREAM: Final = "RQ"
 USAGE_STREAM: Final = "USAGE"
 PAYLOADS_STREAM: Final = "PAYLOADS"
+PARKED_STREAM: Final = "PARKED"
 WORKERS_BUCKET: Final = "workers"
 MODELS_BUCKET: Final = "models"
 ARTIFACTS_BUCKET: Final = "artifacts"
@@ -35,6 +36,7 @@ DISCONNECTS: Final = "$SYS.ACCOUNT.*.DISCONNECT"
 REQUEST_USAGE_SUBJECT: Final = "usage.request"
 ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"
 PAYLOAD_SUBJECT: Final = "payloads.request"
+PARKED_USAGE_SUBJECT: Final = "parked.usage"
 
 # Core NATS, no payload: API keys have changed in SQL, load them again.
 KEYS_CHANGED_SUBJECT: Final = "config.keys.changed"

@@ -32,6 +32,8 @@ DUPLICATE_WINDOW_S: Final = 120
 USAGE_MAX_AGE_S: Final = 14 * 24 * 3600
 PAYLOADS_MAX_AGE_S: Final = 7 * 24 * 3600
 PAYLOADS_MAX_BYTES: Final = 512 * 1024 * 1024  # past it the oldest go: losing a payload is not losing money
+PARKED_MAX_AGE_S: Final = 90 * 24 * 3600
+PARKED_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, what cannot be parked stays in USAGE
 PROMPT_MAX_AGE_S: Final = 3600
 PROMPTS_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, a job with a prompt by reference waits for another's to be done
 IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themselves: these are of dead ones
@@ -104,6 +106,16 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             ),
             "discard": "old",
         },
+        _stream(
+            subjects.PARKED_STREAM,
+            "parked.>",
+            bounds,
+            retention="limits",
+            storage="file",
+            max_bytes=PARKED_MAX_BYTES,
+            max_age=PARKED_MAX_AGE_S * NS,
+            duplicate_window=DUPLICATE_WINDOW_S * NS,
+        ),
         {
             **_stream(
                 subjects.DEAD_LETTER_STREAM,

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
+from protocol.errors import ProtocolError
 from protocol.messages import encode
 
 
@@ -88,6 +89,7 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
 UsageRecord = RequestRecord | AttemptRecord
 
 _decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(list[UsageRecord])
+_sealed_decoder: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 def encode_usage(encoded_records: Sequence[bytes]) -> bytes:
@@ -95,9 +97,34 @@ def encode_usage(encoded_records: Sequence[bytes]) -> bytes:
     return encode([msgspec.Raw(record) for record in encoded_records])
 
 
+class UnreadUsage(Struct, frozen=True):
+    """A part of a message of the USAGE stream that this build cannot read."""
+
+    message: bytes  # the same as a message of its own
+    reason: str
+
+
+def read_usage(payload: bytes) -> tuple[list[UsageRecord], list[UnreadUsage]]:
+    """The records of a message of the USAGE stream, and what of it cannot be read: the others are not lost with it."""
+    try:
+        return decode_usage(payload), []
+    except ProtocolError as error:
+        reason = str(error)
+    try:
+        sealed = wire.decode(_sealed_decoder, payload)
+    except ProtocolError:
+        return [], [UnreadUsage(payload, reason)]
+    read: list[UsageRecord] = []
+    unread: list[UnreadUsage] = []
+    for record in sealed:
+        message = encode_usage([bytes(record)])
+        try:
+            read += decode_usage(message)
+        except ProtocolError as error:
+            unread.append(UnreadUsage(message, str(error)))
+    return read, unread
+
+
 def decode_usage(payload: bytes) -> list[UsageRecord]:
     """Decode a message of the USAGE stream. Raises ProtocolError."""
-    records = wire.decode(_decoder, payload)
-    for record in records:
-        wire.check_version(record.v)
-    return records
+    return wire.decode_all(_decoder, payload)

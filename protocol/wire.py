@@ -43,6 +43,7 @@ class _ArrayHead(Struct, array_like=True):
 
 _VersionedMessage = TypeVar("_VersionedMessage", bound=Versioned)
 _head_decoder = msgspec.msgpack.Decoder(_Head)
+_heads_decoder = msgspec.msgpack.Decoder(list[_Head])
 _array_head_decoder = msgspec.msgpack.Decoder(_ArrayHead)
 
 
@@ -63,6 +64,19 @@ def decode_versioned(decoder: Decoder[_VersionedMessage], payload: bytes, what: 
         raise
     check_version(message.v)
     return message
+
+
+def decode_all(decoder: Decoder[list[_VersionedMessage]], payload: bytes) -> list[_VersionedMessage]:
+    """Decode an array of maps, each with its version. Raises ProtocolError, NewerVersion likewise."""
+    try:
+        messages = decode(decoder, payload)
+    except ProtocolError:
+        for head in decode(_heads_decoder, payload):
+            check_version(head.v)
+        raise
+    for message in messages:
+        check_version(message.v)
+    return messages
 
 
 def check_array_version(payload: bytes) -> None:

@@ -27,6 +27,9 @@ from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
 # SQLSTATE classes 22 (data exception) and 23 (integrity constraint violation): this row will never be accepted.
 REFUSED_SQLSTATE_CLASSES: Final = ("22", "23")
 
+MAX_ATTEMPT_TOKENS: Final = 100_000_000  # ten times the longest context there is, for several choices
+MAX_ATTEMPT_MS: Final = 30 * 24 * 3_600_000
+
 Row = dict[str, Any]  # column → value
 
 
@@ -40,7 +43,7 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
     Raises RecordRefused (nothing was stored) or DatabaseUnavailable (unknown whether anything was: call again).
     """
     requests = [_row(record) for record in records if isinstance(record, RequestRecord)]
-    attempts = [_row(record) for record in records if isinstance(record, AttemptRecord)]
+    attempts = [_attempt_row(record) for record in records if isinstance(record, AttemptRecord)]
     try:
         async with writing(engine) as connection:
             if requests:
@@ -137,6 +140,20 @@ def _row(record: UsageRecord) -> Row:
     row = msgspec.structs.asdict(record)
     del row["v"]
     return row
+
+
+def _attempt_row(record: AttemptRecord) -> Row:
+    """Its worker's own word: what cannot be true is refused. Raises RecordRefused."""
+    counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens, record.resumed_tokens)
+    phases = (record.engine_queue_ms, record.prefill_ms, record.decode_ms, record.ttft_ms)
+    times_ms = (record.queue_ms, record.total_ms, *[phase for phase in phases if phase is not None])
+    if not all(0 <= count <= MAX_ATTEMPT_TOKENS for count in (*counts, record.attempt, record.preemptions or 0)):
+        raise RecordRefused(f"counts of attempt {record.request_id}.{record.attempt} cannot be true")
+    if record.cached_tokens > record.prompt_tokens:
+        raise RecordRefused(f"attempt {record.request_id}.{record.attempt} found more in the cache than it looked for")
+    if not all(0 <= time_ms <= MAX_ATTEMPT_MS for time_ms in times_ms):
+        raise RecordRefused(f"times of attempt {record.request_id}.{record.attempt} cannot be true")
+    return _row(record)
 
 
 def _priced(row: Mapping[str, Any], prices: PriceBook) -> Row:

@@ -2,7 +2,7 @@
 
     parked ──delivered──> held ──committed──> acknowledged
                            │ └──SQL away──> held, tried again for ever; on SIGTERM handed back
-                           └──unreadable or refused by SQL──> terminated, logged with its stream sequence
+                           └──unreadable or refused by SQL──> parked alone (gateway.ledger.parked)
 
 A record is acknowledged only after its commit, and inserting it twice does nothing, so a crash anywhere between
 delivery and acknowledgement costs one redelivery and no row.
@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.db.errors import DatabaseUnavailable
 from gateway.ledger.abandoned import AbandonedRequests
 from gateway.ledger.machine_time import MachineTime
+from gateway.ledger.parked import AGAIN_AFTER_S, Replays, park
 from gateway.ledger.partitions import DAYS_AHEAD, make_partitions
 from gateway.ledger.retention import Retention
 from gateway.ledger.store import RecordRefused, store_records
@@ -29,9 +30,10 @@ from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
-from protocol.errors import BusError, ProtocolError
+from protocol.errors import BusError
+from protocol.messages import encode
 from protocol.pull import Delivery, PullConsumer
-from protocol.usage import UsageRecord, decode_usage
+from protocol.usage import UnreadUsage, UsageRecord, encode_usage, read_usage
 
 IDLE_WAIT_S: Final = 0.5  # how soon an expired pull is noticed and asked again
 PURGE_PERIOD_S: Final = 60.0
@@ -63,6 +65,8 @@ class LedgerWriter:
         self._purged_s = 0.0  # monotonic clock
         self._abandoned = AbandonedRequests(engine)
         self._machine_time = MachineTime(bus, engine)
+        self._replays = Replays(bus)
+        self._unparked: set[int] = set()  # sequences of messages held that are to come again
         self._retention = Retention(engine, settings.retention_days)
         self._deleted_s = 0.0  # when it last looked for old rows and found no more; monotonic clock
         self._timed_s = 0.0  # when machine time was last written; monotonic clock
@@ -90,6 +94,7 @@ class LedgerWriter:
                 await self._make_partitions()
                 await self._write_batch()
                 await self._purge_what_is_written()
+                await self._replays.look()
                 await self._record_abandoned()
                 await self._record_machine_time()
                 await self._delete_old()
@@ -145,7 +150,7 @@ class LedgerWriter:
         deliveries = [self._held.popleft() for _ in range(min(len(self._held), self._batch_records))]
         if not deliveries and self._bus.connected and self._consumer.outstanding():
             self._written_until_unix_ms = unix_now_ms()  # whatever there is would have come
-        entries = [entry for delivery in deliveries if (entry := await self._decoded(delivery))]
+        entries = [await self._decoded(delivery) for delivery in deliveries]
         if entries:
             await self._store(entries)
 
@@ -206,12 +211,19 @@ class LedgerWriter:
             log.warning("old rows could not be deleted, will try again: %s", error)
             self._deleted_s = time.monotonic()
 
-    async def _decoded(self, delivery: Delivery) -> _Entry | None:
+    async def _decoded(self, delivery: Delivery) -> _Entry:
+        records, unread = read_usage(delivery.payload)
+        if unread:
+            await self._park(delivery, unread)
+        return _Entry(delivery, records)
+
+    async def _park(self, delivery: Delivery, unread: list[UnreadUsage], *, is_refused: bool = False) -> None:
+        """Park what cannot be taken, or have the message delivered again later: its other records are written now."""
         try:
-            return _Entry(delivery, decode_usage(delivery.payload))
-        except ProtocolError as error:
-            await self._give_up(delivery, error)
-            return None
+            await park(self._bus, delivery, unread, is_refused=is_refused)
+        except BusError as error:
+            log.warning("what message %d holds could not be parked: %s", delivery.stream_sequence, error)
+            self._unparked.add(delivery.stream_sequence)
 
     async def _store(self, entries: list[_Entry]) -> None:
         """Commit, then acknowledge; or hand back, once stopping."""
@@ -255,30 +267,26 @@ class LedgerWriter:
                 await self._store([entry])
             return
         entry = entries[0]
-        refusal: RecordRefused | None = None
+        refused: list[UnreadUsage] = []
         for record in entry.records:
             try:
                 if not await self._commit([record], entry.delivery.stored_unix_ms):
                     self._unwritten.append(entry)
                     return
             except RecordRefused as error:
-                refusal = error
-        if refusal is not None:
-            await self._give_up(entry.delivery, refusal)
-        else:  # refused only together with another entry's
-            await self._answer([entry], pull.ack)
-
-    async def _give_up(self, delivery: Delivery, error: Exception) -> None:
-        log.error("a usage record of message %d of the stream is lost: %s", delivery.stream_sequence, error)
-        try:
-            await pull.term(self._bus, delivery)
-        except BusError as unsent:
-            log.warning("message %d could not be terminated: %s", delivery.stream_sequence, unsent)
+                refused.append(UnreadUsage(encode_usage([encode(record)]), str(error)))
+        if refused:
+            await self._park(entry.delivery, refused, is_refused=True)
+        await self._answer([entry], pull.ack)
 
     async def _answer(self, entries: list[_Entry], answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
         # Nobody confirms an acknowledgement: one that is lost costs a redelivery, which inserts nothing.
         try:
             for entry in entries:
-                await answer(self._bus, entry.delivery)
+                if entry.delivery.stream_sequence in self._unparked:
+                    self._unparked.discard(entry.delivery.stream_sequence)
+                    await pull.nak(self._bus, entry.delivery, AGAIN_AFTER_S)
+                else:
+                    await answer(self._bus, entry.delivery)
         except BusError as error:
             log.warning("some of %d messages will be delivered again: %s", len(entries), error)

@@ -18,7 +18,7 @@ from gateway.payloads.store import DELETE_ROWS, delete_expired, store_payloads
 from protocol import pull, subjects
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
-from protocol.errors import BusError, ProtocolError
+from protocol.errors import BusError, NewerVersion, ProtocolError
 from protocol.payloads import PayloadRecord, decode_payloads
 from protocol.pull import Delivery, PullConsumer
 from protocol.topology import consumer_exists
@@ -27,6 +27,7 @@ PULL_MESSAGES: Final = 8  # at once: of at most 8 MB each, and usually far less
 IDLE_WAIT_S: Final = 0.5
 EXPIRY_PERIOD_S: Final = 60.0
 CONSUMER_POLL_S: Final = 2.0
+NEWER_DELAY_S: Final = 30.0  # until a message of a newer release is offered again
 _STORE_ERRORS: Final[tuple[type[Exception], ...]] = (OverflowError, *SQL_ERRORS)  # the first: sqlite3's own
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,9 @@ class PayloadWriter:
         try:
             records = decode_payloads(delivery.payload)
             is_stored = await self._stored(records)
+        except NewerVersion as error:
+            log.warning("message %d of the payloads' stream waits: %s", delivery.stream_sequence, error)
+            await self._answer(delivery, _later)
         except ProtocolError as error:
             log.error("message %d of the payloads' stream is lost: %s", delivery.stream_sequence, error)  # noqa: TRY400
             await self._answer(delivery, pull.term)
@@ -132,3 +136,8 @@ class PayloadWriter:
             await answer(self._bus, delivery)
         except BusError as error:
             log.warning("message %d will be delivered again: %s", delivery.stream_sequence, error)
+
+
+async def _later(bus: Bus, delivery: Delivery) -> None:
+    """Leave it to a writer that understands it; its stream keeps it for some days."""
+    await pull.nak(bus, delivery, NEWER_DELAY_S)

@@ -4,6 +4,7 @@ import typer
 
 from spillway.cli import admin, bench, export, keys, limits, payloads, processes, setup, teams
 from spillway.cli.dead_letters import dead_letters
+from spillway.cli.parked import parked
 from spillway.cli.usage import usage
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app.command("worker")(processes.worker)
 app.command("ledger")(processes.ledger)
 app.command("usage")(usage)
 app.command("dead-letters")(dead_letters)
+app.command("parked")(parked)
 
 limits_app = typer.Typer(help="Limits of keys and teams.", no_args_is_help=True)
 limits_app.command("recount")(limits.recount)

@@ -23,6 +23,7 @@ from gateway.payloads.writer import PayloadWriter
 from gateway.settings import ModelSettings, PayloadSettings
 from protocol import artifacts, subjects
 from protocol.bus import Bus
+from protocol.messages import PROTOCOL_VERSION
 from protocol.payloads import encode_payloads
 from tests.integration.gateway.conftest import (
     MODEL,
@@ -329,19 +330,20 @@ async def test_the_writer_survives_what_nobody_can_store(
         b"rubbish",
         encode_payloads([payload_record("a"), bad, payload_record("b")]),
         encode_payloads([payload_record("a")]),
+        encode_payloads([payload_record("of a newer release", v=PROTOCOL_VERSION + 1)]),
     ]
     for number, message in enumerate(messages):
         await bus.publish_durable(subjects.PAYLOAD_SUBJECT, message, message_id=str(number))
     async with writing(nats_url, engine):
-        await until_async(lambda: has_left(bus))
+        await until_async(lambda: has_left(bus, 1))
         async with engine.connect() as connection:
             assert list(await connection.scalars(select(PayloadRow.request_id).order_by("request_id"))) == ["a", "b"]
     await engine.dispose()
 
 
-async def has_left(bus: Bus) -> bool:
+async def has_left(bus: Bus, messages: int = 0) -> bool:
     info = await bus.api(f"STREAM.INFO.{subjects.PAYLOADS_STREAM}")
-    return int(info["state"]["messages"]) == 0
+    return int(info["state"]["messages"]) == messages
 
 
 async def test_the_stream_forgets_what_is_in_sql(start_keeper: StartKeeper, bus: Bus) -> None:

@@ -125,9 +125,18 @@ async def test_a_writer_stopped_while_sql_is_away_hands_its_records_back(
 
 
 @pytest.mark.parametrize(
-    "poison", [b"\xc1garbage", b"", request_record("poison", prompt_tokens=2**63)], ids=["garbage", "empty", "refused"]
+    "poison",
+    [
+        b"\xc1garbage",
+        b"",
+        request_record("poison", prompt_tokens=2**63),
+        attempt_record("poison", completion_tokens=10**9),
+        attempt_record("poison", cached_tokens=11),
+        attempt_record("poison", total_ms=float("nan")),
+    ],
+    ids=["garbage", "empty", "refused", "boast", "cache", "time"],
 )
-async def test_a_poison_record_is_given_up_alone_and_its_sequence_is_logged(
+async def test_a_poison_record_is_parked_alone_and_its_sequence_is_logged(
     ledger: Ledger, database_url: str, caplog: pytest.LogCaptureFixture, poison: object
 ) -> None:
     await ledger.apply_topology(ack_wait_s=600)

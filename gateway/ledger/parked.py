@@ -1,0 +1,101 @@
+"""Parking usage records that this build cannot take, and putting them back into the stream when one can.
+
+A record of a newer release comes to an older writer while both run beside each other; a damaged one, or one that the
+database refuses, comes from a broken worker. Each is parked alone, and its neighbours are written. A writer that
+understands a parked record puts it back by itself, when it starts and once a minute; what the database has refused
+waits for ``spillway parked --replay``.
+"""
+
+import base64
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Final
+
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.clock import unix_now_ms
+from protocol.errors import ApiError, BusError, ProtocolError
+from protocol.messages import PROTOCOL_VERSION, encode
+from protocol.parked import MAX_REASON_CHARS, ParkedUsage, decode_parked
+from protocol.pull import Delivery
+from protocol.topology import STREAM_NOT_FOUND
+from protocol.usage import UnreadUsage, read_usage
+
+REPLAY_PERIOD_S: Final = 60.0
+REPLAY_RECORDS: Final = 1000  # looked at in one period
+AGAIN_AFTER_S: Final = 10.0  # until a message whose records could not be parked comes again
+
+log = logging.getLogger(__name__)
+
+
+async def park(bus: Bus, delivery: Delivery, unread: Iterable[UnreadUsage], *, is_refused: bool = False) -> None:
+    """Park records of a message of USAGE. Raises BusError: then some may not be parked."""
+    # Delivered again, because its acknowledgement was lost, it is parked once all the same.
+    message_id = f"{delivery.stream_sequence}.{delivery.stored_unix_ms}.{'refused' if is_refused else 'unread'}"
+    for number, record in enumerate(unread):
+        reason = record.reason[:MAX_REASON_CHARS]
+        parked = ParkedUsage(PROTOCOL_VERSION, record.message, reason, unix_now_ms(), is_refused)
+        await bus.publish_durable(subjects.PARKED_USAGE_SUBJECT, encode(parked), message_id=f"{message_id}.{number}")
+        log.error(
+            "a usage record of message %d of the stream is parked, see `spillway parked`: %s",
+            delivery.stream_sequence,
+            reason,
+        )
+
+
+async def parked_records(bus: Bus, after_sequence: int = 0) -> AsyncIterator[tuple[int, ParkedUsage]]:
+    """What is parked, oldest first, with its sequence in PARKED. Raises BusError; passes over what it cannot read."""
+    sequence = after_sequence
+    while True:
+        query: dict[str, int | str] = {"seq": sequence + 1, "next_by_subj": subjects.PARKED_USAGE_SUBJECT}
+        try:
+            message = await bus.get_message(subjects.PARKED_STREAM, **query)
+        except ApiError as error:
+            if error.code == STREAM_NOT_FOUND:  # no gateway that knows of it has been here
+                return
+            raise
+        if message is None:
+            return
+        sequence = int(message["seq"])
+        try:
+            yield sequence, decode_parked(base64.b64decode(message["data"]))
+        except ProtocolError as error:
+            log.warning("parked record %d: %s", sequence, error)
+
+
+async def replay(bus: Bus, sequence: int, record: ParkedUsage) -> None:
+    """Put one back into USAGE. Raises BusError. One that comes twice for that is written once."""
+    message_id = f"parked.{sequence}"
+    await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, record.message, message_id=message_id)
+    await bus.delete_message(subjects.PARKED_STREAM, sequence)
+
+
+class Replays:
+    """Puts back what this build understands, now and then."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._looked_s = float("-inf")  # monotonic clock
+        self._sequence = 0  # in PARKED, up to which all has been looked at
+
+    async def look(self) -> None:
+        """Look at what has been parked since the last time, if that is long enough ago."""
+        if time.monotonic() - self._looked_s < REPLAY_PERIOD_S:
+            return
+        self._looked_s = time.monotonic()
+        replayed = looked_at = 0
+        try:
+            async for sequence, record in parked_records(self._bus, self._sequence):
+                if not record.is_refused and not read_usage(record.message)[1]:
+                    await replay(self._bus, sequence, record)
+                    replayed += 1
+                self._sequence = sequence
+                looked_at += 1
+                if looked_at == REPLAY_RECORDS:
+                    self._looked_s = float("-inf")  # go on at once, after what has come meanwhile
+                    break
+        except BusError as error:
+            log.warning("parked usage records could not be looked at, will try again: %s", error)
+        if replayed:
+            log.warning("%d parked usage records are understood and on their way into the ledger", replayed)

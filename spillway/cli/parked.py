@@ -1,0 +1,57 @@
+"""``spillway parked``: usage records that no ledger writer could take yet, and why."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from gateway.ledger.parked import parked_records, replay
+from protocol.parked import ParkedUsage
+from spillway.cli.context import ConfigOption, DataOption, out, queue_server, run_async, running_or_config
+
+
+def parked(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many, oldest first.")] = 20,
+    again: Annotated[bool, typer.Option("--replay", help="Give them to the ledger writers once more.")] = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """List usage records that were not understood, or that the database has refused.
+
+    A record of a newer release waits here for a ledger writer that understands it, which takes it by itself. The queue
+    server must be running. What cannot be taken after --replay either is parked again.
+    """
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        table = Table("parked (UTC)", "record", "why", box=SIMPLE_HEAD)
+        async with queue_server(resolved, "spillway parked") as bus:
+            async for sequence, record in parked_records(bus):
+                if again:
+                    await replay(bus, sequence, record)
+                table.add_row(_time(record), _summary(record), record.reason)
+                if table.row_count == limit:
+                    break
+        if table.row_count:
+            out.print(table)
+        out.print(
+            f"{table.row_count or 'no'} records parked" + (", given to the ledger writers again" if again else "")
+        )
+
+    run_async(main)
+
+
+def _time(record: ParkedUsage) -> str:
+    return datetime.fromtimestamp(record.parked_unix_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _summary(record: ParkedUsage) -> str:
+    """What can be said of one without understanding it."""
+    try:
+        fields: Any = msgspec.msgpack.decode(record.message)[0]
+        return f"{fields['type']} {fields['request_id']} of {fields.get('key_id', 'unknown')} (protocol {fields['v']})"
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return f"{len(record.message)} bytes"

@@ -1,0 +1,128 @@
+"""Records that a writer cannot take: parked alone, put back by a build that understands them."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from gateway.ledger import parked, writer
+from gateway.ledger.parked import parked_records, replay
+from protocol import subjects
+from protocol.messages import PROTOCOL_VERSION, encode
+from protocol.parked import ParkedUsage
+from protocol.usage import UsageRecord, encode_usage
+from tests.integration.ledger.conftest import Ledger, until
+from tests.integration.ledger.test_writer_outages import RunningWriter
+from tests.usage_records import attempt_record, request_record
+
+
+def newer_record(request_id: str) -> bytes:
+    """Of the next release: fields that are not known here, of a meaning that is not."""
+    fields = msgspec.to_builtins(request_record(request_id)) | {"v": PROTOCOL_VERSION + 1, "later": {"a": [1]}}
+    return msgspec.msgpack.encode(fields | {"completion_tokens": {"text": 3, "audio": 4}})
+
+
+def of_newer_kind(request_id: str) -> bytes:
+    return msgspec.msgpack.encode({"type": "later", "v": PROTOCOL_VERSION, "request_id": request_id})
+
+
+async def those_parked(ledger: Ledger) -> list[ParkedUsage]:
+    return [record async for _, record in parked_records(ledger.bus)]
+
+
+@pytest.mark.parametrize("newer", [newer_record, of_newer_kind])
+async def test_what_a_newer_release_writes_is_parked_and_its_neighbours_are_written(
+    ledger: Ledger, database_url: str, newer: Callable[[str], bytes]
+) -> None:
+    await ledger.apply_topology(ack_wait_s=600)
+    neighbours: list[UsageRecord] = [request_record("a"), request_record("c"), attempt_record("c")]
+    before, *after = map(encode, neighbours)
+    await ledger.publish([encode_usage([before, newer("b"), *after])])
+    running = RunningWriter(ledger, database_url)
+
+    async def is_settled() -> bool:
+        return await ledger.unfinished() == 0
+
+    await until(lambda: ledger.has(2, 1))
+    await until(is_settled)
+    await running.stop()
+    [record] = await those_parked(ledger)
+    assert record.message == encode_usage([newer("b")])
+    assert not record.is_refused
+
+
+async def test_a_writer_that_understands_takes_what_an_older_one_has_parked(
+    ledger: Ledger, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older one is played by a decoder that knows less."""
+    await ledger.apply_topology(ack_wait_s=600)
+    records = [encode(request_record(f"r{number}")) for number in range(5)]
+    real = writer.read_usage
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            writer,
+            "read_usage",
+            lambda payload: (
+                ([], [parked.UnreadUsage(encode_usage([one]), "newer") for one in records[1:]])
+                if b"r4" in payload
+                else real(payload)
+            ),
+        )
+        await ledger.publish([encode_usage(records[:1]), encode_usage(records[1:])])
+        older = RunningWriter(ledger, database_url)
+        await until(lambda: ledger.has(1, 0))
+
+        async def has_parked() -> bool:
+            return len(await those_parked(ledger)) == 4
+
+        await until(has_parked)
+        await older.stop()
+    newer = RunningWriter(ledger, database_url)
+    await until(lambda: ledger.has(5, 0))
+
+    async def is_empty() -> bool:
+        return await those_parked(ledger) == []
+
+    await until(is_empty)
+    await newer.stop()
+
+
+async def test_what_the_database_refuses_waits_for_a_person(ledger: Ledger, database_url: str) -> None:
+    await ledger.apply_topology(ack_wait_s=600)
+    await ledger.publish([request_record("poison", prompt_tokens=2**63), request_record("good")])
+
+    async def is_parked() -> bool:
+        return [record.is_refused for record in await those_parked(ledger)] == [True]
+
+    for _ in range(2):  # the second one leaves it where it is
+        running = RunningWriter(ledger, database_url)
+        await until(lambda: ledger.has(1, 0))
+        await until(is_parked)
+        await running.stop()
+    [(sequence, record)] = [found async for found in parked_records(ledger.bus)]
+    await replay(ledger.bus, sequence, record)
+    assert await those_parked(ledger) == []
+    running = RunningWriter(ledger, database_url)
+    await until(is_parked)  # still refused
+    await running.stop()
+
+
+async def test_without_a_place_to_park_the_message_stays_and_its_neighbours_are_written(
+    ledger: Ledger, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gateways make the stream, and may be older than the ledger writer."""
+    monkeypatch.setattr(writer, "AGAIN_AFTER_S", 0.1)
+    await ledger.apply_topology(ack_wait_s=600)
+    await ledger.bus.api(f"STREAM.DELETE.{subjects.PARKED_STREAM}")
+    await ledger.publish([encode_usage([encode(request_record("a")), newer_record("b")])])
+    running = RunningWriter(ledger, database_url)
+    await until(lambda: ledger.has(1, 0))
+    assert await ledger.unfinished() == 1
+    await ledger.apply_topology(ack_wait_s=600)
+
+    async def is_parked() -> bool:
+        return len(await those_parked(ledger)) == 1 and await ledger.unfinished() == 0
+
+    await until(is_parked)
+    await running.stop()
+    assert await ledger.counts() == (1, 0)
