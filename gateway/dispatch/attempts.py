@@ -37,7 +37,8 @@ class CurrentAttempt:
     queued_s: float  # when it was handed to the queue, or is to be
     heard_s: float  # of its worker
     tokens_before: int = 0  # output tokens held when it began
-    stream_sequence: int | None = None  # of its message
+    stream_sequence: int | None = None  # of its message; None: not stored yet, or perhaps lost
+    stored_at: int | None = None  # its last known sequence, which after a reconnect may be another job's
     worker_id: str | None = None  # the first that accepted it: others are fenced out
     accepted: Accepted | None = None
     accepted_s: float | None = None

@@ -75,8 +75,11 @@ class JobQueue:
             message_id=f"{admission.request_id}.{attempt}",
             ttl_s=int(remaining_s) + 1,
         )
+        await self._stored(request, attempt, sequence)
+
+    async def _stored(self, request: OpenRequest, attempt: int, sequence: int) -> None:
         if request.attempt == attempt and request.state in {State.QUEUED, State.RUNNING}:
-            request.current.stream_sequence = sequence
+            request.current.stream_sequence = request.current.stored_at = sequence
         else:  # given up meanwhile
             await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
 
@@ -105,6 +108,26 @@ class JobQueue:
             scored_tokens=request.choices.scored_tokens,
         )
 
+    async def _is_there(self, request: OpenRequest, attempt: int) -> bool:
+        """Whether the job's message is where it was; also where that need not be known any more."""
+        sequence = request.current.stored_at
+        if sequence is None:
+            return False
+        for wait_s in backoff_s(LONGEST_PUBLISH_WAIT_S):
+            if not self._bus.connected or not request.waits_for_worker(attempt):
+                return True  # the next reconnect looks anew
+            try:
+                async with self._in_flight:
+                    is_there = await self._lookups.is_stored(f"{request.request_id}.{attempt}", sequence)
+                    if is_there:
+                        await self._stored(request, attempt, sequence)
+            except BusError as error:
+                log.debug("job %s.%d could not be looked up: %s", request.request_id, attempt, error)
+            else:
+                return is_there
+            await asyncio.sleep(wait_s)
+        return False
+
     async def withdraw(self, sequence: int) -> None:
         """Delete a job's message, if it is still there. A worker that has pulled it is told separately."""
         try:
@@ -123,9 +146,12 @@ class JobQueue:
         """After a reconnect: make sure that a job nobody has accepted is still in the queue.
 
         The memory stream may be lost (then this stores the job anew), or it may be there and the job pulled by a
-        worker whose frames were lost: then the job's message is gone, and only a new attempt helps.
+        worker whose frames were lost: then the job's message is gone, and only a new attempt helps. Whoever has waited
+        for longer than the server knows duplicates as such would be stored twice: so it is looked for first.
         """
         attempt = request.attempt
+        if await self._is_there(request, attempt):
+            return
         await self.publish(request)
         sequence = request.current.stream_sequence
         if not request.waits_for_worker(attempt) or sequence is None:

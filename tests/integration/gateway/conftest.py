@@ -1,6 +1,7 @@
 """A whole gateway in the test's own loop, with a real nats-server, real SQL and scripted workers."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -251,20 +252,26 @@ async def until_async(condition: Callable[[], Awaitable[bool]], limit_s: float =
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture
-async def dispatcher(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple[Dispatcher, Bus]]:
+@contextlib.asynccontextmanager
+async def dispatching(nats_url: str, data_dir: Path) -> AsyncIterator[tuple[Dispatcher, Bus]]:
+    """A gateway's dispatcher alone, and its connection."""
     bus = await Bus.connect(nats_url, name="test")
     settings = GatewaySettings(
         gateway_id="g",
         nats_urls=(nats_url,),
         database_url="sqlite:///unused",
-        data_dir=tmp_path,
+        data_dir=data_dir,
         key_pepper=SecretStr("unused"),
         models={"m": ModelSettings()},
     )
-    registry = WorkerRegistry(bus)
     outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10)
-    dispatcher = Dispatcher(bus, settings, registry, outbox, series=RequestSeries())
+    dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox, series=RequestSeries())
     await dispatcher.start()
     yield dispatcher, bus
     await bus.close()
+
+
+@pytest.fixture
+async def dispatcher(nats_url: str, tmp_path: Path) -> AsyncIterator[tuple[Dispatcher, Bus]]:
+    async with dispatching(nats_url, tmp_path) as both:
+        yield both

@@ -40,6 +40,11 @@ class Relay:
         """Take nothing from either side any more; connections, old and new, stay open."""
         self._passes.clear()
 
+    def cut(self) -> None:
+        """Break all connections; new ones are passed on."""
+        for task in self._tasks:
+            task.cancel()
+
     async def _on_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)

@@ -1,0 +1,108 @@
+"""The gateway loses its connection while jobs wait, for longer than the server knows duplicates as such."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.request import OpenRequest
+from protocol import subjects, topology
+from protocol.bus import Bus
+from tests.integration.gateway.conftest import admission, dispatching, until, until_async
+from tests.integration.queue.relay import Relay
+from tests.nats_server import NatsServer
+from tests.unit.gateway.admission.controls import ticket_of
+
+JOBS = 20
+LIMIT_S = 30
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server forgets at once which messages it has seen."""
+    streams = topology.streams
+
+    def with_short_memory(bounds: topology.QueueBounds) -> list[dict[str, Any]]:
+        window = {"duplicate_window": topology.NS // 10}
+        return [stream | window if "duplicate_window" in stream else stream for stream in streams(bounds)]
+
+    monkeypatch.setattr(topology, "streams", with_short_memory)
+
+
+async def waiting_jobs(dispatcher: Dispatcher) -> list[OpenRequest]:
+    requests = [dispatcher.open(ticket_of(admission(f"r{number}"))) for number in range(JOBS)]
+    await until(lambda: all(request.current.stream_sequence for request in requests))
+    return requests
+
+
+async def messages(bus: Bus) -> int:
+    info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+    return int(info["state"]["messages"])
+
+
+async def reconnected(bus: Bus, relay: Relay, requests: list[OpenRequest]) -> None:
+    count = bus.client.stats["reconnects"]
+    relay.cut()
+    await until(lambda: bus.client.stats["reconnects"] > count and bus.connected)
+    await until(lambda: all(request.current.stream_sequence for request in requests))
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_jobs_that_wait_through_reconnects_are_in_the_queue_once(nats_server: NatsServer, tmp_path: Path) -> None:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Relay(nats_server.port) as relay,
+        dispatching(relay.url, tmp_path) as (one, bus),
+    ):
+        requests = await waiting_jobs(one)
+        await asyncio.sleep(0.3)  # longer than the server remembers
+        for _ in range(3):
+            await reconnected(bus, relay, requests)
+        assert await messages(bus) == JOBS
+        assert [request.attempt for request in requests] == [1] * JOBS
+        for request in requests:  # each still knows its own: whoever leaves takes it along
+            one.close(request, None)
+
+        async def is_empty() -> bool:
+            return await messages(bus) == 0
+
+        await until_async(is_empty)
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_jobs_that_wait_through_a_restart_of_the_queue_server_are_in_the_queue_once(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    """It has lost them all."""
+    async with asyncio.timeout(LIMIT_S), dispatching(nats_server.url, tmp_path) as (one, bus):
+        requests = await waiting_jobs(one)
+        count = bus.client.stats["reconnects"]
+        nats_server.kill()
+        nats_server.start()
+        await until(lambda: bus.client.stats["reconnects"] > count)
+        await until(lambda: all(request.current.stream_sequence for request in requests))
+        assert await messages(bus) == JOBS
+        assert [request.attempt for request in requests] == [1] * JOBS
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_a_job_that_was_taken_while_nobody_listened_goes_on(nats_server: NatsServer, tmp_path: Path) -> None:
+    """Its worker has it, and has said so to nobody; the others stay where they are."""
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Relay(nats_server.port) as relay,
+        dispatching(relay.url, tmp_path) as (one, bus),
+    ):
+        requests = await waiting_jobs(one)
+        await asyncio.sleep(0.3)
+        taken = requests[7].current.stream_sequence
+        assert taken is not None
+        await bus.delete_message(subjects.INTERACTIVE_STREAM, taken)
+        await reconnected(bus, relay, requests)
+
+        async def is_back() -> bool:
+            return await messages(bus) == JOBS
+
+        await until_async(is_back)
