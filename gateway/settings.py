@@ -56,6 +56,8 @@ class ModelSettings(Settings):
     # How answers write calls of tools and reasoning, or "none"; default: what the chat template looks like.
     tool_parser: Annotated[str, _one_of(TOOL_FORMATS)] | None = None
     reasoning_parser: Annotated[str, _one_of(REASONING_FORMATS)] | None = None
+    # Whether the text of a control token in a message becomes the token. Then a caller can forge turns of others.
+    control_tokens_in_content: bool = False
     price: PriceSettings | None = None  # what callers are charged; None: nothing, and budgets do not count it
 
 

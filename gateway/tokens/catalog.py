@@ -168,6 +168,7 @@ class ModelCatalog:
             add_special_tokens=card.add_special_tokens if card else True,
             pooling=card.pooling if card else None,
             tool_template=tool_template,
+            control_tokens_in_content=settings.control_tokens_in_content,
             dialect=Dialect.of(
                 tool_source or template_source or "",
                 encoder.added_tokens(),

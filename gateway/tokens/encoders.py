@@ -1,5 +1,6 @@
 """Text to token ids and back, by the library that the model's tokenizer is made for."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -50,6 +51,13 @@ class Encoder(Protocol):
     @property
     def most_chars(self) -> int | None:
         """The most characters that one token can stand for; None: there is no such bound."""
+        ...
+
+    def renamed(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
+        """What encodes texts in which these added tokens go by other names, and by these only.
+
+        Without the tokenizer's own beginning and end tokens. It is a copy, as large as the tokenizer itself.
+        """
         ...
 
 
@@ -104,6 +112,14 @@ class HuggingFaceEncoder:
         """See Encoder."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: (token_id, token.special) for token_id, token in added.items()}
+
+    def renamed(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
+        """See Encoder."""
+        copy = HuggingFaceEncoder(_with_names(self._tokenizer.to_str(), names))
+        old_ids = {names.get(text, text): token_id for text, (token_id, _) in self.added_tokens().items()}
+        # A token that the model's own vocabulary lacks is numbered when the copy is made.
+        ids = {new_id: old_ids[name] for name, (new_id, _) in copy.added_tokens().items()}
+        return lambda text: [ids.get(token_id, token_id) for token_id in copy.encode(text, add_special_tokens=False)]
 
     def _special_tokens(self, *, is_pair: bool) -> int:
         return self._tokenizer.num_special_tokens_to_add(is_pair)
@@ -222,6 +238,29 @@ def _flat(part: _Part | None) -> list[_Part]:
     return [one for child in inner for one in _flat(child)] if part.type == "Sequence" else [part]
 
 
+def _with_names(tokenizer_json: str, names: Mapping[str, str]) -> bytes:
+    """The file of a tokenizer whose added tokens have other names, in the vocabulary of its model too."""
+    document = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
+    added: list[dict[str, Any]] = msgspec.json.decode(document["added_tokens"])
+    for token in added:
+        token["content"] = names.get(token["content"], token["content"])
+    model = msgspec.json.decode(document["model"], type=dict[str, msgspec.Raw])  # merges are many, and stay as they are
+    vocabulary = msgspec.json.decode(model["vocab"])
+    renamed: object = (
+        {names.get(text, text): token_id for text, token_id in vocabulary.items()}
+        if isinstance(vocabulary, dict)
+        else [[names.get(text, text), score] for text, score in vocabulary]
+    )
+    unknown = msgspec.json.decode(model.get("unk_token", b"null"))
+    parts = {"vocab": renamed, "unk_token": names.get(unknown, unknown)}
+    changed = {name: _raw(value) for name, value in parts.items() if name in model}
+    return msgspec.json.encode({**document, "added_tokens": _raw(added), "model": _raw({**model, **changed})})
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
 class TiktokenEncoder:
     """An encoding of OpenAI's tiktoken, by name."""
 
@@ -254,6 +293,18 @@ class TiktokenEncoder:
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
         """See Encoder."""
         return {text: (self._encoding.encode_single_token(text), True) for text in self._encoding.special_tokens_set}
+
+    def renamed(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
+        """See Encoder."""
+        encoding = self._encoding
+        special = {names.get(text, text): token_id for text, (token_id, _) in self.added_tokens().items()}
+        copy = tiktoken.Encoding(
+            encoding.name,
+            pat_str=encoding._pat_str,  # noqa: SLF001  # tiktoken's documentation extends encodings so
+            mergeable_ranks=encoding._mergeable_ranks,  # noqa: SLF001
+            special_tokens=special,
+        )
+        return lambda text: copy.encode(text, allowed_special="all")
 
 
 def read_tokenizer_file(path: Path) -> bytes:

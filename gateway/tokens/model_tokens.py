@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 from gateway.api.errors import ContextLengthExceeded, InvalidParameter
 from gateway.limits.request_limits import prompt_too_long
 from gateway.tokens.chat_template import ChatTemplate, up_to_content
+from gateway.tokens.control_tokens import ControlTokens
 from gateway.tokens.encoder_pool import EncoderPool
 from gateway.tokens.encoders import EncodedPair, Encoder
 from gateway.tools.dialect import Dialect
@@ -15,6 +16,7 @@ from protocol.pooling import PoolingCard
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
 END_TOKENS: Final = 16  # of a prompt: enough to hold a mark that begins reasoning, also where it is spelled out
 
+Messages = Sequence[Mapping[str, Any]]  # of a conversation, and its tools: as chat templates expect them
 _Result = TypeVar("_Result")
 
 
@@ -33,6 +35,7 @@ class ModelTokens:
         pooling: PoolingCard | None = None,
         tool_template: ChatTemplate | None = None,
         dialect: Dialect | None = None,
+        control_tokens_in_content: bool = False,
     ) -> None:
         self.model = model
         self.pooling = pooling  # what it makes of its inputs; None: it generates text
@@ -44,6 +47,7 @@ class ModelTokens:
         self._pool = pool
         self._tenant = ""  # whose threads are taken
         self._add_special_tokens = add_special_tokens
+        self._control_tokens = None if control_tokens_in_content else ControlTokens(encoder)
 
     def of_tenant(self, tenant: str) -> "ModelTokens":
         """The same, counting for a tenant: at his expense where it takes long."""
@@ -66,16 +70,17 @@ class ModelTokens:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Messages = (),
         variables: Mapping[str, Any] | None = None,
         within_context: str | None = None,
     ) -> list[int]:
         """Token ids of a conversation, up to the end of the last message's text if that is to be continued.
 
+        The text of a control token in a message is text, unless the model's settings say otherwise.
         ``within_context``: see ``encode_text``. Raises InvalidParameter where the template refuses it, or there is
         none.
         """
@@ -83,19 +88,27 @@ class ModelTokens:
         if template is None:
             raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
 
-        def render_and_encode() -> list[int]:
+        values = [value for message in messages for value in message.values()] + [tools, variables or ""]
+        texts = [value if isinstance(value, str) else str(value) for value in values]
+
+        def rendered(messages: Messages, tools: Messages, variables: Mapping[str, Any] | None) -> str:
             text = template.render(
                 messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
             )
-            if continue_final_message:
-                text = up_to_content(text, messages[-1].get("content") or "")
+            return up_to_content(text, messages[-1].get("content") or "") if continue_final_message else text
+
+        def render_and_encode() -> list[int]:
+            control = self._control_tokens
+            if control is not None and control.are_in(texts):
+                marked = rendered(*control.marked((messages, tools, variables)))
+                self._refuse_unread(control.unmarked(marked), within_context)
+                return self._fitting(control.encode(marked), within_context)
+            text = rendered(messages, tools, variables)
             self._refuse_unread(text, within_context)
             # The template has written all special tokens.
             return self._fitting(self._encoder.encode(text, add_special_tokens=False), within_context)
 
-        values = [value for message in messages for value in message.values()] + [tools, variables or ""]
-        size = sum(len(value if isinstance(value, str) else str(value)) for value in values)
-        return await self._run(size, render_and_encode)
+        return await self._run(sum(map(len, texts)), render_and_encode)
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template, or the one for conversations with tools, makes use of a variable."""
