@@ -35,7 +35,8 @@ class ControlTokens:
     """Those of one tokenizer, by their texts."""
 
     def __init__(self, encoder: Encoder) -> None:
-        texts = [text for text, (_, special) in encoder.added_tokens().items() if special or _SHAPE.fullmatch(text)]
+        added = encoder.added_tokens().items()
+        texts = [text for text, (_, special) in added if text and (special or _SHAPE.fullmatch(text))]
         texts.sort(key=len, reverse=True)  # as tokenizers do, the longest is taken where several begin
         self._encoder = encoder
         self._names = {text: _new_name() for text in texts}  # of the template's own, in the copy of the tokenizer
