@@ -1,6 +1,6 @@
 """The gateway process: connects, serves until it is told to stop, and ends in order.
 
-connect → topology → keys → models → serve ──SIGTERM──> refuse new → drain → stop serving → flush usage → close
+connect → topology → keys → models → serve ──SIGTERM──> leave → refuse new → drain → stop serving → flush usage → close
 """
 
 import asyncio
@@ -163,7 +163,9 @@ async def _serve(
             on_ready(port)
         await stop.wait()
         log.info("shutting down: %d requests in flight", services.dispatcher.in_flight)
-        await services.dispatcher.drain(services.settings.timeouts.shutdown_s, hurry)
+        timeouts = services.settings.timeouts
+        await services.dispatcher.leave(timeouts.leave_s, hurry)
+        await services.dispatcher.drain(timeouts.shutdown_s, hurry)
         server.should_exit = True
         await serving
         await _end(background)

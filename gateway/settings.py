@@ -99,7 +99,9 @@ class TimeoutSettings(Settings):
     # Period of ": queued position=… eta=…" comments; load balancers cut silence at 60-100 s. 0: none, for parsers that
     # choke on them.
     queued_comment_s: Annotated[float, Field(ge=0)] = 12.0
-    shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after SIGTERM
+    # After SIGTERM, while /readyz says no, new requests are still taken for so long: load balancers turn away first.
+    leave_s: Annotated[float, Field(ge=0, le=600)] = 5.0
+    shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after that
 
 
 class TenantSettings(Settings):

@@ -16,7 +16,7 @@ from msgspec import Struct
 from protocol import subjects
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
-from protocol.errors import ApiError, BusError
+from protocol.errors import ApiError, BusError, StreamFull
 
 HEARTBEAT_PERIOD_S: Final = 0.5
 HEARTBEAT_LIMIT_S: Final = 1.5  # a worker unheard of for longer counts as dead
@@ -42,7 +42,6 @@ QUOTAS_MAX_BYTES: Final = 256 * 1024 * 1024  # one entry of some 1 KB for each k
 
 NS: Final = 1_000_000_000
 STREAM_NOT_FOUND: Final = 10059
-STREAM_NAME_IN_USE: Final = 10058
 CONSUMER_NOT_FOUND: Final = 10014
 CONSUMER_CANNOT_CHANGE: Final = 10012
 WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # of a compare-and-set: somebody else was quicker
@@ -250,13 +249,30 @@ async def _each(
 
 
 async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:
-    try:
-        await bus.api(f"STREAM.CREATE.{config['name']}", config)  # equal configuration: a no-op
-    except ApiError as error:
-        if error.code != STREAM_NAME_IN_USE:
-            raise
+    found = await _stream_config(bus, config["name"])
+    if found is None:
+        try:
+            await bus.api(f"STREAM.CREATE.{config['name']}", config)
+        except (ApiError, StreamFull):
+            # Somebody else may have made it since: the server asks for the room once more before it compares the two.
+            found = await _stream_config(bus, config["name"])
+            if found is None:
+                raise
+        else:
+            return
+    if any((found.get(key) or None) != (value or None) for key, value in config.items()):
         log.info("updating stream %s", config["name"])
         await bus.api(f"STREAM.UPDATE.{config['name']}", config)
+
+
+async def _stream_config(bus: Bus, name: str) -> dict[str, Any] | None:
+    """How a stream is configured; None if there is none."""
+    try:
+        return dict((await bus.api(f"STREAM.INFO.{name}"))["config"])
+    except ApiError as error:
+        if error.code == STREAM_NOT_FOUND:
+            return None
+        raise
 
 
 async def _apply_job_consumer(bus: Bus, config: dict[str, Any]) -> None:

@@ -127,6 +127,8 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
     """Fix what was left open (ports, URLs), and write it down for the children and for other commands."""
     _check_port_is_free(config.gateway.host, config.gateway.port)
     gateway = config.gateway.model_copy(update={"port": config.gateway.port or _free_port()})
+    if "leave_s" not in gateway.timeouts.model_fields_set:  # with a single gateway no load balancer can turn away
+        gateway = gateway.model_copy(update={"timeouts": gateway.timeouts.model_copy(update={"leave_s": 0.0})})
     nats = config.nats.model_copy(update={"urls": nats_urls})
     database = config.database.model_copy(update={"url": config.database_url})
     resolved = config.model_copy(
@@ -210,7 +212,8 @@ def _children(config: Config) -> list[Child]:
     def child(name: str, command: list[str], stop_limit_s: float) -> Child:
         return Child(name, [*command, *config_arguments], run_dir, log_dir, stop_limit_s)
 
-    gateway_limit_s = config.gateway.timeouts.shutdown_s + GATEWAY_STOP_MARGIN_S
+    timeouts = config.gateway.timeouts
+    gateway_limit_s = timeouts.leave_s + timeouts.shutdown_s + GATEWAY_STOP_MARGIN_S
     workers = [
         child(f"worker-{pool_name}-{number}", ["worker", "--pool", pool_name], pool.drain_s + GATEWAY_STOP_MARGIN_S)
         for pool_name, pool in config.pools.items()

@@ -30,6 +30,7 @@ class NatsServer:
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self.further_config = further_config
+        self.environment: dict[str, str] | None = None  # of the process; None: ours
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -42,7 +43,7 @@ class NatsServer:
         config = self._write_config()
         command = [str(binary), "-c", str(config), "-l", str(self.folder / "nats.log")]
         # In a session of its own: Ctrl-C ends the tests, and these end it.
-        self._process = subprocess.Popen(command, start_new_session=True)
+        self._process = subprocess.Popen(command, env=self.environment, start_new_session=True)
         self._wait_until_listening()
 
     def _write_config(self) -> Path:
@@ -97,7 +98,7 @@ class NatsCluster:
     READY_LIMIT_S = 30.0
 
     def __init__(self, folder: Path, further_config: str = "") -> None:
-        self.servers = []
+        self.servers: list[NatsServer] = []
         routes = [free_port() for _ in range(self.SIZE)]
         for number, port in enumerate(routes):
             own = folder / f"n{number}"

@@ -54,29 +54,32 @@ def health_router(services: Services) -> APIRouter:
 
     @router.get("/readyz")
     async def readyz() -> Response:
-        """Requests can be admitted; else 503 and what is missing. Models without a tokenizer yet are named."""
+        """Requests may be sent here: 200, also while the queue is away or the gateway full; 503 once it is leaving.
+
+        What it admits it holds until the queue is back, and what it cannot hold it refuses with a ``Retry-After``:
+        taken out of a load balancer for that, callers would meet a failure instead. ``status`` is "ok", "degraded"
+        (``missing`` says what is: another gateway is the better choice) or "leaving". Models without a tokenizer yet
+        are named.
+        """
+        dispatcher = services.dispatcher
         missing = missing_parts(services)
+        status = "leaving" if dispatcher.leaving else "degraded" if missing else "ok"
         body = {
-            "status": "not ready" if missing else "ok",
+            "status": status,
             "missing": missing,
             "models_not_ready": services.catalog.not_ready(),
-            "in_flight": services.dispatcher.in_flight,
+            "in_flight": dispatcher.in_flight,
         }
-        return json_answer(body, 503 if missing else 200)
+        return json_answer(body, 503 if dispatcher.leaving else 200)
 
     return router
 
 
 def missing_parts(services: Services) -> list[str]:
-    """What keeps the gateway from admitting requests."""
-    missing = []
-    if not services.bus.connected:
-        missing.append("nats")
-    if services.dispatcher.draining:
-        missing.append("draining")
-    elif (failure := services.dispatcher.refusal()) is not None:
-        missing.append(failure.code.value)
-    return missing
+    """What keeps a request from going into the queue at once."""
+    missing = [] if services.bus.connected else ["nats"]
+    failure = services.dispatcher.refusal()
+    return missing if failure is None else [*missing, failure.code.value]
 
 
 def models_router(services: Services) -> APIRouter:

@@ -6,6 +6,7 @@ answered (``request``, seconds), its message is gone and nobody has it (``lookup
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -76,6 +77,7 @@ class Dispatcher:
         self._unsettled: dict[str, OpenRequest] = {}  # admitted and not yet recorded
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # by request, of those whose callers have set one
         self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving = False
         self._draining = False
         self.failovers: deque[Failover] = deque(maxlen=MAX_REMEMBERED)  # the latest last
 
@@ -135,9 +137,16 @@ class Dispatcher:
             except Exception as mistake:  # noqa: BLE001  # logged there
                 fail_alone(request, self, mistake)
 
+    async def leave(self, limit_s: float, hurry: asyncio.Event) -> None:
+        """Say that this gateway is on its way out, and go on taking requests for ``limit_s`` or until ``hurry``."""
+        self._leaving = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await hurry.wait()
+
     async def drain(self, limit_s: float, hurry: asyncio.Event | None = None) -> None:
         """Take nothing new, let open requests finish for ``limit_s`` or until ``hurry``, then fail the rest."""
-        self._draining = True
+        self._leaving = self._draining = True
         await self._wait_until_settled(limit_s, hurry or asyncio.Event())
         failure = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         for request in list(self._open.values()):
@@ -164,8 +173,13 @@ class Dispatcher:
     # --- what the HTTP side calls -------------------------------------------------------------------------------------
 
     @property
+    def leaving(self) -> bool:
+        """Whether the gateway is on its way out: whoever can choose should send nothing new."""
+        return self._leaving
+
+    @property
     def draining(self) -> bool:
-        """Whether the gateway is on its way out."""
+        """Whether the gateway is on its way out and takes nothing new."""
         return self._draining
 
     @property

@@ -205,12 +205,12 @@ async def sql(chaos: Chaos) -> None:
 
 @fault
 async def gateway(chaos: Chaos) -> None:
-    """SIGKILL one of several gateways: its callers ask again elsewhere, the others' callers notice nothing."""
+    """SIGKILL one of several gateways: its callers ask again, the others' callers notice nothing."""
     await chaos.victim()
-    number = chaos.rng.randrange(len(chaos.system.gateways))
-    elsewhere = chaos.load.requests_at({port for n, port in enumerate(chaos.system.ports) if n != number})
-    strike = chaos.strike("gateway", of=elsewhere.__contains__)
-    await _kill_child(chaos, chaos.system.gateways[number], strike, SERVER_AWAY_S)
+    system = chaos.system
+    killed = chaos.rng.choice(system.gateways)
+    strike = chaos.strike("gateway", of=lambda request_id: not system.is_at(request_id, killed))
+    await _kill_child(chaos, killed, strike, SERVER_AWAY_S)
 
 
 async def _kill_child(chaos: Chaos, child: Child, strike: Strike, away_s: tuple[float, float]) -> None:

@@ -91,7 +91,6 @@ class Storm:
 
     def __init__(self, system: System, seed: int) -> None:
         self.system = system
-        self.ports = list(system.ports)
         self._numbers = itertools.count()
         self._rng = random.Random(f"limits {seed}")
 
@@ -105,7 +104,7 @@ class Storm:
             "stream_options": {"include_usage": True},
         }
         request = http_request("/v1/chat/completions", self.system.tenant_keys[key], body)
-        return await exchange(port or self.ports[number % len(self.ports)], request, PATIENCE, leave=leave)
+        return await exchange(port or self.system.port, request, PATIENCE, leave=leave)
 
     async def blow(self, key: str, seconds: float, callers: int = CALLERS) -> list[Exchange]:
         """All that was answered while so many asked again and again."""
@@ -138,7 +137,7 @@ class Storm:
     async def wait_until_served(self) -> None:
         """Until every gateway knows the model. Raises AssertionError with what the last one said instead."""
         deadline_s = time.perf_counter() + READY_LIMIT_S
-        for gateway, port in zip(self.system.gateways, self.ports, strict=True):
+        for gateway, port in zip(self.system.gateways, self.system.gateway_ports, strict=True):
             while (answer := await self.ask("all", port=port)).status != 200:
                 body = b"".join(piece for _, piece in answer.pieces).decode()
                 said = (
@@ -194,7 +193,6 @@ async def _kill_one(storm: Storm, running: Running) -> tuple[float, float]:
     longest_s = LEASE_S + CLOCK_SLACK_S + 4
     blowing = asyncio.create_task(storm.blow("concurrent", longest_s + 1))
     await asyncio.sleep(1.0)
-    storm.ports.pop(0)
     await storm.system.kill(storm.system.gateways[0])
     killed_s = time.perf_counter()
     freeing = asyncio.create_task(_until_forgotten(storm.system, killed_s + longest_s))

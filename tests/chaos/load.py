@@ -13,15 +13,15 @@ from tests.chaos.oracle import Answer, BadAnswer, arrivals, read
 ANSWER_LIMIT_S = 120.0
 RETRIES = 20
 RETRY_WAIT_S = 0.25
+BAD_GATEWAY = 502  # from the load balancer: the gateway is gone, and with it what it was asked
 
 
 @dataclass(slots=True)
 class Call:
-    """One question asked once by one caller, who may have had to ask again at another gateway."""
+    """One question asked once by one caller, who may have had to ask again because a gateway died."""
 
     question: Question
     replies: list[Reply] = field(default_factory=list)  # all but the last were cut off
-    port: int = 0  # of the gateway that was asked last
     answer: Answer | None = None
     error: str | None = None
 
@@ -45,33 +45,31 @@ class Call:
 
 
 class Load:
-    """Asks questions at the gateways' ports and keeps every call."""
+    """Asks questions at the load balancer's port and keeps every call."""
 
-    def __init__(self, ports: Sequence[int], api_key: str, *, may_retry: bool) -> None:
+    def __init__(self, port: int, api_key: str, *, may_retry: bool) -> None:
         self.calls: list[Call] = []
         self.open: set[int] = set()  # indexes into ``calls``
-        self._ports = ports
+        self._port = port
         self._api_key = api_key
         self._may_retry = may_retry
         self._stopping = False
         self._callers: list[asyncio.Task[None]] = []
 
-    @property
-    def gateways(self) -> int:
-        """How many there are to ask."""
-        return len(self._ports)
-
     # --- one call -----------------------------------------------------------------------------------------------------
 
-    async def ask(self, question: Question, first_port: int = 0) -> Call:
-        """Ask once, to the end; a complete answer is read, anything else becomes the call's error."""
+    async def ask(self, question: Question, port: int | None = None) -> Call:
+        """Ask once, to the end; a complete answer is read, anything else becomes the call's error.
+
+        ``port``: of a gateway, where it is not to go through the load balancer.
+        """
         call = Call(question)
         index = len(self.calls)
         self.calls.append(call)
         self.open.add(index)
         try:
             async with asyncio.timeout(ANSWER_LIMIT_S):
-                await self._exchange(call, first_port)
+                await self._exchange(call, port or self._port)
             call.answer = read(question, call.reply)
         except (BadAnswer, ConnectionCut, OSError) as error:
             call.error = str(error) or type(error).__name__
@@ -81,22 +79,23 @@ class Load:
             self.open.discard(index)
         return call
 
-    async def _exchange(self, call: Call, first_port: int) -> None:
+    async def _exchange(self, call: Call, port: int) -> None:
         question = call.question
         key = uuid.uuid4().hex
         request = http_request(question.path, self._api_key, question.body, Idempotency_Key=key)
         for attempt in range(RETRIES):
             reply = Reply()
             call.replies.append(reply)
-            call.port = self._ports[(first_port + attempt) % len(self._ports)]
+            may_retry = self._may_retry and attempt < RETRIES - 1
             try:
-                await exchange(call.port, request, reply)
+                await exchange(port, request, reply)
             except (ConnectionCut, OSError):
-                if not self._may_retry or attempt == RETRIES - 1:
+                if not may_retry:
                     raise
-                await asyncio.sleep(RETRY_WAIT_S)
             else:
-                return
+                if not may_retry or reply.status != BAD_GATEWAY:
+                    return
+            await asyncio.sleep(RETRY_WAIT_S)
 
     # --- many ---------------------------------------------------------------------------------------------------------
 
@@ -106,7 +105,7 @@ class Load:
 
         async def one(question: Question) -> Call:
             async with gate:
-                return await self.ask(question, question.number)
+                return await self.ask(question)
 
         return await asyncio.gather(*map(one, questions))
 
@@ -114,22 +113,17 @@ class Load:
         """Let so many callers ask, each from its own seeded shuffle, until ``finish``."""
         for number in range(callers):
             rng = random.Random(f"caller {seed} {number}")
-            self._callers.append(asyncio.create_task(self._ask_on(questions, rng, number)))
+            self._callers.append(asyncio.create_task(self._ask_on(questions, rng)))
 
-    async def _ask_on(self, questions: Sequence[Question], rng: random.Random, first_port: int) -> None:
+    async def _ask_on(self, questions: Sequence[Question], rng: random.Random) -> None:
         await asyncio.sleep(rng.random() * 0.5)  # not all at the same moment
         while not self._stopping:
-            await self.ask(rng.choice(questions), first_port)
+            await self.ask(rng.choice(questions))
 
     async def finish(self) -> None:
         """Ask nothing new and wait for what is open."""
         self._stopping = True
         await asyncio.gather(*self._callers)
-
-    def requests_at(self, ports: set[int]) -> set[str]:
-        """The ids of the open requests at these gateways."""
-        calls = [self.calls[index] for index in self.open]
-        return {call.request_id for call in calls if call.port in ports and call.request_id is not None}
 
     def mid_stream(self, of: Callable[[str], bool]) -> list[str]:
         """The ids of the requests in mid-stream for which ``of`` holds."""

@@ -67,8 +67,9 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
     is_scripted = shape.engine == "scripted"
     asked = questions(plan.seed, plan.distinct, MODEL, scripted=is_scripted, tokens=ANSWER_TOKENS)
     async with System(folder, shape) as system:
-        load = Load(system.ports, system.api_key, may_retry=shape.gateways > 1)
+        load = Load(system.port, system.api_key, may_retry=shape.gateways > 1)
         try:
+            await _wait_until_served(load, asked[0], system.gateway_ports)
             oracle_calls = await _undisturbed(load, asked, plan.scenario.callers, progress)
         except ChaosError as error:
             raise ChaosError("\n".join([str(error), *system.log_lines("")])) from error
@@ -90,7 +91,6 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
 
 
 async def _undisturbed(load: Load, asked: list[Question], callers: int, progress: Progress) -> dict[int, Call]:
-    await _wait_until_served(load, asked[0])
     progress("undisturbed", 0, len(asked))
     calls = await load.ask_all(asked, min(callers, len(asked)))
     for call in calls:
@@ -100,11 +100,11 @@ async def _undisturbed(load: Load, asked: list[Question], callers: int, progress
     return {call.question.number: call for call in calls}
 
 
-async def _wait_until_served(load: Load, question: Question) -> None:
+async def _wait_until_served(load: Load, question: Question, gateway_ports: list[int]) -> None:
     """Ask at every gateway until it answers: the model's card may still be on its way."""
     deadline_s = time.monotonic() + READY_LIMIT_S
-    for first_port in range(load.gateways):
-        while (call := await load.ask(question, first_port)).answer is None:
+    for port in gateway_ports:
+        while (call := await load.ask(question, port)).answer is None:
             if time.monotonic() > deadline_s:
                 raise ChaosError(f"nothing is served within {READY_LIMIT_S:g} s: {call.error}")
             await asyncio.sleep(0.1)

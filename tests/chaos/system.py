@@ -1,4 +1,7 @@
-"""The Spillway under test: every part a process of its own, in a folder of its own."""
+"""The Spillway under test: every part a process of its own, in a folder of its own.
+
+Queue server and load balancer run with the files that are shipped in ``deploy/``; callers come through the balancer.
+"""
 
 import asyncio
 import json
@@ -22,6 +25,7 @@ from tests.chaos.watcher import Watcher
 from tests.chaos.workers import WorkerFarm
 from tests.nats_server import NatsCluster, NatsServer, free_port
 from tests.postgres import TEMPLATE, PostgresServer
+from tests.shipped import HAProxy, ShippedCluster, ShippedNats
 
 MODEL = "chaos"
 STOP_LIMIT_S = 45.0
@@ -62,7 +66,8 @@ class System:
         self.tenant_keys: dict[str, str] = {}
         self.key_ids: dict[str, str] = {}  # of those with limits
         self.gateways: list[Child] = []
-        self.ports = [free_port() for _ in range(shape.gateways)]
+        self.gateway_ports = [free_port() for _ in range(shape.gateways)]
+        self.balancer = HAProxy(folder, self.gateway_ports)
         self.proxies: dict[int, CutProxy] = {}
         self.cluster: NatsCluster | None = None
         self.postgres: PostgresServer | None = None
@@ -103,18 +108,20 @@ class System:
         ]
         for child in (*self.gateways, self.ledger):  # a ledger writer waits for what gateways make
             await child.wait_ready()
+        self._stack.push_async_callback(self.balancer.stop)
+        await self.balancer.start()
         await self._start_workers(config)
 
     async def _start_queue(self) -> Bus:
         folder = self.folder / "nats"
         folder.mkdir()
         if self.shape.cluster:
-            self.cluster = NatsCluster(folder)
+            self.cluster = ShippedCluster(folder)
             self._stack.push_async_callback(asyncio.to_thread, self.cluster.stop_all)
             await asyncio.to_thread(self.cluster.start_all)
             self.queue_servers = self.cluster.servers
         else:
-            server = NatsServer(folder)
+            server = ShippedNats(folder)
             self._stack.push_async_callback(asyncio.to_thread, server.kill)
             await asyncio.to_thread(server.start)
             self.queue_servers = [server]
@@ -140,13 +147,13 @@ class System:
     def _write_config(self, database_url: str) -> Config:
         """One file per gateway: they differ in their port. Returns the first, which the others go by too."""
         shape = self.shape
-        for number, port in enumerate(self.ports):
+        for number, port in enumerate(self.gateway_ports):
             config = {
                 "data_dir": str(self.folder),
                 "gateway": {
                     "port": port,
                     "max_attempts": shape.max_attempts,
-                    "timeouts": {"shutdown_s": SHUTDOWN_S, **shape.gateway_timeouts},
+                    "timeouts": {"leave_s": 0, "shutdown_s": SHUTDOWN_S, **shape.gateway_timeouts},
                 },
                 "nats": {
                     "urls": [server.url for server in self.queue_servers],
@@ -200,7 +207,16 @@ class System:
         await self.farm.start(self.shape.workers)
 
     def _proxy_url(self, slot: int) -> str:
-        return f"nats://127.0.0.1:{self.proxies[slot].port}"
+        return self.queue_servers[0].url.replace(str(self.queue_servers[0].port), str(self.proxies[slot].port))
+
+    @property
+    def port(self) -> int:
+        """Where callers ask: the load balancer's."""
+        return self.balancer.port
+
+    def is_at(self, request_id: str, gateway: Child) -> bool:
+        """Whether that gateway's process holds a request that some worker has accepted."""
+        return f"-{gateway.pid}-" in self.watcher.gateways.get(request_id, "")
 
     async def kill(self, child: Child) -> None:
         """SIGKILL one of the children and wait for its end; ``restart`` brings it back."""

@@ -14,7 +14,7 @@ from tests.chaos.system import Shape
 # Bounds on times mean nothing where other tests run beside; a share is far out only if it is not kept at all.
 SLACK = 4.0
 NO_MATTER_HOW_LATE = 1000.0
-SMALL = Shape(workers=2, max_sequences=6, inter_token_s=0.01, tenants={BUSY: 1.0, QUIET: 1.0})
+SMALL = Shape(workers=2, max_sequences=6, inter_token_s=0.025, tenants={BUSY: 1.0, QUIET: 1.0})
 
 
 async def _play_all(stage: Stage) -> None:

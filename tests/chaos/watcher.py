@@ -26,6 +26,7 @@ class Watcher:
     """``runs`` holds every acceptance of every request, in the order in which they were heard."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
+    gateways: dict[str, str] = field(default_factory=dict)  # the id of the one that holds it, by accepted request
     _beats: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
 
     async def start(self, urls: list[str]) -> Bus:
@@ -74,6 +75,7 @@ class Watcher:
         for frame in decode_step(message.data).frames:
             if isinstance(frame, Accepted):
                 self.runs.setdefault(frame.request_id, []).append(Run(now_s, frame.worker_id, frame.attempt))
+                self.gateways[frame.request_id] = message.subject.rpartition(".")[2]
 
     async def _on_heartbeat(self, message: Msg) -> None:
         worker_id = message.subject.rpartition(".")[2]

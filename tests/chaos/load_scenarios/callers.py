@@ -103,7 +103,7 @@ class Callers:
         }
         key = self._system.tenant_keys[tenant] if tenant else self._system.api_key
         request = http_request(PATH, key, body)
-        record = await exchange(self._system.ports[0], request, PATIENCE, due_s=due_s, leave=leave, on_piece=on_piece)
+        record = await exchange(self._system.port, request, PATIENCE, due_s=due_s, leave=leave, on_piece=on_piece)
         asked = Asked(tenant, prompt, tokens, record, read(record))
         self.asked.append(asked)
         return asked

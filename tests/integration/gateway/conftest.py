@@ -37,7 +37,7 @@ MODEL = "test/model-1"
 PEPPER = SecretStr("p" * 64)
 NO_MESSAGE_FOUND = 10037
 
-QUICK = {"headers_grace_s": 0.3, "queued_comment_s": 0.3, "shutdown_s": 0.5}
+QUICK = {"headers_grace_s": 0.3, "queued_comment_s": 0.3, "leave_s": 0.0, "shutdown_s": 0.5}
 
 
 async def until(condition: Callable[[], Any], limit_s: float = 20.0) -> None:

@@ -29,16 +29,37 @@ async def test_health(start_gateway: Start, nats_server: NatsServer) -> None:
 
         async def nats_is_missing() -> bool:
             ready = await client.get("/readyz")
-            return ready.status_code == 503 and ready.json()["missing"] == ["nats"]
+            assert ready.status_code == 200  # what comes now is held until the queue is back
+            return (ready.json()["status"], ready.json()["missing"]) == ("degraded", ["nats"])
 
         await until_async(nats_is_missing)
         assert (await client.get("/livez")).status_code == 200
         nats_server.start()
 
         async def is_ready() -> bool:
-            return (await client.get("/readyz")).status_code == 200
+            return (await client.get("/readyz")).json()["status"] == "ok"
 
         await until_async(is_ready)
+
+
+async def test_a_leaving_gateway_says_so_and_still_takes_requests(start_gateway: Start) -> None:
+    """A load balancer learns of it only with its next check, and what it sends until then must not fail."""
+    gateway = await start_gateway(timeouts={"leave_s": 600.0})
+    await gateway.add_worker()
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+
+        async def is_leaving() -> bool:
+            ready = await client.get("/readyz")
+            return (ready.status_code, ready.json()["status"]) == (503, "leaving")
+
+        await until_async(is_leaving)
+        answer = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO)
+        assert answer.choices[0].message.content
+    os.kill(os.getpid(), signal.SIGTERM)  # a second signal ends the wait
+    assert gateway.task is not None
+    async with asyncio.timeout(30):
+        await gateway.task
 
 
 def test_nothing_that_is_sent_waits_for_an_acknowledgement() -> None:

@@ -235,8 +235,9 @@ def test_threads_of_the_engine_follow_the_cores_of_the_worker() -> None:
 def test_nobody_is_killed_while_still_allowed_to_finish() -> None:
     config = config_of("gateway-1")
     grace_s = {name: seconds(service.get("stop_grace_period", "10s")) for name, service in services().items()}
-    assert grace_s["gateway-1"] >= config.gateway.timeouts.shutdown_s + STOP_MARGIN_S
-    assert grace_s["gateway-2"] >= config.gateway.timeouts.shutdown_s + STOP_MARGIN_S
+    gateway_s = config.gateway.timeouts.leave_s + config.gateway.timeouts.shutdown_s
+    assert grace_s["gateway-1"] >= gateway_s + STOP_MARGIN_S
+    assert grace_s["gateway-2"] >= gateway_s + STOP_MARGIN_S
     assert grace_s["worker"] >= config.pools["demo"].drain_s + STOP_MARGIN_S
     haproxy = (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
     hard_stop = re.search(r"hard-stop-after (\d+s)", haproxy)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import shutil
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,38 +11,47 @@ from pathlib import Path
 import pytest
 
 from tests.nats_server import free_port
-from tests.unit.deploy.description import ROOT, services
+from tests.shipped import HAPROXY_CONFIG, HAProxy, haproxy_program
+from tests.unit.deploy.description import services
 
-CONFIG = ROOT / "deploy/haproxy/haproxy.cfg"
 LIMIT_S = 15.0
+CHECK_PERIOD = "20ms"
+MANY = 12  # requests in a row, among which each gateway that is in question would have had some
 
-needs_haproxy = pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed")
+needs_haproxy = pytest.mark.skipif(not Path(haproxy_program()).exists(), reason="haproxy is not installed")
 
 
 def test_servers_are_the_gateways_of_the_compose_file() -> None:
-    text = CONFIG.read_text()
+    text = HAPROXY_CONFIG.read_text()
     for name in ("gateway-1", "gateway-2"):
         assert name in services()
-        assert f"server {name} {name}:8000" in text
+        assert text.count(f"server {name} {name}:8000") == 2  # among those in health, and among all
     assert "bind 127.0.0.1:8404" in text
     assert "http://127.0.0.1:8404/ready" in services()["load-balancer"]["healthcheck"]["test"]
 
 
 class Gateway:
-    """Stands in for a gateway: ready, streams one event and then falls silent, and notices when its caller has gone."""
+    """Stands in for a gateway: streams one event and then falls silent, and notices when its caller has gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.status = "ok"  # as GET /readyz says it
         self.caller_gone = asyncio.Event()
         self.port = 0
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         if head.startswith("GET /readyz"):
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-        elif head.startswith("GET /stream"):
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-            writer.write(b"9\r\ndata: 1\n\n\r\n")
-        if not head.startswith("GET /readyz"):
+            code = "503 Service Unavailable" if self.status == "leaving" else "200 OK"
+            write_answer(writer, code, json.dumps({"status": self.status}, separators=(",", ":")))
+        elif head.startswith("GET /name"):
+            write_answer(writer, "200 OK", self.name)
+        else:
+            if head.startswith("GET /stream"):
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+                )
+                writer.write(b"9\r\ndata: 1\n\n\r\n")
             await writer.drain()
             with contextlib.suppress(ConnectionResetError):  # HAProxy resets where the response was cut short
                 await reader.read()  # until the other side closes
@@ -51,9 +59,13 @@ class Gateway:
         writer.close()
 
 
+def write_answer(writer: StreamWriter, status: str, body: str) -> None:
+    writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode())
+
+
 @asynccontextmanager
-async def running_gateway() -> AsyncIterator[Gateway]:
-    gateway = Gateway()
+async def running_gateway(name: str = "one") -> AsyncIterator[Gateway]:
+    gateway = Gateway(name)
     server = await asyncio.start_server(gateway.serve, "127.0.0.1", 0)
     gateway.port = server.sockets[0].getsockname()[1]
     yield gateway
@@ -62,39 +74,14 @@ async def running_gateway() -> AsyncIterator[Gateway]:
 
 
 @asynccontextmanager
-async def running_haproxy(folder: Path, gateway_port: int) -> AsyncIterator[int]:
-    """HAProxy with the real configuration in front of one stand-in; the other gateway is down. Yields the port."""
-    port, health_port, text = free_port(), free_port(), CONFIG.read_text()
-    for theirs, ours in (
-        ("bind :8000", f"bind 127.0.0.1:{port}"),
-        ("bind 127.0.0.1:8404", f"bind 127.0.0.1:{health_port}"),
-        ("gateway-1:8000", f"127.0.0.1:{gateway_port}"),
-        ("gateway-2:8000", f"127.0.0.1:{free_port()}"),
-        ("    parse-resolv-conf\n", ""),  # addresses need no name server
-    ):
-        assert theirs in text
-        text = text.replace(theirs, ours)
-    config = folder / "haproxy.cfg"
-    config.write_text(text)
-    # -n: fewer connections than in production, so that any machine's limit on open files will do.
-    process = await asyncio.create_subprocess_exec("haproxy", "-n", "100", "-db", "-f", str(config))
+async def running_haproxy(folder: Path, *gateway_ports: int) -> AsyncIterator[HAProxy]:
+    """HAProxy with the real configuration in front of these."""
+    haproxy = HAProxy(folder, gateway_ports, CHECK_PERIOD)
     try:
-        async with asyncio.timeout(LIMIT_S):
-            while not await is_healthy(health_port):
-                assert process.returncode is None
-                await asyncio.sleep(0.02)
-        yield port
+        await haproxy.start()
+        yield haproxy
     finally:
-        process.terminate()
-        await process.wait()
-
-
-async def is_healthy(port: int) -> bool:
-    """Whether HAProxy's own health page answers at all: 200, or 503 while no gateway is up."""
-    try:
-        return (await ask(port, "/ready")).startswith(b"HTTP/1.")
-    except OSError:
-        return False
+        await haproxy.stop()
 
 
 async def ask(port: int, path: str) -> bytes:
@@ -106,11 +93,25 @@ async def ask(port: int, path: str) -> bytes:
     return answer
 
 
+async def until_answered_by(haproxy: HAProxy, names: set[str]) -> None:
+    """Until so many requests in a row were answered by these and by nobody else; in all that time none may fail."""
+    answered: list[str] = []
+    while set(answered[-MANY:]) != names or len(answered) < MANY:
+        head, _, body = (await ask(haproxy.port, "/name")).partition(b"\r\n\r\n")
+        assert b" 200 " in head.splitlines()[0], head
+        answered.append(body.decode())
+        await asyncio.sleep(0.005)
+
+
 @needs_haproxy
 @pytest.mark.parametrize("path", ["/stream", "/silent"], ids=["while streaming", "before the first byte"])
 async def test_streams_pass_at_once_and_a_leaving_caller_is_reported(tmp_path: Path, path: str) -> None:
-    async with running_gateway() as gateway, running_haproxy(tmp_path, gateway.port) as port, asyncio.timeout(LIMIT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with (
+        running_gateway() as gateway,
+        running_haproxy(tmp_path, gateway.port) as haproxy,
+        asyncio.timeout(LIMIT_S),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", haproxy.port)
         writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
         if path == "/stream":
             await reader.readuntil(b"data: 1\n\n")  # the response is not over, yet its first event is here
@@ -121,8 +122,28 @@ async def test_streams_pass_at_once_and_a_leaving_caller_is_reported(tmp_path: P
 
 @needs_haproxy
 async def test_no_gateway_is_an_error_in_the_shape_of_openai(tmp_path: Path) -> None:
-    async with running_haproxy(tmp_path, free_port()) as port, asyncio.timeout(LIMIT_S):
-        head, _, body = (await ask(port, "/v1/models")).partition(b"\r\n\r\n")
+    async with running_haproxy(tmp_path, free_port()) as haproxy, asyncio.timeout(LIMIT_S):
+        while await haproxy.health() != 503:
+            await asyncio.sleep(0.01)
+        head, _, body = (await ask(haproxy.port, "/v1/models")).partition(b"\r\n\r\n")
         assert b" 503 " in head.splitlines()[0]
         assert b"retry-after: " in head.lower()
         assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+@needs_haproxy
+async def test_a_degraded_gateway_comes_second_and_a_leaving_one_gets_nothing(tmp_path: Path) -> None:
+    async with (
+        running_gateway("one") as one,
+        running_gateway("two") as two,
+        running_haproxy(tmp_path, one.port, two.port) as haproxy,
+        asyncio.timeout(LIMIT_S),
+    ):
+        await until_answered_by(haproxy, {"one", "two"})
+        one.status = "degraded"
+        await until_answered_by(haproxy, {"two"})
+        two.status = "degraded"
+        await until_answered_by(haproxy, {"one", "two"})
+        one.status = "leaving"
+        await until_answered_by(haproxy, {"two"})
+        assert await haproxy.health() == 200

@@ -1,0 +1,166 @@
+"""Queue server and load balancer with the very files of ``deploy/``: only addresses, ports and folders are replaced.
+
+What the compose file gives in the environment is given here too. A text that a file no longer holds is an error, so
+that no test goes on with less than it says.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.nats_server import NatsCluster, NatsServer, free_port
+from tests.unit.deploy.description import ENVIRONMENT, ROOT, services
+
+NATS_CONFIG = ROOT / "deploy/nats/nats-server.conf"
+CLUSTER_CONFIG = ROOT / "deploy/nats/cluster.conf"
+HAPROXY_CONFIG = ROOT / "deploy/haproxy/haproxy.cfg"
+HAPROXY_CONNECTIONS = 4000  # fewer than in production, so that any machine's limit on open files will do
+START_LIMIT_S = 15.0
+
+
+def with_ours(text: str, ours: Mapping[str, str]) -> str:
+    """``text`` with each of the keys, all of which it must hold, replaced by its value."""
+    for theirs, replacement in ours.items():
+        assert theirs in text, f"the shipped file no longer says {theirs!r}"
+        text = text.replace(theirs, replacement)
+    return text
+
+
+# --- the queue server -------------------------------------------------------------------------------------------------
+
+
+def nats_environment() -> dict[str, str]:
+    """This process's own environment, and what the compose file gives to nats-server."""
+    return {**os.environ, **{name: str(value) for name, value in services()["nats"]["environment"].items()}}
+
+
+class ShippedNats(NatsServer):
+    """One server with ``nats-server.conf``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.environment = nats_environment()
+        self.url = f"nats://spillway:{ENVIRONMENT['NATS_PASSWORD']}@127.0.0.1:{self.port}"
+
+    def _write_config(self) -> Path:
+        ours = {
+            "host: 0.0.0.0\nport: 4222": f"host: 127.0.0.1\nport: {self.port}",
+            'http: "0.0.0.0:8222"': 'http: "127.0.0.1:-1"',
+            'store_dir: "/var/lib/nats"': f'store_dir: "{self.folder}"',
+        }
+        config = self.folder / NATS_CONFIG.name
+        config.write_text(with_ours(NATS_CONFIG.read_text(), ours))
+        return config
+
+
+class ShippedNode(ShippedNats):
+    """One of several servers with ``cluster.conf``."""
+
+    def __init__(self, folder: Path, name: str, route_port: int, other_routes: Sequence[int]) -> None:
+        super().__init__(folder)
+        secret = ENVIRONMENT["NATS_PASSWORD"]
+        routes = ", ".join(f"nats://cluster:{secret}@127.0.0.1:{other}" for other in other_routes)
+        self.environment = {**nats_environment(), "NATS_NODE": name, "NATS_ROUTES": f"[{routes}]"}
+        self._route_port = route_port
+
+    def _write_config(self) -> Path:
+        super()._write_config()
+        config = self.folder / CLUSTER_CONFIG.name
+        ours = {'listen: "0.0.0.0:6222"': f'listen: "127.0.0.1:{self._route_port}"'}
+        config.write_text(with_ours(CLUSTER_CONFIG.read_text(), ours))
+        return config
+
+
+class ShippedCluster(NatsCluster):
+    """Three servers with ``cluster.conf``."""
+
+    def __init__(self, folder: Path) -> None:
+        routes = [free_port() for _ in range(self.SIZE)]
+        self.servers = []
+        for number, port in enumerate(routes):
+            own = folder / f"n{number}"
+            own.mkdir(parents=True)
+            self.servers.append(ShippedNode(own, f"n{number}", port, [other for other in routes if other != port]))
+
+
+# --- the load balancer ------------------------------------------------------------------------------------------------
+
+
+def haproxy_program() -> str:
+    """HAProxy, which Debian puts where not everybody looks for programs."""
+    return shutil.which("haproxy") or "/usr/sbin/haproxy"
+
+
+class HAProxy:
+    """One HAProxy with ``haproxy.cfg`` in front of the gateways at these ports of this machine.
+
+    ``check_period``: instead of the file's, for tests of what follows from a check.
+    """
+
+    def __init__(self, folder: Path, gateway_ports: Sequence[int], check_period: str = "2s") -> None:
+        self.port = free_port()
+        self._check_period = check_period
+        self._health_port = free_port()
+        self._folder = folder
+        self._gateway_ports = gateway_ports
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start it; returns when it listens."""
+        # In a session of its own: Ctrl-C ends the tests, and these end it.
+        with self._log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(haproxy_program(), "-n", str(HAPROXY_CONNECTIONS), "-db", "-f", str(self._write_config())),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while await self.health() is None:
+            assert self._process.returncode is None, self.log()
+            assert time.monotonic() < deadline_s, self.log()
+            await asyncio.sleep(0.02)
+
+    @property
+    def _log_path(self) -> Path:
+        return self._folder / "haproxy.log"
+
+    def log(self) -> str:
+        """All that it has said."""
+        return self._log_path.read_text()
+
+    async def health(self) -> int | None:
+        """The status of its own health page: 200, or 503 while there is no gateway; None if it does not answer."""
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._health_port)
+        except OSError:
+            return None
+        writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return int(answer.split()[1]) if answer else None
+
+    async def stop(self) -> None:
+        """End it, and with it all connections that are open. Safe to call twice."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()  # in the foreground it does not wait for streams
+            await self._process.wait()
+
+    def _write_config(self) -> Path:
+        ours = {
+            "bind :8000": f"bind 127.0.0.1:{self.port}",
+            "bind 127.0.0.1:8404": f"bind 127.0.0.1:{self._health_port}",
+            "    parse-resolv-conf\n": "",  # addresses need no name server
+            "check inter 2s ": f"check inter {self._check_period} ",
+        }
+        text = with_ours(HAPROXY_CONFIG.read_text(), ours)
+        servers = re.compile(r"(?:^    server gateway-\d+ .*\n)+", re.MULTILINE)
+        assert servers.search(text)
+        lines = [f"    server gateway-{n} 127.0.0.1:{port}\n" for n, port in enumerate(self._gateway_ports, 1)]
+        config = self._folder / HAPROXY_CONFIG.name
+        config.write_text(servers.sub("".join(lines), text))
+        return config
