@@ -6,7 +6,7 @@ MODEL ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-gpu check format bench bench-engine-peers leaks chaos lock clean
+.PHONY: help run test test-gpu check format bench bench-engine-peers leaks chaos simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -58,6 +58,12 @@ ENGINE ?= scripted
 chaos: ## Break Spillway in mid-stream and compare every answer: make chaos [SCENARIO=kill|…|all] [KILLS=1000] [SEED=1] [ENGINE=scripted|spillway]
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.chaos $(SCENARIO) --seed $(SEED) --engine $(ENGINE) $(if $(KILLS),--faults $(KILLS))
+
+SEEDS ?= 1000
+FIRST_SEED ?= 1
+simulate: ## Simulate the whole path under faults, the same for the same seed: make simulate [SEEDS=1000] [FIRST_SEED=1] [FAULTS=host,power]
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.simulation --seeds $(SEEDS) --first-seed $(FIRST_SEED) $(if $(FAULTS),--faults $(FAULTS))
 
 CANCELS ?= 10000
 limits: ## Each limit of keys at its edge over three gateways, one killed, 10,000 cancelled: make limits [CANCELS=10000] [SEED=1]

@@ -14,8 +14,9 @@ KEEP_BYTES: Final = 64 * 1024 * 1024  # of encoded frames
 class RecentAttempts:
     """Ended attempts by id, oldest first; past any of the three bounds the oldest go."""
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s = clock_s
+    def __init__(self, clock_s: Callable[[], float] | None = None) -> None:
+        """``clock_s``: default: the monotonic clock."""
+        self._clock_s = clock_s or time.monotonic
         self._ended: dict[str, tuple[float, Attempt]] = {}  # id → (when it ended, the attempt)
         self._bytes = 0
 

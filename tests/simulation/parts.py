@@ -1,0 +1,361 @@
+"""The simulated processes: the product's own parts, put together as their ``main`` modules do, over simulated edges.
+
+Whatever dies is started again by its supervisor, with an id of its own, as a new process has.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
+
+from gateway.admission.control import AdmissionControl
+from gateway.api.calls import CompletionCall
+from gateway.api.prompts import CompletionsEndpoint
+from gateway.api.services import Services
+from gateway.auth.principal import Policy, Principal
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.registry import WorkerRegistry
+from gateway.ledger import main as ledger_main
+from gateway.ledger.prices import TokenPrice
+from gateway.ledger.writer import LedgerWriter
+from gateway.main import FLUSH_LIMIT_S, _must_not_end
+from gateway.metrics.requests import RequestSeries
+from gateway.payloads.publisher import PayloadPublisher
+from gateway.quotas.quotas import Quotas
+from gateway.settings import GatewaySettings, LedgerSettings
+from pool_worker.main import _serve as serve_worker
+from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
+from pool_worker.stopping import Stop
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError
+from protocol.outbox import Outbox
+from tests.simulation import sql
+from tests.simulation.engine import CONTEXT, Pace, SimulatedEngine
+from tests.simulation.network import Host, connect_bus
+from tests.simulation.virtual_time import Process
+from tests.simulation.world import MODEL, World
+
+if TYPE_CHECKING:
+    from gateway.admission.ticket import Ticket
+    from gateway.dispatch.request import OpenRequest
+
+RESTART_S = (0.3, 2.0)
+PRICE = TokenPrice(1_000_000_000, 1_000_000_000, 2_000_000_000)  # nano-USD for a million: 1 and 2 for a thousandth
+
+
+class Part:
+    """One process that is started, dies and is started again."""
+
+    def __init__(self, world: World, name: str, host: Host, skew_s: float = 0.0) -> None:
+        self.world = world
+        self.name = name
+        self.host = host
+        self.skew_s = skew_s
+        self.lives = 0
+        self.process: Process | None = None
+        self.may_start = True  # its supervisor is there, and is not told to wait
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and not self.process.is_dead
+
+    @property
+    def id(self) -> str:
+        """Of this life."""
+        return f"{self.name}-{self.lives}"
+
+    def start(self) -> None:
+        if self.is_alive or not self.host.is_up or not self.may_start:
+            return
+        self.lives += 1
+        self.process = Process(self.world.loop, self.id, self.skew_s)
+        self.world.log("start", self.id)
+        self.process.run(self._live(self.process))
+
+    async def _live(self, process: Process) -> None:
+        try:
+            await self.main(process)
+            self.world.log("ends", self.id)
+        except (BusError, asyncio.CancelledError) as error:  # no queue server at first: its supervisor tries again
+            self.world.log("ends", self.id, repr(error))
+        except BaseException as error:  # noqa: BLE001  # of whatever kind: it is what the process died of
+            self.world.complain(f"{self.id} died: {_leaf(error)!r}")
+        self._gone(with_host=False)
+
+    async def main(self, process: Process) -> None:
+        raise NotImplementedError
+
+    def kill(self, *, with_host: bool = False) -> None:
+        if self.is_alive:
+            self.world.log("kill", self.id, with_host)
+            self._gone(with_host=with_host)
+
+    def _gone(self, *, with_host: bool) -> None:
+        assert self.process is not None
+        process = self.process
+        process.kill()
+        for client in [client for client in self.world.clients if client.process is process]:
+            self.world.clients.remove(client)
+            client.is_closed = True
+            if client.connection is not None:
+                self.world.server.client_dies(client.connection, with_host=with_host)
+        self.on_gone()
+        if not with_host and self.may_start:
+            supervisor = self.world.outside
+            self.world.loop.call_later(self.world.rng.uniform(*RESTART_S), self.start, context=supervisor)
+
+    def on_gone(self) -> None:
+        """It is dead; what it had on this machine's memory is lost."""
+
+    def stop_in_order(self) -> None:
+        """SIGTERM."""
+
+    def freeze(self) -> None:
+        if self.process is not None:
+            self.process.freeze()
+
+    def thaw(self) -> None:
+        if self.process is not None and self.process.is_frozen:
+            self.process.thaw()
+
+
+def _leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error.__cause__ or error
+
+
+# --- gateways ---------------------------------------------------------------------------------------------------------
+
+
+class Keys:
+    """Stands in for the key ring: every token is known."""
+
+    may_be_old = False
+
+    def __init__(self, policies: dict[str, Policy]) -> None:
+        self._principals = {
+            name: Principal(name, name, f"team-{name}", f"team-{name}", "organisation", key_policy=policy)
+            for name, policy in policies.items()
+        }
+
+    def authenticate(self, token: str) -> Principal | None:
+        return self._principals.get(token)
+
+
+class Catalog:
+    """Stands in for the model catalog: prompts come as token ids."""
+
+    def canonical_name(self, name: str, _principal: Principal) -> str:
+        return name
+
+    def tokens_of(self, _model: str) -> Any:
+        return SimpleNamespace(pooling=None, context_length=CONTEXT, dialect=None)
+
+
+class Prices:
+    def of(self, _model: str, _unix_ms: int, pool: str = "") -> TokenPrice | None:
+        return None if pool else PRICE
+
+
+class Gateway(Part):
+    """One gateway, without HTTP's own bytes: callers speak ASGI to it."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        host: Host,
+        skew_s: float,
+        policies: dict[str, Policy],
+        on_open: Callable[..., None],
+    ) -> None:
+        super().__init__(world, name, host, skew_s)
+        self._policies = policies
+        self._on_open = on_open
+        self.application: Any = None  # None: nobody listens
+        self.callers: set[Any] = set()  # whose connections it has
+        self.dispatcher: Dispatcher | None = None
+        self.quotas: Quotas | None = None
+        self.outbox: Outbox | None = None
+        self.admission_control: AdmissionControl | None = None
+        self._stop: asyncio.Event | None = None
+
+    async def main(self, process: Process) -> None:
+        settings = GatewaySettings(
+            gateway_id=self.id,
+            nats_urls=(),
+            database_url="",
+            data_dir=Path(),
+            key_pepper=SecretStr("pepper"),
+            models={MODEL: {}},  # type: ignore[dict-item]
+        )
+        self._stop = asyncio.Event()
+        bus = await connect_bus(self.world, process, self.host, f"gateway-{self.id}")
+        outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, settings.limits.max_unpublished_usage)
+        registry = WorkerRegistry(bus)
+        admission_control = AdmissionControl(bus, settings, registry)
+        series = RequestSeries(Prices())
+        dispatcher = Dispatcher(bus, settings, registry, outbox, series=series)
+        await dispatcher.start()
+        quotas = Quotas(bus, settings.gateway_id)
+        await quotas.start()
+        nothing: Any = None
+        services = Services(
+            settings=settings,
+            bus=bus,
+            keys=Keys(self._policies),  # type: ignore[arg-type]
+            catalog=Catalog(),  # type: ignore[arg-type]
+            dispatcher=dispatcher,
+            admission_control=admission_control,
+            keyed=nothing,
+            series=series,
+            quotas=quotas,
+            prices=Prices(),  # type: ignore[arg-type]
+            database=nothing,
+            login=nothing,
+            payloads=PayloadPublisher(bus, settings.payloads),
+            reader=nothing,
+            started_unix_s=0,
+        )
+        self._watch(dispatcher)
+        self.dispatcher, self.quotas, self.outbox, self.admission_control = (
+            dispatcher,
+            quotas,
+            outbox,
+            admission_control,
+        )
+        await self._serve(services, outbox, bus)
+
+    def _watch(self, dispatcher: Dispatcher) -> None:
+        open_it = dispatcher.open
+
+        def watched(ticket: "Ticket", mailbox: Any = None) -> "OpenRequest":
+            request = open_it(ticket, mailbox)
+            self._on_open(self, request)
+            return request
+
+        dispatcher.open = watched  # type: ignore[method-assign]
+
+    async def _serve(self, services: Services, outbox: Outbox, bus: Bus) -> None:
+        assert self._stop is not None
+        async with asyncio.TaskGroup() as group:
+            publishing = group.create_task(_must_not_end("usage outbox", outbox.run()))
+            background = [
+                group.create_task(_must_not_end(part, work))
+                for part, work in {
+                    "dispatcher": services.dispatcher.run(),
+                    "admission control": services.admission_control.run(),
+                    "limits": services.quotas.run(),
+                }.items()
+            ]
+            self.application = CompletionsEndpoint(services, CompletionCall)
+            await self._stop.wait()
+            await services.dispatcher.drain(services.settings.timeouts.shutdown_s, asyncio.Event())
+            self.application = None
+            await asyncio.sleep(0.05)  # answers leave
+            for task in background:
+                task.cancel()
+            await asyncio.wait(background)
+            services.dispatcher.settle_all()
+            await outbox.flush(FLUSH_LIMIT_S)
+            publishing.cancel()
+        await services.quotas.close()
+        await bus.close()
+
+    def stop_in_order(self) -> None:
+        if self.is_alive and self._stop is not None:
+            self.world.log("stop", self.id)
+            self._stop.set()
+
+    def on_gone(self) -> None:
+        self.application = self.dispatcher = self.quotas = self.outbox = self.admission_control = None
+        for caller in list(self.callers):
+            caller.cut_off()
+        self.callers.clear()
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+class PoolWorker(Part):
+    def __init__(self, world: World, name: str, host: Host, skew_s: float, max_sequences: int, tier: str) -> None:
+        super().__init__(world, name, host, skew_s)
+        self.pace = Pace()
+        self.engine: SimulatedEngine | None = None
+        self._max_sequences = max_sequences
+        self._tier = tier
+        self._stop: Stop | None = None
+
+    async def main(self, process: Process) -> None:
+        settings = WorkerSettings(
+            worker_id=self.id,
+            pool=self.name,
+            nats_urls=(),
+            models=(MODEL,),
+            tier=self._tier,  # type: ignore[arg-type]
+            engine=ScriptedEngineSettings(),
+            drain_s=5.0,
+        )
+        self._stop = Stop(settings.drain_s)
+        engine = self.engine = SimulatedEngine(self._max_sequences, self.pace, self.world.made)
+        capacity = await engine.start()
+        name = subjects.connection_name(self.id)
+        bus = await connect_bus(self.world, process, self.host, name)
+        from pool_worker.engines.base import EngineDiedError
+
+        with contextlib.suppress(EngineDiedError):
+            await serve_worker(
+                settings,
+                bus,
+                engine,
+                capacity,
+                stop=self._stop,
+                on_ready=None,
+                traces=None,  # type: ignore[arg-type]
+            )
+        await bus.close()
+
+    def stop_in_order(self) -> None:
+        if self.is_alive and self._stop is not None:
+            self.world.log("stop", self.id)
+            self._stop.on_signal()
+
+    def on_gone(self) -> None:
+        self.engine = None
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------
+
+
+class Ledger(Part):
+    def __init__(self, world: World, host: Host, skew_s: float, database: sql.Database) -> None:
+        super().__init__(world, "ledger", host, skew_s)
+        self._database = database
+        self._stopping: asyncio.Event | None = None
+
+    async def main(self, process: Process) -> None:
+        settings = LedgerSettings(nats_urls=(), database_url="")
+        stopping = self._stopping = asyncio.Event()
+        bus = await connect_bus(self.world, process, self.host, "spillway-ledger")
+        await ledger_main._wait_for_consumer(bus, stopping)
+        await LedgerWriter(bus, sql.engine(), settings, stopping).run()
+        await bus.close()
+
+    def stop_in_order(self) -> None:
+        if self.is_alive and self._stopping is not None:
+            self.world.log("stop", self.id)
+            self._stopping.set()
+
+    def on_gone(self) -> None:
+        self._database.crash()
+
+
+def body_of(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, **fields}).encode()

@@ -1,0 +1,162 @@
+"""Real SQLite, in memory and without threads: behind SQLAlchemy's interface to aiosqlite, on the loop's own thread.
+
+aiosqlite hands each statement to a thread, whose timing no seed decides. Here statements run at once, and a commit
+takes simulated time before and after it, so that a crash may fall on either side. All else is the product's own SQL.
+What this leaves untested: other writers' locks, and SQLite's own promise that a commit is all or nothing and lasts.
+"""
+
+import asyncio
+import sqlite3
+from typing import TYPE_CHECKING, Any, Self
+
+from sqlalchemy import event
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
+
+from gateway.db.engine import _begin_sqlite
+from gateway.db.models import Base
+from tests.simulation.virtual_time import CURRENT, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+COMMIT_S = (0.001, 0.01)
+
+
+class Database:
+    """One database, on a disk that outlives whoever writes to it."""
+
+    current: "Database"  # of the simulation that runs
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.is_away = False
+        self.raw = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self.raw.deserialize(_template())
+        Database.current = self
+
+    def crash(self) -> None:
+        """Whoever was writing is dead."""
+        if self.raw.in_transaction:
+            self.raw.rollback()
+
+    def rows(self, statement: str, *values: Any) -> list[dict[str, Any]]:
+        cursor = self.raw.execute(statement, values)
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def close(self) -> None:
+        self.raw.close()
+
+
+class _Cursor:
+    def __init__(self, connection: "_Connection") -> None:
+        self._connection = connection
+        self._cursor = connection.database.raw.cursor()
+        self.arraysize = 1
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    @property
+    def description(self) -> Any:
+        return self._cursor.description
+
+    @property
+    def rowcount(self) -> int:
+        return self._cursor.rowcount
+
+    @property
+    def lastrowid(self) -> int:
+        return self._cursor.lastrowid or 0
+
+    async def execute(self, statement: str, parameters: Any = ()) -> "_Cursor":
+        self._connection.check()
+        self._cursor.execute(statement, parameters)
+        return self
+
+    async def executemany(self, statement: str, parameters: Any) -> "_Cursor":
+        self._connection.check()
+        self._cursor.executemany(statement, parameters)
+        return self
+
+    async def fetchall(self) -> list[Any]:
+        return self._cursor.fetchall()
+
+    async def close(self) -> None:
+        self._cursor.close()
+
+
+class _Connection:
+    """As aiosqlite's, for one transaction of one process."""
+
+    def __init__(self, database: Database, process: Process | None) -> None:
+        self.database = database
+        self._process = process
+        self._connection = self
+        self.isolation_level = None
+
+    def check(self) -> None:
+        if self.database.is_away or (self._process is not None and self._process.is_dead):
+            raise sqlite3.OperationalError("the simulated database is away")
+
+    def cursor(self) -> _Cursor:
+        return _Cursor(self)
+
+    async def _pause(self) -> None:
+        if self._process is not None:
+            await asyncio.sleep(self.database.world.rng.uniform(*COMMIT_S))
+
+    async def commit(self) -> None:
+        await self._pause()
+        self.check()
+        if self.database.raw.in_transaction:
+            self.database.raw.commit()
+        await self._pause()
+
+    async def rollback(self) -> None:
+        is_dead = self._process is not None and self._process.is_dead
+        if not is_dead and self.database is Database.current and self.database.raw.in_transaction:
+            self.database.raw.rollback()
+
+    async def close(self) -> None:
+        return
+
+    def stop(self) -> None:
+        return
+
+    async def create_function(self, *args: Any, **rest: Any) -> None:
+        self.database.raw.create_function(*args, **rest)
+
+
+async def _connect(*_args: Any, **_rest: Any) -> _Connection:
+    return _Connection(Database.current, CURRENT.get())
+
+
+_kept: dict[str, Any] = {}
+
+
+def _template() -> bytes:
+    """A database with the schema and nothing in it."""
+    if "template" not in _kept:
+        raw = sqlite3.connect(":memory:")
+        engine = create_async_engine("sqlite+aiosqlite://", poolclass=NullPool).sync_engine
+        from sqlalchemy.schema import CreateIndex, CreateTable
+
+        for table in Base.metadata.sorted_tables:
+            raw.execute(str(CreateTable(table).compile(dialect=engine.dialect)))
+            for index in sorted(table.indexes, key=lambda one: str(one.name)):
+                raw.execute(str(CreateIndex(index).compile(dialect=engine.dialect)))
+        raw.commit()
+        _kept["template"] = bytes(raw.serialize())
+        raw.close()
+    return _kept["template"]
+
+
+def engine() -> AsyncEngine:
+    """The one engine of all simulations, with what it has compiled: each transaction is the current database's."""
+    if "engine" not in _kept:
+        made = create_async_engine("sqlite+aiosqlite://", async_creator=_connect, poolclass=NullPool)
+        event.listen(made.sync_engine, "begin", _begin_sqlite)
+        _kept["engine"] = made
+    return _kept["engine"]

@@ -1,0 +1,218 @@
+"""Time that only passes where nothing is left to do, and the simulated processes that live in it.
+
+The loop is asyncio's own but for waiting: where a real one would sleep until its next timer, this one sets its clock.
+Each callback belongs to the process in whose context it was made (a context variable, which asyncio's tasks and timers
+inherit): one of a killed process never runs, one of a frozen process runs when that goes on. ``time`` and ``uuid`` are
+replaced while a simulation runs (``simulated_world``), ``time.time`` by what the process at work takes for the time.
+"""
+
+import asyncio
+import contextlib
+import gc
+import heapq
+import random
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextvars import Context, ContextVar, copy_context
+from typing import Any
+
+EPOCH_S = 1_790_000_000.0  # what clocks that are right say when a simulation begins
+MAX_HANDLES = 40_000_000  # of one simulation: past it, something spins
+TURN_S = 1e-6  # how long one turn of the loop takes: what waits for a time by spinning gets there
+
+
+class SimulationStuck(Exception):
+    """Nothing is left that could ever happen, or too much happens."""
+
+
+class Process:
+    """A simulated process: what runs in its ``context`` is its own, and ends with it."""
+
+    def __init__(self, loop: "VirtualLoop", name: str, skew_s: float = 0.0) -> None:
+        self.name = name
+        self.skew_s = skew_s  # of its clock
+        self.is_dead = False
+        self.is_frozen = False
+        self._loop = loop
+        self._parked: list[asyncio.Handle] = []
+        self.context: Context = copy_context()
+        self.context.run(CURRENT.set, self)
+
+    def kill(self) -> None:
+        """End it in the middle of whatever it does: nothing of it ever runs again."""
+        self.is_dead = True
+        self._parked.clear()
+
+    def freeze(self) -> None:
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        parked, self._parked = self._parked, []
+        self._loop.requeue(parked)
+
+    def park(self, handle: asyncio.Handle) -> None:
+        self._parked.append(handle)
+
+    def run(self, coroutine: Any) -> "asyncio.Task[Any]":
+        """Run a coroutine in a task of the process."""
+        return self._loop.create_task(coroutine, context=self.context.copy())
+
+    def call_at(self, when_s: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
+        """Call back within the process."""
+        return self._loop.call_at(when_s, callback, *args, context=self.context)
+
+
+CURRENT: ContextVar[Process | None] = ContextVar("CURRENT", default=None)
+
+
+def _runs_now(handle: asyncio.Handle) -> bool:
+    process = handle._context.get(CURRENT)  # type: ignore[attr-defined]
+    if process is None:
+        return True
+    if process.is_frozen and not process.is_dead:
+        process.park(handle)
+    return not (process.is_dead or process.is_frozen)
+
+
+class _Handle(asyncio.Handle):
+    __slots__ = ()
+
+    def _run(self) -> None:
+        if _runs_now(self):
+            super()._run()
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    __slots__ = ()
+
+    def _run(self) -> None:
+        if _runs_now(self):
+            super()._run()
+
+
+class _Task(asyncio.Task[Any]):
+    """A task whose place in a set does not depend on where it lies in memory."""
+
+    def __init__(self, coro: Any, *, loop: "VirtualLoop", number: int, **rest: Any) -> None:
+        self._number = number
+        super().__init__(coro, loop=loop, **rest)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop without input, output and threads, whose clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 1000.0
+        self.handles = 0  # run so far
+        self.complaints: list[str] = []  # what nobody has caught
+        self._numbers = 0
+        self._timers: list[tuple[float, int, _TimerHandle]] = []  # those of one moment in the order of their making
+        self._timers_made = 0
+        self._kept: list[_Task] = []  # of the dead too: nothing of theirs may run when they are thrown away
+        self.set_task_factory(self._make_task)
+        self.set_exception_handler(self._complain)
+
+    def time(self) -> float:
+        return self.now_s
+
+    def requeue(self, handles: list[asyncio.Handle]) -> None:
+        self._ready.extend(handles)  # type: ignore[attr-defined]
+
+    def _make_task(self, loop: Any, coro: Any, **rest: Any) -> _Task:
+        self._numbers += 1
+        task = _Task(coro, loop=self, number=self._numbers, **rest)
+        self._kept.append(task)
+        if len(self._kept) > 2000:
+            self._kept = [task for task in self._kept if not task.done()]
+        return task
+
+    def _complain(self, _loop: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.complaints.append(f"{context.get('message')}: {error!r}")
+
+    def _call_soon(self, callback: Any, args: Any, context: Any) -> asyncio.Handle:
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        timer = _TimerHandle(when, callback, args, self, context)
+        self._timers_made += 1
+        heapq.heappush(self._timers, (when, self._timers_made, timer))
+        return timer
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+        return self.call_at(self.now_s + delay, callback, *args, context=context)
+
+    def _timer_handle_cancelled(self, handle: Any) -> None:
+        """Do nothing: cancelled timers are thrown away when their time has come."""
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
+        self.now_s += TURN_S
+        if not ready:
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+            if not timers:
+                raise SimulationStuck("nothing is left to happen")
+            self.now_s = max(self.now_s, timers[0][0])
+        while timers and timers[0][0] <= self.now_s:
+            ready.append(heapq.heappop(timers)[2])
+        self.handles += len(ready)
+        if self.handles > MAX_HANDLES:
+            raise SimulationStuck("too much happens")
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def throw_away(self) -> None:
+        """Close, with all that never ended: nothing of it runs on."""
+        self.close()
+        told, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for task in self._kept:
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    with contextlib.suppress(BaseException):
+                        task.get_coro().close()  # type: ignore[union-attr]
+            self._kept.clear()
+            gc.collect()
+        sys.unraisablehook = told
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        raise AssertionError("a simulation has no threads")
+
+
+@contextlib.contextmanager
+def simulated_world(loop: VirtualLoop, seed: int) -> Iterator[None]:
+    """While it lasts, clocks are the loop's and random numbers the seed's."""
+    ids = random.Random(f"ids {seed}")
+    real = time.monotonic, time.time, time.time_ns, uuid.uuid4, random.getstate()
+
+    def unix_s() -> float:
+        process = CURRENT.get()
+        return EPOCH_S + loop.now_s + (process.skew_s if process is not None else 0.0)
+
+    time.monotonic = lambda: loop.now_s
+    time.time = unix_s
+    time.time_ns = lambda: int(unix_s() * 1e9)
+    uuid.uuid4 = lambda: uuid.UUID(int=ids.getrandbits(128), version=4)
+    random.seed(f"product {seed}")
+    try:
+        yield
+    finally:
+        time.monotonic, time.time, time.time_ns, uuid.uuid4 = real[:4]
+        random.setstate(real[4])
