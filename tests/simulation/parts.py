@@ -8,7 +8,6 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
@@ -28,6 +27,7 @@ from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.quotas import Quotas
 from gateway.settings import GatewaySettings, LedgerSettings
+from gateway.tokens.model_tokens import ModelTokens
 from pool_worker.main import _serve as serve_worker
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from pool_worker.stopping import Stop
@@ -150,13 +150,17 @@ class Keys:
 
 
 class Catalog:
-    """Stands in for the model catalog: prompts come as token ids."""
+    """Stands in for the model catalog: prompts come as token ids, and nothing is encoded."""
+
+    def __init__(self) -> None:
+        nobody: Any = None
+        self._tokens = ModelTokens(MODEL, nobody, None, CONTEXT, nobody, control_tokens_in_content=True)
 
     def canonical_name(self, name: str, _principal: Principal) -> str:
         return name
 
-    def tokens_of(self, _model: str) -> Any:
-        return SimpleNamespace(pooling=None, context_length=CONTEXT, dialect=None)
+    def tokens_of(self, _model: str) -> ModelTokens:
+        return self._tokens
 
 
 class Prices:
