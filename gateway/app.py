@@ -1,5 +1,7 @@
 """The gateway's ASGI application: the hot routes in plain ASGI, everything else through FastAPI."""
 
+from typing import Final
+
 from fastapi import FastAPI
 
 from gateway.admin.routes import add_admin_answers, admin_router
@@ -12,10 +14,13 @@ from gateway.api.openapi import add_openapi
 from gateway.api.pooling import PoolingEndpoint, VectorRoom
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.prompts import CompletionsEndpoint
+from gateway.api.refusals import RefusalLog
 from gateway.api.routes import add_error_answers, health_router, models_router, tokenize_router
 from gateway.api.services import Services
 from gateway.dashboard.routes import dashboard_routers
 from gateway.web.routes import add_login_answers, login_router
+
+OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
 
 
 def build_app(services: Services) -> "GatewayApp":
@@ -41,15 +46,16 @@ def build_app(services: Services) -> "GatewayApp":
         "/v2/rerank": rerank,
         "/rerank": rerank,
     }
-    return GatewayApp(hot, slow)
+    return GatewayApp(hot, slow, services.refusals)
 
 
 class GatewayApp:
     """Routes by path. FastAPI's router and middleware would cost more than the whole rest of a short request."""
 
-    def __init__(self, hot: dict[str, HotRoute], slow: FastAPI) -> None:
+    def __init__(self, hot: dict[str, HotRoute], slow: FastAPI, refusals: RefusalLog) -> None:
         self._hot = hot
         self._slow = slow
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
@@ -70,4 +76,8 @@ class GatewayApp:
                 message["headers"] = [*message.get("headers", ()), *exchange.common_headers()]
             await send(message)
 
-        await self._slow(scope, receive, send_with_headers)
+        try:
+            await self._slow(scope, receive, send_with_headers)
+        finally:
+            if exchange.refusal is not None:
+                self._refusals.exchange_refused(OTHER_ROUTES, exchange)

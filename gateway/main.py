@@ -11,13 +11,17 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 import uvicorn
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from gateway.admission.control import AdmissionControl
 from gateway.api.connection import Connection
+from gateway.api.connections import Connections
 from gateway.api.keyed import KeyedRequests
+from gateway.api.refusals import RefusalLog
 from gateway.api.services import Services
 from gateway.app import build_app
 from gateway.auth.keyring import KeyRing
@@ -106,6 +110,7 @@ async def run(
             admission_control=admission_control,
             keyed=keyed,
             series=series,
+            refusals=RefusalLog(series),
             quotas=quotas,
             prices=prices,
             database=database,
@@ -144,7 +149,7 @@ async def _serve(
 ) -> None:
     listener = listen(services.settings.host, services.settings.port)
     port = listener.getsockname()[1]
-    server = _Server(_server_config(services))
+    server, connections = _make_server(services)
     async with _flushed(services, outbox), asyncio.TaskGroup() as group:
         background = [
             group.create_task(_must_not_end(part, work), name=part)
@@ -163,11 +168,13 @@ async def _serve(
             on_ready(port)
         await stop.wait()
         log.info("shutting down: %d requests in flight", services.dispatcher.in_flight)
+        connections.is_gateway_leaving = True
         timeouts = services.settings.timeouts
         await services.dispatcher.leave(timeouts.leave_s, hurry)
         await services.dispatcher.drain(timeouts.shutdown_s, hurry)
         server.should_exit = True
         await serving
+        services.refusals.flush()
         await _end(background)
 
 
@@ -217,11 +224,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _server_config(services: Services) -> uvicorn.Config:
+def _make_server(services: Services) -> tuple[_Server, Connections]:
     logging.getLogger("uvicorn.error").addFilter(_is_news)
-    return uvicorn.Config(
-        build_app(services),
-        http=Connection,
+    app = build_app(services)
+    config = uvicorn.Config(
+        app,
         ws="none",
         lifespan="off",
         access_log=False,
@@ -229,6 +236,10 @@ def _server_config(services: Services) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=CLOSE_LIMIT_S,
     )
+    proxies = ProxyHeadersMiddleware(cast("Any", app), config.forwarded_allow_ips).trusted_hosts
+    connections = Connections(services.settings.connections, services.refusals, proxies.__contains__)
+    config.http = cast("type[Connection]", partial(Connection, connections))
+    return _Server(config), connections
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -104,6 +104,22 @@ class TimeoutSettings(Settings):
     shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after that
 
 
+class ConnectionSettings(Settings):
+    """What is asked of a connection before anything is known about its client. Nothing in front is needed for it."""
+
+    max_total: PositiveInt = (
+        20_000  # of one gateway; past it the one that has been idle for longest is closed, or a 503
+    )
+    # More are a 429. Proxies that are trusted with X-Forwarded-For are excepted.
+    max_per_address: PositiveInt = 2_000
+    max_head_bytes: PositiveInt = 64 * 1024  # request line and headers; more is a 431
+    max_headers: PositiveInt = 200
+    head_s: PositiveSeconds = 10.0  # the connection, or the head's first byte → the whole head
+    # How long one may be idle between requests. Longer than any client or proxy keeps one (httpx 5 s, nginx 60 s, Go
+    # 90 s, Google's load balancers 600 s): who closes must be the one who sends, or a request can cross the closing.
+    keep_alive_s: PositiveSeconds = 620.0
+
+
 class TenantSettings(Settings):
     """What one tenant may take of each gateway. Tenants that are not named have weight 1 and no bounds of their own.
 
@@ -198,6 +214,7 @@ class GatewaySettings(Settings):
     tenants: dict[str, TenantSettings] = {}  # by tenant, or by the name of the API key
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
+    connections: ConnectionSettings = ConnectionSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
     queue: QueueSettings = QueueSettings()
     login: LoginSettings = LoginSettings()

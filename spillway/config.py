@@ -21,6 +21,7 @@ from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSourc
 from gateway.ledger.prices import CALLERS, MACHINE, ConfiguredPrice, Price
 from gateway.money import nano_usd
 from gateway.settings import (
+    ConnectionSettings,
     GatewaySettings,
     IdempotencySettings,
     LedgerSettings,
@@ -71,6 +72,7 @@ class GatewaySection(Settings):
     open_metrics: bool = False
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
+    connections: ConnectionSettings = ConnectionSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
 
 
@@ -212,6 +214,7 @@ class Config(BaseSettings):
             tenants=self.tenants,
             limits=self.gateway.limits,
             timeouts=self.gateway.timeouts,
+            connections=self.gateway.connections,
             idempotency=self.gateway.idempotency,
             queue=self.nats.queue,
             login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),

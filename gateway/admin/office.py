@@ -51,7 +51,7 @@ class Office:
     async def body(self, request: Request, kind: type[_Body]) -> _Body:
         """The body, within its limits; none is an empty one.
 
-        Raises BodyTooLarge, BodyTooSlow, ClientDisconnected, MalformedJson and InvalidParameter.
+        Raises BodyTooLarge, RequestTooSlow, ClientDisconnected, MalformedJson and InvalidParameter.
         """
         length, limits = request.headers.get("content-length", "").encode(), self.settings.limits
         body = await read_body(request.receive, length, limits.max_body_bytes, self.settings.timeouts.body_s)

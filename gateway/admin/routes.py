@@ -8,7 +8,7 @@ from gateway.admin import schema
 from gateway.admin.office import Office
 from gateway.admin.views import audit_view, key_view, organisation_view, team_view
 from gateway.api.errors import ApiError, InvalidParameter, NameInUse, UnknownObject
-from gateway.api.routes import body_schema, error_answer, json_answer
+from gateway.api.routes import body_schema, json_answer, refuse
 from gateway.api.services import Services
 from gateway.auth import keys, teams
 from gateway.auth.audit import AuditFilter, list_changes
@@ -161,8 +161,8 @@ def add_admin_answers(app: FastAPI) -> None:
     """Answer what the auth functions refuse."""
 
     @app.exception_handler(PrincipalError)
-    async def on_principal_error(_request: Request, error: PrincipalError) -> Response:
-        return error_answer(principal_answer(error))
+    async def on_principal_error(request: Request, error: PrincipalError) -> Response:
+        return refuse(request, principal_answer(error))
 
 
 def principal_answer(error: PrincipalError) -> ApiError:

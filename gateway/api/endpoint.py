@@ -111,7 +111,7 @@ class Endpoint(ABC, Generic[_Call]):
 
     def _note_refusal(self, exchange: Exchange) -> None:
         if exchange.refusal is not None:
-            self._services.series.refused(self._call_of.name, exchange.refusal.status, exchange.refusal.code)
+            self._services.refusals.exchange_refused(self._call_of.name, exchange)
         if exchange.trace is not None:
             exchange.trace.refused(exchange.sent_status, exchange.refusal)
 
@@ -123,6 +123,7 @@ class Endpoint(ABC, Generic[_Call]):
         except ApiError as error:
             await exchange.answer_error(error)
         except ClientDisconnected:
+            self._services.refusals.exchange_refused(self._call_of.name, exchange)
             self._note_refusal(exchange)
             return
         except Exception:

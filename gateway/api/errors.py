@@ -2,6 +2,7 @@
 
 ApiError                     500  server_error
 ├── BadRequest               400  invalid_request_error
+│   ├── MalformedHttp             malformed_http
 │   ├── MalformedJson             the body is no JSON
 │   ├── InvalidParameter          a field is wrong, or cannot be honoured
 │   └── ContextLengthExceeded     context_length_exceeded
@@ -13,13 +14,16 @@ ApiError                     500  server_error
 ├── UnknownObject            404  not_found
 ├── UnknownUrl               404  unknown_url
 ├── MethodNotAllowed         405  method_not_allowed
-├── BodyTooSlow              408  request_timeout
+├── RequestTooSlow           408  request_timeout
 ├── NameInUse                409  name_in_use
 ├── IdempotencyKeyReused     409  idempotency_key_reused
 ├── AnswerNotKept            409  idempotency_answer_not_kept
 ├── BodyTooLarge             413  request_too_large
+├── UnsupportedEncoding      415  unsupported_content_encoding
 ├── RateLimitExceeded        429  rate_limit_exceeded
+├── TooManyConnections       429  too_many_connections
 ├── InsufficientQuota        429  insufficient_quota
+├── HeadTooLarge             431  head_too_large
 ├── ModelNotReady            503  model_not_ready
 ├── Overloaded               503  overloaded
 ├── LimitsUnavailable        503  limits_unavailable
@@ -94,6 +98,12 @@ class BadRequest(ApiError):
     type = "invalid_request_error"
     code: str | None = None
     should_retry = False
+
+
+class MalformedHttp(BadRequest):
+    """This is not a valid HTTP/1.1 request."""
+
+    code = "malformed_http"
 
 
 class MalformedJson(BadRequest):
@@ -184,8 +194,8 @@ class MethodNotAllowed(ApiError):
     should_retry = False
 
 
-class BodyTooSlow(ApiError):
-    """The request body did not arrive in time."""
+class RequestTooSlow(ApiError):
+    """The request did not arrive in time."""
 
     status = 408
     type = "invalid_request_error"
@@ -229,6 +239,15 @@ class BodyTooLarge(ApiError):
     should_retry = False
 
 
+class UnsupportedEncoding(ApiError):
+    """The body is compressed, which is not supported."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_content_encoding"
+    should_retry = False
+
+
 class RateLimitExceeded(ApiError):
     """A limit of the key or its team refuses this request for now."""
 
@@ -243,6 +262,25 @@ class InsufficientQuota(ApiError):
     status = 429
     type = "insufficient_quota"
     code = "insufficient_quota"
+    should_retry = False
+
+
+class TooManyConnections(ApiError):
+    """There are too many connections from this address."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_connections"
+    should_retry = True
+    retry_after_s = RETRY_SOON_S
+
+
+class HeadTooLarge(ApiError):
+    """The request's line and headers are too large."""
+
+    status = 431
+    type = "invalid_request_error"
+    code = "head_too_large"
     should_retry = False
 
 

@@ -23,6 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 Answered = OpenRequest | RequestGroup
 
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
+HEADERS_KEY: Final = "spillway.headers"  # there, too: the headers by name
 UNREAD_LIMIT_S: Final = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
 PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
 JSON_TYPE: Final = (b"content-type", b"application/json")
@@ -44,15 +45,21 @@ class Exchange:
         self.start_clock()
         self.id = uuid.uuid4().hex
         self.receive = receive
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.headers: dict[bytes, bytes] = scope.get(HEADERS_KEY) or dict(scope["headers"])
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.sent_status: int | None = None
         self.limit_headers: list[tuple[bytes, bytes]] = []  # how far the caller's limits are used
         self.refusal: ApiError | None = None  # what was answered instead of admitting a request
         self.trace: RequestTrace | None = None  # None: traces are off
+        self._client: tuple[str, int] | None = scope.get("client")
         self._send = send
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
+
+    @property
+    def client(self) -> str:
+        """The address of the client, as far as trusted proxies tell it."""
+        return self._client[0] if self._client else ""
 
     def start_clock(self) -> None:
         """The request is here now: all durations count from this moment."""

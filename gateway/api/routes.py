@@ -11,11 +11,11 @@ from starlette.exceptions import HTTPException
 
 from gateway.api.errors import (
     ApiError,
-    BodyTooSlow,
     ClientDisconnected,
     DatabaseAway,
     InvalidParameter,
     MethodNotAllowed,
+    RequestTooSlow,
     UnknownUrl,
 )
 from gateway.api.exchange import Exchange
@@ -187,16 +187,22 @@ def error_answer(error: ApiError) -> Response:
     return Response(error.envelope(), error.status, headers, "application/json")
 
 
+def refuse(request: Request, error: ApiError) -> Response:
+    """Answer a request with an error, which is noted."""
+    exchange_of(request).refusal = error
+    return error_answer(error)
+
+
 def add_error_answers(app: FastAPI) -> None:
     """Answer every error in OpenAI's envelope."""
 
     @app.exception_handler(ApiError)
-    async def on_api_error(_request: Request, error: ApiError) -> Response:
-        return error_answer(error)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return refuse(request, error)
 
     @app.exception_handler(ClientDisconnected)
-    async def on_disconnect(_request: Request, _error: ClientDisconnected) -> Response:
-        return error_answer(BodyTooSlow())  # nobody is left to read it
+    async def on_disconnect(request: Request, _error: ClientDisconnected) -> Response:
+        return refuse(request, RequestTooSlow())  # nobody is left to read it
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -205,21 +211,21 @@ def add_error_answers(app: FastAPI) -> None:
             kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.")
         elif error.status_code == 405:
             kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.")
-        return error_answer(kind)
+        return refuse(request, kind)
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid_query(_request: Request, error: RequestValidationError) -> Response:
+    async def on_invalid_query(request: Request, error: RequestValidationError) -> Response:
         problem = error.errors()[0]
         name = str(problem["loc"][-1])
-        return error_answer(InvalidParameter(f"Invalid value for '{name}': {problem['msg']}", param=name))
+        return refuse(request, InvalidParameter(f"Invalid value for '{name}': {problem['msg']}", param=name))
 
-    async def on_sql_error(_request: Request, error: Exception) -> Response:
+    async def on_sql_error(request: Request, error: Exception) -> Response:
         log.error("a page or the admin API cannot use the database: %s", describe(error))
-        return error_answer(DatabaseAway())
+        return refuse(request, DatabaseAway())
 
     for kind in SQL_ERRORS:
         app.add_exception_handler(kind, on_sql_error)
 
     @app.exception_handler(Exception)
-    async def on_exception(_request: Request, _error: Exception) -> Response:
-        return error_answer(ApiError())
+    async def on_exception(request: Request, _error: Exception) -> Response:
+        return refuse(request, ApiError())

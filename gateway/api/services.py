@@ -7,6 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.admission.control import AdmissionControl
 from gateway.api.keyed import KeyedRequests
+from gateway.api.refusals import RefusalLog
 from gateway.auth.keyring import KeyRing
 from gateway.dashboard.reader import Reader
 from gateway.dispatch.dispatcher import Dispatcher
@@ -35,6 +36,7 @@ class Services:
     admission_control: AdmissionControl
     keyed: KeyedRequests
     series: RequestSeries
+    refusals: RefusalLog
     quotas: Quotas
     prices: CurrentPrices
     database: AsyncEngine  # for pages and the admin API; no generating request waits for it

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
-from gateway.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, InvalidParameter
+from gateway.api.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow
 
 LARGE_BODY_BYTES: Final = 16 * 1024  # others must not wait while a larger one is read: the worst takes 250 ns a byte
 MAX_BODY_VALUES: Final = 65_536  # lists, objects and fields of one body: some 50 ms during which nothing else can run
@@ -13,12 +13,12 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 async def read_body(receive: Receive, content_length: bytes | None, max_bytes: int, limit_s: float) -> bytes:
-    """Read the whole body, giving up at the bounds. Raises BodyTooLarge, BodyTooSlow or ClientDisconnected."""
+    """Read the whole body, giving up at the bounds. Raises BodyTooLarge, RequestTooSlow or ClientDisconnected."""
     try:
         async with asyncio.timeout(limit_s):
             return await _read(receive, content_length, max_bytes)
     except TimeoutError as error:
-        raise BodyTooSlow(f"The request body did not arrive within {limit_s:g} s.") from error
+        raise RequestTooSlow(f"The request body did not arrive within {limit_s:g} s.") from error
 
 
 async def _read(receive: Receive, content_length: bytes | None, max_bytes: int) -> bytes:

@@ -16,7 +16,7 @@ FORM_LIMIT_S: Final = 30.0
 async def read_form(request: Request) -> dict[str, str]:
     """The fields of an ``application/x-www-form-urlencoded`` body.
 
-    Raises BodyTooLarge, BodyTooSlow, ClientDisconnected and InvalidParameter.
+    Raises BodyTooLarge, RequestTooSlow, ClientDisconnected and InvalidParameter.
     """
     length = request.headers.get("content-length", "").encode()
     body = await read_body(request.receive, length, MAX_FORM_BYTES, FORM_LIMIT_S)

@@ -4,7 +4,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
 from gateway.api.errors import LoginRequired
-from gateway.api.routes import error_answer
+from gateway.api.routes import refuse
 from gateway.api.services import Services
 from gateway.auth.admins import ADMIN_NAME, has_admin
 from gateway.auth.errors import LoginError, TooManyLogins
@@ -63,6 +63,6 @@ def add_login_answers(app: FastAPI) -> None:
     async def on_login_required(request: Request, error: LoginRequired) -> Response:
         wants_page = request.method in SAFE_METHODS and "text/html" in request.headers.get("accept", "")
         if not wants_page:
-            return error_answer(error)
+            return refuse(request, error)
         query = f"?{request.url.query}" if request.url.query else ""
         return RedirectResponse(login_page(request.url.path + query), 303)

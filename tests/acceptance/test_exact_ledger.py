@@ -33,17 +33,21 @@ def body(number: int, kind: str) -> dict[str, object]:
 
 async def run_one(http: httpx.AsyncClient, number: int, kind: str, patience_s: float) -> str:
     """Make one request; a "long" one is cut off by hanging up some time after its headers. Returns what was seen."""
+    seen = "no head"
     try:
         async with http.stream("POST", "/v1/chat/completions", json=body(number, kind)) as answer:
-            if kind == "long":
+            seen = f"{answer.status_code} {answer.headers['x-request-id']}"
+            if kind == "long" and answer.status_code == 200:
                 await asyncio.sleep(patience_s)
                 return "cancelled"
             text = (await answer.aread()).decode()
-    except (httpx.RemoteProtocolError, httpx.ReadError):  # an error after the first byte aborts the connection
-        return "failed"
-    if answer.status_code != 200:
-        return "failed"
-    return "ok" if kind == "whole" or "[DONE]" in text else "failed"
+    except httpx.HTTPError as error:
+        if kind == "fail" and seen.startswith("200"):  # an error after the first byte aborts the connection
+            return "failed"
+        return f"not served: request {number}, {kind}: {seen}, then {error!r}"
+    if answer.status_code == 200 and (kind == "whole" or "[DONE]" in text):
+        return "ok"
+    return "failed" if kind == "fail" else f"not served: request {number}, {kind}: {seen}: {text[-500:]}"
 
 
 async def run_all(system: System, disturb: bool) -> Counter[str]:
@@ -97,6 +101,7 @@ async def test_a_thousand_requests_are_a_thousand_rows(tmp_path: Path, disturb: 
     for system in run_system(tmp_path / "data", ["--model", "scripted"]):
         seen = await run_all(system, disturb)
         assert sum(seen.values()) == REQUESTS
+        assert set(seen) <= {"ok", "cancelled", "failed"}, f"{seen}\n{system.logs()}"
         await wait_for_rows(system, "requests", REQUESTS)
         assert system.stop() == 0  # everything that was still to be written is written now
 

@@ -6,6 +6,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.errors import FAILURES, ApiError, ModelNotReady, RequestFailed
+from gateway.api.exchange import Exchange
 from gateway.api.routes import add_error_answers
 from gateway.dispatch.mailbox import Failure
 from gateway.limits.body import read_body
@@ -83,6 +84,7 @@ def leaving(app: FastAPI) -> ASGIApp:
         return {"type": "http.disconnect"}
 
     async def served(scope: Scope, _receive: Receive, send: Send) -> None:
+        scope["spillway.exchange"] = Exchange(scope, receive, send)
         await app(scope, receive, send)
 
     return served

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.errors import BodyTooLarge, BodyTooSlow, ClientDisconnected, InvalidParameter
+from gateway.api.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow
 from gateway.limits.body import MAX_BODY_VALUES, Receive, check_values, read_body
 
 LIMIT_S = 20.0
@@ -46,7 +46,7 @@ async def test_a_caller_who_says_nothing_more() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    with pytest.raises(BodyTooSlow):
+    with pytest.raises(RequestTooSlow):
         await read_body(receive, b"3", 3, 0.01)
 
 

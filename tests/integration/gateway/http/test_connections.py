@@ -1,0 +1,352 @@
+"""What a connection may do to the gateway with nothing in front of it."""
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+
+LIVE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+LIMIT_S = 20
+
+
+class Client:
+    """A connection of bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def send_again(self, data: bytes) -> None:
+        """Send the same again and again, for as long as it is taken. Raises ConnectionError."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                await self.send(data)
+                await asyncio.sleep(0.001)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """The next whole answer, without interim ones."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                status = int(head[0].split()[1])
+                headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+                if status >= 200:
+                    break
+            if "content-length" in headers:
+                return status, headers, await self.reader.readexactly(int(headers["content-length"]))
+            body = b""
+            while size := int(await self.reader.readuntil(b"\r\n"), 16):
+                body += await self.reader.readexactly(size)
+                await self.reader.readexactly(2)
+            await self.reader.readexactly(2)
+            return status, headers, body
+
+    async def rest(self) -> bytes:
+        """All that comes until the gateway closes."""
+        async with asyncio.timeout(LIMIT_S):
+            try:
+                return await self.reader.read()
+            except ConnectionResetError:
+                return b""
+
+    async def refusal(self) -> tuple[int, str | None]:
+        """Status and code of an error, after which the connection ends."""
+        status, headers, body = await self.answer()
+        assert headers["connection"] == "close"
+        assert await self.rest() == b""
+        return status, json.loads(body)["error"]["code"]
+
+
+@asynccontextmanager
+async def connect(gateway: GatewayUnderTest) -> AsyncIterator[Client]:
+    address = urlsplit(gateway.url)
+    client = Client(*await asyncio.open_connection(address.hostname, address.port))
+    try:
+        yield client
+    finally:
+        client.writer.transport.abort()
+
+
+def chat(gateway: GatewayUnderTest, **fields: Any) -> bytes:
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+async def hello(attempt: Attempt) -> None:
+    await attempt.accept()
+    await attempt.tokens("Hello")
+    await attempt.tokens("!", finish_reason="stop")
+    await attempt.finish()
+
+
+# --- idle connections -------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_that_came_before_an_idle_connection_is_closed_is_answered(start_gateway: Start) -> None:
+    """The loop was busy: when it looks, the time is up, and a request lies in the socket."""
+    gateway = await start_gateway(connections={"keep_alive_s": 1.0})
+    async with connect(gateway) as client:
+        await client.send(LIVE)
+        assert (await client.answer())[0] == 200
+        os.write(client.writer.get_extra_info("socket").fileno(), LIVE)
+        time.sleep(1.5)  # noqa: ASYNC251
+        assert (await client.answer())[0] == 200
+        assert await client.rest() == b""  # idle: it ends in order
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_head_has_a_size(start_gateway: Start) -> None:
+    gateway = await start_gateway(connections={"max_head_bytes": 10_000, "max_headers": 50})
+    heads = {
+        "one piece": b"GET /livez HTTP/1.1\r\nHost: x\r\nX: %b\r\n\r\n" % (b"x" * 10_000),
+        "a long path": b"GET /livez?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"x" * 10_000),
+        "many headers": b"GET /livez HTTP/1.1\r\nHost: x\r\n%b\r\n" % (b"X: x\r\n" * 50),
+    }
+    for head in heads.values():
+        async with connect(gateway) as client:
+            await client.send(head)
+            assert await client.refusal() == (431, "head_too_large")
+    async with connect(gateway) as client:  # one that never ends
+        await client.send(b"GET /livez HTTP/1.1\r\nHost: x\r\nX: ")
+        with pytest.raises(ConnectionError):
+            await client.send_again(b"x" * 1000)
+    async with connect(gateway) as client:  # others are not concerned, also where much comes in one piece
+        body = b"x" * 30_000
+        long = b"POST /livez HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        await client.send(long + LIVE[:20])
+        assert (await client.answer())[0] == 405
+        await client.send(LIVE[20:])
+        assert (await client.answer())[0] == 200
+
+
+async def test_headers_after_a_body_are_not_kept(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    async with connect(gateway) as client:
+        chunked = b"POST /livez HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+        await client.send(chunked + b"X: y\r\n" * 10_000 + b"\r\n")
+        assert (await client.answer())[0] == 405
+        await client.send(LIVE)
+        assert (await client.answer())[0] == 200
+
+
+async def test_a_head_has_its_time(start_gateway: Start) -> None:
+    gateway = await start_gateway(connections={"head_s": 0.3})
+    async with connect(gateway) as half, connect(gateway) as silent, connect(gateway) as empty_lines:
+        await half.send(LIVE[:20])
+        assert await half.refusal() == (408, "request_timeout")
+        assert await silent.rest() == b""
+        with pytest.raises(ConnectionError):
+            await empty_lines.send_again(b"\r\n")
+    async with connect(gateway) as later:
+        await later.send(LIVE)
+        assert (await later.answer())[0] == 200
+        await later.send(LIVE[:20])
+        assert await later.refusal() == (408, "request_timeout")
+    async with connect(gateway) as refused:  # what nobody waits for any more is not taken for ever
+        await refused.send(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nx")
+        assert (await refused.answer())[0] == 404
+        assert await refused.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        b"GET /livez\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+    ],
+)
+async def test_what_two_could_read_in_two_ways_is_refused(start_gateway: Start, head: bytes) -> None:
+    gateway = await start_gateway(with_card=False)
+    async with connect(gateway) as client:
+        await client.send(head)
+        assert await client.refusal() == (400, "malformed_http")
+
+
+# --- how many ---------------------------------------------------------------------------------------------------------
+
+
+async def test_connections_are_counted(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")  # we are no proxy
+    gateway = await start_gateway(with_card=False, connections={"max_per_address": 2})
+    async with connect(gateway) as first, connect(gateway), connect(gateway) as third:
+        assert await third.refusal() == (429, "too_many_connections")
+        await first.send(LIVE)
+        assert (await first.answer())[0] == 200
+
+    async def is_let_in() -> bool:
+        async with connect(gateway) as later:
+            await later.send(LIVE)
+            return (await later.answer())[0] == 200
+
+    await until_async(is_let_in)
+
+
+async def test_trusted_proxies_may_have_as_many_as_there_may_be(start_gateway: Start) -> None:
+    gateway = await start_gateway(with_card=False, connections={"max_per_address": 1, "max_total": 2})
+    async with connect(gateway) as idle, connect(gateway) as busy, connect(gateway) as refused:
+        assert await refused.refusal() == (503, "overloaded")
+        await idle.send(LIVE)
+        assert (await idle.answer())[0] == 200
+        async with connect(gateway) as new:  # takes the place of the idle one
+            await new.send(LIVE)
+            assert (await new.answer())[0] == 200
+            assert await idle.rest() == b""
+            await busy.send(LIVE)
+            assert (await busy.answer())[0] == 200
+
+
+# --- clients that leave, and those that do not ------------------------------------------------------------------------
+
+
+async def test_leaving_with_a_second_request_behind_the_first(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker(script=until_cancelled)
+    async with connect(gateway) as client:
+        await client.send(chat(gateway) + LIVE)
+        await until(lambda: worker.attempts and worker.attempts[0].made_tokens > 3)
+    [record] = await gateway.records()
+    assert record.outcome == "cancelled"
+    assert worker.attempts[0].cancelled.is_set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_only_closed_its_sending_side_is_answered(start_gateway: Start, stream: bool) -> None:
+    gateway = await start_gateway(timeouts={"headers_grace_s": 20})
+    may_begin = asyncio.Event()
+
+    async def late(attempt: Attempt) -> None:
+        await may_begin.wait()
+        await hello(attempt)
+
+    worker = await gateway.add_worker(script=late)
+    async with connect(gateway) as client:
+        await client.send(chat(gateway, stream=stream) + LIVE)
+        client.writer.write_eof()
+        await until(lambda: worker.attempts)
+        assert b"100 Continue" in await client.reader.readuntil(b"\r\n\r\n")
+        may_begin.set()
+        status, _, body = await client.answer()
+        assert status == 200
+        assert b"Hello" in body
+        assert (await client.answer())[0] == 200
+        assert await client.rest() == b""
+    [record] = await gateway.records()
+    assert record.outcome == "ok"
+
+
+async def test_closing_the_sending_side_and_then_leaving(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker(script=until_cancelled)
+    async with connect(gateway) as client:
+        await client.send(chat(gateway))
+        client.writer.write_eof()
+        await until(lambda: worker.attempts and worker.attempts[0].made_tokens > 3)
+        assert not worker.attempts[0].cancelled.is_set()
+    [record] = await gateway.records()
+    assert record.outcome == "cancelled"
+
+
+async def test_a_bad_second_request_does_not_spoil_the_first_answer(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker(script=hello)
+    async with connect(gateway) as client:
+        await client.send(chat(gateway, stream=True) + b"GET /livez HTTP/1.1\r\n\r\n")
+        status, _, body = await client.answer()
+        assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+        assert await client.rest() == b""
+
+
+async def test_a_thousand_requests_in_one_piece_do_not_all_wait(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker(script=hello)
+    async with connect(gateway) as client:
+        await client.send(chat(gateway) + LIVE * 1000)
+        whole = await client.rest()
+        assert 1 < whole.count(b"HTTP/1.1 200") <= 102
+
+
+# --- what is left of them ---------------------------------------------------------------------------------------------
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [record.fields for record in caplog.records if record.name == "gateway.api.refusals"]  # type: ignore[attr-defined]
+
+
+async def test_every_refusal_leaves_a_line(start_gateway: Start, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await start_gateway()
+    caplog.set_level(logging.INFO, "gateway.api.refusals")
+    asked: list[tuple[bytes, str, str]] = [
+        (b"GET / HTTP/1.1\r\n\r\n", "malformed_http", "http"),
+        (b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n", "unknown_url", "other"),
+        (chat(gateway, model="nobody"), "model_not_found", "chat.completions"),
+        (chat(gateway, n=0), "invalid_value", "chat.completions"),
+    ]
+    for request, _, _ in asked:
+        async with connect(gateway) as client:
+            await client.send(request)
+            await client.answer()
+    await until(lambda: len(refusals(caplog)) == len(asked))
+    assert [(line["reason"], line["endpoint"]) for line in refusals(caplog)] == [(code, end) for _, code, end in asked]
+    assert all(line["count"] == 1 and line["client"] == "127.0.0.1" for line in refusals(caplog))
+    caplog.clear()
+    async with connect(gateway) as client:
+        await client.send(chat(gateway)[:-5])
+    await until(lambda: [line["reason"] for line in refusals(caplog)] == ["client_left"])
+
+
+async def test_a_flood_of_refusals_is_a_few_lines(start_gateway: Start, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = await start_gateway(with_card=False)
+    caplog.set_level(logging.INFO, "gateway.api.refusals")
+    async with connect(gateway) as client:
+        for _ in range(200):
+            await client.send(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await client.answer())[0] == 404
+
+    def told() -> int:
+        return sum(line.get("more", 1) for line in refusals(caplog))
+
+    await until(lambda: told() == 200)
+    assert refusals(caplog)[-1]["count"] == 200
+    assert any("more" in line for line in refusals(caplog))
+
+
+async def test_a_gateway_that_leaves_ends_each_connection_with_its_next_answer(start_gateway: Start) -> None:
+    gateway = await start_gateway(timeouts={"shutdown_s": 20})
+    worker = await gateway.add_worker(script=until_cancelled)
+    async with connect(gateway) as busy, connect(gateway) as idle:
+        await busy.send(chat(gateway))
+        await until(lambda: worker.attempts)
+        await idle.send(LIVE)
+        assert "connection" not in (await idle.answer())[1]
+        gateway.stop.set()
+        await asyncio.sleep(0)
+
+        await idle.send(LIVE)
+        status, headers, _ = await idle.answer()
+        assert (status, headers["connection"]) == (200, "close")
+        assert await idle.rest() == b""
