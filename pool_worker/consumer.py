@@ -25,8 +25,8 @@ from protocol import pull, subjects
 from protocol.backlog import read_backlog
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
-from protocol.errors import BusError, ProtocolError
-from protocol.messages import decode_job
+from protocol.errors import BusError, ErrorCode, ProtocolError
+from protocol.messages import decode_job, decode_job_head
 from protocol.outbox import Outbox
 from protocol.pull import Delivery, PullConsumer
 from protocol.topology import consumer_exists
@@ -41,6 +41,11 @@ BACKLOG_LIMIT_S: Final = 0.25  # for the queue to say what waits
 AFTER_FAILURE_S: Final = 0.5
 AVOID_DELAY_S: Final = 0.1  # until a job that has failed here is there for others
 AVOID_REST_S: Final = 0.2  # how long they are left the lane: a cheaper pull would get it again
+# A job that cannot be read here is offered again and again, later each time, for about a minute in all; whoever has
+# looked at it leaves the lane to the others for so long that all of them come to see it.
+STRANGE_DELIVERIES: Final = 40
+STRANGE_LONGEST_DELAY_S: Final = 2.0
+STRANGE_REST_S: Final = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -164,8 +169,7 @@ class Consumer:
         try:
             job = decode_job(delivery.payload)
         except ProtocolError as error:
-            log.error("job %d of the queue is given up: %s", delivery.stream_sequence, error)  # noqa: TRY400
-            await pull.term(self._bus, delivery)
+            await self._leave_to_others(pulls, delivery, error)
         else:
             if not self._executor.knows(job):
                 if not self._has_place(lane):
@@ -180,6 +184,22 @@ class Consumer:
         lane.waiting = delivery.pending
         if not pulls.coming():
             self._must_look.set()
+
+    async def _leave_to_others(self, pulls: LanePulls, delivery: Delivery, error: ProtocolError) -> None:
+        """A job that this build cannot read is a newer gateway's, and newer workers can, if there are any."""
+        try:
+            head = decode_job_head(delivery.payload)
+        except ProtocolError:  # nobody's
+            log.error("job %d of the queue is given up: %s", delivery.stream_sequence, error)  # noqa: TRY400
+            await pull.term(self._bus, delivery)
+            return
+        if delivery.deliveries < STRANGE_DELIVERIES:
+            pulls.rests_until_s = time.monotonic() + STRANGE_REST_S
+            delay_s = min(STRANGE_LONGEST_DELAY_S, AVOID_DELAY_S * 2.0 ** (delivery.deliveries // 4))
+            await pull.nak(self._bus, delivery, delay_s)
+        else:
+            log.error("request %s is declined, no worker has understood it: %s", head.request_id, error)
+            self._executor.decline(head, delivery, ErrorCode.NO_WORKERS, f"no worker understands the request: {error}")
 
     def _on_empty(self, pulls: LanePulls) -> None:
         self._shares.learn(pulls.lane, 0, time.monotonic())

@@ -30,7 +30,7 @@ from protocol.artifacts import get_object
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.logprobs import PromptLogprob
-from protocol.messages import Failed, Job, Resend, TokenLogprob, encode, unpack_token_ids
+from protocol.messages import Failed, Job, JobHead, Resend, TokenLogprob, encode, unpack_token_ids
 from protocol.outbox import Outbox
 from protocol.pull import Delivery
 
@@ -131,7 +131,7 @@ class Executor:
         if self._adopt(id_, job, delivery):
             return is_accepted
         if 0 < job.deadline_unix_ms < time.time() * 1000:
-            self._decline_expired(job, delivery)
+            self.decline(job, delivery, ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the queue")
         elif self._is_draining:
             self._publisher.nak(delivery)
         else:
@@ -153,11 +153,12 @@ class Executor:
         self._publisher.wake()
         return True
 
-    def _decline_expired(self, job: Job, delivery: Delivery) -> None:
-        code, message = ErrorCode.DEADLINE_EXCEEDED, "the deadline passed in the queue"
+    def decline(self, job: Job | JobHead, delivery: Delivery, code: ErrorCode, message: str) -> None:
+        """Take a job that nobody will run off the queue, and tell its gateway why."""
         frame = Failed(job.request_id, job.attempt, 0, code, message, retryable=False)
         self._publisher.send(job.reply_subject, encode(frame))
         self._publisher.ack(delivery)
+        self._publisher.wake()
 
     def _accept(self, job: Job, delivery: Delivery) -> None:
         attempt = Attempt(job, delivery, self._credit.cost_of(job))
@@ -221,8 +222,8 @@ class Executor:
         try:
             prompt_ids = unpack_token_ids(packed_prompt)
             request = engine_request(attempt.id, attempt.job, prompt_ids, self._adapters)
-        except ProtocolError as error:
-            self._fail(attempt, ErrorCode.INTERNAL_ERROR, str(error), retryable=False)
+        except ProtocolError as error:  # of a newer gateway, and a newer worker may know what it means
+            self._fail(attempt, ErrorCode.INTERNAL_ERROR, str(error), retryable=True)
             return
         if not attempt.live:
             self._finish(attempt)

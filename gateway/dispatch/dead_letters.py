@@ -9,7 +9,7 @@ from protocol import subjects
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.dead_letters import DeadLetter, decode_dead_letter
-from protocol.errors import ApiError, BusError, PayloadTooLarge
+from protocol.errors import ApiError, BusError, PayloadTooLarge, ProtocolError
 from protocol.messages import encode
 from protocol.topology import STREAM_NOT_FOUND
 
@@ -55,7 +55,7 @@ class DeadLetters:
 
 
 async def newest_dead_letters(bus: Bus, limit: int) -> list[DeadLetter]:
-    """The last letters, newest first. Raises BusError, or ProtocolError for those of another version."""
+    """The last letters, newest first, without those that this build cannot read. Raises BusError."""
     stream = subjects.DEAD_LETTER_STREAM
     try:
         state = (await bus.api(f"STREAM.INFO.{stream}"))["state"]
@@ -70,4 +70,10 @@ async def newest_dead_letters(bus: Bus, limit: int) -> list[DeadLetter]:
 
 async def _letter(bus: Bus, sequence: int) -> DeadLetter | None:
     message = await bus.get_message(subjects.DEAD_LETTER_STREAM, seq=sequence)
-    return None if message is None else decode_dead_letter(base64.b64decode(message["data"]))
+    if message is None:
+        return None
+    try:
+        return decode_dead_letter(base64.b64decode(message["data"]))
+    except ProtocolError as error:
+        log.warning("dead letter %d: %s", sequence, error)
+        return None

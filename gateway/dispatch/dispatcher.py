@@ -43,6 +43,7 @@ NEVER_S: Final = float("inf")
 TIMER_SLACK_S: Final = 0.001  # timers may be early by the clock's resolution
 SWEEP_PERIOD_S: Final = 0.25
 SWEEP_LATE_S: Final = 0.5  # a sweep this late means that our own loop was held up
+COMPLAINT_PERIOD_S: Final = 10.0  # between two lines about frames that cannot be read
 DRAIN_POLL_S: Final = 0.05
 SETTLE_LIMIT_S: Final = 8.0  # longer than a stopped request waits for its worker's counts
 
@@ -78,6 +79,7 @@ class Dispatcher:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # by request, of those whose callers have set one
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving = False
+        self._complained_s = float("-inf")  # monotonic clock
         self._draining = False
         self.failovers: deque[Failover] = deque(maxlen=MAX_REMEMBERED)  # the latest last
 
@@ -251,7 +253,9 @@ class Dispatcher:
         try:
             step = decode_step(message.data)
         except ProtocolError as error:
-            log.warning("a step frame was dropped: %s", error)
+            if time.monotonic() - self._complained_s >= COMPLAINT_PERIOD_S:
+                self._complained_s = time.monotonic()
+                log.warning("a worker's frames are dropped: %s", error)
             return
         now_s = time.monotonic()
         worker_id = step.worker_id

@@ -110,8 +110,11 @@ class WorkerRegistry:
             return
         try:
             beat = decode_heartbeat(message.data)
-        except ProtocolError as error:
-            log.warning("heartbeat on %s: %s", message.subject, error)
+        except ProtocolError as error:  # of a newer worker, which lives all the same
+            worker_id = message.subject.rpartition(".")[2]
+            if not self.knows(worker_id):
+                log.warning("heartbeat on %s: %s", message.subject, error)
+            self.heard(worker_id, now_s)
             return
         self.heard(beat.worker_id, now_s)
         self._beats[beat.worker_id] = (now_s, beat)

@@ -1,0 +1,136 @@
+"""Messages of the next release, read by this one: whoever sends what to whom, and in whichever order they are upgraded.
+
+The next release appends fields, knows further kinds, and may raise the version where a meaning has changed. What this
+release must do with each is in docs/UPGRADES.md; how each process does it is tested beside that process.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol import messages as m
+from protocol.dead_letters import DeadLetter, decode_dead_letter
+from protocol.errors import NewerVersion, ProtocolError
+from protocol.parked import ParkedUsage, decode_parked
+from protocol.payloads import decode_payloads, encode_payloads
+from protocol.quotas import Account, decode_account
+from protocol.usage import decode_usage, encode_usage, read_usage
+from tests.payload_records import payload_record
+from tests.usage_records import attempt_record, request_record
+
+Decode = Callable[[bytes], Any]
+
+NEXT = m.PROTOCOL_VERSION + 1
+JOB = m.Job(m.PROTOCOL_VERSION, "r", 1, "a/b", "fr.g", m.Sampling(max_tokens=4), m.pack_token_ids([1]), prompt_tokens=1)
+BEAT = m.Heartbeat(m.PROTOCOL_VERSION, "w", "p", "x", "eu", "spot", "e", ("m",), 0.5, 4, 400, 4, 400, 0, 1, 2)
+CARD = m.ModelCard(m.PROTOCOL_VERSION, "a/b", 512, "t.json", None)
+LETTER = DeadLetter(m.PROTOCOL_VERSION, "r", "g", "m", "t", "k", 1, m.Sampling(max_tokens=1), 1, 2, ())
+MAPS: list[tuple[Any, Decode]] = [
+    (JOB, m.decode_job),  # gateway → worker
+    (BEAT, m.decode_heartbeat),  # worker → gateway, worker, ledger
+    (CARD, m.decode_model_card),  # worker → gateway
+    (Account(m.PROTOCOL_VERSION, period="total:", spent_nano_usd=7), decode_account),  # gateway → gateway
+    (LETTER, decode_dead_letter),  # gateway → command line
+    (ParkedUsage(m.PROTOCOL_VERSION, b"x", "why", 1), decode_parked),  # ledger → ledger
+]
+LISTS: list[tuple[Any, Callable[[bytes], bytes], Decode]] = [
+    (request_record("r"), lambda record: encode_usage([record]), decode_usage),  # gateway → ledger
+    (attempt_record("r"), lambda record: encode_usage([record]), decode_usage),  # worker → ledger
+    (payload_record("r"), lambda record: b"\x91" + record, decode_payloads),  # gateway → ledger
+]
+FRAMES: list[m.Frame] = [
+    m.Accepted("r", 1, 0, "w", "p", "aws", "eu", 1.5, "spot"),
+    m.Tokens("r", 1, 1, 0, (5,), "a", "stop"),
+    m.Vector("r", 1, 1, 0, b"1234"),
+    m.Finished("r", 1, 2, False, 1, 0, 1, 1.0, m.Timings(1.0, 2.0, 3.0, 4)),
+    m.Failed("r", 1, 0, "engine_error", "no", retryable=True),
+]
+CONTROLS: list[m.Control] = [m.Cancel("r", 1), m.Resend("r", 1, 0, "fr.g"), m.Ping()]
+
+
+def name_of(value: object) -> str | None:
+    return None if callable(value) else type(value).__name__
+
+
+def fields_of(message: Any) -> dict[str, Any]:
+    return dict(msgspec.msgpack.decode(m.encode(message)))
+
+
+@pytest.mark.parametrize(("message", "decode"), MAPS, ids=name_of)
+def test_a_map_with_further_fields_is_read_and_one_of_the_next_version_known_as_such(
+    message: Any, decode: Decode
+) -> None:
+    fields = fields_of(message)
+    assert decode(msgspec.msgpack.encode(fields | {"later": {"a": [1]}})) == message
+    changed = {name: ["another", "shape"] for name in fields if name != "v"}
+    for newer in (fields | {"v": NEXT}, changed | {"v": NEXT}):
+        with pytest.raises(NewerVersion, match=f"protocol {NEXT}"):
+            decode(msgspec.msgpack.encode(newer))
+    with pytest.raises(ProtocolError) as broken:
+        decode(msgspec.msgpack.encode(changed | {"v": m.PROTOCOL_VERSION}))
+    assert not isinstance(broken.value, NewerVersion)
+
+
+@pytest.mark.parametrize(("record", "listed", "decode"), LISTS, ids=name_of)
+def test_records_in_lists_likewise(record: Any, listed: Callable[[bytes], bytes], decode: Decode) -> None:
+    fields = fields_of(record)
+    assert decode(listed(msgspec.msgpack.encode(fields | {"later": 1}))) == [record]
+    for newer in (fields | {"v": NEXT}, fields | {"v": NEXT, "request_id": 7}):
+        with pytest.raises(NewerVersion):
+            decode(listed(msgspec.msgpack.encode(newer)))
+
+
+def test_what_is_sent_in_lists_is_what_these_tests_make() -> None:
+    record = payload_record("r")
+    assert encode_payloads([record]) == b"\x91" + m.encode(record)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        fields_of(request_record("later")) | {"v": NEXT},
+        fields_of(request_record("later")) | {"v": NEXT, "completion_tokens": {"text": 1}},
+        {"type": "later", "v": m.PROTOCOL_VERSION, "request_id": "later"},
+        {"type": "later", "v": NEXT},
+        ["no", "map"],
+    ],
+)
+def test_a_usage_record_that_is_not_understood_leaves_its_neighbours_alone(strange: Any) -> None:
+    one, other, unknown = request_record("one"), attempt_record("other"), msgspec.msgpack.encode(strange)
+    read, [unread] = read_usage(encode_usage([m.encode(one), unknown, m.encode(other)]))
+    assert read == [one, other]
+    assert unread.message == encode_usage([unknown])
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=name_of)
+def test_frames_may_have_further_fields_and_be_of_unknown_kinds(frame: m.Frame) -> None:
+    known = msgspec.msgpack.decode(m.encode(frame))
+    unknown = ["later", "r", 1, 3, {"a": 1}]
+    step = m.decode_step(
+        msgspec.msgpack.encode([m.PROTOCOL_VERSION, "w", [[*known, "later"], unknown, known], "later"])
+    )
+    first, unread, last = step.frames
+    assert first == last == frame
+    assert isinstance(unread, m.Unread)
+    assert (unread.request_id, unread.attempt, unread.seq, unread.is_known) == ("r", 1, 3, False)
+
+
+@pytest.mark.parametrize("frames", [[], [["t", "another", "shape"]], {"another": "shape"}])
+def test_a_step_of_the_next_version_is_known_as_such(frames: Any) -> None:
+    with pytest.raises(NewerVersion):
+        m.decode_step(msgspec.msgpack.encode([NEXT, "w", frames]))
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=name_of)
+def test_controls_may_have_further_fields(control: m.Control) -> None:
+    fields = msgspec.msgpack.decode(m.encode(control))
+    assert m.decode_control(msgspec.msgpack.encode([*fields, "later"])) == control
+    with pytest.raises(ProtocolError):  # of an unknown kind: its worker does not hear it, and says so in its log
+        m.decode_control(msgspec.msgpack.encode(["later", *fields[1:]]))
+
+
+def test_every_job_says_whom_to_tell_that_it_is_not_understood() -> None:
+    newer = fields_of(JOB) | {"v": NEXT, "sampling": "another shape"}
+    assert m.decode_job_head(msgspec.msgpack.encode(newer)) == m.JobHead("r", 1, "fr.g")
