@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from gateway.admission.control import AdmissionControl
 from gateway.api.calls import CompletionCall
 from gateway.api.prompts import CompletionsEndpoint
+from gateway.api.refusals import RefusalLog
 from gateway.api.services import Services
 from gateway.auth.principal import Policy, Principal
 from gateway.dispatch.dispatcher import Dispatcher
@@ -220,6 +221,7 @@ class Gateway(Part):
             admission_control=admission_control,
             keyed=nothing,
             series=series,
+            refusals=RefusalLog(series),
             quotas=quotas,
             prices=Prices(),  # type: ignore[arg-type]
             database=nothing,
