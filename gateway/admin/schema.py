@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.schema import Body
+from gateway.api.body import Body
 from gateway.auth.audit import MAX_PAGE_ROWS
 from gateway.auth.checks import MAX_NUMBER
 from gateway.auth.keys import USUAL_GRACE_S

@@ -65,7 +65,7 @@ def chat_answer(
 def told_choice(text: str, finish_reason: str | None, parser: AnswerParser | None) -> dict[str, Any]:
     """What a choice of a chat says, and why it ended; ``parser``: a new one, where answers are more than text."""
     message = parsed_message(text, parser) if parser else {"role": "assistant", "content": text, "refusal": None}
-    return {"message": message, "finish_reason": finish_reason_of(finish_reason, has_calls="tool_calls" in message)}
+    return {"message": message, "finish_reason": finish_reason_of(finish_reason, message)}
 
 
 def _chat_row(index: int, choice: _Gathered, parser: AnswerParser | None, details: Details) -> dict[str, Any]:

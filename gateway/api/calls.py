@@ -11,6 +11,7 @@ from gateway.api.details import NO_DETAILS, details_of
 from gateway.api.form import answer_form, grammar_of, template_variables, tools_for_template, tools_told
 from gateway.api.job_call import JobCall
 from gateway.api.parsed import ParsedChatChunks
+from gateway.api.running_usage import with_running_usage
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import (
     ChatCompletionRequest,
@@ -85,6 +86,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         self.request = parse_chat(body)
         self._details = NO_DETAILS
         self._form: AnswerForm | None = None  # of answers that are more than text
+        self._lenient_schemas = False
 
     @property
     def message_count(self) -> int:
@@ -105,16 +107,18 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         prompt_ids = truncated(request, prompt_ids, tokens.context_length)
         self._details = details_of(request, prompt_ids)
         self._form = answer_form(tokens, request, prompt_ids)
+        self._lenient_schemas = tokens.lenient_schemas
         return prompt_ids
 
     def sampling(self, max_tokens: int) -> Sampling:
         """See Call."""
-        sampling = sampling_of(self.request, max_tokens)
+        sampling = sampling_of(self.request, max_tokens, lenient_schemas=self._lenient_schemas)
         form = self._form
         if form is None:
             return sampling
         skip_special_tokens = sampling.skip_special_tokens and not form.dialect.has_special_marks
-        return replace(sampling, grammar=grammar_of(form, self.request), skip_special_tokens=skip_special_tokens)
+        grammar = grammar_of(form, self.request, sampling.grammar, lenient_schemas=self._lenient_schemas)
+        return replace(sampling, grammar=grammar, skip_special_tokens=skip_special_tokens)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """See Call."""
@@ -131,6 +135,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             if self._form is None
             else ParsedChatChunks(answer_id, created, request.model, form=self._form, **shape)
         )
+        chunks = with_running_usage(chunks, request, self._details)
         return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=False)
 
     def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
@@ -164,6 +169,7 @@ class CompletionCall(JobCall[CompletionRequest]):
         self.prompt_param = "prompt"
         self.first_index = 0  # see Details
         self._details = NO_DETAILS
+        self._lenient_schemas = False
 
     def parts(self) -> list["CompletionCall"]:
         """A call for each prompt, in their order."""
@@ -194,17 +200,18 @@ class CompletionCall(JobCall[CompletionRequest]):
             is_whole = len(prompt_ids) == len(given_ids)
             echo = prompt if isinstance(prompt, str) and is_whole else await tokens.decode(prompt_ids)
         self._details = details_of(request, prompt_ids, echo, first_index=self.first_index)
+        self._lenient_schemas = tokens.lenient_schemas
         return prompt_ids
 
     def sampling(self, max_tokens: int) -> Sampling:
         """See Call."""
-        return sampling_of(self.request, max_tokens)
+        return sampling_of(self.request, max_tokens, lenient_schemas=self._lenient_schemas)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """See Call."""
         request = self.request
         choices = request.n or 1
-        chunks = CompletionChunks(
+        chunks: Chunks = CompletionChunks(
             f"cmpl-{answer_id}",
             created,
             request.model,
@@ -212,6 +219,7 @@ class CompletionCall(JobCall[CompletionRequest]):
             with_usage=request.include_usage,
             details=self._details,
         )
+        chunks = with_running_usage(chunks, request, self._details)
         return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=True)
 
     def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
@@ -234,9 +242,11 @@ class CompletionCall(JobCall[CompletionRequest]):
 
 
 def truncated(request: GenerationRequest, prompt_ids: list[int], context_length: int) -> list[int]:
-    """The last of a prompt's tokens, where the request lets the others be left out."""
+    """The part of a prompt's tokens that is read, where the request lets the others be left out."""
     most = request.truncate_prompt_tokens
     if most == -1:
         _, max_tokens = requested_max_tokens(request) or ("", 1)
-        most = max(1, context_length - max_tokens)
-    return prompt_ids if most is None else prompt_ids[max(0, len(prompt_ids) - most) :]
+        most = max(1, context_length - max(1, max_tokens))
+    if most is None:
+        return prompt_ids
+    return prompt_ids[:most] if request.truncation_side == "right" else prompt_ids[max(0, len(prompt_ids) - most) :]

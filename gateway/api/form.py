@@ -1,9 +1,13 @@
 """From a chat body and what is known of its model: what the prompt is told of tools, and how answers are read."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from gateway.api.errors import InvalidParameter
+from gateway.api.json_schema import enforceable_schema
 from gateway.api.schema import ChatCompletionRequest
 from gateway.api.tool_fields import NamedTool, ToolDefinition, callable_tools
 from gateway.tokens.model_tokens import ModelTokens
@@ -27,14 +31,14 @@ def tools_told(request: ChatCompletionRequest) -> Sequence[ToolDefinition]:
 
 
 def template_variables(tokens: ModelTokens, request: ChatCompletionRequest) -> dict[str, Any]:
-    """The caller's own variables of the chat template. Raises InvalidParameter for an effort that it does not read."""
+    """The variables of the chat template: the caller's own, and the effort where the template reads it.
+
+    For all other models an effort is a wish that they cannot have an ear for. Raises InvalidParameter for two efforts.
+    """
     variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is None:
-        return variables
     name = "reasoning_effort"
-    if not tokens.template_reads(name):
-        text = f"The model {tokens.model} knows no '{name}'."
-        raise InvalidParameter(text, param=name, code=_UNSUPPORTED)
+    if request.reasoning_effort is None or not tokens.template_reads(name):
+        return variables
     if name in variables:
         raise InvalidParameter(f"'{name}' is set twice.", param=f"chat_template_kwargs.{name}")
     return {**variables, name: request.reasoning_effort}
@@ -52,16 +56,28 @@ def answer_form(tokens: ModelTokens, request: ChatCompletionRequest, prompt_ids:
         dialect,
         callable_tools(tools, request.tool_choice),
         is_single_call=isinstance(request.tool_choice, NamedTool) or request.parallel_tool_calls is False,
+        is_legacy=request.is_legacy,
         begins_in_reasoning=dialect.thinking is not None and dialect.thinking.is_open_after(tokens.end_of(prompt_ids)),
     )
 
 
-def grammar_of(form: AnswerForm, request: ChatCompletionRequest) -> Grammar | None:
-    """What forces the answers. Raises InvalidParameter where calls and other output cannot be told from each other."""
+def grammar_of(
+    form: AnswerForm, request: ChatCompletionRequest, content: Grammar | None, *, lenient_schemas: bool
+) -> Grammar | None:
+    """What forces the answers; ``content``: what those must look like that are no calls.
+
+    Raises InvalidParameter where calls and other output cannot be told from each other, and for what ``json_schema``
+    refuses.
+    """
     must_call = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
-    content = request.grammar
+    tools = tuple(
+        replace(tool, schema=enforceable_schema(tool.schema, "tools", lenient=lenient_schemas))
+        if must_call or tool.is_strict
+        else tool
+        for tool in form.tools
+    )
     try:
-        return form.grammar(must_call=must_call, content=content)
+        return dataclasses.replace(form, tools=tools).grammar(must_call=must_call, content=content)
     except ValueError as error:
         field = content.field if content is not None and not must_call else "tools"
         raise InvalidParameter(f"'{field}' cannot be honoured here: {error}.", param=field) from error

@@ -1,7 +1,7 @@
 """Chat answers in which calls of tools and reasoning are told from content, streamed and whole."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
 
 from gateway.api.details import NO_DETAILS, Details
 from gateway.api.logprobs import chat_logprobs
@@ -10,15 +10,22 @@ from gateway.tools.dialect import AnswerForm, AnswerParser
 from gateway.tools.source import Kind, Piece
 from protocol.messages import Tokens
 
+# What a message has that holds calls, and the finish reason that says so; the second is OpenAI's older form.
+CALLS: Final = ("tool_calls", "function_call")
+
 
 def _reasoning(text: str) -> dict[str, Any]:
     # The name that DeepSeek gave it and most clients look for, and the one that vLLM and OpenRouter have now.
     return {"reasoning_content": text, "reasoning": text}
 
 
-def finish_reason_of(reason: str | None, *, has_calls: bool) -> str | None:
-    """Why a choice ended, as callers know it: one that stopped after calls waits for what they bring."""
-    return "tool_calls" if reason == "stop" and has_calls else reason
+def finish_reason_of(reason: str | None, message: Collection[str]) -> str | None:
+    """Why a choice ended, as callers know it: one that stopped after calls waits for what they bring.
+
+    ``message``: the names of what its message has.
+    """
+    calls = next((name for name in CALLS if name in message), None)
+    return calls if reason == "stop" and calls is not None else reason
 
 
 def reasoning_tokens(reasoning: Sequence[tuple[int, int]], frames: Iterable[tuple[int, int]]) -> int:
@@ -62,6 +69,10 @@ class _StreamedChoice:
         # As OpenAI has it: null where something else than content comes first.
         return [{"role": "assistant", "content": "" if not deltas or "content" in deltas[0] else None}, *deltas]
 
+    def finish_reason(self, reason: str) -> str | None:
+        """Why it ended, as callers know it."""
+        return finish_reason_of(reason, (CALLS[self._form.is_legacy],) if self.calls else ())
+
     def reasoning_tokens(self) -> int:
         """How many tokens were reasoning."""
         return reasoning_tokens(self.parser.reasoning, self._frames)
@@ -71,6 +82,10 @@ class _StreamedChoice:
             return {"content": piece.text}
         if piece.kind is Kind.REASONING:
             return _reasoning(piece.text)
+        if self._form.is_legacy:
+            is_call = piece.kind is Kind.CALL
+            self.calls += is_call
+            return {"function_call": {"name": piece.text, "arguments": ""} if is_call else {"arguments": piece.text}}
         if piece.kind is Kind.ARGUMENTS:
             return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": piece.text}}]}
         self.calls += 1
@@ -113,9 +128,7 @@ class ParsedChatChunks:
             # Log-probabilities are of tokens, and go with the last of what these have brought.
             events += self._event(frame.index, delta, logprobs if delta is deltas[-1] else None, None)
         if frame.finish_reason is not None:
-            events += self._event(
-                frame.index, {}, None, finish_reason_of(frame.finish_reason, has_calls=choice.calls > 0)
-            )
+            events += self._event(frame.index, {}, None, choice.finish_reason(frame.finish_reason))
         return events
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
@@ -144,7 +157,9 @@ def parsed_message(text: str, parser: AnswerParser) -> dict[str, Any]:
             parts.setdefault(kind, []).append(part)
     if Kind.REASONING in parts:
         message.update(_reasoning("".join(parts[Kind.REASONING])))
-    if calls:
+    if calls and parser.form.is_legacy:
+        message["function_call"] = calls[0]["function"]
+    elif calls:
         message["tool_calls"] = calls
     if Kind.CONTENT in parts or len(message) == 3:
         message["content"] = "".join(parts.get(Kind.CONTENT, ()))

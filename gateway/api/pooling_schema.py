@@ -5,8 +5,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
+from gateway.api.body import refuse_unsupported
 from gateway.api.errors import InvalidParameter
-from gateway.api.schema import MAX_TOKEN_ID, JobRequest, parse_body, refuse_unsupported
+from gateway.api.schema import MAX_TOKEN_ID, JobRequest, parse_body
 
 MAX_INPUTS: Final = 2048  # of one request, as OpenAI has it
 

@@ -7,12 +7,24 @@ Fields nobody knows are ignored. Fields that the API knows and this version cann
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
+from gateway.api.body import Body, refuse_unsupported
+from gateway.api.conversation import Message, check_message
 from gateway.api.errors import InvalidParameter, MalformedJson
 from gateway.api.output_format import ResponseFormat, StructuredOutputs, grammar_of
-from gateway.api.tool_fields import MAX_CALLS, MAX_TOOLS, ToolCall, ToolChoice, ToolDefinition, check_tools
+from gateway.api.tool_fields import (
+    MAX_TOOLS,
+    FunctionChoice,
+    FunctionDefinition,
+    ToolChoice,
+    ToolDefinition,
+    check_tools,
+    tool_choice_of,
+    tools_of,
+)
 from gateway.limits.body import check_values
+from gateway.limits.request_limits import AS_MANY_AS_FIT
 from protocol.grammar import Grammar
 
 MAX_STOP_STRINGS: Final = 16
@@ -30,18 +42,15 @@ _UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "guided_whitespace_pattern": (),
     "structural_tag": (),
     "logits_processors": (),
+    "logprob_token_ids": ([],),
 }
 _UNSUPPORTED_IN_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_UNSUPPORTED_EVERYWHERE,
-    "functions": ([],),
-    "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "reasoning": (),
-    "verbosity": (),
     "web_search_options": (),
-    "store": (False,),
     "moderation": (),
     "echo": (False,),
     "chat_template": (),
@@ -53,32 +62,6 @@ _UNSUPPORTED_IN_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "prompt_embeds": (),
 }
-_UNSUPPORTED_IN_MESSAGES: Final[dict[str, tuple[Any, ...]]] = {
-    "function_call": (),
-    "audio": (),
-}
-
-
-class Body(BaseModel):
-    """Base of request bodies: strict types; unknown fields are kept only to be looked through."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-
-def _text_of(content: object) -> object:
-    """A message's content as one string: a string, or a list of text parts."""
-    if not isinstance(content, list):
-        return content
-    if not content:
-        raise ValueError("must hold at least one part")
-    texts = []
-    for number, part in enumerate(content):
-        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-            raise ValueError(f"part {number} must be an object with a type")  # noqa: TRY004  # pydantic wants ValueError
-        if part["type"] != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"part {number} is of type {part['type']!r}; only text parts are supported")
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _stop_strings(stop: object) -> object:
@@ -134,52 +117,25 @@ def _integer_keys(bias: object) -> object:
 
 
 Prompt = str | list[int]  # text, or token ids
-Role = Literal["system", "developer", "user", "assistant", "tool"]
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
-class Message(Body):
-    """One turn of a conversation."""
+def _some_tokens(tokens: int | None) -> int | None:
+    if tokens is not None and tokens < 1 and tokens != AS_MANY_AS_FIT:
+        raise ValueError("Input should be greater than or equal to 1, or -1 for as many as there may be")
+    return tokens
 
-    role: Role
-    content: Annotated[str | None, BeforeValidator(_text_of)] = Field(default=None, validate_default=True)
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same under its other name
 
-    @field_validator("content")
-    @classmethod
-    def _only_assistants_may_be_silent(cls, content: str | None, info: ValidationInfo) -> str | None:
-        if content is None and info.data.get("role") != "assistant":
-            raise ValueError("must be a string or a list of text parts")
-        return content
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it; they know "developer" by its older name."""
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
-        }
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        reasoning = self.reasoning_content or self.reasoning
-        if reasoning:  # templates have three names for it
-            message.update(reasoning_content=reasoning, reasoning=reasoning, thinking=reasoning)
-        return message
+MaxTokens = Annotated[int | None, AfterValidator(_some_tokens)]
 
 
 class StreamOptions(Body):
     """What a stream tells beside its text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # each chunk tells the usage so far
 
 
 class JobRequest(Body):
@@ -199,7 +155,7 @@ class JobRequest(Body):
 class GenerationRequest(JobRequest):
     """What chat and plain completions share."""
 
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: MaxTokens = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
     n: Annotated[int | None, Field(ge=1)] = None
     best_of: int | None = None
@@ -222,12 +178,14 @@ class GenerationRequest(JobRequest):
     bad_words: Annotated[list[BadWord] | None, Field(max_length=MAX_BAD_WORDS)] = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None  # keep the last so many; -1: what fits
+    truncation_side: Literal["left", "right"] | None = None  # which end is left out; None: "left"
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: dict[str, Any] | None = None
+    store: bool | None = None  # nothing is ever stored for later calls
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None  # this and what follows: the older names of structured_outputs
@@ -254,7 +212,7 @@ class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -263,7 +221,15 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Annotated[list[ToolDefinition] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice = None  # None: "auto" where there are tools
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionDefinition] | None, Field(max_length=MAX_TOOLS)] = None  # what tools were before
+    function_call: FunctionChoice = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # no model of ours knows it
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether the answer shall tell calls as ``function_call``, for callers from before there were tools."""
+        return bool(self.functions)
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -277,7 +243,7 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Annotated[Prompt | list[Prompt], BeforeValidator(_prompts)]
-    max_tokens: Annotated[int | None, Field(ge=0)] = None
+    max_tokens: Annotated[int | None, Field(ge=AS_MANY_AS_FIT)] = None
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -302,6 +268,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[ToolDefinition] | None, Field(max_length=MAX_TOOLS)] = None
+    return_token_strs: bool | None = None
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -313,13 +280,13 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
     refuse_unsupported(request, _UNSUPPORTED_IN_CHAT)
     _refuse_contradictions(request)
     for number, message in enumerate(request.messages):
-        refuse_unsupported(message, _UNSUPPORTED_IN_MESSAGES, prefix=f"messages.{number}.")
-        _check_role(message, f"messages.{number}.")
-    calls = [call for message in request.messages for call in message.tool_calls or ()]
-    if calls:
-        check_values(*[call.function.arguments.encode() for call in calls], param="messages")
-    check_tools(request.tools or (), request.tool_choice, parallel_is_set=request.parallel_tool_calls is not None)
-    if request.top_logprobs is not None and not request.logprobs:
+        check_message(message, f"messages.{number}.")
+    called = [function for message in request.messages for function in message.called]
+    if called:
+        check_values(*[function.arguments.encode() for function in called], param="messages")
+    request = _with_tools(request)
+    check_tools(request.tools or (), request.tool_choice)
+    if request.top_logprobs and not request.logprobs:
         raise InvalidParameter("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
     if request.continue_final_message and request.add_generation_prompt:
         text = "'continue_final_message' and 'add_generation_prompt' exclude each other."
@@ -327,11 +294,25 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
     return request
 
 
+def _with_tools(request: ChatCompletionRequest) -> ChatCompletionRequest:
+    """The same, its legacy functions being tools. Raises InvalidParameter where it has both."""
+    if not request.functions:
+        return request
+    for name in ("tools", "tool_choice"):
+        if getattr(request, name):
+            raise InvalidParameter(f"'functions' and '{name}' exclude each other.", param="functions")
+    tools = {"tools": tools_of(request.functions), "tool_choice": tool_choice_of(request.function_call)}
+    return request.model_copy(update={**tools, "parallel_tool_calls": False})
+
+
 def parse_completion(body: bytes) -> CompletionRequest:
     """Validate a completion body. Raises MalformedJson or InvalidParameter."""
     request = parse_body(CompletionRequest, body)
     refuse_unsupported(request, _UNSUPPORTED_IN_COMPLETIONS)
     _refuse_contradictions(request)
+    if request.include_usage and request.stream_options.continuous_usage_stats and len(request.prompts) > 1:  # type: ignore[union-attr]
+        text = "'continuous_usage_stats' is not available for several prompts."
+        raise InvalidParameter(text, param="stream_options.continuous_usage_stats")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidParameter("'max_tokens' may be 0 only where 'echo' is true.", param="max_tokens")
     return request
@@ -370,22 +351,6 @@ def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
         )
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return InvalidParameter(f"Invalid value for '{param}': {message}", param=param, code=code)
-
-
-def refuse_unsupported(body: Body, unsupported: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Raise InvalidParameter for a known field that cannot be honoured, unless its value means what happens anyway."""
-    for field, value in (body.model_extra or {}).items():
-        if field in unsupported and value is not None and value not in unsupported[field]:
-            param = prefix + field
-            raise InvalidParameter(f"'{param}' is not supported.", param=param, code="unsupported_parameter")
-
-
-def _check_role(message: Message, prefix: str) -> None:
-    if message.tool_calls and message.role != "assistant":
-        raise InvalidParameter("Only an assistant calls tools.", param=f"{prefix}tool_calls")
-    if (message.tool_call_id is None) == (message.role == "tool"):
-        text = "A message has a 'tool_call_id' if it is of the role \"tool\", and only then."
-        raise InvalidParameter(text, param=f"{prefix}tool_call_id")
 
 
 def _refuse_contradictions(request: GenerationRequest) -> None:

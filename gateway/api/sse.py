@@ -15,6 +15,7 @@ from protocol.logprobs import PromptLogprob
 from protocol.messages import Tokens
 
 DONE: Final = b"data: [DONE]\n\n"
+NO_USAGE_YET: Final = b',"usage":null}\n\n'  # the end of each event before the one that tells it
 _FINISH_NULL: Final = b',"finish_reason":null}]'
 
 encode_json = msgspec.json.Encoder().encode
@@ -69,7 +70,7 @@ class ChunkEnds:
     def __init__(self, head: dict[str, Any], *, choices: int, with_usage: bool, first_index: int = 0) -> None:
         """``head``: see ``answer_head``; ``first_index``: see ``Details``."""
         self._envelope = _envelope(head)
-        self.tail = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self.tail = NO_USAGE_YET if with_usage else b"}\n\n"
         self.heads = [self._envelope + b'{"index":%d,' % (first_index + index) for index in range(choices)]
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:

@@ -63,6 +63,13 @@ def _known_choice(choice: object) -> object:
     raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}')
 
 
+def _known_function(choice: object) -> object:
+    if choice in (None, "none", "auto") or (isinstance(choice, Mapping) and isinstance(choice.get("name"), str)):
+        return choice
+    raise ValueError('must be "none", "auto" or {"name": …}')
+
+
+FunctionChoice = Annotated[Literal["none", "auto"] | NamedFunction | None, BeforeValidator(_known_function)]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)]
 
 
@@ -101,14 +108,22 @@ class ToolCall(_Part):
         return {"id": self.id, "type": "function", "function": function}
 
 
-def check_tools(tools: Sequence[ToolDefinition], choice: object, *, parallel_is_set: bool) -> None:
+def tools_of(functions: Sequence[FunctionDefinition]) -> list[ToolDefinition]:
+    """The tools that legacy functions are."""
+    return [ToolDefinition(type="function", function=function) for function in functions]
+
+
+def tool_choice_of(function_call: object) -> object:
+    """The ``tool_choice`` that a legacy ``function_call`` is."""
+    if isinstance(function_call, NamedFunction):
+        return NamedTool(type="function", function=function_call)
+    return function_call
+
+
+def check_tools(tools: Sequence[ToolDefinition], choice: object) -> None:
     """Refuse tools that contradict each other or ``tool_choice``. Raises InvalidParameter."""
-    if not tools and choice not in {None, "none"}:
-        raise InvalidParameter("'tool_choice' is only allowed when 'tools' are given.", param="tool_choice")
-    if not tools and parallel_is_set:
-        raise InvalidParameter(
-            "'parallel_tool_calls' is only allowed when 'tools' are given.", param="parallel_tool_calls"
-        )
+    if not tools and choice not in {None, "none", "auto"}:
+        raise InvalidParameter("There are no 'tools' of which one must be called.", param="tool_choice")
     names = [tool.function.name for tool in tools]
     for number, tool in enumerate(tools):
         prefix = f"tools.{number}.function"

@@ -1,7 +1,11 @@
 """Token limits of one request, checked once its prompt is counted."""
 
+from typing import Final
+
 from gateway.api.errors import ContextLengthExceeded, InvalidParameter
 from gateway.settings import LimitSettings, ModelSettings
+
+AS_MANY_AS_FIT: Final = -1  # as a number of tokens to make: what the limits leave, as vLLM and llama.cpp have it
 
 
 def check_shape(limits: LimitSettings, *, messages: int, choices: int) -> None:
@@ -43,7 +47,7 @@ def output_limit(
     choices: int,
     usual_max_tokens: int | None = None,
 ) -> int:
-    """The ``max_tokens`` of a request: what the caller asked for, or else what the limits leave.
+    """The ``max_tokens`` of a request: what the caller asked for, or else what defaults and limits leave.
 
     ``usual_max_tokens`` is the API's own default, if any; ``prompt_param`` and the first part of ``requested``
     are the fields' names. Raises ContextLengthExceeded or InvalidParameter.
@@ -53,6 +57,9 @@ def output_limit(
     if limits.max_prompt_tokens is not None and prompt_tokens > limits.max_prompt_tokens:
         message = f"The prompt has {prompt_tokens} tokens; at most {limits.max_prompt_tokens} are allowed."
         raise InvalidParameter(message, param=prompt_param, code="prompt_too_long")
+    default = model.default_max_tokens or usual_max_tokens
+    if requested is not None and requested[1] == AS_MANY_AS_FIT:
+        requested = default = None
     _check_context(context_length, prompt_tokens, prompt_param, requested)
     left = _left(limits, context_length, prompt_tokens, choices)
     if left < 1 or (requested is not None and requested[1] > left):
@@ -62,9 +69,7 @@ def output_limit(
             f" at most {limits.max_total_tokens} are allowed."
         )
         raise InvalidParameter(message, param=requested[0] if requested else prompt_param, code="too_many_tokens")
-    max_tokens = (
-        requested[1] if requested is not None else min(left, model.default_max_tokens or usual_max_tokens or left)
-    )
+    max_tokens = requested[1] if requested is not None else min(left, default or left)
     if min_tokens > max_tokens:
         message = f"'min_tokens' ({min_tokens}) is more than the {max_tokens} tokens that the answer may have."
         raise InvalidParameter(message, param="min_tokens")

@@ -169,6 +169,7 @@ class ModelCatalog:
             pooling=card.pooling if card else None,
             tool_template=tool_template,
             control_tokens_in_content=settings.control_tokens_in_content,
+            lenient_schemas=settings.lenient_schemas,
             dialect=Dialect.of(
                 tool_source or template_source or "",
                 encoder.added_tokens(),

@@ -44,6 +44,10 @@ class Encoder(Protocol):
         """The text of token ids, special tokens included."""
         ...
 
+    def token_text(self, token_id: int) -> str | None:
+        """How the vocabulary writes one token; None where it has no such."""
+        ...
+
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
         """Tokens that stand for a text of their own: its id, and whether it is a special one."""
         ...
@@ -107,6 +111,10 @@ class HuggingFaceEncoder:
     def decode(self, token_ids: list[int]) -> str:
         """See Encoder."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str | None:
+        """See Encoder."""
+        return self._tokenizer.id_to_token(token_id)
 
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
         """See Encoder."""
@@ -289,6 +297,13 @@ class TiktokenEncoder:
     def decode(self, token_ids: list[int]) -> str:
         """See Encoder."""
         return self._encoding.decode(token_ids)
+
+    def token_text(self, token_id: int) -> str | None:
+        """See Encoder."""
+        try:
+            return self._encoding.decode_single_token_bytes(token_id).decode(errors="replace")
+        except KeyError:
+            return None
 
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
         """See Encoder."""

@@ -36,11 +36,13 @@ class ModelTokens:
         tool_template: ChatTemplate | None = None,
         dialect: Dialect | None = None,
         control_tokens_in_content: bool = False,
+        lenient_schemas: bool = False,
     ) -> None:
         self.model = model
         self.pooling = pooling  # what it makes of its inputs; None: it generates text
         self.context_length = context_length  # prompt + output tokens
         self.dialect = dialect  # how answers to a conversation are written, where they are not mere text
+        self.lenient_schemas = lenient_schemas  # what of them no grammar can enforce is left out, not refused
         self._encoder = encoder
         self._template = template
         self._tool_template = tool_template or template  # for conversations with tools
@@ -113,6 +115,10 @@ class ModelTokens:
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template, or the one for conversations with tools, makes use of a variable."""
         return any(template and variable in template.variables for template in (self._template, self._tool_template))
+
+    async def token_texts(self, token_ids: list[int]) -> list[str | None]:
+        """How the vocabulary writes each token; None where it has no such."""
+        return await self._run(len(token_ids), lambda: [self._encoder.token_text(token_id) for token_id in token_ids])
 
     def end_of(self, prompt_ids: list[int]) -> str:
         """The last few characters of an encoded prompt."""

@@ -82,6 +82,7 @@ class AnswerForm:
     tools: tuple[Tool, ...]  # that may be called
     is_single_call: bool = False  # further ones are neither forced nor told
     begins_in_reasoning: bool = False  # the prompt has begun it
+    is_legacy: bool = False  # its one call is told as ``function_call``
 
     def parser(self) -> "AnswerParser":
         """What reads one choice."""

@@ -98,11 +98,20 @@ def test_the_printed_curl_streams(demo: System) -> None:
     assert text.strip()
 
 
-def test_the_demo_model_knows_no_tools(client: openai.OpenAI, demo: System) -> None:
-    tools = [{"type": "function", "function": {"name": "now"}}]
-    with pytest.raises(openai.BadRequestError, match="not made for tools") as refused:
-        client.chat.completions.create(model=demo.model, messages=QUESTION, tools=tools)
-    assert refused.value.param == "tools"
+def test_the_demo_model_calls_tools(client: openai.OpenAI, demo: System) -> None:
+    """A newcomer's first call: the small model does not choose tools well, but calls what it must call."""
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": city}}]
+    ask = {"model": demo.model, "messages": QUESTION, "tools": tools, "max_tokens": 100}
+    assert client.chat.completions.create(**ask).choices[0].finish_reason
+    [choice] = client.chat.completions.create(**ask, tool_choice="required").choices
+    assert choice.finish_reason == "tool_calls"
+    call = choice.message.tool_calls[0]
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in {"Paris", "Oslo"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "dry"}
+    done = client.chat.completions.create(**{**ask, "messages": [*QUESTION, choice.message, result]})
+    assert done.choices[0].finish_reason
 
 
 def test_text_completions(client: openai.OpenAI, demo: System) -> None:

@@ -51,7 +51,8 @@ async def test_refused_before_any_worker_is_asked(start_gateway: Start) -> None:
     assert await of({"n": 17}) == (400, "invalid_value", "n")
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert await of({"tools": tools}) == (400, "unsupported_parameter", "tools")  # the template knows none
-    assert await of({"reasoning_effort": "low"}) == (400, "unsupported_parameter", "reasoning_effort")
+    unique = {"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}
+    assert await of(unique) == (400, "unsupported_schema_keyword", "structured_outputs")
     assert await of({"max_tokens": 500}) == (400, "context_length_exceeded", "max_tokens")
     assert await of({"prompt_logprobs": 19}) == (400, "invalid_value", "prompt_logprobs")
     echo = {"prompt": [1] * 101, "echo": True, "logprobs": 1, "max_tokens": 0}

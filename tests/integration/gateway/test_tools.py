@@ -168,6 +168,49 @@ async def test_alone_without_content_and_no_more_than_one(start_model: StartMode
     assert choice["calls"] == [["get_weather", ARGUMENTS]]
 
 
+async def test_legacy_functions(start_model: StartModel) -> None:
+    """As OpenAI's older clients ask and are answered."""
+    gateway = await start_model(HERMES_STYLE)
+    worker = await gateway.add_worker(script=says(f"{CALL}\n{CALL}"))
+    function = {"name": "get_weather", "description": "…", "parameters": SCHEMA}
+    ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "functions": [function], "function_call": "auto"}
+    [choice] = (await gateway.client().chat.completions.create(**ask)).choices
+    assert choice.finish_reason == "function_call"
+    assert choice.message.function_call is not None
+    assert choice.message.tool_calls is None
+    assert (choice.message.function_call.name, choice.message.function_call.arguments) == ("get_weather", ARGUMENTS)
+
+    name, arguments, ends = "", "", []
+    async for chunk in await gateway.client().chat.completions.create(**ask, stream=True):
+        called = chunk.choices[0].delta.function_call
+        name += (called.name or "") if called else ""
+        arguments += (called.arguments or "") if called else ""
+        ends.append(chunk.choices[0].finish_reason)
+    assert (name, arguments, ends[-1]) == ("get_weather", ARGUMENTS, "function_call")
+
+    result = {"role": "function", "name": "get_weather", "content": "dry"}
+    messages = [*HELLO, choice.message.model_dump(exclude_none=True), result]
+    await gateway.client().chat.completions.create(
+        **{**ask, "messages": messages, "function_call": {"name": "get_weather"}}
+    )
+    prompt = byte_tokenizer().decode(worker.attempts[-1].prompt_ids, skip_special_tokens=False)
+    assert CALL in prompt
+    assert "<tool_response>\ndry\n</tool_response>" in prompt
+    assert worker.attempts[-1].job.sampling.grammar is not None  # it must call
+
+
+async def test_schemas_of_tools_that_cannot_be_forced(start_model: StartModel) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}
+    tools = [{"type": "function", "function": function}]
+    ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": tools}
+    gateway = await start_model(HERMES_STYLE, lenient_schemas=True)
+    worker = await gateway.add_worker(script=says("{}"))
+    await gateway.client().chat.completions.create(**ask, tool_choice="required")
+    grammar = worker.attempts[0].job.sampling.grammar
+    assert grammar is not None
+    assert '"not"' not in grammar.source
+
+
 async def test_what_is_cut_off_or_no_call(start_model: StartModel) -> None:
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(
@@ -392,6 +435,11 @@ async def test_refusals_name_the_field(start_model: StartModel) -> None:
 
     await gateway.add_worker(script=refuse)
     assert (await refusal(gateway, tool_choice="required"))[:2] == (400, "tools")
+    function = {"name": "f", "parameters": {"type": "object", "not": {}}}
+    cannot = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    status, param, message = await refusal(gateway, **cannot)
+    assert (status, param) == (400, "tools")
+    assert "lenient_schemas" in message
 
 
 async def test_an_operator_may_turn_parsers_off(start_model: StartModel) -> None:

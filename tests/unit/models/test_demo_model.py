@@ -72,6 +72,25 @@ def test_the_chat_template_renders_roles_and_text_parts(tokenizer):
     )
 
 
+def test_tools_come_before_the_conversation(tokenizer):
+    """Without tools, prompts are what the model was trained with."""
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "noon"},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
+    told, conversation = rendered.split("</tool_call><|im_end|>\n", 1)
+    assert '{"type": "function", "function": {"name": "now"' in told
+    assert conversation == (
+        "<|im_start|>user\nWhat time is it?<|im_end|>\n"
+        '<|im_start|>assistant\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nnoon<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def _ask(model, tokenizer, messages):
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():

@@ -160,12 +160,13 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
         ({"messages": None}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
-        ({"messages": [USER, {"role": "function", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [USER, {"role": "robot", "content": "x"}]}, "messages.1.role"),
         ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
         ({"messages": [USER, {"role": "tool", "tool_call_id": "c"}]}, "messages.1.content"),
         ({"messages": [{**USER, "tool_call_id": "c"}]}, "messages.0.tool_call_id"),
         ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
-        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages.0.function_call"),
+        ({"messages": [{"role": "user", "content": "x", "function_call": {"name": "f"}}]}, "messages.0.function_call"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.name"),
         ({"messages": [{"role": 1}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
@@ -203,11 +204,16 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
         ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"function_call": "auto"}, "function_call"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"functions": [{"name": "f"}], "tools": [tool("f")]}, "functions"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "tool_choice"),
+        ({"functions": [{"name": "f"}], "function_call": "required"}, "function_call"),
+        ({"verbosity": "chatty"}, "verbosity"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"truncation_side": "middle"}, "truncation_side"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -258,6 +264,15 @@ def test_chat_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
         {"service_tier": "flex"},
         {"do_not_queue": True},
         {"store": False},
+        {"store": True},
+        {"verbosity": "low"},
+        {"tool_choice": "auto"},
+        {"parallel_tool_calls": False},
+        {"functions": [], "function_call": "auto"},
+        {"top_logprobs": 0},
+        {"reasoning_effort": "low"},
+        {"max_tokens": -1},
+        {"max_completion_tokens": -1},
     ],
 )
 def test_values_that_ask_for_nothing_unsupported(fields: dict[str, Any]) -> None:
@@ -329,7 +344,15 @@ def test_several_prompts(prompts: list[object]) -> None:
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"max_tokens": -2, "echo": True}, "max_tokens"),
+        (
+            {
+                "prompt": ["a", "b"],
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            },
+            "stream_options.continuous_usage_stats",
+        ),
         ({"best_of": 3}, "best_of"),
     ],
 )
@@ -363,3 +386,35 @@ def test_tokenize_takes_one_of_two() -> None:
     for body in (b"{}", b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}'):
         with pytest.raises(InvalidParameter):
             parse_tokenize(body)
+
+
+def test_parts_that_are_text() -> None:
+    parts = [{"type": "text", "text": "No"}, {"type": "refusal", "refusal": "I cannot"}]
+    messages = [{"role": "user", "content": []}, {"role": "assistant", "content": parts}]
+    given = [message.for_template() for message in parse_chat(chat(messages=messages)).messages]
+    assert [message["content"] for message in given] == ["", "No\nI cannot"]
+
+
+def test_legacy_functions_are_tools() -> None:
+    """Clients from before there were tools; their results have a name, not an id."""
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"city": "Paris"}'}},
+        {"role": "function", "name": "f", "content": "dry"},
+    ]
+    legacy = parse_chat(chat(messages=messages, functions=[{"name": "f"}], function_call={"name": "f"}))
+    now = parse_chat(
+        chat(
+            messages=[
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [{**CALL, "id": "function1"}]},
+                {"role": "tool", "name": "f", "tool_call_id": "function1", "content": "dry"},
+            ],
+            tools=[tool("f")],
+            tool_choice={"type": "function", "function": {"name": "f"}},
+            parallel_tool_calls=False,
+        )
+    )
+    assert (legacy.tools, legacy.tool_choice, legacy.parallel_tool_calls) == (now.tools, now.tool_choice, False)
+    assert [message.for_template() for message in legacy.messages] == [m.for_template() for m in now.messages]
+    assert (legacy.is_legacy, now.is_legacy) == (True, False)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from gateway.api.errors import ContextLengthExceeded, InvalidParameter
-from gateway.limits.request_limits import check_shape, output_limit
+from gateway.limits.request_limits import AS_MANY_AS_FIT, check_shape, output_limit
 from gateway.settings import LimitSettings, ModelSettings
 
 
@@ -27,6 +27,12 @@ def test_what_the_context_leaves() -> None:
     assert limit(40, model=ModelSettings(default_max_tokens=10)) == 10
     assert limit(95, model=ModelSettings(default_max_tokens=10)) == 5
     assert limit(40, requested=("max_tokens", 60)) == 60
+
+
+def test_as_many_as_fit() -> None:
+    asked = ("max_tokens", AS_MANY_AS_FIT)
+    assert limit(40, requested=asked, usual_max_tokens=16, model=ModelSettings(default_max_tokens=10)) == 60
+    assert limit(20, requested=asked, limits=LimitSettings(max_total_tokens=50), choices=3) == 10
 
 
 def test_context_length_in_openais_words() -> None:
