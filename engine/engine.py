@@ -28,9 +28,10 @@ from engine.choice import Choice
 from engine.config import EngineConfig
 from engine.decode_graphs import CudaGraphRecorder
 from engine.device import choose_device
-from engine.errors import EngineCorrupted, EngineError, RequestRejected
-from engine.grammar import CompiledGrammar, Compiling, MaskMaker
+from engine.errors import EngineCorrupted, EngineError, GrammarTooComplex, RequestRejected
+from engine.grammar import CompiledGrammar, Compiling, MaskMaker, Matcher
 from engine.kv_memory import make_kv_memory
+from engine.late_rows import LateRows
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
 from engine.prompt_logprobs import LogitsNotFinite, prompt_logprobs
@@ -97,6 +98,7 @@ class LLMEngine:
                 vocab_size=self.info.vocab_size,
             )
         self._mask_maker = MaskMaker()
+        self._late_rows = LateRows()
         self._compiling: dict[str, Compiling] = {}  # by request; the first come first
         self._choices: dict[str, list[Choice]] = {}  # the unfinished ones of each request
         self._choice_of: dict[Sequence, Choice] = {}
@@ -168,7 +170,7 @@ class LLMEngine:
             try:
                 self._start(one.request, one.grammar)
             except RequestRejected as error:
-                self._ready.append(Refusal.of(id_, error.field, error.message))
+                self._ready.append(Refusal.of(id_, error))
             except Exception as error:  # noqa: BLE001 - one request's grammar or resumed text must not end the others
                 self._ready.append(SequenceOutput.failure(id_, repr(error)))
             for choice in self._choices.get(id_, []):
@@ -268,8 +270,8 @@ class LLMEngine:
         chunks = self._scheduler.schedule()
         if chunks:
             sampling = [chunk for chunk in chunks if chunk.samples]
-            matchers = (self._choice_of[chunk.sequence].matcher for chunk in sampling)
-            self._mask_maker.begin([matcher for matcher in matchers if matcher is not None])
+            matchers = [matcher for chunk in sampling if (matcher := self._choice_of[chunk.sequence].matcher)]
+            self._mask_maker.begin(matchers)
             logits = self._runner.forward(chunks)
             sampled_rows = sum(1 + chunk.draft_tokens for chunk in sampling)
             scoring = [(chunk, chunk.unscored) for chunk in chunks if chunk.sequence.is_unscored]
@@ -278,10 +280,18 @@ class LLMEngine:
                 self._scheduler.computed(chunk)
             if scoring:
                 outputs += self._score(scoring, logits[sampled_rows:])
-            outputs += self._sample(sampling, logits[:sampled_rows])
+            logits = logits[:sampled_rows]
+            if matchers or self._late_rows:
+                sampling, logits = self._late_rows.exchange(sampling, logits, self._matcher_of)
+            outputs += self._sample(sampling, logits)
+        elif self._late_rows:
+            outputs += self._sample(*self._late_rows.exchange([], None, self._matcher_of))
         if not self._choices:
             self._check_idle()
         return outputs
+
+    def _matcher_of(self, sequence: Sequence) -> Matcher | None:
+        return self._choice_of[sequence].matcher
 
     def _score(self, scoring: list[tuple[Chunk, range]], logits: Tensor) -> list[SequenceOutput]:
         """Return the logprobs of the prompt tokens after the chunks' positions, whose rows `logits` holds."""
@@ -336,7 +346,8 @@ class LLMEngine:
         """Take the sampled token through the text stage; an error there ends this choice, not the loop."""
         why_not = choice.prompt_error or sampled.error
         if sampled.token_id is None or why_not:
-            output = choice.end("error", why_not)
+            too_complex = choice.matcher.too_complex if choice.matcher else None
+            output = _refused(choice, too_complex) if too_complex else choice.end("error", why_not)
             self._retire(choice, forget=why_not == NOT_FINITE)
             return output
         if choice.params.max_tokens == 0:
@@ -345,6 +356,8 @@ class LLMEngine:
             return output
         try:
             output = choice.advance(sampled.token_id, sampled.logprobs)
+        except GrammarTooComplex as error:
+            output = _refused(choice, error)
         except Exception as error:  # noqa: BLE001 - whatever one request's text does, its batch-mates go on
             output = choice.end("error", f"{type(error).__name__}: {error}")
         if choice.finish_reason is not None:
@@ -359,9 +372,15 @@ class LLMEngine:
             del self._choices[choice.request_id]
 
     def _forget(self, choice: Choice, *, forget: bool = False) -> None:
+        self._late_rows.forget(choice.sequence)
         self._scheduler.remove(choice.sequence, forget=forget)
         del self._choice_of[choice.sequence]
 
     def _check_idle(self) -> None:
         if self._block_pool.used_blocks:
             raise EngineCorrupted(f"{self._block_pool.used_blocks} KV blocks are in use, but no sequence is")
+
+
+def _refused(choice: Choice, error: GrammarTooComplex) -> Refusal:
+    choice.end("error")
+    return Refusal.of(choice.request_id, error)

@@ -4,6 +4,7 @@ EngineError
 ├── UnsupportedModel    the model cannot run here at all; raised while loading
 ├── ConfigError         a field of EngineConfig cannot be met; raised while loading
 ├── RequestRejected     one request can never be served; raised by add_request
+│   └── GrammarTooComplex   its grammar costs more than one request may, found out at any moment
 └── EngineCorrupted     the engine's own books do not add up; the process should end
 """
 
@@ -31,6 +32,10 @@ class RequestRejected(EngineError):
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
+
+
+class GrammarTooComplex(RequestRejected):
+    """To compile or to follow the request's grammar costs more than one request may, here and everywhere."""
 
 
 class EngineCorrupted(EngineError):

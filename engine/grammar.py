@@ -4,24 +4,32 @@ llguidance (https://github.com/guidance-ai/llguidance) keeps an Earley parser ov
 tokens may follow. A mask takes some 50 µs, a large schema up to a second to compile, and both let go of the GIL: so
 grammars are compiled, and masks made, in threads of their own beside the running batch. These run nothing of torch,
 which would give them a set of OpenMP threads each.
+
+A grammar of one line can take a second for each mask, and more with every token. So what one answer's grammar may
+cost is limited, in CPU time of the threads that work on it: a single mask, and all of them together, which are given
+an allowance and so much more with every token. Past that the request fails, for good. The batch does not wait for
+masks that come late (``late_rows``), and those who are known to be slow have a thread of their own. To take a token
+takes a part of what the mask before it took, as that has tried all tokens: so the limit of a mask holds it, too.
 """
 
 import json
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from engine.errors import RequestRejected
+from engine.errors import GrammarTooComplex, RequestRejected
+from engine.grammar_check import COMPILE_CPU_S, PARSER_LIMITS, GrammarCheck, TooExpensive
 from engine.types import GenerationRequest, Grammar
 
 COMPILING_THREADS: Final = 2  # so that one enormous schema does not hold up all others
@@ -29,39 +37,85 @@ MAX_COMPILED: Final = 64  # grammars kept for those who ask with the same one ag
 MAX_SOURCE_CHARS: Final = 200_000
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,20}"  # between the parts of JSON: some models never stop making it
 ANY_OBJECT: Final = '{"type": "object"}'
+# CPU time. With 120,000 tokens and a schema of 450 fields, the heaviest that llguidance follows, a mask takes 0.0012 s
+# and the slowest one 0.008; of ordinary schemas 0.0001 and 0.003.
+MASK_LIMIT_S: Final = 0.05
+SLOW_MASK_S: Final = 0.002  # whose last mask took longer is served by the thread for such
+MASKS_ALLOWANCE_S: Final = 1.0
+MASKS_PER_TOKEN_S: Final = 0.005
+TOKENS_ALLOWANCE_S: Final = 0.25  # for the taking of tokens, which happens in the engine's thread
+TOKENS_PER_TOKEN_S: Final = 0.0005
 # What each byte of a mask, a bit for each token, the lowest first, adds to the logits of its eight tokens.
+_NOT_ALLOWED: Final = "satisfy the grammar"  # llguidance's words for a token that may not come
 _ADDED: Final = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.inf).astype(np.float32)
 
 
 class GrammarError(Exception):
-    """The parser has given up on an answer: by a limit of its own, or at a token that it does not allow."""
+    """The parser cannot go on: it does not allow a token, or allows none."""
+
+
+class Budget:
+    """What an answer's grammar may still cost of one kind of work, in seconds of CPU time."""
+
+    def __init__(self, allowance_s: float, per_token_s: float) -> None:
+        self._left_s = allowance_s
+        self._per_token_s = per_token_s
+
+    def spend(self, cost_s: float) -> bool:
+        """Note what one token has cost; whether it may go on."""
+        self._left_s += self._per_token_s - cost_s
+        return self._left_s >= 0
 
 
 class Matcher:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, field: str, clock: Callable[[], float] = time.thread_time) -> None:
+        """``field`` of the request is where the grammar came from; ``clock`` tells the calling thread's CPU time."""
         self._matcher = matcher
-        self._mask: NDArray[np.float32] | GrammarError | None = None  # for the next token; None: not made yet
-        self.making: Future[None] | None = None  # of the mask, in another thread
+        self._field = field
+        self._clock = clock
+        self._masks = Budget(MASKS_ALLOWANCE_S, MASKS_PER_TOKEN_S)
+        self._tokens = Budget(TOKENS_ALLOWANCE_S, TOKENS_PER_TOKEN_S)
+        self._mask: NDArray[np.float32] | GrammarError | GrammarTooComplex | None = None  # None: not made yet
+        self.making: Future[None] | None = None  # of the mask for the next token, in another thread
+        self.is_slow = False
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow."""
         return bool(self._matcher.is_stopped())
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing is made for it in another thread."""
+        return self.making is None or self.making.done()
+
+    @property
+    def too_complex(self) -> GrammarTooComplex | None:
+        """Why the answer must not go on, where that is the grammar's price."""
+        return self._mask if isinstance(self._mask, GrammarTooComplex) else None
+
     def make_mask(self) -> None:
         """Work out which tokens may come next."""
+        began_s = self._clock()
         mask = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            self._mask = GrammarError(self._matcher.get_error())
+        cost_s = self._clock() - began_s
+        self.is_slow = cost_s > SLOW_MASK_S
+        if self._matcher.is_error():  # one of its own limits: whatever else may be wrong shows before
+            self._mask = self._give_up(self._matcher.get_error())
+        elif not self._masks.spend(cost_s) or cost_s > MASK_LIMIT_S:
+            self._mask = self._give_up("it takes too long to find out which tokens may come next")
         elif mask.count(0) == len(mask):
             self._mask = GrammarError("no token of the vocabulary may come next")
         else:
             self._mask = np.take(_ADDED, np.frombuffer(mask, dtype=np.uint8), axis=0).reshape(-1)
 
     def forbid(self, logits: Tensor) -> None:
-        """Set the logits [V] of tokens that must not come next to minus infinity. Raises GrammarError."""
+        """Set the logits [V] of tokens that must not come next to minus infinity; waits for the mask.
+
+        Raises GrammarError or GrammarTooComplex.
+        """
         if self.making is not None:
             self.making.result()
             self.making = None
@@ -70,11 +124,25 @@ class Matcher:
             raise mask or GrammarError("its mask was not made")
         logits += torch.from_numpy(mask[: len(logits)]).to(logits.device)
 
+    def give_up_mask(self) -> None:
+        """Nobody wants the next token any more; a mask that is made together with others' is made all the same."""
+        if self.is_slow and self.making is not None:
+            self.making.cancel()
+
     def consume(self, token_id: int) -> None:
-        """Take the next token. Raises GrammarError."""
+        """Take the next token. Raises GrammarError or GrammarTooComplex."""
         self._mask = None
-        if not self._matcher.consume_token(token_id):
-            raise GrammarError(self._matcher.get_error())
+        began_s = self._clock()
+        is_taken = self._matcher.consume_token(token_id)
+        if not self._tokens.spend(self._clock() - began_s):
+            raise self._give_up("it takes too long to follow")
+        if not is_taken:
+            error = self._matcher.get_error()
+            raise GrammarError(error) if _NOT_ALLOWED in error else self._give_up(error)
+
+    def _give_up(self, reason: str) -> GrammarTooComplex:
+        first_line = reason.partition("\n")[0]
+        return GrammarTooComplex(self._field, f"the grammar is too complex: {first_line}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +150,25 @@ class CompiledGrammar:
     """A grammar whose compilation has at least begun."""
 
     grammar: Grammar
-    outcome: Future[LLMatcher | str]  # at the beginning of an answer; or why it is no grammar
+    outcome: Future[LLMatcher | RequestRejected]  # at the beginning of an answer; or why there is none
 
     @property
     def is_good(self) -> bool:
         """Whether it is compiled by now, without an error."""
         done = self.outcome.done() and self.outcome.exception() is None
-        return done and not isinstance(self.outcome.result(), str)
+        return done and not isinstance(self.outcome.result(), RequestRejected)
 
     def matcher(self) -> Matcher:
-        """Return a matcher for one answer, as soon as it is there. Raises RequestRejected if the grammar is not one."""
+        """Return a matcher for one answer, as soon as it is there.
+
+        Raises RequestRejected if the grammar is not one, GrammarTooComplex if it takes too much to compile.
+        """
         outcome = self.outcome.result()
-        if isinstance(outcome, str):
-            raise RequestRejected(self.grammar.field, f"invalid {self.grammar.kind}: {outcome}")
-        return Matcher(outcome.deep_copy())
+        if isinstance(outcome, RequestRejected):
+            raise type(outcome)(
+                outcome.field, outcome.message
+            )  # anew: one that is raised again keeps all that raised it
+        return Matcher(outcome.deep_copy(), self.grammar.field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +181,23 @@ class Compiling:
 
 
 class MaskMaker:
-    """Makes masks in a thread of its own."""
+    """Makes masks in two threads of its own: one for those that are slow, so that no other waits for them."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar-masks")
 
     def begin(self, matchers: Sequence[Matcher]) -> None:
         """Start on masks for the next tokens. Until each is used, its matcher must not be told of a token."""
-        if matchers:
-            making = self._thread.submit(_make_masks, matchers)
-            for matcher in matchers:
+        matchers = [matcher for matcher in matchers if matcher.making is None]  # else preempted while it was made
+        usual = [matcher for matcher in matchers if not matcher.is_slow]
+        if usual:
+            making = self._thread.submit(_make_masks, usual)
+            for matcher in usual:
                 matcher.making = making
+        for matcher in matchers:
+            if matcher.is_slow:
+                matcher.making = self._slow_thread.submit(matcher.make_mask)
 
 
 def _make_masks(matchers: Sequence[Matcher]) -> None:
@@ -129,25 +208,34 @@ def _make_masks(matchers: Sequence[Matcher]) -> None:
 class GrammarCompiler:
     """Compiles grammars for one model's vocabulary, each once."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        eos_ids: tuple[int, ...],
+        *,
+        compile_cpu_s: float = COMPILE_CPU_S,
+    ) -> None:
         self._threads = ThreadPoolExecutor(COMPILING_THREADS, thread_name_prefix="grammar-compiler")
         self._tokenizer: Future[LLTokenizer] | None = None  # takes up to a second; None: it cannot follow grammars
+        self._check: GrammarCheck | None = None
         if isinstance(tokenizer, PreTrainedTokenizerFast):
+            as_json = tokenizer.backend_tokenizer.to_str()
+            self._check = GrammarCheck(as_json, vocab_size, eos_ids, cpu_s=compile_cpu_s)
             self._tokenizer = self._threads.submit(
                 from_tokenizer, tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids)
             )
         self._added_tokens = tuple(tokenizer.get_added_vocab())  # their texts
         self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the longest unused first
-        self._limits = LLParserLimits(verbose_errors=False)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Begin to compile a grammar, unless that is done or begun. Raises RequestRejected for what is cheap to see."""
-        if self._tokenizer is None:
+        if self._tokenizer is None or self._check is None:
             raise RequestRejected(grammar.field, "this model's tokenizer cannot follow grammars")
         if len(grammar.source) > MAX_SOURCE_CHARS:
             raise RequestRejected(grammar.field, f"the {grammar.kind} has more than {MAX_SOURCE_CHARS} characters")
         if grammar not in self._compiled:
-            outcome = self._threads.submit(self._compile, grammar, self._tokenizer)
+            outcome = self._threads.submit(self._compile, grammar, self._tokenizer, self._check)
             self._compiled[grammar] = CompiledGrammar(grammar, outcome)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
@@ -159,13 +247,22 @@ class GrammarCompiler:
         if compiled.outcome.cancel() and self._compiled.get(compiled.grammar) is compiled:
             del self._compiled[compiled.grammar]
 
-    def _compile(self, grammar: Grammar, tokenizer: Future[LLTokenizer]) -> LLMatcher | str:
+    def _compile(
+        self, grammar: Grammar, tokenizer: Future[LLTokenizer], check: GrammarCheck
+    ) -> LLMatcher | RequestRejected:
         try:
             source = _source(grammar, self._added_tokens)
-            matcher = LLMatcher(tokenizer.result(), source, log_level=0, limits=self._limits)
-        except (ValueError, RecursionError) as error:  # a schema that is no JSON, or nested too deeply
-            return str(error)
-        return str(matcher.get_error()) if matcher.is_error() else matcher
+            error = check.why_not(source)
+            if not error:
+                matcher = LLMatcher(tokenizer.result(), source, log_level=0, limits=PARSER_LIMITS)
+                if not matcher.is_error():
+                    return matcher
+                error = matcher.get_error()
+        except (ValueError, RecursionError) as not_read:  # a schema that is no JSON, or nested too deeply
+            error = str(not_read)
+        except TooExpensive as why:
+            return GrammarTooComplex(grammar.field, f"the {grammar.kind} is too complex: {why}")
+        return RequestRejected(grammar.field, f"invalid {grammar.kind}: {error}")
 
 
 def _source(grammar: Grammar, added_tokens: Collection[str]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.bad_words import BadWords
 from engine.device import to_device
+from engine.errors import GrammarTooComplex
 from engine.grammar import GrammarError, Matcher
 from engine.noise import uniform
 from engine.scheduler import Sequence
@@ -77,7 +78,7 @@ class SamplingRow:
     def process(self, logits: Tensor) -> None:
         """Apply bias, penalties and what may not come next to this row's logits [V], in place.
 
-        Raises GrammarError or NothingAllowed.
+        Raises GrammarError, GrammarTooComplex or NothingAllowed.
         """
         params = self.params
         logits[self._bias_ids] += self._bias
@@ -175,7 +176,7 @@ def _sample_processed(logits: Tensor, rows: list[SamplingRow], ahead: list[int])
                 row.process(logits[i])
             except GrammarError as error:
                 failed[i] = f"the grammar could not be followed: {error}"
-            except NothingAllowed as error:
+            except (GrammarTooComplex, NothingAllowed) as error:
                 failed[i] = str(error)
     tokens = logits.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.is_greedy]

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.errors import GrammarTooComplex, RequestRejected
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
 
@@ -140,11 +142,14 @@ class Refusal(SequenceOutput):
     """The end of a request that can never be served: the caller's mistake, so nobody tries again."""
 
     param: str | None = None  # the request field at fault
+    is_too_complex: bool = False  # its grammar is: no worker shall try again, not even one of wider limits
 
     @classmethod
-    def of(cls, request_id: str, param: str, error: str) -> "Refusal":
+    def of(cls, request_id: str, error: RequestRejected) -> "Refusal":
         """Make the end of a whole request."""
-        return cls(request_id, 0, [], "", finish_reason="error", error=error, param=param)
+        refusal = cls(request_id, 0, [], "", finish_reason="error", error=error.message)
+        refusal.param, refusal.is_too_complex = error.field, isinstance(error, GrammarTooComplex)
+        return refusal
 
 
 @dataclass(frozen=True, slots=True)

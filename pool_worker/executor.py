@@ -278,7 +278,9 @@ class Executor:
 
     def _fail_by_engine(self, attempt: Attempt, output: SequenceOutput) -> None:
         message = output.error or "the engine gave no reason"
-        if isinstance(output, Refusal):
+        if isinstance(output, Refusal) and output.is_too_complex:
+            self._fail(attempt, ErrorCode.GRAMMAR_TOO_COMPLEX, message, retryable=False, param=output.param)
+        elif isinstance(output, Refusal):
             # What was taken by a worker before, one of wider limits may take again.
             was_taken_before = attempt.job.attempt > 1
             self._fail(attempt, ErrorCode.INVALID_REQUEST, message, retryable=was_taken_before, param=output.param)

@@ -351,6 +351,7 @@ _INTERNAL: Final = FailureKind(500)
 FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.INVALID_REQUEST: _BAD_REQUEST,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: _BAD_REQUEST,
+    ErrorCode.GRAMMAR_TOO_COMPLEX: _BAD_REQUEST,
     ErrorCode.QUEUE_FULL: _NO_CAPACITY,
     ErrorCode.OVERLOADED: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
     ErrorCode.TOO_MANY_QUEUED: _CONTENDED,

@@ -288,7 +288,7 @@ def _obey(engine: LLMEngine | PoolingEngine, message: _Message) -> SequenceOutpu
     try:
         _add(engine, message)
     except RequestRejected as error:
-        return Refusal.of(message.request_id, error.field, error.message)
+        return Refusal.of(message.request_id, error)
     except Exception as error:  # noqa: BLE001  # one request's prompt or resumed text must not end its batch-mates
         return SequenceOutput.failure(message.request_id, repr(error))
     return None

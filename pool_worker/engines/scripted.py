@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.admission import check_request
-from engine.errors import RequestRejected
+from engine.errors import GrammarTooComplex, RequestRejected
 from engine.pooling_types import PoolingRequest
 from engine.step_stats import SequenceClock, StepStats
 from engine.stop_strings import StopStrings
@@ -52,6 +52,7 @@ from protocol.artifacts import tokenizer_object_name
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 
 SIGKILL_EXIT_CODE: Final = 137
+TOO_COMPLEX: Final = "[[too complex]]"  # a grammar's source: it is refused like one that costs too much
 _DIRECTIVE: Final = re.compile(r"\[\[(?:tokens=(\d+)|(fail|stall|crash|exit) after=(\d+))\]\]")
 
 
@@ -223,8 +224,10 @@ class ScriptedEngine:
         if self._settings.task != "generate":
             raise RequestRejected("model", "it makes vectors and nothing else")
         check_request(request, self._info)
-        if request.sampling.grammar is not None:
-            raise RequestRejected(request.sampling.grammar.field, "the scripted engine's words follow no grammar")
+        if (grammar := request.sampling.grammar) is not None:
+            if grammar.source == TOO_COMPLEX:
+                raise GrammarTooComplex(grammar.field, "the grammar is too complex")
+            raise RequestRejected(grammar.field, "the scripted engine's words follow no grammar")
         for field in ("prompt_logprobs", "allowed_token_ids", "bad_words"):
             if getattr(request.sampling, field) not in (None, ()):
                 raise RequestRejected(field, "the scripted engine has no probabilities")
@@ -235,9 +238,7 @@ class ScriptedEngine:
         try:
             self._check(request)
         except RequestRejected as error:
-            self._ready.append(
-                Refusal(request.request_id, 0, [], "", finish_reason="error", error=error.message, param=error.field)
-            )
+            self._ready.append(Refusal.of(request.request_id, error))
             return
         if isinstance(request, PoolingRequest):
             self._waiting.extend(self._inputs(request))

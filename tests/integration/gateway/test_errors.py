@@ -96,18 +96,19 @@ async def test_wrong_key_in_the_official_client(start_gateway: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refusal_by_the_worker_is_a_400(start_gateway: Start, stream: bool) -> None:
+@pytest.mark.parametrize("code", ["invalid_request", "grammar_too_complex"])
+async def test_refusal_by_the_worker_is_a_400(start_gateway: Start, stream: bool, code: str) -> None:
     gateway = await start_gateway(timeouts={"headers_grace_s": 20})
 
     async def refuse(attempt: Attempt) -> None:
         await attempt.accept()
-        await attempt.fail("invalid_request", "no such token", retryable=False, param="logit_bias")
+        await attempt.fail(code, "no such token", retryable=False, param="logit_bias")
 
     await gateway.add_worker(script=refuse)
     response = await send(gateway, json={"model": MODEL, "messages": HELLO, "stream": stream})
-    assert error_of(response) == (400, "invalid_request", "logit_bias")
+    assert error_of(response) == (400, code, "logit_bias")
     [record] = await gateway.records()
-    assert (record.outcome, record.http_status, record.error_code) == ("failed", 400, "invalid_request")
+    assert (record.outcome, record.http_status, record.error_code) == ("failed", 400, code)
 
 
 async def read_lines(response: httpx.Response, into: list[str]) -> None:

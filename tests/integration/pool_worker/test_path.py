@@ -10,9 +10,11 @@ from msgspec import structs
 from nats.aio.msg import Msg
 from nats.js.errors import KeyNotFoundError
 
+from pool_worker.engines.scripted import TOO_COMPLEX
 from protocol import artifacts, subjects
 from protocol import messages as m
 from protocol.errors import ErrorCode
+from protocol.grammar import Grammar
 from protocol.pull import Delivery, PullConsumer
 from tests.integration.pool_worker.playing_gateway import (
     MODEL,
@@ -156,6 +158,18 @@ async def test_a_refused_request_fails_for_good_and_names_its_field(gateway: Pla
     assert isinstance(resumed, m.Failed)
     assert (resumed.code, resumed.retryable) == (ErrorCode.INVALID_REQUEST, True)  # another worker took it before
     assert [(r.outcome, r.error_code) for r in gateway.records] == [("failed", ErrorCode.INVALID_REQUEST)] * 2
+
+
+async def test_a_grammar_that_is_too_complex_is_carried_to_no_other_worker(
+    gateway: PlayingGateway, nats_url: str
+) -> None:
+    grammar = Grammar("lark", TOO_COMPLEX, "guided_grammar")
+    async with running_worker(settings_for(nats_url)):
+        for attempt in (1, 2):  # also if another worker has taken it before
+            failed = await gateway.end_of(await gateway.ask(grammar=grammar, request_id="r", attempt=attempt))
+            assert isinstance(failed, m.Failed)
+            assert (failed.code, failed.param) == (ErrorCode.GRAMMAR_TOO_COMPLEX, "guided_grammar")
+            assert not failed.retryable
 
 
 async def test_an_engine_error_fails_one_job_only(gateway: PlayingGateway, nats_url: str) -> None:

@@ -229,9 +229,9 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate, usual = Gate(), GrammarCompiler._compile
 
-    def compile_later(compiler: GrammarCompiler, grammar: Grammar, tokenizer: Any) -> Any:
+    def compile_later(compiler: GrammarCompiler, grammar: Grammar, *others: Any) -> Any:
         gate.passed(grammar.source)
-        return usual(compiler, grammar, tokenizer)
+        return usual(compiler, grammar, *others)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", compile_later)
     return gate
@@ -357,7 +357,7 @@ def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
 def test_where_no_token_may_follow_only_that_answer_fails(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a vocabulary that has not every byte."""
     nothing = SimpleNamespace(compute_bitmask=lambda: bytes(len(VOCABULARY) // 8 + 1), is_error=lambda: False)
-    monkeypatch.setattr(CompiledGrammar, "matcher", lambda _grammar: Matcher(cast("Any", nothing)))
+    monkeypatch.setattr(CompiledGrammar, "matcher", lambda _grammar: Matcher(cast("Any", nothing), "guided_regex"))
     answers = run(engine, request("bound", "regex", "x", logprobs=1), free("free", max_tokens=10))
     assert answers["bound", 0].finish_reason == "error"
     assert "no token" in str(answers["bound", 0].error)

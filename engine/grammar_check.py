@@ -1,0 +1,143 @@
+"""Finds out whether a grammar can be compiled at a bearable price: in a process of its own, which can be ended.
+
+A schema of 40 kB (800 ``patternProperties``) takes llguidance 145 s, with all of its limits in place, and nothing stops
+a thread. So each grammar is compiled first in a child process whose CPU time the kernel limits (``ITIMER_PROF``: what
+counts is its own work, not how busy the machine is), and whose memory too; what ends the child ends that request alone.
+The child's tokenizer has the single bytes and the added tokens only: nearly all of the work, and nearly all that can
+be wrong, does not depend on the rest, and so a new child is there in a fraction of a second.
+
+    compiler's thread ──{"source", "cpu_s"}──> child
+    compiler's thread <─────── {"error"} ───── child
+
+The child runs this file as a script, which therefore imports nothing of ours.
+"""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from queue import Empty, LifoQueue
+from typing import IO, Any, Final, cast
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import pre_tokenizers
+
+COMPILE_CPU_S: Final = 3.0  # of CPU time; a schema of 3,000 fields takes 0.3 to 1
+COMPILE_MEMORY_BYTES: Final = 1 << 30  # beyond what the process has at its start; that schema takes 51 MiB
+# Unlike llguidance's default of 50,000; a schema of 450 fields, the largest that its rows hold, needs less than 10,000.
+STEP_MAX_ITEMS: Final = 10_000
+# Of all compilations. "Verbose" errors would tell of the parser's state, page after page.
+PARSER_LIMITS: Final = LLParserLimits(verbose_errors=False, step_max_items=STEP_MAX_ITEMS)
+END_LIMIT_S: Final = 5.0  # for a killed child to be gone
+
+
+class TooExpensive(Exception):
+    """Compiling the grammar takes more time or memory than one request may cost."""
+
+
+class GrammarCheck:
+    """Child processes for one tokenizer, as many as are needed at once; each serves one caller at a time."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: tuple[int, ...], *, cpu_s: float) -> None:
+        """``cpu_s``: CPU time of one compilation. No child is started before the first grammar comes."""
+        added = json.loads(tokenizer_json)["added_tokens"]
+        self._setup = {"added_tokens": added, "vocab_size": vocab_size, "eos_ids": eos_ids}
+        self._cpu_s = cpu_s
+        self._idle: LifoQueue[_Child] = LifoQueue()
+
+    def why_not(self, source: str) -> str:
+        """Return what is wrong with a grammar in llguidance's own form; nothing if it is good. Raises TooExpensive."""
+        try:
+            child = self._idle.get_nowait()
+        except Empty:
+            child = _Child(self._setup)
+        error = child.ask({"source": source, "cpu_s": self._cpu_s})
+        self._idle.put(child)
+        return error
+
+
+class _Child:
+    """One process; it ends with this object, and with the process that has started it."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        command = [sys.executable, "-I", __file__]  # isolated: neither the folder nor the environment adds modules
+        self._process = subprocess.Popen(  # noqa: S603 - nothing of a caller's
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        pipes = self._process.stdin, self._process.stdout
+        self._questions, self._answers = (cast("IO[str]", pipe) for pipe in pipes)
+        self._end = weakref.finalize(self, _end, self._process, self._questions, self._answers)
+        self._setup: Mapping[str, Any] | None = setup
+
+    def ask(self, question: Mapping[str, Any]) -> str:
+        try:
+            if self._setup is not None:
+                _write(self._questions, self._setup)
+                self._setup = None
+            _write(self._questions, question)
+            answer = self._answers.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            self._end()
+            raise TooExpensive(_why_ended(self._process.returncode))
+        return str(json.loads(answer)["error"])
+
+
+def _end(process: subprocess.Popen[str], questions: IO[str], answers: IO[str]) -> None:
+    process.kill()
+    process.wait(END_LIMIT_S)
+    answers.close()
+    with suppress(BrokenPipeError):  # what was written last may not have left our buffer
+        questions.close()
+
+
+def _why_ended(status: int) -> str:
+    return "it takes too long to compile" if status == -signal.SIGPROF else "it takes too much memory to compile"
+
+
+def _write(pipe: IO[str], message: Mapping[str, Any]) -> None:
+    pipe.write(json.dumps(message) + "\n")
+    pipe.flush()
+
+
+# --- the child --------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer questions on standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, whose end closes our input
+    setup = json.loads(sys.stdin.readline() or sys.exit())
+    tokenizer = _byte_tokenizer(setup["added_tokens"], setup["vocab_size"], setup["eos_ids"])
+    held_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes + COMPILE_MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        question = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])
+        matcher = LLMatcher(tokenizer, question["source"], log_level=0, limits=PARSER_LIMITS)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(sys.stdout, {"error": matcher.get_error() if matcher.is_error() else ""})
+
+
+def _byte_tokenizer(added_tokens: list[Any], vocab_size: int, eos_ids: list[int]) -> LLTokenizer:
+    """Return a tokenizer of the single bytes, with the added tokens where they are in the model's own."""
+    taken = {token["id"] for token in added_tokens}
+    free_ids = (number for number in range(vocab_size + 256) if number not in taken)
+    bytes_ = {char: next(free_ids) for char in sorted(pre_tokenizers.ByteLevel.alphabet())}
+    whole = {
+        "version": "1.0",
+        "added_tokens": added_tokens,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": bytes_, "merges": []},
+    }
+    return LLTokenizer(json.dumps(whole), n_vocab=max(vocab_size, 1 + max(bytes_.values())), eos_token=eos_ids)
+
+
+if __name__ == "__main__":
+    main()

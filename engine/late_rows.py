@@ -1,0 +1,67 @@
+"""Logits whose masks were not ready when the forward pass was.
+
+They are sampled in a later step, as soon as their masks are made; until then their sequences have nothing to compute,
+and the batch runs on without them. What is sampled then is what would have been sampled at once: masks and random
+numbers belong to a position.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine import scheduler
+from engine.grammar import Matcher
+from engine.scheduler import Chunk
+
+MASKS_WAIT_S: Final = 0.005  # of a step for masks that are nearly always there before its logits
+IDLE_WAIT_S: Final = 0.005  # of a step that has nothing else to do
+
+MatcherOf = Callable[[scheduler.Sequence], Matcher | None]
+
+
+class LateRows:
+    """The rows of logits, [V], of sequences that wait for a mask."""
+
+    def __init__(self) -> None:
+        self._rows: dict[scheduler.Sequence, tuple[Matcher, Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def forget(self, sequence: scheduler.Sequence) -> None:
+        """Drop what a sequence has here: it has ended."""
+        if (late := self._rows.pop(sequence, None)) is not None:
+            late[0].give_up_mask()
+
+    def exchange(
+        self, chunks: Sequence[Chunk], logits: Tensor | None, matcher_of: MatcherOf
+    ) -> tuple[list[Chunk], Tensor]:
+        """Keep the rows that must wait, and add those that need not any more; return what is sampled now.
+
+        `logits` has a row for each chunk and for each token of its draft; None: this step has computed nothing.
+        """
+        for sequence in [sequence for sequence in self._rows if sequence.pending_tokens]:
+            del self._rows[sequence]  # it gave way meanwhile: its tokens are computed again, this one too
+        matchers = [matcher_of(chunk.sequence) for chunk in chunks]
+        wait([one.making for one in matchers if one and one.making and not one.is_slow], MASKS_WAIT_S)
+        ready = self._take_ready(is_idle=logits is None)
+        if logits is not None:
+            if not ready and all(one is None or one.is_ready for one in matchers):
+                return list(chunks), logits
+            rows = torch.split(logits, [1 + chunk.draft_tokens for chunk in chunks])
+            for chunk, row, matcher in zip(chunks, rows, matchers, strict=True):
+                if matcher is None or matcher.is_ready:
+                    ready.append((chunk, row))
+                else:
+                    self._rows[chunk.sequence] = matcher, row[0].clone()
+        return [chunk for chunk, _ in ready], torch.cat([row for _, row in ready]) if ready else torch.empty(0)
+
+    def _take_ready(self, *, is_idle: bool) -> list[tuple[Chunk, Tensor]]:
+        if is_idle:
+            making = [matcher.making for matcher, _ in self._rows.values() if matcher.making is not None]
+            wait(making, IDLE_WAIT_S, FIRST_COMPLETED)
+        ready = [sequence for sequence, (matcher, _) in self._rows.items() if matcher.is_ready]
+        return [(Chunk(sequence, 0), self._rows.pop(sequence)[1][None]) for sequence in ready]
