@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
@@ -38,12 +38,14 @@ from gateway.tokens.catalog import ModelCatalog
 from gateway.web.login import Login
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.outbox import Outbox
+from protocol.outbox import MESSAGE_SPACING_S, Outbox
+from protocol.spool import Spool
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTraces
 
 FLUSH_LIMIT_S: Final = 10.0
+INTENT_SPACING_S: Final = 0.005  # between two messages of intents: what may be added to the first token's time
 PAYLOAD_FLUSH_LIMIT_S: Final = 3.0
 LISTEN_BACKLOG: Final = 2048
 STATEMENT_LIMIT_S: Final = 10.0  # somebody at a browser waits for it
@@ -83,14 +85,15 @@ async def run(
         stack.push_async_callback(bus.close)
         keys = KeyRing(settings.database_url, settings.key_pepper, bus)
         stack.push_async_callback(keys.close)
-        outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, settings.limits.max_unpublished_usage)
+        outbox = _outbox(bus, settings, subjects.REQUEST_USAGE_SUBJECT, stack)
+        intents = _outbox(bus, settings, subjects.INTENT_USAGE_SUBJECT, stack, spacing_s=INTENT_SPACING_S)
         registry = WorkerRegistry(bus)
         admission_control = AdmissionControl(bus, settings, registry)
         database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
         stack.push_async_callback(database.dispose)
         prices = CurrentPrices(database, settings.models)
         series = RequestSeries(prices)
-        dispatcher = Dispatcher(bus, settings, registry, outbox, series=series)
+        dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series)
         catalog = ModelCatalog(bus, settings.models, settings.data_dir)
         stack.callback(catalog.close)
         await dispatcher.start()
@@ -125,7 +128,7 @@ async def run(
         gc.freeze()
         hurry = asyncio.Event()
         with _signals_set(stop, hurry):
-            await _serve(services, outbox, on_ready, stop, hurry)
+            await _serve(services, (outbox, intents), on_ready, stop, hurry)
 
 
 def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "RequestTraces | None":
@@ -142,7 +145,7 @@ def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "Req
 
 async def _serve(
     services: Services,
-    outbox: Outbox,
+    outboxes: Sequence[Outbox],
     on_ready: Callable[[int], None] | None,
     stop: asyncio.Event,
     hurry: asyncio.Event,
@@ -150,7 +153,7 @@ async def _serve(
     listener = listen(services.settings.host, services.settings.port)
     port = listener.getsockname()[1]
     server, connections = _make_server(services)
-    async with _flushed(services, outbox), asyncio.TaskGroup() as group:
+    async with _flushed(services, outboxes), asyncio.TaskGroup() as group:
         background = [
             group.create_task(_must_not_end(part, work), name=part)
             for part, work in {
@@ -179,21 +182,38 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def _flushed(services: Services, outbox: Outbox) -> AsyncIterator[None]:
-    """Run the outbox for longer than all that writes into it: whatever ends the rest, every request is recorded."""
+async def _flushed(services: Services, outboxes: Sequence[Outbox]) -> AsyncIterator[None]:
+    """Run the outboxes for longer than all that writes into it: whatever ends the rest, every request is recorded."""
     async with asyncio.TaskGroup() as group:
-        publishing = group.create_task(_must_not_end("usage outbox", outbox.run()), name="usage outbox")
+        publishing = [
+            group.create_task(_must_not_end("usage outbox", outbox.run()), name="usage outbox") for outbox in outboxes
+        ]
         keeping = group.create_task(_must_not_end("payload publisher", services.payloads.run()), name="payloads")
         try:
             yield
         finally:
             services.dispatcher.settle_all()
-            if not publishing.done():
-                await outbox.flush(FLUSH_LIMIT_S)
+            if not any(task.done() for task in publishing):
+                await asyncio.gather(*(outbox.flush(FLUSH_LIMIT_S) for outbox in outboxes))
             if not keeping.done():
                 await services.payloads.flush(PAYLOAD_FLUSH_LIMIT_S)
-            publishing.cancel()
+            for task in publishing:
+                task.cancel()
             keeping.cancel()
+
+
+def _outbox(
+    bus: Bus,
+    settings: GatewaySettings,
+    subject: str,
+    stack: contextlib.AsyncExitStack,
+    *,
+    spacing_s: float = MESSAGE_SPACING_S,
+) -> Outbox:
+    """An outbox with a spool of its own. Raises OSError."""
+    spool = Spool(settings.data_dir / "spool" / subject)
+    stack.callback(spool.close)
+    return Outbox(bus, subject, settings.limits.max_unpublished_usage, spool=spool, spacing_s=spacing_s)
 
 
 async def _end(tasks: list[asyncio.Task[NoReturn]]) -> None:

@@ -25,6 +25,7 @@ class ErrorCode(StrEnum):
     # Capacity.
     QUEUE_FULL = "queue_full"
     OVERLOADED = "overloaded"
+    USAGE_NOT_STORED = "usage_not_stored"  # neither the queue nor this machine's disk takes records
     TOO_MANY_QUEUED = "too_many_queued"  # requests that wait for the model
     TOO_MANY_QUEUED_TOKENS = "too_many_queued_tokens"
     TOO_MANY_QUEUED_BYTES = "too_many_queued_bytes"

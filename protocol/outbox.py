@@ -1,129 +1,229 @@
-"""Usage records on their way into the USAGE stream: kept in memory until the queue server has stored them.
+"""Usage records on their way into the USAGE stream: kept until the queue server has stored them.
 
-    put ──> waiting ──LINGER_S or MESSAGE_RECORDS──> in flight (at most WINDOW messages) ──> stored
-                                                        └──not stored: again, after a wait──┘
+    put ──> waiting ──MESSAGE_SPACING_S or MESSAGE_RECORDS──> in flight (at most WINDOW messages) ──> stored
+                                                                 └──not stored: again, after a wait──┘
+                                                                 └──for SPOOL_AFTER_S──> spooled ──> stored
 
 Each stored message costs the server an fsync, so records share one. The server drops a second message with the same
-id, so one whose answer got lost is simply published again. The caller stops taking new work while the outbox is
-``full``; what is already under way may still be put.
+id, so one whose answer got lost is simply published again. What the server cannot store goes to this machine's disk,
+where there is a spool, and from there into the stream as soon as that takes messages again. The caller stops taking new
+work while the outbox is ``full``; what is already under way may still be put.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Final
+
+from msgspec import Struct
 
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, PayloadTooLarge
+from protocol.spool import Record, Spool
 from protocol.usage import encode_usage
 
 WINDOW: Final = 16  # messages in flight
-LINGER_S: Final = 0.02  # how long a record waits for others to share its message; a crash loses what has waited so long
+MESSAGE_SPACING_S: Final = 0.02  # from one message to the next that is not full; a crash loses what has waited so long
 MESSAGE_RECORDS: Final = 64
 MESSAGE_BYTES: Final = 256 * 1024
+CAPACITY_BYTES: Final = 64 * 1024 * 1024  # in memory
+SPOOL_AFTER_S: Final = 1.0  # without a message stored: longer than an fsync takes on a busy disk
+SPOOL_LIMIT_S: Final = 8.0  # at the end: longer than it takes to notice that a message is not stored, and an fsync
 
 log = logging.getLogger(__name__)
+
+
+class _Entry(Struct):
+    record: Record
+    kept: asyncio.Future[None]
 
 
 class Outbox:
     """Publishes records to one subject, each until it is stored. ``run`` must be running for anything to leave."""
 
-    def __init__(self, bus: Bus, subject: str, capacity: int) -> None:
-        """Make an empty outbox that calls itself full from ``capacity`` records on."""
+    def __init__(
+        self,
+        bus: Bus,
+        subject: str,
+        capacity: int,
+        *,
+        spool: Spool | None = None,
+        spacing_s: float = MESSAGE_SPACING_S,
+    ) -> None:
+        """Make an outbox that calls itself full from ``capacity`` records, or ``CAPACITY_BYTES``, on."""
         self._bus = bus
         self._subject = subject
         self._capacity = capacity
-        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._spool = spool
+        self._spacing_s = spacing_s
+        self._waiting: deque[_Entry] = deque()
         self._in_flight = 0  # records
+        self._bytes = 0  # of both
+        self._left_s = 0.0  # when the last message left; monotonic clock
         self._window = asyncio.Semaphore(WINDOW)
         self._has_waiting = asyncio.Event()
         self._in_a_hurry = asyncio.Event()  # a full message waits, or somebody flushes
         self._is_empty = asyncio.Event()
         self._is_empty.set()
+        self._has_spooled = asyncio.Event()
+        if spool is not None and spool.size_bytes:
+            self._has_spooled.set()
         self._failing_since_s: float | None = None  # monotonic clock; None: the last publish was stored
+        self._why_not_spooled: str | None = None  # why the last try to spool failed
+        self._is_ending = False
 
     def __len__(self) -> int:
-        """How many records are not known to be stored."""
+        """How many records are not known to be stored, nor spooled."""
         return len(self._waiting) + self._in_flight
 
     @property
     def full(self) -> bool:
-        """Whether the caller should take no new work for now."""
-        return len(self) >= self._capacity
+        """Whether the caller should take no new work for now: its records might be lost."""
+        is_stuck = self._failing_since_s is not None and self._why_not_spooled is not None
+        return is_stuck or len(self) >= self._capacity or self._bytes >= CAPACITY_BYTES
 
-    def put(self, record_id: str, payload: bytes) -> None:
-        """Add an encoded record. Never refuses: whoever's work has ended must be able to say so, even while full."""
-        self._waiting.append((record_id, payload))
+    @property
+    def is_behind(self) -> bool:
+        """Whether the queue server does not take records just now, or has not got all from the spool yet."""
+        return self._failing_since_s is not None or self._has_spooled.is_set()
+
+    @property
+    def spooled_bytes(self) -> int:
+        """How much waits on this machine's disk."""
+        return self._spool.size_bytes if self._spool is not None else 0
+
+    def put(self, record_id: str, payload: bytes) -> asyncio.Future[None]:
+        """Add an encoded record. Never refuses: whoever's work has ended must be able to say so, even while full.
+
+        The future is done once the record outlives this process: stored or spooled. Await it by ``asyncio.wait``.
+        """
+        entry = _Entry((record_id, payload), asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        self._bytes += len(payload)
         self._has_waiting.set()
         if len(self._waiting) >= MESSAGE_RECORDS:
             self._in_a_hurry.set()
         self._is_empty.clear()
+        return entry.kept
 
     async def run(self) -> None:
         """Publish for ever; cancel it to stop."""
         async with asyncio.TaskGroup() as group:
+            if self._spool is not None:
+                group.create_task(self._replay(self._spool), name=f"spool-{self._subject}")
             while True:
                 await self._has_waiting.wait()
-                await wait_for(self._in_a_hurry, LINGER_S)
+                pause_s = self._left_s + self._spacing_s - time.monotonic()
+                if pause_s > 0:
+                    await wait_for(self._in_a_hurry, pause_s)
                 await self._window.acquire()
-                group.create_task(self._publish(self._take()), name=f"outbox-{self._subject}")
+                self._left_s = time.monotonic()
+                group.create_task(self._keep(self._take()), name=f"outbox-{self._subject}")
 
     async def flush(self, timeout_s: float) -> int:
-        """Wait until everything is stored, at most ``timeout_s``; return how many records are not."""
+        """Wait until everything is stored, at most ``timeout_s``, then spool the rest; return how many are neither."""
         self._in_a_hurry.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._is_empty.wait()
+        await wait_for(self._is_empty, timeout_s)
+        if len(self) and self._spool is not None:
+            self._is_ending = True
+            await wait_for(self._is_empty, SPOOL_LIMIT_S)
         if len(self):
             log.error("%d records for %s were not stored within %g s", len(self), self._subject, timeout_s)
         return len(self)
 
-    def _take(self) -> list[tuple[str, bytes]]:
+    def _take(self) -> list[_Entry]:
         """The records of the next message: at least one, however large."""
-        records = [self._waiting.popleft()]
-        room_bytes = MESSAGE_BYTES - len(records[0][1])
-        while self._waiting and len(records) < MESSAGE_RECORDS and len(self._waiting[0][1]) <= room_bytes:
-            records.append(self._waiting.popleft())
-            room_bytes -= len(records[-1][1])
-        self._in_flight += len(records)
+        entries = [self._waiting.popleft()]
+        room_bytes = MESSAGE_BYTES - len(entries[0].record[1])
+        while self._waiting and len(entries) < MESSAGE_RECORDS and len(self._waiting[0].record[1]) <= room_bytes:
+            entries.append(self._waiting.popleft())
+            room_bytes -= len(entries[-1].record[1])
+        self._in_flight += len(entries)
         if not self._waiting:
             self._has_waiting.clear()
         if len(self._waiting) < MESSAGE_RECORDS:
             self._in_a_hurry.clear()
-        return records
+        return entries
 
-    async def _publish(self, records: list[tuple[str, bytes]]) -> None:
-        """Publish one message until it is stored."""
+    async def _keep(self, entries: list[_Entry]) -> None:
+        """Publish one message until it is stored or spooled."""
+        records = [entry.record for entry in entries]
         try:
-            # The same records with every try, so the first one's id and their number are the message's own.
-            message_id = f"{records[0][0]}+{len(records) - 1}"
-            await self._publish_until_stored(message_id, encode_usage([payload for _, payload in records]))
+            for wait_s in backoff_s():
+                # While there is something in the spool, it is that by which the queue server is tried.
+                if (self._must_spool() and await self._is_spooled(records)) or await self._is_done(records):
+                    break
+                await asyncio.sleep(wait_s)
+            for entry in entries:
+                if not entry.kept.done():
+                    entry.kept.set_result(None)
         finally:
             self._window.release()
-            self._in_flight -= len(records)
+            self._in_flight -= len(entries)
+            self._bytes -= sum(len(payload) for _, payload in records)
             if not len(self):
                 self._is_empty.set()
 
-    async def _publish_until_stored(self, message_id: str, payload: bytes) -> None:
-        for wait_s in backoff_s():
-            try:
-                await self._bus.publish_durable(self._subject, payload, message_id=message_id)
-            except PayloadTooLarge as error:
-                log.error("usage %s for %s is lost: %s", message_id, self._subject, error)  # noqa: TRY400
-                return
-            except BusError as error:
-                self._note_failure(error)
-            else:
-                self._note_success()
-                return
-            await asyncio.sleep(wait_s)
+    async def _is_done(self, records: Sequence[Record]) -> bool:
+        """Publish one message, once: whether it is stored, or never can be."""
+        began_s = time.monotonic()
+        # The same records with every try, so the first one's id and their number are the message's own.
+        message_id = f"{records[0][0]}+{len(records) - 1}"
+        try:
+            payload = encode_usage([payload for _, payload in records])
+            await self._bus.publish_durable(self._subject, payload, message_id=message_id)
+        except PayloadTooLarge as error:
+            log.error("usage %s for %s is lost: %s", message_id, self._subject, error)  # noqa: TRY400
+            return True
+        except BusError as error:
+            self._note_failure(error, began_s)
+            return False
+        self._note_success()
+        return True
 
-    def _note_failure(self, error: BusError) -> None:
+    # --- the spool ----------------------------------------------------------------------------------------------------
+
+    def _must_spool(self) -> bool:
+        if self._spool is None:
+            return False
+        is_failing = self._failing_since_s is not None
+        return self._is_ending or (is_failing and time.monotonic() - (self._failing_since_s or 0.0) >= SPOOL_AFTER_S)
+
+    async def _is_spooled(self, records: Sequence[Record]) -> bool:
+        """Spool one message's records: whether it could be done."""
+        assert self._spool is not None  # noqa: S101  # asked before
+        try:
+            await asyncio.to_thread(self._spool.append, records)
+        except OSError as error:
+            if self._why_not_spooled is None:
+                log.error("records for %s cannot be spooled: %s", self._subject, error)  # noqa: TRY400
+            self._why_not_spooled = str(error)
+            return False
+        self._why_not_spooled = None
+        self._has_spooled.set()
+        return True
+
+    async def _replay(self, spool: Spool) -> None:
+        """Publish what is spooled, the oldest first, as soon as the queue server stores messages."""
+        while True:
+            await self._has_spooled.wait()
+            records = await asyncio.to_thread(spool.oldest)
+            for message in _messages(records):
+                for wait_s in backoff_s():
+                    if await self._is_done(message):
+                        break
+                    await asyncio.sleep(wait_s)
+            await asyncio.to_thread(spool.drop_oldest)
+            log.warning("%d records for %s that had been spooled are stored", len(records), self._subject)
+            if not spool.size_bytes:
+                self._has_spooled.clear()
+
+    def _note_failure(self, error: BusError, began_s: float) -> None:
         if self._failing_since_s is None:
-            self._failing_since_s = time.monotonic()
+            self._failing_since_s = began_s
             log.warning("records for %s are not stored, trying again: %s", self._subject, error)
 
     def _note_success(self) -> None:
@@ -131,3 +231,18 @@ class Outbox:
             failing_s = time.monotonic() - self._failing_since_s
             log.warning("records for %s are stored again, after %.1f s", self._subject, failing_s)
             self._failing_since_s = None
+            self._why_not_spooled = None
+
+
+def _messages(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+    """Records, cut into messages."""
+    message: list[Record] = []
+    room_bytes = MESSAGE_BYTES
+    for record in records:
+        if message and (len(message) == MESSAGE_RECORDS or len(record[1]) > room_bytes):
+            yield message
+            message, room_bytes = [], MESSAGE_BYTES
+        message.append(record)
+        room_bytes -= len(record[1])
+    if message:
+        yield message

@@ -35,6 +35,7 @@ DISCONNECTS: Final = "$SYS.ACCOUNT.*.DISCONNECT"
 
 REQUEST_USAGE_SUBJECT: Final = "usage.request"
 ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"
+INTENT_USAGE_SUBJECT: Final = "usage.intent"
 PAYLOAD_SUBJECT: Final = "payloads.request"
 PARKED_USAGE_SUBJECT: Final = "parked.usage"
 
@@ -73,6 +74,11 @@ def frames_subject(gateway_id: str) -> str:
 def answers_subject(gateway_id: str) -> str:
     """Where other gateways ask this one for answers of requests with an ``Idempotency-Key``."""
     return f"ans.{gateway_id}"
+
+
+def open_requests_subject(gateway_id: str) -> str:
+    """Where ledger writers ask a gateway which requests it still has."""
+    return f"open.{gateway_id}"
 
 
 def connection_name(worker_id: str) -> str:

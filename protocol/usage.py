@@ -1,4 +1,8 @@
-"""What gateways and workers leave for the ledger in the USAGE stream: a record of each request and each attempt."""
+"""What gateways and workers leave for the ledger in the USAGE stream: a record of each request and each attempt.
+
+And an intent of each request, stored before its caller is told anything: what the ledger makes the request's row of,
+should its gateway not live to leave the record.
+"""
 
 from collections.abc import Sequence
 
@@ -86,7 +90,27 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
     organisation_id: str | None = None
 
 
-UsageRecord = RequestRecord | AttemptRecord
+class RequestIntent(Struct, frozen=True, tag="intent", omit_defaults=True):
+    """One request that its gateway has admitted, published before the head of a good answer is sent.
+
+    Intents travel in messages of their own: a ledger writer that does not know them yet loses nothing else.
+    """
+
+    v: int
+    request_id: str  # this and what follows: see RequestRecord
+    gateway_id: str
+    received_unix_ms: int
+    endpoint: str
+    model: str
+    key_id: str
+    key_name: str
+    stream: bool
+    prompt_tokens: int
+    team_id: str | None = None
+    organisation_id: str | None = None
+
+
+UsageRecord = RequestRecord | AttemptRecord | RequestIntent
 
 _decoder: msgspec.msgpack.Decoder[list[UsageRecord]] = msgspec.msgpack.Decoder(list[UsageRecord])
 _sealed_decoder: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw])

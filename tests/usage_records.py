@@ -3,7 +3,7 @@
 from typing import Any
 
 from protocol.messages import PROTOCOL_VERSION
-from protocol.usage import AttemptRecord, RequestRecord
+from protocol.usage import AttemptRecord, RequestIntent, RequestRecord
 
 
 def request_record(request_id: str, **changes: Any) -> RequestRecord:
@@ -59,3 +59,19 @@ def attempt_record(request_id: str, attempt: int = 1, **changes: Any) -> Attempt
         "usd_per_hour": 0.5,
     }
     return AttemptRecord(**(values | changes))
+
+
+def request_intent(request_id: str, **changes: Any) -> RequestIntent:
+    values: dict[str, Any] = {
+        "v": PROTOCOL_VERSION,
+        "request_id": request_id,
+        "gateway_id": "gw-1",
+        "received_unix_ms": 1_800_000_000_000,
+        "endpoint": "chat.completions",
+        "model": "demo",
+        "key_id": "key_a",
+        "key_name": "team a",
+        "stream": True,
+        "prompt_tokens": 10,
+    }
+    return RequestIntent(**(values | changes))

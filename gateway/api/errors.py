@@ -354,6 +354,7 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.GRAMMAR_TOO_COMPLEX: _BAD_REQUEST,
     ErrorCode.QUEUE_FULL: _NO_CAPACITY,
     ErrorCode.OVERLOADED: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.USAGE_NOT_STORED: FailureKind(503, should_retry=True, retry_after_s=RETRY_LATER_S),
     ErrorCode.TOO_MANY_QUEUED: _CONTENDED,
     ErrorCode.TOO_MANY_QUEUED_TOKENS: _CONTENDED,
     ErrorCode.TOO_MANY_QUEUED_BYTES: _CONTENDED,

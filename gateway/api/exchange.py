@@ -1,9 +1,11 @@
 """One HTTP exchange in plain ASGI: its headers, its id, and the ways to answer."""
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from gateway.api.errors import ApiError, DatabaseAway, InvalidApiKey, MissingScope
@@ -24,6 +26,8 @@ Answered = OpenRequest | RequestGroup
 
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
 HEADERS_KEY: Final = "spillway.headers"  # there, too: the headers by name
+# An accepted request is answered: where neither queue nor disk stores anything, new ones are refused, and this goes on.
+INTENT_LIMIT_S: Final = 10.0
 UNREAD_LIMIT_S: Final = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
 PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
 JSON_TYPE: Final = (b"content-type", b"application/json")
@@ -32,6 +36,8 @@ SSE_HEADERS: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx must not collect the stream
 )
+
+log = logging.getLogger(__name__)
 
 
 def _cannot_abort() -> None:
@@ -107,6 +113,8 @@ class Exchange:
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: Answered | None = None) -> None:
         """Send the head of the answer, with what every answer carries."""
+        if request is not None and status < HTTPStatus.BAD_REQUEST:
+            await _until_intended(request)
         self.sent_status = status
         if request is not None:
             request.http_status = status
@@ -177,6 +185,15 @@ class Exchange:
         if request is not None:
             headers.extend(_dispatch_headers(request, self.received_s))
         return headers
+
+
+async def _until_intended(request: Answered) -> None:
+    """Wait until the request is sure to have a row: only then is its caller told anything. Usually it is by now."""
+    waiting = [intent for intent in request.intents if not intent.done()]
+    if waiting:
+        _, late = await asyncio.wait(waiting, timeout=INTENT_LIMIT_S)
+        if late:
+            log.error("%d requests are answered although neither queue nor disk has stored their intents", len(late))
 
 
 def _dispatch_headers(request: Answered, received_s: float) -> list[tuple[bytes, bytes]]:

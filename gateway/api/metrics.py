@@ -44,6 +44,7 @@ async def _moment(services: Services) -> Moment:
         oldest_waits_s=tuple(services.admission_control.oldest_waits_s()),
         is_bus_connected=services.bus.connected,
         unpublished_records=dispatcher.unpublished_records,
+        spooled_bytes=dispatcher.spooled_bytes,
         ledger_backlog=ledger_backlog,
         payloads=dict(services.payloads.outcomes),
     )

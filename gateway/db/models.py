@@ -133,7 +133,7 @@ class RequestRow(Base):
     """One admitted request: a RequestRecord of the gateway, written once by the ledger writer.
 
     On PostgreSQL it is partitioned by day and received_unix_ms is part of its key (gateway.ledger.partitions).
-    For a gateway that died without leaving one, the ledger writer makes it of the request's last attempt
+    For a gateway that died without leaving one, the ledger writer makes it of its intent and the request's last attempt
     (``error_code`` "gateway_lost", ``http_status`` 0). A record that comes all the same takes its place.
     """
 
@@ -223,6 +223,28 @@ class AttemptRow(Base):
     decode_ms: Mapped[float | None]
     preemptions: Mapped[int | None]
     team_id: Mapped[str | None]  # of its request; NULL before version 0006
+    organisation_id: Mapped[str | None]
+
+
+class OpenRequestRow(Base):
+    """One request whose record has not come for some seconds: a RequestIntent, until its request has a row.
+
+    What becomes of it if no record ever comes: gateway.ledger.abandoned.
+    """
+
+    __tablename__ = "open_requests"
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)  # this and what follows: as in ``requests``
+    gateway_id: Mapped[str]
+    received_unix_ms: Mapped[int]
+    endpoint: Mapped[str]
+    model: Mapped[str]
+    key_id: Mapped[str]
+    key_name: Mapped[str]
+    stream: Mapped[bool]
+    prompt_tokens: Mapped[int]
+    completion_tokens: Mapped[int]  # as the gateway last told when it was asked
+    team_id: Mapped[str | None]
     organisation_id: Mapped[str | None]
 
 

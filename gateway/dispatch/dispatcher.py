@@ -22,8 +22,9 @@ from gateway.dispatch.failovers import MAX_REMEMBERED, Failover
 from gateway.dispatch.job_queue import JobQueue
 from gateway.dispatch.lookups import ROUND_PERIOD_S, Lookups
 from gateway.dispatch.mailbox import Failure, Mailbox
+from gateway.dispatch.open_requests import OpenRequests
 from gateway.dispatch.orphans import Orphans
-from gateway.dispatch.record import dead_letter, lost_attempt_record, settle_limits, usage_record
+from gateway.dispatch.record import dead_letter, lost_attempt_record, settle_limits, usage_intent, usage_record
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest, State
 from gateway.dispatch.request_log import log_end
@@ -60,12 +61,14 @@ class Dispatcher:
         registry: WorkerRegistry,
         outbox: Outbox,
         *,
+        intents: Outbox,
         series: RequestSeries,
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._registry = registry
         self._outbox = outbox
+        self._intents = intents
         self._series = series
         self._lookups = Lookups(bus)
         self._queue = JobQueue(bus, self._lookups, settings.gateway_id)
@@ -76,6 +79,7 @@ class Dispatcher:
         self._frames_subject = subjects.frames_subject(settings.gateway_id)
         self._open: dict[str, OpenRequest] = {}  # frames go to these
         self._unsettled: dict[str, OpenRequest] = {}  # admitted and not yet recorded
+        self._open_requests = OpenRequests(bus, settings.gateway_id, self._unsettled, outbox)
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # by request, of those whose callers have set one
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving = False
@@ -92,6 +96,7 @@ class Dispatcher:
         await self._registry.start()
         await self._detector.start()
         await self._bus.subscribe(self._frames_subject, self._on_step)
+        await self._open_requests.start()
         self._bus.on_reconnect(self._on_reconnected)
 
     async def run(self) -> None:
@@ -191,8 +196,13 @@ class Dispatcher:
 
     @property
     def unpublished_records(self) -> int:
-        """Usage records that the queue server has not stored yet."""
+        """Usage records that would be lost with this process."""
         return len(self._outbox)
+
+    @property
+    def spooled_bytes(self) -> int:
+        """Usage records and intents on this machine's disk, which the queue server has not stored yet."""
+        return self._outbox.spooled_bytes + self._intents.spooled_bytes
 
     def live_workers(self) -> list[Heartbeat]:
         """What each live worker last told of itself."""
@@ -204,8 +214,8 @@ class Dispatcher:
             return Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         if len(self._unsettled) + requests > self._settings.limits.max_in_flight:
             return Failure(ErrorCode.OVERLOADED, "this gateway holds as many requests as it may")
-        if self._outbox.full:
-            return Failure(ErrorCode.OVERLOADED, "usage records cannot be stored at the moment")
+        if self._outbox.full or self._intents.full:
+            return Failure(ErrorCode.USAGE_NOT_STORED, "usage records cannot be stored at the moment")
         return None
 
     def open(self, ticket: Ticket, mailbox: Mailbox | None = None) -> OpenRequest:
@@ -220,6 +230,8 @@ class Dispatcher:
         timeouts, max_attempts = self._settings.timeouts, self._settings.max_attempts
         request = OpenRequest(ticket, timeouts, max_attempts, self, now_s, mailbox=mailbox)
         self._open[request.request_id] = self._unsettled[request.request_id] = request
+        intent = usage_intent(admission, self._settings.gateway_id)
+        request.intents = (self._intents.put(f"{request.request_id}.intent", encode(intent)),)
         if admission.deadline_s != NEVER_S:  # to the point, where the sweep may be late
             self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(
                 admission.deadline_s - now_s + TIMER_SLACK_S, self._on_deadline, request

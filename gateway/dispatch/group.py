@@ -25,6 +25,7 @@ class RequestGroup:
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._requests = tuple(requests)
         self._running = len(requests)
+        self.intents = [intent for request in requests for intent in request.intents]
         for request in requests:
             request.on_end = partial(self._on_one_end, request)
 

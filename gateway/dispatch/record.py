@@ -10,7 +10,7 @@ from gateway.dispatch.request import OpenRequest
 from protocol.clock import unix_now_ms
 from protocol.dead_letters import DeadLetter
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Origin
-from protocol.usage import AttemptRecord, RequestRecord
+from protocol.usage import AttemptRecord, RequestIntent, RequestRecord
 
 CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
 UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbeat came
@@ -26,6 +26,24 @@ def origin_of(admission: Admission, gateway_id: str) -> Origin:
         admission.stream,
         admission.team_id,
         admission.organisation_id,
+    )
+
+
+def usage_intent(admission: Admission, gateway_id: str) -> RequestIntent:
+    """What stands for the request's record, should this gateway not live to leave it."""
+    return RequestIntent(
+        v=PROTOCOL_VERSION,
+        request_id=admission.request_id,
+        gateway_id=gateway_id,
+        received_unix_ms=admission.received_unix_ms,
+        endpoint=admission.endpoint,
+        model=admission.model,
+        key_id=admission.key_id,
+        key_name=admission.key_name,
+        stream=admission.stream,
+        prompt_tokens=admission.prompt_tokens,
+        team_id=admission.team_id,
+        organisation_id=admission.organisation_id,
     )
 
 

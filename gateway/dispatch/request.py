@@ -19,7 +19,8 @@ dropped. A gap in ``seq`` asks the worker to send again from there; what comes b
 it will be sent again.
 """
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final
 
@@ -81,6 +82,7 @@ class OpenRequest:
         self.ended_s: float | None = None
         self.outcome = "ok"  # "ok" | "cancelled" | "failed"; final once ENDED
         self.failure: Failure | None = None
+        self.intents: Sequence[asyncio.Future[None]] = ()  # done: the request will have a row, whatever dies
         self.http_status: int | None = None  # as sent, if it was; set by the HTTP side
         self.closed = False  # the HTTP side has let go
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known

@@ -40,6 +40,8 @@ class RecordRefused(Exception):
 async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> None:
     """Insert the records in one transaction, passing over those already there, and count what is new.
 
+    Intents are passed over: they are for ``gateway.ledger.intents``.
+
     Raises RecordRefused (nothing was stored) or DatabaseUnavailable (unknown whether anything was: call again).
     """
     requests = [_row(record) for record in records if isinstance(record, RequestRecord)]
@@ -67,12 +69,12 @@ async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str
     given: dict[str, Mapping[str, Any]] = {}
     for row in rows:
         given.setdefault(row["request_id"], row)
-    lost = await _known(connection, given)
+    lost = await known_requests(connection, given)
     replaced = {request_id for request_id, is_lost in lost.items() if is_lost and replace_lost}
     tally = Tally()
     if replaced:
         is_replaced = and_(
-            _is_one_of(connection, RequestRow.request_id, replaced), _received_with(RequestRow, given.values())
+            is_one_of(connection, RequestRow.request_id, replaced), received_with(RequestRow, given.values())
         )
         before = (await connection.execute(select(RequestRow).where(is_replaced))).mappings()
         tally.add([dict(row) for row in before], sign=-1)
@@ -84,10 +86,10 @@ async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str
     await apply(connection, tally)
 
 
-async def _known(connection: AsyncConnection, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
+async def known_requests(connection: AsyncConnection, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
     """Those that have a row: whether it was made for a gateway that died."""
     statement = select(RequestRow.request_id, RequestRow.error_code).where(
-        _is_one_of(connection, RequestRow.request_id, rows), _received_with(RequestRow, rows.values())
+        is_one_of(connection, RequestRow.request_id, rows), received_with(RequestRow, rows.values())
     )
     return {row.request_id: row.error_code == ErrorCode.GATEWAY_LOST for row in await connection.execute(statement)}
 
@@ -99,7 +101,7 @@ async def _write_attempts(connection: AsyncConnection, rows: Iterable[Row]) -> N
     request_ids = {request_id for request_id, _, _ in given}
     key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
     statement = select(*key).where(
-        _is_one_of(connection, AttemptRow.request_id, request_ids), _received_with(AttemptRow, given.values())
+        is_one_of(connection, AttemptRow.request_id, request_ids), received_with(AttemptRow, given.values())
     )
     for stored in await connection.execute(statement):
         given.pop(tuple(stored), None)
@@ -120,17 +122,17 @@ async def insert_rows(connection: AsyncConnection, table: type[Base], rows: Sequ
     )
 
 
-def _is_one_of(
+def is_one_of(
     connection: AsyncConnection, column: InstrumentedAttribute[str], values: Collection[str]
 ) -> ColumnElement[bool]:
-    """As one parameter, however many they are."""
+    """Whether the column has one of these values: one parameter, however many they are."""
     if connection.dialect.name == "postgresql":
         return column == any_(literal(list(values), ARRAY(Text)))
     listed = func.json_each(msgspec.json.encode(list(values)).decode()).table_valued("value")
     return column.in_(select(listed.c.value))
 
 
-def _received_with(table: type[RequestRow | AttemptRow], rows: Collection[Mapping[str, Any]]) -> ColumnElement[bool]:
+def received_with(table: type[RequestRow | AttemptRow], rows: Collection[Mapping[str, Any]]) -> ColumnElement[bool]:
     """Rows of the same time: whatever comes twice was received once, and other partitions need not be searched."""
     times = [row["received_unix_ms"] for row in rows]
     return table.received_unix_ms.between(min(times), max(times))

@@ -1,6 +1,6 @@
 """The ledger writer: usage records from the USAGE stream into SQL, in batches.
 
-    parked ──delivered──> held ──committed──> acknowledged
+    parked ──delivered──> held ──committed──> acknowledged (intents: see gateway.ledger.intents)
                            │ └──SQL away──> held, tried again for ever; on SIGTERM handed back
                            └──unreadable or refused by SQL──> parked alone (gateway.ledger.parked)
 
@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.errors import DatabaseUnavailable
 from gateway.ledger.abandoned import AbandonedRequests
+from gateway.ledger.intents import Intents
 from gateway.ledger.machine_time import MachineTime
 from gateway.ledger.parked import AGAIN_AFTER_S, Replays, park
 from gateway.ledger.partitions import DAYS_AHEAD, make_partitions
@@ -33,7 +34,7 @@ from protocol.clock import unix_now_ms
 from protocol.errors import BusError
 from protocol.messages import encode
 from protocol.pull import Delivery, PullConsumer
-from protocol.usage import UnreadUsage, UsageRecord, encode_usage, read_usage
+from protocol.usage import RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
 
 IDLE_WAIT_S: Final = 0.5  # how soon an expired pull is noticed and asked again
 PURGE_PERIOD_S: Final = 60.0
@@ -63,7 +64,8 @@ class LedgerWriter:
         self._held: deque[Delivery] = deque()  # bounded by what _pull_into_room asks for
         self._unwritten: list[_Entry] = []  # what is handed back in the end: at most what was held when told to stop
         self._purged_s = 0.0  # monotonic clock
-        self._abandoned = AbandonedRequests(engine)
+        self._intents = Intents(engine)
+        self._abandoned = AbandonedRequests(bus, engine)
         self._machine_time = MachineTime(bus, engine)
         self._replays = Replays(bus)
         self._unparked: set[int] = set()  # sequences of messages held that are to come again
@@ -71,8 +73,6 @@ class LedgerWriter:
         self._deleted_s = 0.0  # when it last looked for old rows and found no more; monotonic clock
         self._timed_s = 0.0  # when machine time was last written; monotonic clock
         self._partitioned_s = -PARTITIONS_PERIOD_S  # when it last looked for days without partitions; monotonic clock
-        self._looked_back = False
-        self._looked_s = 0.0  # for requests of gateways that died; monotonic clock
         self._written_until_unix_ms = (
             0  # by the stream's clock: what it took before is in SQL, or another writer has it
         )
@@ -84,27 +84,33 @@ class LedgerWriter:
         await self._consumer.start()
         await self._machine_time.start()
         self._bus.on_reconnect(self._on_reconnected)
-        wake = asyncio.create_task(self._wake_when_stopping(), name="ledger-wake")
+        if on_ready is not None:
+            on_ready()
         try:
-            if on_ready is not None:
-                on_ready()
-            while not self._stopping.is_set():
-                await self._pull_into_room()
-                await self._wait_for_batch()
-                await self._make_partitions()
-                await self._write_batch()
-                await self._purge_what_is_written()
-                await self._replays.look()
-                await self._record_abandoned()
-                await self._record_machine_time()
-                await self._delete_old()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._wake_when_stopping(), name="ledger wake")
+                group.create_task(self._look_for_abandoned(), name="abandoned requests")
+                group.create_task(self._write(), name="ledger batches")
         finally:
-            wake.cancel()
             await self._consumer.stop()
         while self._held:
             await self._write_batch()
+        await self._write_intents(hurry=True)
         # Only now that our own pulls have ended: handed back earlier, the records would come straight back to us.
-        await self._answer(self._unwritten, pull.nak)
+        unwritten = [entry.delivery for entry in self._unwritten]
+        await self._answer(unwritten + self._intents.take_back(), pull.nak)
+
+    async def _write(self) -> None:
+        while not self._stopping.is_set():
+            await self._pull_into_room()
+            await self._wait_for_batch()
+            await self._make_partitions()
+            await self._write_batch()
+            await self._write_intents()
+            await self._purge_what_is_written()
+            await self._replays.look()
+            await self._record_machine_time()
+            await self._delete_old()
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
@@ -167,18 +173,22 @@ class LedgerWriter:
         except BusError as error:
             log.warning("written usage could not be dropped from the stream, will try again: %s", error)
 
-    async def _record_abandoned(self) -> None:
-        """Now and then, write the rows of requests whose gateway has died."""
-        if time.monotonic() - self._looked_s < ABANDONED_PERIOD_S:
-            return
-        self._looked_s = time.monotonic()
+    async def _write_intents(self, *, hurry: bool = False) -> None:
+        """Write down the requests whose records have not come for a while, or all of them."""
         try:
-            if not self._looked_back:
-                await self._abandoned.look_back()
-                self._looked_back = True
-            await self._abandoned.record_overdue(self._written_until_unix_ms)
+            while done := await self._intents.write_due(hurry=hurry):
+                await self._answer(done, pull.ack)
         except DatabaseUnavailable as error:
-            log.warning("requests of gateways that died could not be recorded, will try again: %s", error)
+            log.warning("intents could not be written, will try again: %s", error)
+
+    async def _look_for_abandoned(self) -> None:
+        """Now and then, write the rows of requests that no gateway has any more."""
+        while not await wait_for(self._stopping, ABANDONED_PERIOD_S):
+            try:
+                await self._abandoned.look()
+                await self._abandoned.record_overdue(self._written_until_unix_ms)
+            except DatabaseUnavailable as error:
+                log.warning("requests of gateways that died could not be recorded, will try again: %s", error)
 
     async def _record_machine_time(self) -> None:
         """Now and then, write down for how long workers have been up."""
@@ -234,7 +244,7 @@ class LedgerWriter:
             await self._store_apart(entries)
             return
         if is_stored:
-            await self._answer(entries, pull.ack)
+            await self._done_with(entries)
         else:
             self._unwritten += entries
 
@@ -247,7 +257,6 @@ class LedgerWriter:
         for wait_s in backoff_s():
             try:
                 await store_records(self._engine, records)
-                self._abandoned.note(records, stored_unix_ms)
                 self._written_until_unix_ms = max(self._written_until_unix_ms, stored_unix_ms)
                 break
             except DatabaseUnavailable as error:
@@ -277,16 +286,26 @@ class LedgerWriter:
                 refused.append(UnreadUsage(encode_usage([encode(record)]), str(error)))
         if refused:
             await self._park(entry.delivery, refused, is_refused=True)
-        await self._answer([entry], pull.ack)
+        await self._done_with([entry])
 
-    async def _answer(self, entries: list[_Entry], answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
+    async def _done_with(self, entries: list[_Entry]) -> None:
+        """Acknowledge what is in SQL; intents are not."""
+        written: list[Delivery] = []
+        for entry in entries:
+            has_intents = any(isinstance(record, RequestIntent) for record in entry.records)
+            self._intents.hold(entry.records, entry.delivery if has_intents else None)
+            if not has_intents:
+                written.append(entry.delivery)
+        await self._answer(written, pull.ack)
+
+    async def _answer(self, deliveries: list[Delivery], answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
         # Nobody confirms an acknowledgement: one that is lost costs a redelivery, which inserts nothing.
         try:
-            for entry in entries:
-                if entry.delivery.stream_sequence in self._unparked:
-                    self._unparked.discard(entry.delivery.stream_sequence)
-                    await pull.nak(self._bus, entry.delivery, AGAIN_AFTER_S)
+            for delivery in deliveries:
+                if delivery.stream_sequence in self._unparked:
+                    self._unparked.discard(delivery.stream_sequence)
+                    await pull.nak(self._bus, delivery, AGAIN_AFTER_S)
                 else:
-                    await answer(self._bus, entry.delivery)
+                    await answer(self._bus, delivery)
         except BusError as error:
-            log.warning("some of %d messages will be delivered again: %s", len(entries), error)
+            log.warning("some of %d messages will be delivered again: %s", len(deliveries), error)

@@ -26,7 +26,8 @@ class Moment:
     queued: Collection[tuple[str, str, int]]  # model, lane, jobs of all gateways
     oldest_waits_s: Collection[tuple[str, float]]  # model, seconds that this gateway's oldest job has waited
     is_bus_connected: bool
-    unpublished_records: int  # usage records that the queue server has not stored yet
+    unpublished_records: int  # usage records that would be lost with this process
+    spooled_bytes: int  # usage records and intents on this machine's disk, for the queue server
     ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
     payloads: Mapping[str, int]  # what became of those that were to be kept
 
@@ -57,8 +58,13 @@ class Moment:
         yield _gauge("spillway_bus_connected", "1: connected to the queue server.", int(self.is_bus_connected))
         yield _gauge(
             "spillway_usage_records_unpublished",
-            "Usage records that the queue server has not stored yet.",
+            "Usage records that neither the queue server nor this machine's disk has stored yet.",
             self.unpublished_records,
+        )
+        yield _gauge(
+            "spillway_usage_spooled_bytes",
+            "Usage records on this machine's disk, until the queue server stores them.",
+            self.spooled_bytes,
         )
         payloads = CounterMetricFamily(
             "spillway_payloads", "Requests and answers that were to be kept.", labels=("outcome",)

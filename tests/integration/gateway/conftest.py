@@ -265,7 +265,8 @@ async def dispatching(nats_url: str, data_dir: Path) -> AsyncIterator[tuple[Disp
         models={"m": ModelSettings()},
     )
     outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10)
-    dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox, series=RequestSeries())
+    intents = Outbox(bus, subjects.INTENT_USAGE_SUBJECT, 10)
+    dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox, intents=intents, series=RequestSeries())
     await dispatcher.start()
     yield dispatcher, bus
     await bus.close()

@@ -18,7 +18,7 @@ from protocol.messages import encode
 from protocol.usage import encode_usage
 from tests.integration.ledger.conftest import Ledger, until
 from tests.postgres import PostgresServer
-from tests.usage_records import attempt_record, request_record
+from tests.usage_records import attempt_record, request_intent, request_record
 
 
 class RunningWriter:
@@ -28,6 +28,13 @@ class RunningWriter:
         settings = LedgerSettings(nats_urls=(), database_url=database_url, batch_records=50, batch_wait_s=0.05)
         writer = LedgerWriter(ledger.bus, self._engine, settings, self.stopping)
         self.task = asyncio.create_task(writer.run())
+
+    async def die(self) -> None:
+        """End without a word to the queue."""
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+        await self._engine.dispose()
 
     async def stop(self) -> None:
         self.stopping.set()
@@ -92,18 +99,39 @@ async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_ot
     # After an outage an attempt was written in one batch and its request's record in a later one, and in between the
     # request counted as abandoned: it had a row of its gateway's death for a moment.
     monkeypatch.setattr(abandoned, "ABANDONED_AFTER_MS", 3000)
-    monkeypatch.setattr("gateway.ledger.writer.ABANDONED_PERIOD_S", 0.0)
+    monkeypatch.setattr("gateway.ledger.writer.ABANDONED_PERIOD_S", 0.05)
+    monkeypatch.setattr("gateway.ledger.intents.HOLD_S", 0.0)
     await ledger.apply_topology(ack_wait_s=600)
     async with sql_away(database_url, request):
         writer = RunningWriter(ledger, database_url)
-        await ledger.publish([attempt_record("r", gateway_id="g", endpoint="chat.completions")])
+        origin = {"gateway_id": "g", "endpoint": "completions", "key_id": "k", "key_name": "n", "stream": True}
+        await ledger.publish([attempt_record("r", **origin)])
         ends_unix_ms = unix_now_ms() + abandoned.ABANDONED_AFTER_MS
         await ledger.publish([request_record(f"other{number}") for number in range(200)])
         await ledger.publish([request_record("r")])
         await asyncio.sleep((ends_unix_ms - unix_now_ms()) / 1000)
     await until(lambda: ledger.has(201, 1))
     await writer.stop()
-    assert "gateways that died" not in caplog.text
+    assert "gateways that died are recorded" not in caplog.text
+
+
+async def test_an_intent_is_not_forgotten_by_a_writer_that_dies_with_it_in_mind(
+    ledger: Ledger, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An earlier writer kept what it awaited in memory, and its heir looked back by the time at which attempts began.
+    await ledger.apply_topology(ack_wait_s=0.5)
+    await ledger.publish([request_intent("r"), request_record("answered")])
+    first = RunningWriter(ledger, database_url)
+    await until(lambda: ledger.has(1, 0))
+    await first.die()
+    assert await ledger.unfinished() == 1
+    monkeypatch.setattr("gateway.ledger.intents.HOLD_S", 0.0)
+    monkeypatch.setattr(abandoned, "ABANDONED_AFTER_MS", 0)
+    monkeypatch.setattr("gateway.ledger.writer.ABANDONED_PERIOD_S", 0.05)
+    second = RunningWriter(ledger, database_url)
+    await until(lambda: ledger.has(2, 0))
+    await second.stop()
+    assert await ledger.unfinished() == 0
 
 
 async def test_a_writer_stopped_while_sql_is_away_hands_its_records_back(

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.errors import BusTimeout
 from protocol.outbox import MESSAGE_RECORDS, Outbox
+from protocol.spool import Spool
 from tests.nats_server import NatsServer
 
 
@@ -103,3 +105,70 @@ async def test_a_record_no_server_can_take_does_not_block_the_others(bus: Bus) -
         outbox.put("small", record(1))
         assert await outbox.flush(20) == 0
     assert await stored(bus) == [[1]]
+
+
+async def has(outbox: Outbox, *, spooled: bool) -> None:
+    async with asyncio.timeout(30):
+        while bool(outbox.spooled_bytes) is not spooled:
+            await asyncio.sleep(0.01)
+
+
+async def lose_the_stream(bus: Bus) -> None:
+    """No message is stored any more, as after a write error of the server's disk, which lasts until it restarts."""
+    await bus.api(f"STREAM.DELETE.{subjects.USAGE_STREAM}")
+
+
+async def test_what_the_server_does_not_store_goes_to_disk_and_from_there_into_the_stream(
+    bus: Bus, tmp_path: Path
+) -> None:
+    await lose_the_stream(bus)
+    async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10, spool=Spool(tmp_path))) as outbox:
+        kept = [outbox.put(f"r{number}", record(number)) for number in range(100)]
+        done, _ = await asyncio.wait(kept, timeout=30)
+        assert len(done) == 100
+        assert (len(outbox), outbox.full, outbox.is_behind) == (0, False, True)
+        await topology.apply(bus, [], topology.QueueBounds())
+        await has(outbox, spooled=False)
+        assert not outbox.is_behind
+        await asyncio.wait([outbox.put("last", record(100))], timeout=30)
+    assert sorted(number for message in await stored(bus) for number in message) == list(range(101))
+
+
+async def test_an_orderly_end_leaves_on_disk_what_is_not_stored(bus: Bus, tmp_path: Path) -> None:
+    # 16 of 16 records were lost with a gateway that was restarted in order while the server stored nothing.
+    await lose_the_stream(bus)
+    spool = Spool(tmp_path)
+    async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10, spool=spool)) as outbox:
+        for number in range(16):
+            outbox.put(f"r{number}", record(number))
+        assert await outbox.flush(0.01) == 0
+    spool.close()
+    await topology.apply(bus, [], topology.QueueBounds())
+    async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10, spool=Spool(tmp_path))) as heir:
+        await has(heir, spooled=False)
+    assert await stored(bus) == [list(range(16))]
+
+
+async def test_without_server_and_disk_it_is_full_before_anything_is_lost(bus: Bus, tmp_path: Path) -> None:
+    await lose_the_stream(bus)
+    spool = Spool(tmp_path, max_bytes=0)
+    async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 1000, spool=spool)) as outbox:
+        kept = outbox.put("r", record(1))
+        async with asyncio.timeout(30):
+            while not outbox.full:
+                await asyncio.sleep(0.01)
+        assert not kept.done()
+        await topology.apply(bus, [], topology.QueueBounds())
+        await asyncio.wait([kept], timeout=30)
+        assert kept.done()
+        assert not outbox.full
+    assert await stored(bus) == [[1]]
+
+
+async def test_it_is_full_by_bytes_too(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.outbox.CAPACITY_BYTES", 1000)
+    outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 1000)
+    outbox.put("r", bytes(999))
+    assert not outbox.full
+    outbox.put("s", bytes(1))
+    assert outbox.full

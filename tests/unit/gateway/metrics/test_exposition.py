@@ -114,6 +114,7 @@ def moment(series: RequestSeries | None = None, *workers: Heartbeat, models: tup
         oldest_waits_s=(("m", 1.5),),
         is_bus_connected=True,
         unpublished_records=2,
+        spooled_bytes=3,
         payloads={"published": 3, "lost": 1},
         ledger_backlog=3,
     )
