@@ -313,9 +313,10 @@ async def test_the_gateways_own_state() -> None:
     assert found.values("spillway_queued_jobs", model_name="m", lane="h0") == [6]
     assert found.value("spillway_bus_connected") == 1
     assert found.value("spillway_usage_records_unpublished") == 2
+    assert found.value("spillway_usage_spooled_bytes") == 3
     assert found.value("spillway_payloads_total", outcome="lost") == 1
     assert found.value("spillway_ledger_backlog_messages") == 3
-    unknown = await scrape(Moment(RequestSeries().snapshot(), (), (), 0, (), (), False, 0, None, {}))
+    unknown = await scrape(Moment(RequestSeries().snapshot(), (), (), 0, (), (), False, 0, 0, None, {}))
     assert unknown.values("spillway_ledger_backlog_messages") == []
     assert unknown.values("spillway_bus_connected") == [0]
 
