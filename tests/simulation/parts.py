@@ -6,7 +6,7 @@ Whatever dies is started again by its supervisor, with an id of its own, as a ne
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from gateway.dispatch.registry import WorkerRegistry
 from gateway.ledger import main as ledger_main
 from gateway.ledger.prices import TokenPrice
 from gateway.ledger.writer import LedgerWriter
-from gateway.main import FLUSH_LIMIT_S, _must_not_end
+from gateway.main import FLUSH_LIMIT_S, INTENT_SPACING_S, _must_not_end
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.quotas import Quotas
@@ -203,11 +203,13 @@ class Gateway(Part):
         )
         self._stop = asyncio.Event()
         bus = await connect_bus(self.world, process, self.host, f"gateway-{self.id}")
-        outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, settings.limits.max_unpublished_usage)
+        most = settings.limits.max_unpublished_usage
+        outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, most)
+        intents = Outbox(bus, subjects.INTENT_USAGE_SUBJECT, most, spacing_s=INTENT_SPACING_S)
         registry = WorkerRegistry(bus)
         admission_control = AdmissionControl(bus, settings, registry)
         series = RequestSeries(Prices())
-        dispatcher = Dispatcher(bus, settings, registry, outbox, series=series)
+        dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series)
         await dispatcher.start()
         quotas = Quotas(bus, settings.gateway_id)
         await quotas.start()
@@ -237,7 +239,7 @@ class Gateway(Part):
             outbox,
             admission_control,
         )
-        await self._serve(services, outbox, bus)
+        await self._serve(services, (outbox, intents), bus)
 
     def _watch(self, dispatcher: Dispatcher) -> None:
         open_it = dispatcher.open
@@ -249,10 +251,10 @@ class Gateway(Part):
 
         dispatcher.open = watched  # type: ignore[method-assign]
 
-    async def _serve(self, services: Services, outbox: Outbox, bus: Bus) -> None:
+    async def _serve(self, services: Services, outboxes: Sequence[Outbox], bus: Bus) -> None:
         assert self._stop is not None
         async with asyncio.TaskGroup() as group:
-            publishing = group.create_task(_must_not_end("usage outbox", outbox.run()))
+            publishing = [group.create_task(_must_not_end("usage outbox", outbox.run())) for outbox in outboxes]
             background = [
                 group.create_task(_must_not_end(part, work))
                 for part, work in {
@@ -270,8 +272,9 @@ class Gateway(Part):
                 task.cancel()
             await asyncio.wait(background)
             services.dispatcher.settle_all()
-            await outbox.flush(FLUSH_LIMIT_S)
-            publishing.cancel()
+            await asyncio.gather(*(outbox.flush(FLUSH_LIMIT_S) for outbox in outboxes))
+            for task in publishing:
+                task.cancel()
         await services.quotas.close()
         await bus.close()
 

@@ -13,9 +13,12 @@ from gateway.db.engine import create_engine
 from gateway.db.models import RollupRow, SliceRow
 from gateway.ledger.abandoned import ABANDONED_AFTER_MS, AbandonedRequests
 from gateway.ledger.check import check_rollups
+from gateway.ledger.intents import Intents
 from gateway.ledger.prices import ConfiguredPrice, Price, add_price, seed_prices
 from gateway.ledger.rollups import WIDTHS_S, slice_id
 from gateway.ledger.store import store_records
+from protocol.bus import Bus
+from protocol.clock import unix_now_ms
 from protocol.usage import RequestRecord
 from tests.usage_records import attempt_record, request_record
 
@@ -90,13 +93,18 @@ async def test_two_writers_at_once_count_once(engine: AsyncEngine) -> None:
     assert await wrong(engine) == 0
 
 
-async def test_a_gateways_own_word_takes_the_place_of_what_was_said_for_it(engine: AsyncEngine) -> None:
+async def test_a_gateways_own_word_takes_the_place_of_what_was_said_for_it(engine: AsyncEngine, nats_url: str) -> None:
     origin = {"gateway_id": "g", "endpoint": "completions", "key_id": "key_b", "key_name": "b", "stream": False}
     last = attempt_record("r", received_unix_ms=START_UNIX_MS, completion_tokens=3, **origin)
     await store_records(engine, [last])
-    awaited = AbandonedRequests(engine)
-    awaited.note([last], START_UNIX_MS)
-    await awaited.record_overdue(START_UNIX_MS + ABANDONED_AFTER_MS)
+    intents = Intents(engine)
+    intents.hold([last], None)
+    await intents.write_due(hurry=True)
+    bus = await Bus.connect(nats_url, name="test")
+    abandoned = AbandonedRequests(bus, engine)
+    await abandoned.look()
+    await abandoned.record_overdue(unix_now_ms() + ABANDONED_AFTER_MS)
+    await bus.close()
     assert await sums(engine, "requests", "completion_tokens") == dict.fromkeys(WIDTHS_S, (1, 3))
     late = request_record("r", completion_tokens=40, received_unix_ms=START_UNIX_MS)
     await store_records(engine, [late, late])
