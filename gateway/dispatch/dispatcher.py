@@ -35,7 +35,6 @@ from protocol import subjects, topology
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, decode_step, encode
 from protocol.outbox import Outbox
@@ -289,7 +288,7 @@ class Dispatcher:
         if request.attempt > 1:
             log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
             self._series.failed_over(request)
-            self.failovers.append(_failover(request))
+            self.failovers.append(Failover.of(request))
         if request.admission.trace is not None:
             request.admission.trace.queued(request, after_s)
         self._spawn(self._queue.publish(request, after_s))
@@ -408,16 +407,3 @@ class Dispatcher:
                 self._spawn(self._queue.publish_again(request))
             else:
                 request.probe(now_s)
-
-
-def _failover(request: OpenRequest) -> Failover:
-    failed = request.log.failures[-1]
-    return Failover(
-        unix_now_ms(),
-        request.request_id,
-        request.admission.model,
-        request.attempt,
-        failed.worker_id,
-        failed.code,
-        request.choices.held_tokens(),
-    )

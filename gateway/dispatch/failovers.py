@@ -1,7 +1,10 @@
 """The failovers that this gateway has just seen, for people who watch."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
+
+from gateway.dispatch.request import OpenRequest
+from protocol.clock import unix_now_ms
 
 MAX_REMEMBERED: Final = 200
 
@@ -17,3 +20,17 @@ class Failover:
     worker_id: str | None  # which the failed one was on; None: it was on none
     code: str  # protocol.errors.ErrorCode of its failure
     tokens_kept: int  # output tokens that the next attempt begins with
+
+    @classmethod
+    def of(cls, request: OpenRequest) -> Self:
+        """What has just become of a request."""
+        failed = request.log.failures[-1]
+        return cls(
+            unix_now_ms(),
+            request.request_id,
+            request.admission.model,
+            request.attempt,
+            failed.worker_id,
+            failed.code,
+            request.choices.held_tokens(),
+        )
