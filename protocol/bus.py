@@ -22,7 +22,7 @@ from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 
 from protocol.connection import LastingClient, shared_credentials
-from protocol.errors import ApiError, BusError, BusTimeout, NobodyListens, PayloadTooLarge, StreamFull
+from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, NobodyListens, PayloadTooLarge, StreamFull
 
 RECONNECT_WAIT_S: Final = (
     0.1  # between two tries of one server; the client waits per server, so a cluster is tried at once
@@ -57,6 +57,7 @@ class Bus:
         self._tickets = itertools.count(1)
         self._on_reconnect: list[Callable[[], Awaitable[None]]] = []
         self._reconnect_tasks: set[asyncio.Task[None]] = set()
+        self._on_stream_missed: Callable[[], None] = lambda: None
 
     @classmethod
     async def connect(
@@ -135,6 +136,10 @@ class Bus:
     def on_reconnect(self, hook: Callable[[], Awaitable[None]]) -> None:
         """Run ``hook`` after every reconnect, in a task of its own; hooks run one after another in order of adding."""
         self._on_reconnect.append(hook)
+
+    def on_stream_missed(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` whenever the server says that a stream is not there, which something was to go into."""
+        self._on_stream_missed = hook
 
     def _start_reconnect_hooks(self) -> None:
         task = asyncio.create_task(self._run_reconnect_hooks(), name="bus-reconnect-hooks")
@@ -239,14 +244,23 @@ class Bus:
             headers["Nats-TTL"] = str(max(1, ttl_s))
         if expected_last_sequence is not None:
             headers["Nats-Expected-Last-Subject-Sequence"] = str(expected_last_sequence)
-        reply = await self.request(subject, payload, headers=headers, timeout_s=timeout_s)
+        try:
+            reply = await self.request(subject, payload, headers=headers, timeout_s=timeout_s)
+        except NobodyListens:
+            self._on_stream_missed()
+            raise
         return int(_checked(msgspec.json.decode(reply.data))["seq"])
 
     async def api(self, call: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make one JetStream API call (``STREAM.CREATE.RQ``) with a JSON body. Raises ApiError or BusTimeout."""
         payload = json.dumps(body).encode() if body is not None else b""
         reply = await self.request(f"$JS.API.{call}", payload, timeout_s=API_TIMEOUT_S)
-        return _checked(msgspec.json.decode(reply.data))
+        try:
+            return _checked(msgspec.json.decode(reply.data))
+        except ApiError as error:
+            if error.code == STREAM_NOT_FOUND:
+                self._on_stream_missed()
+            raise
 
     async def get_message(self, stream: str, **query: int | str) -> dict[str, Any] | None:
         """Read one message of a stream by what STREAM.MSG.GET takes (``seq``, …); None if there is none such.

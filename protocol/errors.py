@@ -13,6 +13,9 @@ HTTP statuses belong to the gateway's edge (``gateway.api.errors``); here is onl
 """
 
 from enum import StrEnum
+from typing import Final
+
+STREAM_NOT_FOUND: Final = 10059  # the code of an ApiError
 
 
 class ErrorCode(StrEnum):

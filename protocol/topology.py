@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 from msgspec import Struct
@@ -16,7 +17,7 @@ from msgspec import Struct
 from protocol import subjects
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
-from protocol.errors import ApiError, BusError, StreamFull
+from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, StreamFull
 
 HEARTBEAT_PERIOD_S: Final = 0.5
 HEARTBEAT_LIMIT_S: Final = 1.5  # a worker unheard of for longer counts as dead
@@ -41,7 +42,6 @@ IDEMPOTENCY_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 claims
 QUOTAS_MAX_BYTES: Final = 256 * 1024 * 1024  # one entry of some 1 KB for each key and each team that has a limit
 
 NS: Final = 1_000_000_000
-STREAM_NOT_FOUND: Final = 10059
 CONSUMER_NOT_FOUND: Final = 10014
 CONSUMER_CANNOT_CHANGE: Final = 10012
 WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # of a compare-and-set: somebody else was quicker
@@ -223,22 +223,35 @@ async def apply(bus: Bus, models: list[str], bounds: QueueBounds, *, limit_s: fl
 
 
 async def _apply_all(bus: Bus, models: list[str], bounds: QueueBounds) -> None:
-    await _each(bus, streams(bounds), _apply_stream)
-    consumers = [job_consumer_config(model, lane) for model in models for lane in subjects.LANES]
-    await _each(bus, consumers, _apply_job_consumer)
-    await _apply_consumer(bus, subjects.USAGE_STREAM, ledger_consumer_config())
-    await _apply_consumer(bus, subjects.PAYLOADS_STREAM, payloads_consumer_config())
+    """Apply everything, jobs first; the first thing that the server refuses is told when all the rest is made."""
+    making = streams(bounds)
+    jobs = [config for config in making if config["name"] == subjects.INTERACTIVE_STREAM]
+    others = [config for config in making if config not in jobs]
+    lanes = [job_consumer_config(model, lane) for model in models for lane in subjects.LANES]
+    refusals = await _each(jobs, partial(_apply_stream, bus))
+    refusals += await _each(lanes, partial(_apply_job_consumer, bus))
+    refusals += await _each(others, partial(_apply_stream, bus))
+    refusals += await _each([ledger_consumer_config()], partial(_apply_consumer, bus, subjects.USAGE_STREAM))
+    refusals += await _each([payloads_consumer_config()], partial(_apply_consumer, bus, subjects.PAYLOADS_STREAM))
+    if refusals:
+        raise refusals[0]
 
 
 async def _each(
-    bus: Bus, configs: list[dict[str, Any]], apply_one: Callable[[Bus, dict[str, Any]], Awaitable[None]]
-) -> None:
-    """Apply them, ``APPLY_CONCURRENCY`` at a time; the first error ends them all."""
+    configs: list[dict[str, Any]], apply_one: Callable[[dict[str, Any]], Awaitable[None]]
+) -> list[BusError]:
+    """Apply them, ``APPLY_CONCURRENCY`` at a time; returns what was refused. The first silence ends them all."""
     places = asyncio.Semaphore(APPLY_CONCURRENCY)
+    refusals: list[BusError] = []
 
     async def apply_in_its_place(config: dict[str, Any]) -> None:
         async with places:
-            await apply_one(bus, config)
+            try:
+                await apply_one(config)
+            except BusTimeout:
+                raise
+            except BusError as error:
+                refusals.append(error)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -246,6 +259,7 @@ async def _each(
                 group.create_task(apply_in_its_place(config))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
+    return refusals
 
 
 async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:

@@ -9,9 +9,8 @@ from protocol import subjects
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.dead_letters import DeadLetter, decode_dead_letter
-from protocol.errors import ApiError, BusError, PayloadTooLarge, ProtocolError
+from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, PayloadTooLarge, ProtocolError
 from protocol.messages import encode
-from protocol.topology import STREAM_NOT_FOUND
 
 MAX_WAITING: Final = 1000  # beyond, a letter is only logged: requests that fail by the thousand are news enough
 STORE_LIMIT_S: Final = 120.0

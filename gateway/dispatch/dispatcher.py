@@ -28,12 +28,12 @@ from gateway.dispatch.record import dead_letter, lost_attempt_record, settle_lim
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest, State
 from gateway.dispatch.request_log import log_end
+from gateway.dispatch.streams import Streams
 from gateway.dispatch.unforeseen import fail_alone
 from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
-from protocol import subjects, topology
+from protocol import subjects
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
-from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, decode_step, encode
@@ -69,6 +69,7 @@ class Dispatcher:
         self._outbox = outbox
         self._intents = intents
         self._series = series
+        self._streams = Streams(bus, list(settings.models), settings.queue)
         self._lookups = Lookups(bus)
         self._queue = JobQueue(bus, self._lookups, settings.gateway_id)
         self._dead_letters = DeadLetters(bus)
@@ -90,7 +91,7 @@ class Dispatcher:
 
     async def start(self) -> None:
         """Make the streams and listen. Raises BusError."""
-        await self._apply_topology(limit_s=topology.FIRST_APPLY_LIMIT_S)
+        await self._streams.start()
         self._registry.on_lost = self._on_worker_lost
         await self._registry.start()
         await self._detector.start()
@@ -104,6 +105,7 @@ class Dispatcher:
             group.create_task(self._sweep(), name="sweep")
             group.create_task(self._look_up(), name="look-ups")
             group.create_task(self._detector.run(), name="loss detector")
+            group.create_task(self._streams.run(), name="streams")
 
     async def _sweep(self) -> None:
         last_s = time.monotonic()
@@ -295,8 +297,9 @@ class Dispatcher:
 
     def withdraw(self, request: OpenRequest) -> None:
         """Take the current attempt out of the queue, if it is there."""
-        if request.current.stream_sequence is not None:
-            self._spawn(self._queue.withdraw(request.current.stream_sequence))
+        sequence = request.current.stream_sequence
+        if sequence is not None:
+            self._spawn(self._queue.withdraw(f"{request.request_id}.{request.attempt}", sequence))
 
     def taken(self, request: OpenRequest) -> None:
         """A worker has the current attempt."""
@@ -371,33 +374,15 @@ class Dispatcher:
 
     # --- the queue server went away and is back -----------------------------------------------------------------------
 
-    async def _apply_topology(self, limit_s: float = 0.0) -> None:
-        queue = self._settings.queue
-        bounds = topology.QueueBounds(
-            max_jobs=queue.max_jobs,
-            max_bytes=queue.max_mib * 1024 * 1024,
-            max_usage_bytes=queue.usage_max_mib * 1024 * 1024,
-            replicas=queue.replicas,
-        )
-        await topology.apply(self._bus, list(self._settings.models), bounds, limit_s=limit_s)
-
     async def _on_reconnected(self) -> None:
         # Before anything is awaited: no sweep may take our own silence for the workers'; and the server may have lost
         # its memory stream, whose sequence numbers then begin anew, so that the old ones name other callers' jobs.
         self._registry.forgive(time.monotonic())
         for request in self._open.values():
             request.current.stream_sequence = None
-        for wait_s in backoff_s():
-            if not self._bus.connected:
-                return  # the next reconnect starts anew
-            try:
-                await self._apply_topology()
-            except BusError as error:
-                log.warning("the streams are not back yet: %s", error)
-                await asyncio.sleep(wait_s)
-            else:
-                self._restore_requests()
-                return
+        await self._streams.restore()
+        # Whatever could not be made: a job whose stream is missing is published until it is there.
+        self._restore_requests()
 
     def _restore_requests(self) -> None:
         now_s = time.monotonic()

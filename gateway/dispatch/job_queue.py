@@ -128,12 +128,14 @@ class JobQueue:
             await asyncio.sleep(wait_s)
         return False
 
-    async def withdraw(self, sequence: int) -> None:
+    async def withdraw(self, message_id: str, sequence: int) -> None:
         """Delete a job's message, if it is still there. A worker that has pulled it is told separately."""
         try:
-            await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
+            # The stream may have been lost and made again unseen by us: the number is then another job's.
+            if await self._lookups.is_stored(message_id, sequence):
+                await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
         except BusError as error:  # its time to live ends it
-            log.debug("job message %d could not be withdrawn: %s", sequence, error)
+            log.debug("job %s could not be withdrawn: %s", message_id, error)
 
     async def drop_prompt(self, request: OpenRequest) -> None:
         """Delete the prompt that travelled by reference, if it did."""

@@ -15,11 +15,10 @@ from typing import Final
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
-from protocol.errors import ApiError, BusError, ProtocolError
+from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, ProtocolError
 from protocol.messages import PROTOCOL_VERSION, encode
 from protocol.parked import MAX_REASON_CHARS, ParkedUsage, decode_parked
 from protocol.pull import Delivery
-from protocol.topology import STREAM_NOT_FOUND
 from protocol.usage import UnreadUsage, read_usage
 
 REPLAY_PERIOD_S: Final = 60.0

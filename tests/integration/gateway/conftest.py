@@ -123,8 +123,8 @@ class GatewayUnderTest:
         return worker
 
     def client(self, **rest: Any) -> openai.AsyncOpenAI:
-        options = {"max_retries": 0, "timeout": 30.0, "api_key": self.key, **rest}
-        client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", **options)
+        options = {"base_url": f"{self.url}/v1", "max_retries": 0, "timeout": 30.0, "api_key": self.key, **rest}
+        client = openai.AsyncOpenAI(**options)
         self._clients.append(client)
         return client
 

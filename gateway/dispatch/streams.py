@@ -1,0 +1,60 @@
+"""Keeps the streams there: makes them at the start, after each reconnect, and as soon as one is missed."""
+
+import asyncio
+import logging
+from typing import Final
+
+from gateway.settings import QueueSettings
+from protocol import topology
+from protocol.backoff import backoff_s
+from protocol.bus import Bus
+from protocol.errors import BusError
+
+MIB: Final = 1024 * 1024
+REPAIR_PERIOD_S: Final = 1.0  # one that is deleted again and again is made so often
+LONGEST_REPAIR_WAIT_S: Final = 5.0  # between two tries where the server refuses
+
+log = logging.getLogger(__name__)
+
+
+class Streams:
+    """The topology of one gateway's queue server; applied by one task at a time."""
+
+    def __init__(self, bus: Bus, models: list[str], queue: QueueSettings) -> None:
+        self._bus = bus
+        self._models = models
+        self._bounds = topology.QueueBounds(
+            max_jobs=queue.max_jobs,
+            max_bytes=queue.max_mib * MIB,
+            max_usage_bytes=queue.usage_max_mib * MIB,
+            replicas=queue.replicas,
+        )
+        self._missed = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Make what is not there. Raises BusError."""
+        await topology.apply(self._bus, self._models, self._bounds, limit_s=topology.FIRST_APPLY_LIMIT_S)
+        self._bus.on_stream_missed(self._missed.set)
+
+    async def run(self) -> None:
+        """Make again what has been missed; never returns."""
+        while True:
+            await self._missed.wait()
+            for wait_s in backoff_s(LONGEST_REPAIR_WAIT_S):
+                if await self.restore():
+                    break
+                await asyncio.sleep(wait_s)
+            await asyncio.sleep(REPAIR_PERIOD_S)
+
+    async def restore(self) -> bool:
+        """Make what is not there any more, as far as the server lets us; whether all is there. ``run`` tries on."""
+        async with self._one_at_a_time:
+            try:
+                await topology.apply(self._bus, self._models, self._bounds)
+            except BusError as error:
+                log.warning("the streams are not all there: %s", error)
+                self._missed.set()
+                return False
+            self._missed.clear()  # also what has been missed meanwhile: it is there now
+            return True
