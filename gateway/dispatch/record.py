@@ -1,18 +1,20 @@
 """What is left of a request: its one ledger record, those of attempts that were lost, and the story of a failure."""
 
+import hashlib
 import time
 from typing import Final
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.request import OpenRequest
 from protocol.clock import unix_now_ms
-from protocol.dead_letters import DeadLetter
+from protocol.dead_letters import DeadLetter, sampling_without_texts
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Origin
 from protocol.usage import AttemptRecord, RequestIntent, RequestRecord
 
 CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
+MAX_REASON_CHARS: Final = 1000  # of each failure in a dead letter
 UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbeat came
 
 
@@ -144,6 +146,8 @@ def lost_attempt_record(
 def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
     """The story of a request that was given up after its last attempt."""
     admission = request.admission
+    sampling, withheld_bytes = sampling_without_texts(admission.sampling)
+    grammar = admission.sampling.grammar
     return DeadLetter(
         v=PROTOCOL_VERSION,
         request_id=request.request_id,
@@ -152,10 +156,12 @@ def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
         tenant=admission.tenant,
         key_id=admission.key_id,
         prompt_tokens=admission.prompt_tokens,
-        sampling=admission.sampling,
+        sampling=sampling,
         accepted_unix_ms=admission.received_unix_ms,
         given_up_unix_ms=unix_now_ms(),
-        failures=tuple(request.log.failures),
+        failures=tuple(replace(each, reason=each.reason[:MAX_REASON_CHARS]) for each in request.log.failures),
+        withheld_bytes=withheld_bytes,
+        grammar_sha256=hashlib.sha256(grammar.source.encode()).hexdigest() if grammar else "",
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from gateway.dispatch import lookups as lookups_module
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.messages import Accepted, Cancel, Resend, Tokens, unpack_token_ids
+from protocol.messages import Accepted, Cancel, Resend, Tokens, encode, unpack_token_ids
 from protocol.pull import ack
 from protocol.usage import AttemptRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart, until, until_async
@@ -274,8 +274,9 @@ async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCa
         await attempt.fail("engine_died", "boom", retryable=True)
 
     worker = await gateway.add_worker(script=fail)
+    own = {"stop": ["SECRET"], "logit_bias": {"7777": 1}, "extra_body": {"guided_regex": "SECRET|" * 1000 + "b"}}
     with pytest.raises(openai.APIStatusError) as caught:
-        await gateway.client().chat.completions.create(model=MODEL, messages=HELLO)
+        await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, **own)
     assert caught.value.code == "attempts_exhausted"
     assert caught.value.response.headers["x-should-retry"] == "false"
     assert "boom" in caught.value.message
@@ -288,6 +289,11 @@ async def test_attempts_are_exhausted(start_gateway: Start, caplog: pytest.LogCa
     assert [(failure.attempt, failure.worker_id, failure.code, failure.reason) for failure in letter.failures] == [
         (number, "w1", "engine_died", "boom") for number in (1, 2, 3)
     ]
+    # Of what the caller wrote, it says how much that was, and how a grammar that kills workers is known again.
+    assert b"SECRET" not in encode(letter)
+    assert not letter.sampling.logit_bias
+    assert letter.withheld_bytes == {"stop": 8, "logit_bias": 13, "grammar": 7001}
+    assert len(letter.grammar_sha256) == 64
 
 
 async def test_frames_of_others_are_fenced_out(start_gateway: Start) -> None:
