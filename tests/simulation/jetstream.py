@@ -8,10 +8,11 @@ written when the power fails is lost, and nobody was told that it was stored.
 
 import base64
 import datetime as dt
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tests.simulation.network import Connection, Message
 from tests.simulation.virtual_time import EPOCH_S
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from tests.simulation.server import QueueServer
 
 NS = 1_000_000_000
+encode = msgspec.json.encode
+decode: Callable[[bytes], Any] = msgspec.json.decode
 WRITE_S = (0.0005, 0.004)  # of a file stream, with its sync
 
 STREAM_NOT_FOUND = 10059
@@ -191,7 +194,7 @@ class JetStream:
         except ApiFailure as failure:
             answer |= failure.answer
         if reply:
-            self._server.send(reply, Message(reply, json.dumps(answer).encode()))
+            self._server.send(reply, Message(reply, encode(answer)))
 
     def _put(self, stream: Stream, subject: str, payload: bytes, headers: dict[str, str]) -> tuple[int, bool]:
         """Store a message; its sequence, and whether it had been there before. Raises ApiFailure."""
@@ -309,7 +312,7 @@ class JetStream:
         elif payload.startswith(b"-NAK") and sequence in consumer.unanswered:
             entry = consumer.unanswered[sequence]
             entry.timer.cancel()
-            delay_ns = json.loads(payload[5:])["delay"] if len(payload) > 5 else 0
+            delay_ns = decode(payload[5:])["delay"] if len(payload) > 5 else 0
             entry.timer = self._redelivery(consumer, sequence, delay_ns / NS)
 
     # --- the API ------------------------------------------------------------------------------------------------------
@@ -320,7 +323,7 @@ class JetStream:
         if tokens[1] == "ACK":
             self._on_answer(tokens, payload)
             return True
-        body = json.loads(payload) if payload else {}
+        body = decode(payload) if payload else {}
         if tokens[2:5] == ["CONSUMER", "MSG", "NEXT"]:
             stream = self.streams.get(tokens[5])
             consumer = stream.consumers.get(tokens[6]) if stream is not None else None
@@ -332,7 +335,7 @@ class JetStream:
             answer = call(self, tokens, body)
         except ApiFailure as failure:
             answer = failure.answer
-        self._server.send(reply, Message(reply, json.dumps(answer).encode()))
+        self._server.send(reply, Message(reply, encode(answer)))
         return True
 
     def _stream(self, name: str) -> Stream:
