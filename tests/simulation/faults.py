@@ -30,7 +30,8 @@ def _picked(some: Sequence[_One], pick: float) -> _One:
 
 
 def _kill(simulation: "Simulation", part: Part, *, with_host: bool = False) -> None:
-    simulation.oracle.lost_gateways.add(part.id)
+    lost = simulation.oracle.lost_workers if part in simulation.workers else simulation.oracle.lost_gateways
+    lost.add(part.id)
     part.kill(with_host=with_host)
 
 

@@ -35,8 +35,9 @@ from pool_worker.stopping import Stop
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
-from protocol.outbox import Outbox
+from protocol.outbox import MESSAGE_SPACING_S, Outbox
 from tests.simulation import sql
+from tests.simulation.disk import Disk
 from tests.simulation.engine import CONTEXT, Pace, SimulatedEngine
 from tests.simulation.network import Host, connect_bus
 from tests.simulation.virtual_time import Process
@@ -185,6 +186,7 @@ class Gateway(Part):
         super().__init__(world, name, host, skew_s)
         self._policies = policies
         self._on_open = on_open
+        self.disk = Disk()
         self.application: Any = None  # None: nobody listens
         self.callers: set[Any] = set()  # whose connections it has
         self.dispatcher: Dispatcher | None = None
@@ -205,8 +207,13 @@ class Gateway(Part):
         self._stop = asyncio.Event()
         bus = await connect_bus(self.world, process, self.host, f"gateway-{self.id}")
         most = settings.limits.max_unpublished_usage
-        outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, most)
-        intents = Outbox(bus, subjects.INTENT_USAGE_SUBJECT, most, spacing_s=INTENT_SPACING_S)
+        outbox, intents = (
+            Outbox(bus, subject, most, spool=self.disk.spool(subject), spacing_s=spacing_s)
+            for subject, spacing_s in (
+                (subjects.REQUEST_USAGE_SUBJECT, MESSAGE_SPACING_S),
+                (subjects.INTENT_USAGE_SUBJECT, INTENT_SPACING_S),
+            )
+        )
         registry = WorkerRegistry(bus)
         admission_control = AdmissionControl(bus, settings, registry)
         series = RequestSeries(Prices())
@@ -289,6 +296,7 @@ class Gateway(Part):
         for caller in list(self.callers):
             caller.cut_off()
         self.callers.clear()
+        self.disk.let_go()
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

@@ -164,6 +164,8 @@ def simulate(plan: Plan, show: Callable[[str], None] | None = None) -> Verdict:
             verdict = _verdict_of(simulation)
             logging.disable()
             loop.throw_away()
+            for gateway in simulation.gateways:
+                gateway.disk.throw_away()
             return verdict
     finally:
         logging.disable(logging.NOTSET)

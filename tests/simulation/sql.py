@@ -2,7 +2,8 @@
 
 aiosqlite hands each statement to a thread, whose timing no seed decides. Here statements run at once, and a commit
 takes simulated time before and after it, so that a crash may fall on either side. All else is the product's own SQL.
-What this leaves untested: other writers' locks, and SQLite's own promise that a commit is all or nothing and lasts.
+One transaction runs at a time, whatever it does: others wait, as SQLite's writers do. What this leaves untested:
+readers beside a writer, and SQLite's own promise that a commit is all or nothing and lasts.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 COMMIT_S = (0.001, 0.01)
+LOCK_LIMIT_S = 5.0  # as gateway.db.engine.LOCK_LIMIT_S
+LOCK_LOOK_S = 0.002
 
 
 class Database:
@@ -31,6 +34,7 @@ class Database:
     def __init__(self, world: "World") -> None:
         self.world = world
         self.is_away = False
+        self.writer: _Connection | None = None  # whose transaction runs
         self.raw = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self.raw.deserialize(_template())
         Database.current = self
@@ -39,6 +43,7 @@ class Database:
         """Whoever was writing is dead."""
         if self.raw.in_transaction:
             self.raw.rollback()
+        self.writer = None
 
     def rows(self, statement: str, *values: Any) -> list[dict[str, Any]]:
         cursor = self.raw.execute(statement, values)
@@ -71,6 +76,8 @@ class _Cursor:
         return self._cursor.lastrowid or 0
 
     async def execute(self, statement: str, parameters: Any = ()) -> "_Cursor":
+        if statement.startswith("BEGIN"):
+            await self._connection.begin()
         self._connection.check()
         self._cursor.execute(statement, parameters)
         return self
@@ -100,6 +107,20 @@ class _Connection:
         if self.database.is_away or (self._process is not None and self._process.is_dead):
             raise sqlite3.OperationalError("the simulated database is away")
 
+    async def begin(self) -> None:
+        """Wait for one's turn."""
+        for _ in range(int(LOCK_LIMIT_S / LOCK_LOOK_S)):
+            self.check()
+            if self.database.writer is None:
+                self.database.writer = self
+                return
+            await asyncio.sleep(LOCK_LOOK_S)
+        raise sqlite3.OperationalError("database is locked")
+
+    def _end(self) -> None:
+        if self.database.writer is self:
+            self.database.writer = None
+
     def cursor(self) -> _Cursor:
         return _Cursor(self)
 
@@ -110,17 +131,18 @@ class _Connection:
     async def commit(self) -> None:
         await self._pause()
         self.check()
-        if self.database.raw.in_transaction:
+        if self.database.writer is self:
             self.database.raw.commit()
+            self._end()
         await self._pause()
 
     async def rollback(self) -> None:
-        is_dead = self._process is not None and self._process.is_dead
-        if not is_dead and self.database is Database.current and self.database.raw.in_transaction:
+        if self.database.writer is self and self.database is Database.current:
             self.database.raw.rollback()
+            self._end()
 
     async def close(self) -> None:
-        return
+        await self.rollback()
 
     def stop(self) -> None:
         return
