@@ -13,10 +13,12 @@ class Backlog:
 
     jobs: dict[str, int]  # by subject; empty lanes are left out
     server_time: dt.datetime
+    bytes: int = 0  # of all jobs, of whatever lane
 
 
 async def read_backlog(bus: Bus, model: str | None = None) -> Backlog:
     """Ask for the backlog of one model or of all. Raises ApiError or BusTimeout."""
     filter_ = "rq.>" if model is None else subjects.job_subject(model, ">")
     info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}", {"subjects_filter": filter_})
-    return Backlog(info["state"].get("subjects") or {}, dt.datetime.fromisoformat(info["ts"]))
+    state = info["state"]
+    return Backlog(state.get("subjects") or {}, dt.datetime.fromisoformat(info["ts"]), state["bytes"])

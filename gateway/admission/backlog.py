@@ -82,6 +82,19 @@ class Backlog:
             subjects.job_subject(model, lane): self._lanes[model][lane] for model in models for lane in subjects.LANES
         }
         self._failing = False
+        self._here_bytes = 0  # of this gateway's waiting jobs
+        self._polled_bytes = 0  # in the stream at the last answer
+        self._changed_bytes = 0  # as LaneBacklog's
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of all jobs in the stream, of all models and gateways."""
+        return max(self._here_bytes, self._polled_bytes + self._changed_bytes)
+
+    def add_bytes(self, job_bytes: int) -> None:
+        """A job of this gateway came, or left (less than 0)."""
+        self._here_bytes += job_bytes
+        self._changed_bytes += job_bytes
 
     def lane(self, model: str, lane: str) -> LaneBacklog:
         """One lane of a configured model."""
@@ -98,13 +111,16 @@ class Backlog:
     async def poll(self) -> None:
         """Ask the stream. While it does not answer, the last numbers and our own changes stand."""
         asked = {subject: lane.asked() for subject, lane in self._by_subject.items()}
+        asked_bytes = self._changed_bytes
         try:
-            jobs = (await read_backlog(self._bus)).jobs
+            backlog = await read_backlog(self._bus)
         except BusError as error:
             if not self._failing:
                 log.warning("the backlog cannot be asked for: %s", error)
             self._failing = True
             return
         self._failing = False
+        self._polled_bytes = backlog.bytes
+        self._changed_bytes -= asked_bytes
         for subject, lane in self._by_subject.items():
-            lane.answered(jobs.get(subject, 0), asked[subject])
+            lane.answered(backlog.jobs.get(subject, 0), asked[subject])

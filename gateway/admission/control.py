@@ -42,6 +42,7 @@ class AdmissionControl:
     def __init__(self, bus: Bus, settings: GatewaySettings, registry: WorkerRegistry) -> None:
         models = list(settings.models)
         self._limits = settings.limits
+        self._stream_bytes = settings.queue.max_mib * 1024 * 1024
         self._tenant_settings = settings.tenants
         self._backlog = Backlog(bus, models)
         self._capacity = Capacity(models)
@@ -146,15 +147,15 @@ class AdmissionControl:
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED, message, admission)
         if use is not None:
             # A prompt beyond the bound by itself is let in when none waits: it would never be, otherwise.
-            tokens, prompt_bytes = use.tokens(batch=admission.batch), use.bytes(batch=admission.batch)
+            tokens = use.tokens(batch=admission.batch)
             if tokens and tokens + admission.prompt_tokens > limits.max_queued_prompt_tokens:
                 message = (
                     f"{tokens} prompt tokens wait for this model already, too many to add {admission.prompt_tokens}"
                 )
                 return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_TOKENS, message, admission)
-            if prompt_bytes and prompt_bytes + len(admission.prompt_ids) > limits.max_queued_bytes:
-                message = f"{prompt_bytes} bytes of prompts wait for this model already, too many to add this one"
-                return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_BYTES, message, admission)
+        too_many_bytes = self._too_many_bytes(admission, 0 if use is None else use.bytes(batch=admission.batch))
+        if too_many_bytes is not None:
+            return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_BYTES, too_many_bytes, admission)
         rate = capacity.jobs_per_s
         if rate is None or (waiting + 1) / rate <= admission.queue_wait_s:
             return None  # nobody's place is later than the last
@@ -162,6 +163,26 @@ class AdmissionControl:
         if eta_s is not None and eta_s > admission.queue_wait_s:
             message = f"the estimated wait is {eta_s:.0f} s, and the caller waits for {admission.queue_wait_s:g} s"
             return self._refused(capacity, ErrorCode.WAIT_TOO_LONG, message, admission)
+        return None
+
+    def _too_many_bytes(self, admission: Admission, of_model: int) -> str | None:
+        """Why a job has too many bytes to wait with the others; None: it has not.
+
+        The stream is one for all models, tenants and gateways. No model may hold more of it here than is free, and no
+        tenant more than its model may still add: so whoever comes next finds room. These are the dynamic thresholds of
+        Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (IEEE/ACM Transactions
+        on Networking 6(2), 1998), with a factor of 1: a model that is alone gets half, two get a third each; a tenant
+        that is alone gets half of its model's part.
+        """
+        tenant = self._tenants.get(admission.tenant)
+        of_tenant = 0 if tenant is None else tenant.queued_bytes
+        job_bytes = admission.job_bytes
+        free = self._stream_bytes - self._backlog.waiting_bytes
+        room = min(self._limits.max_queued_bytes - of_model, (free - of_model) // 2)  # after it, as much is free
+        if of_model and job_bytes > room:
+            return f"{of_model} bytes of jobs wait for this model already, too many to add {job_bytes}"
+        if of_tenant and of_tenant + job_bytes > room:
+            return f"{of_tenant} bytes of this key's or team's jobs wait already, as many as are left for all others"
         return None
 
     def _refused(self, capacity: ModelCapacity, code: ErrorCode, message: str, admission: Admission) -> Failure:
@@ -221,9 +242,11 @@ class AdmissionControl:
         self._last_entry_s = admission.admitted_s
         lane = self._lane_of_next(admission)
         self._backlog.lane(admission.model, lane).enter(admission.request_id, admission.admitted_s)
-        self._models.setdefault(admission.model, ModelUse()).add(admission, 1)
-        self._tenants.setdefault(admission.tenant, TenantUse()).enter(admission.model, lane)
-        return Ticket(self, admission, lane)
+        job_bytes = admission.job_bytes
+        self._backlog.add_bytes(job_bytes)
+        self._models.setdefault(admission.model, ModelUse()).add(admission, job_bytes, 1)
+        self._tenants.setdefault(admission.tenant, TenantUse()).enter(admission.model, lane, job_bytes)
+        return Ticket(self, admission, lane, job_bytes)
 
     def place(self, ticket: Ticket) -> Place:
         """Where a waiting request stands now."""
@@ -235,8 +258,9 @@ class AdmissionControl:
         """A request no longer waits for its first worker."""
         admission = ticket.admission
         self._backlog.lane(admission.model, ticket.lane).leave(admission.request_id)
-        self._models[admission.model].add(admission, -1)
-        self._tenants[admission.tenant].leave_queue(admission.model, ticket.lane)
+        self._backlog.add_bytes(-ticket.job_bytes)
+        self._models[admission.model].add(admission, ticket.job_bytes, -1)
+        self._tenants[admission.tenant].leave_queue(admission.model, ticket.lane, ticket.job_bytes)
 
     def taken(self, ticket: Ticket, worker_id: str) -> None:
         """A worker has accepted the request."""

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 class Ticket:
     """One request's entry in the counts of admission. Its methods may be called again and in any order."""
 
-    __slots__ = ("_control", "_is_open", "_waits", "admission", "lane")
+    __slots__ = ("_control", "_is_open", "_waits", "admission", "job_bytes", "lane")
 
-    def __init__(self, control: "AdmissionControl", admission: Admission, lane: str) -> None:
+    def __init__(self, control: "AdmissionControl", admission: Admission, lane: str, job_bytes: int) -> None:
         self.admission = admission
+        self.job_bytes = job_bytes
         self.lane = lane  # of the first attempt
         self._control = control
         self._waits = True

@@ -7,7 +7,7 @@ from gateway.dispatch.admission import Admission
 
 
 class ModelUse:
-    """Prompts of the requests that wait for one model."""
+    """Jobs of the requests that wait for one model."""
 
     __slots__ = ("_bytes", "_tokens")
 
@@ -15,39 +15,42 @@ class ModelUse:
         self._tokens = [0, 0]  # interactive, batch
         self._bytes = [0, 0]
 
-    def add(self, admission: Admission, sign: int) -> None:
+    def add(self, admission: Admission, job_bytes: int, sign: int) -> None:
         """Count a waiting request in (1) or out (-1)."""
         self._tokens[admission.batch] += sign * admission.prompt_tokens
-        self._bytes[admission.batch] += sign * len(admission.prompt_ids)
+        self._bytes[admission.batch] += sign * job_bytes
 
     def tokens(self, *, batch: bool) -> int:
         """Prompt tokens that a request sees waiting: all of them from the batch lane, else the interactive ones."""
         return sum(self._tokens) if batch else self._tokens[0]
 
     def bytes(self, *, batch: bool) -> int:
-        """Bytes of the prompts, likewise."""
+        """Bytes of the jobs, likewise."""
         return sum(self._bytes) if batch else self._bytes[0]
 
 
 class TenantUse:
     """The requests of one tenant."""
 
-    __slots__ = ("_queued", "in_flight", "queued")
+    __slots__ = ("_queued", "in_flight", "queued", "queued_bytes")
 
     def __init__(self) -> None:
         self.in_flight = 0
         self.queued = 0
+        self.queued_bytes = 0
         self._queued: Counter[tuple[str, str]] = Counter()  # by model and lane
 
-    def enter(self, model: str, lane: str) -> None:
+    def enter(self, model: str, lane: str, job_bytes: int) -> None:
         """A request is admitted, and waits."""
         self.in_flight += 1
         self.queued += 1
+        self.queued_bytes += job_bytes
         self._queued[model, lane] += 1
 
-    def leave_queue(self, model: str, lane: str) -> None:
+    def leave_queue(self, model: str, lane: str, job_bytes: int) -> None:
         """A request no longer waits."""
         self.queued -= 1
+        self.queued_bytes -= job_bytes
         self._queued[model, lane] -= 1
         if not self._queued[model, lane]:
             del self._queued[model, lane]

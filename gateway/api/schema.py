@@ -24,6 +24,15 @@ from gateway.api.tool_fields import (
     tools_of,
 )
 from gateway.limits.body import check_values
+from gateway.limits.fields import (
+    MAX_BIASED_TOKENS,
+    MAX_NAME_CHARS,
+    MAX_STOP_CHARS,
+    SMALLEST_BYTES,
+    check_items,
+    check_object,
+    check_text,
+)
 from gateway.limits.request_limits import AS_MANY_AS_FIT
 from protocol.grammar import Grammar
 
@@ -278,6 +287,9 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
     """Validate a chat body. Raises MalformedJson or InvalidParameter."""
     request = parse_body(ChatCompletionRequest, body)
     refuse_unsupported(request, _UNSUPPORTED_IN_CHAT)
+    if len(body) > SMALLEST_BYTES:
+        _check_sizes(request)
+        check_object(request.chat_template_kwargs, "chat_template_kwargs")
     _refuse_contradictions(request)
     for number, message in enumerate(request.messages):
         check_message(message, f"messages.{number}.")
@@ -309,6 +321,8 @@ def parse_completion(body: bytes) -> CompletionRequest:
     """Validate a completion body. Raises MalformedJson or InvalidParameter."""
     request = parse_body(CompletionRequest, body)
     refuse_unsupported(request, _UNSUPPORTED_IN_COMPLETIONS)
+    if len(body) > SMALLEST_BYTES:
+        _check_sizes(request)
     _refuse_contradictions(request)
     if request.include_usage and request.stream_options.continuous_usage_stats and len(request.prompts) > 1:  # type: ignore[union-attr]
         text = "'continuous_usage_stats' is not available for several prompts."
@@ -351,6 +365,14 @@ def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
         )
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return InvalidParameter(f"Invalid value for '{param}': {message}", param=param, code=code)
+
+
+def _check_sizes(request: GenerationRequest) -> None:
+    check_text(request.user, "user", MAX_NAME_CHARS)
+    for number, stop in enumerate(request.stop or ()):
+        check_text(stop, f"stop[{number}]", MAX_STOP_CHARS)
+    check_items(len(request.logit_bias or ()), "logit_bias", MAX_BIASED_TOKENS)
+    check_object(request.metadata, "metadata")
 
 
 def _refuse_contradictions(request: GenerationRequest) -> None:

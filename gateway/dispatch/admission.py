@@ -1,15 +1,18 @@
 """What admission knows of a request: fixed from here on."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gateway.payloads.consent import Consent
 from gateway.quotas.reservation import Reservation
-from protocol.messages import Sampling
+from protocol.messages import Sampling, encode
 from protocol.pooling import Pooling
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTrace
+
+
+JOB_OVERHEAD_BYTES: Final = 512  # names, ids, times, and what the stream adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,12 @@ class Admission:
     team_id: str | None = None
     organisation_id: str | None = None
     reservation: Reservation | None = None  # of limits; None: its key and team have none
+
+    @property
+    def job_bytes(self) -> int:
+        """How large its job is, about, wherever its prompt lies."""
+        pooling = 0 if self.pooling is None else len(encode(self.pooling))
+        return JOB_OVERHEAD_BYTES + len(self.prompt_ids) + len(encode(self.sampling)) + pooling
 
     @property
     def answers(self) -> int:

@@ -5,6 +5,7 @@ import pytest
 from gateway.admission.control import AdmissionControl
 from gateway.dispatch.mailbox import Failure
 from protocol.errors import ErrorCode
+from protocol.grammar import Grammar
 from protocol.messages import Sampling
 from tests.unit.gateway.admission.controls import admission, beat, control
 
@@ -34,13 +35,13 @@ def refused(gate: AdmissionControl, **rest: Any) -> Failure:
     [
         ({"max_queued_requests": 3}, ErrorCode.TOO_MANY_QUEUED),
         ({"max_queued_prompt_tokens": 35}, ErrorCode.TOO_MANY_QUEUED_TOKENS),
-        ({"max_queued_bytes": 15}, ErrorCode.TOO_MANY_QUEUED_BYTES),
+        ({"max_queued_bytes": 4 * admission().job_bytes - 1}, ErrorCode.TOO_MANY_QUEUED_BYTES),
     ],
 )
 def test_bounds_on_what_waits(limits: dict[str, int], code: ErrorCode) -> None:
     gate = control(limits=limits)
     gate._capacity.heard(beat(running=1))
-    tickets = [gate.enter(admission(f"{n}", prompt_tokens=10)) for n in range(3)]
+    tickets = [gate.enter(admission(f"{n}", prompt_tokens=10, tenant=f"t{n}")) for n in range(3)]
     assert refused(gate, prompt_tokens=10).code is code
     tickets[0].accepted("w")
     assert gate.refusal(admission("next", prompt_tokens=10)) is None
@@ -170,3 +171,68 @@ def test_the_oldest_waiting_job_of_each_model_is_known(monkeypatch: pytest.Monke
     assert list(gate.oldest_waits_s()) == [("m", 10.0)]
     second.close()
     assert list(gate.oldest_waits_s()) == [("m", 0.0)]
+
+
+# --- shares of the queue's bytes --------------------------------------------------------------------------------------
+
+MIB = 1024 * 1024
+LARGE = Sampling(max_tokens=1, grammar=Grammar("regex", "a" * MIB))
+
+
+def enter_until_refused(gate: AdmissionControl, **rest: Any) -> int:
+    """How many large jobs get in."""
+    for number in range(1000):
+        asked = admission(f"{rest} {number}", **rest)
+        failure = gate.refusal(asked)
+        if failure is not None:
+            assert failure.code is ErrorCode.TOO_MANY_QUEUED_BYTES
+            return number
+        gate.enter(asked)
+    raise AssertionError("nobody was refused")
+
+
+def busy(**rest: Any) -> AdmissionControl:
+    gate = control(**rest)
+    gate._capacity.heard(beat(running=1))
+    return gate
+
+
+def test_all_bytes_of_a_job_count() -> None:
+    """18 requests with a pattern of 3.9 MB each filled the queue for everybody: only prompts were counted."""
+    gate = busy(limits={"max_queued_bytes": 10 * MIB})
+    assert enter_until_refused(gate, sampling=LARGE) < 10
+
+
+def test_whoever_takes_all_he_can_leaves_as_much_to_others() -> None:
+    gate = busy(queue={"max_mib": 30})
+    mine = enter_until_refused(gate, sampling=LARGE, tenant="greedy")
+    assert 6 <= mine <= 8
+    theirs = enter_until_refused(gate, sampling=LARGE, tenant="next")
+    assert 2 <= theirs <= 4
+    assert gate.refusal(admission("small", tenant="innocent")) is None
+
+
+def test_one_tenant_leaves_half_of_a_models_bound() -> None:
+    gate = busy(limits={"max_queued_bytes": 20 * MIB})
+    assert 9 <= enter_until_refused(gate, sampling=LARGE, tenant="greedy") <= 10
+    assert gate.refusal(admission("other", sampling=LARGE, tenant="other")) is None
+
+
+def test_one_models_jobs_leave_room_for_anothers() -> None:
+    gate = busy(queue={"max_mib": 30}, models={"m": {}, "other": {}})
+    for number in range(1000):  # each by a tenant of its own
+        asked = admission(f"{number}", sampling=LARGE, tenant=f"t{number}")
+        if gate.refusal(asked) is not None:
+            break
+        gate.enter(asked)
+    assert 13 <= number <= 15
+    assert gate.refusal(admission("next", model="other", sampling=LARGE, tenant="x")) is None
+
+
+def test_what_other_gateways_hold_leaves_less() -> None:
+    gate = busy(queue={"max_mib": 30})
+    gate._backlog._polled_bytes = 20 * MIB
+    assert 1 <= enter_until_refused(gate, sampling=LARGE) <= 3
+    for ticket in [gate.enter(admission("one", sampling=LARGE, tenant="z"))]:
+        ticket.close()
+    assert gate._backlog.waiting_bytes < 30 * MIB

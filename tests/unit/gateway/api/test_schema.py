@@ -7,6 +7,7 @@ from gateway.api.errors import BadRequest, InvalidParameter, MalformedJson
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import parse_chat, parse_completion, parse_tokenize
 from gateway.api.tool_fields import CalledFunction
+from gateway.limits.fields import check_grammar
 from protocol.grammar import Grammar
 from protocol.messages import Sampling
 
@@ -418,3 +419,36 @@ def test_legacy_functions_are_tools() -> None:
     assert (legacy.tools, legacy.tool_choice, legacy.parallel_tool_calls) == (now.tools, now.tool_choice, False)
     assert [message.for_template() for message in legacy.messages] == [m.for_template() for m in now.messages]
     assert (legacy.is_legacy, now.is_legacy) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop": ["a", "b" * 1025]}, "stop[1]"),
+        ({"user": "u" * 1025}, "user"),
+        ({"metadata": {"x": "y" * 65_536}}, "metadata"),
+        ({"chat_template_kwargs": {"x": "y" * 65_536}}, "chat_template_kwargs"),
+        ({"logit_bias": {str(number): 1 for number in range(16_385)}}, "logit_bias"),
+    ],
+)
+def test_fields_that_are_too_large(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter, match="may have at most") as caught:
+        parse_chat(chat(**fields))
+    assert (caught.value.param, caught.value.code) == (param, "too_large")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "a" * 200_001},
+        {"guided_choice": ["a" * 1000] * 201},
+        {"structured_outputs": {"grammar": "a" * 200_001}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"x": "y" * 200_000}}}},
+    ],
+)
+def test_a_grammar_that_is_too_large(fields: dict[str, Any]) -> None:
+    grammar = parse_chat(chat(**fields)).grammar
+    assert grammar is not None
+    with pytest.raises(InvalidParameter, match="may have at most 200000 characters") as caught:
+        check_grammar(grammar)
+    assert caught.value.param == next(iter(fields))
