@@ -82,10 +82,12 @@ class LimitSettings(Settings):
     # Of each model. Batch jobs see all that waits, interactive ones only what is interactive: no batch keeps them out.
     max_queued_requests: PositiveInt = 8_000  # that wait for a worker, of all gateways
     max_queued_prompt_tokens: PositiveInt = 20_000_000  # of this gateway's waiting requests
-    max_queued_bytes: PositiveInt = 128 * 1024 * 1024  # of their prompts, as they travel
+    max_queued_bytes: PositiveInt = 128 * 1024 * 1024  # of their jobs, prompts and all
     max_queued_without_workers: PositiveInt = 5_000  # that wait while no worker of the model is alive
     # Embeddings that this gateway waits for or is sending: a request of 2048 inputs may have 32 MiB of them.
     max_vector_bytes: PositiveInt = 512 * 1024 * 1024
+    # Of answers that their callers have not read, or that are not complete yet; one tenant has a quarter at most.
+    max_unread_bytes: PositiveInt = 512 * 1024 * 1024
     max_unpublished_usage: PositiveInt = 50_000  # records kept in memory while the queue server is away
 
 

@@ -52,6 +52,7 @@ class ErrorCode(StrEnum):
     INTER_TOKEN_TIMEOUT = "inter_token_timeout"  # noqa: S105  # no password
     TOTAL_TIMEOUT = "total_timeout"
     SLOW_CLIENT = "slow_client"
+    ANSWER_TOO_LARGE = "answer_too_large"  # one that is kept until it is complete
     SHUTTING_DOWN = "shutting_down"
     # The request failed for good.
     ATTEMPTS_EXHAUSTED = "attempts_exhausted"

@@ -1,42 +1,92 @@
-"""Whole answers, for callers that do not stream."""
+"""Whole answers, for callers that do not stream.
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+Log-probabilities may be a thousand times as large as the text. Until the answer is written they stay as the bytes in
+which they came, and are written piece by piece, so that others' requests go on meanwhile.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from gateway.api.details import NO_DETAILS, Details
-from gateway.api.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
+from gateway.api.logprobs import CompletionLogprobs, chat_pieces, prompt_logprobs
 from gateway.api.parsed import finish_reason_of, parsed_message, reasoning_tokens, with_reasoning_tokens
 from gateway.api.sse import answer_head, encode_json
+from gateway.dispatch.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_logprobs
 from gateway.tools.dialect import AnswerForm, AnswerParser
 from protocol.logprobs import PromptLogprob
-from protocol.messages import TokenLogprob, Tokens
+from protocol.messages import TokenLogprob
+
+FRAMES_AT_ONCE: Final = 1024  # are put together before others' requests get their turn: some 2 ms
+_MARK: Final = b"\0"  # never inside JSON: strings escape it
+_LOGPROBS_HERE: Final = msgspec.Raw(_MARK)
 
 
-class _Gathered:
+class WholeAnswer(NamedTuple):
+    """A body in which marks stand for the choices' log-probabilities."""
+
+    marked: bytes
+    logprobs: Sequence[Iterator[bytes]]  # the pieces of each
+    told: Sequence[tuple[str, str | None]]  # text and finish reason of every choice
+
+    @property
+    def body(self) -> bytes:
+        """The body without log-probabilities."""
+        return self.marked.replace(_MARK, b"null") if self.logprobs else self.marked
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The whole body. Others' requests get their turn after every piece."""
+        *heads, end = self.marked.split(_MARK)
+        for head, logprobs in zip(heads, self.logprobs, strict=True):
+            yield head
+            for piece in logprobs:
+                yield piece
+                await asyncio.sleep(0)
+        yield end
+
+
+class Gathered:
     """The frames of one choice, put together."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.frames: list[tuple[int, int]] = []  # characters and tokens of each
-        self.logprobs: list[TokenLogprob] | None = None
+        self.logprobs: list[HeldLogprobs] = []
         self.token_ids: list[int] = []
         self.prompt_logprobs: list[PromptLogprob] = []
         self.finish_reason: str | None = None
 
-    def add(self, frame: Tokens) -> None:
+    def add(self, frame: AnyTokens) -> None:
+        """Take the next one."""
         self.texts.append(frame.text)
         self.frames.append((len(frame.text), len(frame.token_ids)))
         self.token_ids += frame.token_ids
         self.prompt_logprobs += frame.prompt_logprobs or ()
         self.finish_reason = frame.finish_reason
-        if frame.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *frame.logprobs]
+        held = frame.held_logprobs if isinstance(frame, HeldTokens) else frame.logprobs
+        if held is not None:
+            self.logprobs.append(held)
+
+    @property
+    def told(self) -> tuple[str, str | None]:
+        """Its text and finish reason."""
+        return "".join(self.texts), self.finish_reason
+
+    def token_logprobs(self) -> Iterator[TokenLogprob]:
+        """Those of its tokens."""
+        for held in self.logprobs:
+            yield from read_logprobs(held)
 
 
-def _gather(frames: Iterable[Tokens], choices: int) -> list[_Gathered]:
-    gathered = [_Gathered() for _ in range(choices)]
-    for frame in frames:
+async def gather(frames: Iterable[AnyTokens], choices: int) -> list[Gathered]:
+    """Put the frames of one request together, by choice."""
+    gathered = [Gathered() for _ in range(choices)]
+    for number, frame in enumerate(frames, start=1):
         gathered[frame.index].add(frame)
+        if number % FRAMES_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return gathered
 
 
@@ -44,22 +94,24 @@ def chat_answer(
     answer_id: str,
     created: int,
     model: str,
-    frames: Iterable[Tokens],
+    gathered: Sequence[Gathered],
     *,
-    choices: int,
     usage: dict[str, Any],
     details: Details = NO_DETAILS,
     form: AnswerForm | None = None,
-) -> bytes:
+) -> WholeAnswer:
     """A ``chat.completion`` body; ``form``: how the answers are read where they are more than text."""
-    gathered = _gather(frames, choices)
     parsers = [form.parser() if form else None for _ in gathered]
     rows = [_chat_row(index, *one, details) for index, one in enumerate(zip(gathered, parsers, strict=True))]
     if form is not None and form.dialect.has_reasoning:
         read = [(parser.reasoning, choice.frames) for choice, parser in zip(gathered, parsers, strict=True) if parser]
         usage = with_reasoning_tokens(usage, sum(reasoning_tokens(*one) for one in read))
     head = answer_head(answer_id, "chat.completion", created, model, details)
-    return encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], details)})
+    marked = encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], details)})
+    logprobs = [
+        chat_pieces(choice.token_logprobs(), as_ids=details.tokens_as_ids) for choice in gathered if choice.logprobs
+    ]
+    return WholeAnswer(marked, logprobs, [choice.told for choice in gathered])
 
 
 def told_choice(text: str, finish_reason: str | None, parser: AnswerParser | None) -> dict[str, Any]:
@@ -68,28 +120,22 @@ def told_choice(text: str, finish_reason: str | None, parser: AnswerParser | Non
     return {"message": message, "finish_reason": finish_reason_of(finish_reason, message)}
 
 
-def _chat_row(index: int, choice: _Gathered, parser: AnswerParser | None, details: Details) -> dict[str, Any]:
-    told = told_choice("".join(choice.texts), choice.finish_reason, parser)
+def _chat_row(index: int, choice: Gathered, parser: AnswerParser | None, details: Details) -> dict[str, Any]:
+    told = told_choice(*choice.told, parser)
     return {
         "index": index,
         "message": told["message"],
-        "logprobs": _chat_logprobs(choice, details),
+        "logprobs": _LOGPROBS_HERE if choice.logprobs else None,
         "finish_reason": told["finish_reason"],
         **_own_token_ids(choice, details),
     }
 
 
-def _chat_logprobs(choice: _Gathered, details: Details) -> dict[str, Any] | None:
-    if choice.logprobs is None:
-        return None
-    return {"content": chat_logprobs(choice.logprobs, as_ids=details.tokens_as_ids), "refusal": None}
-
-
-def _own_token_ids(choice: _Gathered, details: Details) -> dict[str, Any]:
+def _own_token_ids(choice: Gathered, details: Details) -> dict[str, Any]:
     return {} if details.prompt_ids is None else {"token_ids": choice.token_ids}
 
 
-def _of_prompt(first: _Gathered, details: Details) -> dict[str, Any]:
+def _of_prompt(first: Gathered, details: Details) -> dict[str, Any]:
     """What is told about the prompt, which is known with the first choice."""
     told: dict[str, Any] = {}
     if details.prompt_ids is not None:
@@ -99,40 +145,56 @@ def _of_prompt(first: _Gathered, details: Details) -> dict[str, Any]:
     return told
 
 
+class CompletionRows(NamedTuple):
+    """The choices of one prompt of a plain completion."""
+
+    rows: Sequence[dict[str, Any]]
+    logprobs: Sequence[Iterator[bytes]]  # of those rows that have them
+    told: Sequence[tuple[str, str | None]]
+
+
 def completion_answer(
     answer_id: str,
     created: int,
     model: str,
-    rows: Sequence[dict[str, Any]],
+    prompts: Sequence[CompletionRows],
     *,
     usage: dict[str, Any],
     details: Details = NO_DETAILS,
-) -> bytes:
-    """A ``text_completion`` body; ``rows``: its choices."""
+) -> WholeAnswer:
+    """A ``text_completion`` body; ``prompts``: the choices of each."""
     head = answer_head(answer_id, "text_completion", created, model, details)
-    return encode_json({**head, "choices": rows, "usage": usage})
+    marked = encode_json({**head, "choices": [row for prompt in prompts for row in prompt.rows], "usage": usage})
+    logprobs = [pieces for prompt in prompts for pieces in prompt.logprobs]
+    return WholeAnswer(marked, logprobs, [told for prompt in prompts for told in prompt.told])
 
 
-def completion_rows(frames: Iterable[Tokens], *, choices: int, details: Details = NO_DETAILS) -> list[dict[str, Any]]:
+def completion_rows(gathered: Sequence[Gathered], details: Details = NO_DETAILS) -> CompletionRows:
     """The choices of one prompt."""
-    gathered = _gather(frames, choices)
     of_prompt = _of_prompt(gathered[0], details)
-    return [
+    has_logprobs = [bool(choice.logprobs) or details.echo_logprobs is not None for choice in gathered]
+    rows = [
         {
             "index": details.first_index + index,
             "text": details.echo + "".join(choice.texts),
-            "logprobs": _completion_logprobs(gathered[0].prompt_logprobs, choice, details),
+            "logprobs": _LOGPROBS_HERE if has else None,
             "finish_reason": choice.finish_reason,
             **_own_token_ids(choice, details),
             **of_prompt,
         }
-        for index, choice in enumerate(gathered)
+        for index, (choice, has) in enumerate(zip(gathered, has_logprobs, strict=True))
     ]
+    logprobs = [
+        _completion_logprobs(gathered[0].prompt_logprobs, choice, details)
+        for choice, has in zip(gathered, has_logprobs, strict=True)
+        if has
+    ]
+    return CompletionRows(rows, logprobs, [choice.told for choice in gathered])
 
 
-def _completion_logprobs(prompt: list[PromptLogprob], choice: _Gathered, details: Details) -> dict[str, Any] | None:
+def _completion_logprobs(prompt: list[PromptLogprob], choice: Gathered, details: Details) -> Iterator[bytes]:
     lists = CompletionLogprobs(as_ids=details.tokens_as_ids)
+    echoed = None
     if details.echo_logprobs is not None:
         echoed = lists.of_prompt(prompt, details.echo_logprobs, details.echo)
-        return joined(echoed, lists.of(choice.logprobs or ()))
-    return None if choice.logprobs is None else lists.of(choice.logprobs)
+    return lists.pieces(echoed, choice.token_logprobs())

@@ -6,7 +6,15 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from gateway.api.answers import chat_answer, completion_answer, completion_rows, told_choice
+from gateway.api.answers import (
+    CompletionRows,
+    WholeAnswer,
+    chat_answer,
+    completion_answer,
+    completion_rows,
+    gather,
+    told_choice,
+)
 from gateway.api.details import NO_DETAILS, details_of
 from gateway.api.form import answer_form, grammar_of, template_variables, tools_for_template, tools_told
 from gateway.api.job_call import JobCall
@@ -23,9 +31,10 @@ from gateway.api.schema import (
 )
 from gateway.api.sse import ChatChunks, Chunks, CompletionChunks
 from gateway.api.token_ids import with_token_ids
+from gateway.dispatch.mailbox import AnyTokens
 from gateway.tokens.model_tokens import ModelTokens
 from gateway.tools.dialect import AnswerForm
-from protocol.messages import Sampling, Tokens
+from protocol.messages import Sampling
 
 
 class AnswerMaker(Protocol):
@@ -40,7 +49,9 @@ class AnswerMaker(Protocol):
         """What makes the events of a streamed answer."""
         ...
 
-    def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
+    async def whole(
+        self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
+    ) -> WholeAnswer:
         """The body of an answer that is not streamed."""
         ...
 
@@ -138,14 +149,15 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         chunks = with_running_usage(chunks, request, self._details)
         return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=False)
 
-    def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
+    async def whole(
+        self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
+    ) -> WholeAnswer:
         """See Call."""
         return chat_answer(
             f"chatcmpl-{answer_id}",
             created,
             self.request.model,
-            frames,
-            choices=self.request.n or 1,
+            await gather(frames, self.request.n or 1),
             usage=usage,
             details=self._details,
             form=self._form,
@@ -222,18 +234,22 @@ class CompletionCall(JobCall[CompletionRequest]):
         chunks = with_running_usage(chunks, request, self._details)
         return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=True)
 
-    def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
+    async def whole(
+        self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
+    ) -> WholeAnswer:
         """See Call."""
-        return self.whole_of(answer_id, created, self.rows(frames), usage)
+        return self.whole_of(answer_id, created, [await self.rows(frames)], usage)
 
-    def rows(self, frames: Iterable[Tokens]) -> list[dict[str, Any]]:
+    async def rows(self, frames: Iterable[AnyTokens]) -> CompletionRows:
         """The choices of an answer that is not streamed."""
-        return completion_rows(frames, choices=self.request.n or 1, details=self._details)
+        return completion_rows(await gather(frames, self.request.n or 1), self._details)
 
-    def whole_of(self, answer_id: str, created: int, rows: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-        """The body of an answer with these choices."""
+    def whole_of(
+        self, answer_id: str, created: int, prompts: Sequence[CompletionRows], usage: dict[str, Any]
+    ) -> WholeAnswer:
+        """The body of an answer with the choices of these prompts."""
         return completion_answer(
-            f"cmpl-{answer_id}", created, self.request.model, rows, usage=usage, details=self._details
+            f"cmpl-{answer_id}", created, self.request.model, prompts, usage=usage, details=self._details
         )
 
     def told(self, text: str, finish_reason: str) -> dict[str, Any]:

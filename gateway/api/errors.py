@@ -370,6 +370,7 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.INTER_TOKEN_TIMEOUT: _TOO_SLOW,
     ErrorCode.TOTAL_TIMEOUT: _TOO_SLOW,
     ErrorCode.SLOW_CLIENT: FailureKind(408, "invalid_request_error", should_retry=False),
+    ErrorCode.ANSWER_TOO_LARGE: _BAD_REQUEST,
     ErrorCode.ENGINE_ERROR: _INTERNAL,
     ErrorCode.ENGINE_DIED: _INTERNAL,
     ErrorCode.WORKER_DRAINING: _NO_CAPACITY,

@@ -134,7 +134,7 @@ class Exchange:
         """Send a whole JSON answer."""
         await self._answer_whole(200, body, [], request)
 
-    async def answer_pieces(self, pieces: AsyncIterator[bytes], request: OpenRequest) -> None:
+    async def answer_pieces(self, pieces: AsyncIterator[bytes], request: Answered) -> None:
         """Send a JSON answer that may be large, as it is made: others' requests go on between its parts."""
         part = bytearray()
         try:

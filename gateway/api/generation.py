@@ -11,14 +11,15 @@ from gateway.api.exchange import Answered, Exchange
 from gateway.api.sampling import requested_max_tokens
 from gateway.api.schema import GenerationRequest
 from gateway.api.streaming import StreamWriter, usage_of
-from gateway.dispatch.mailbox import Ended
+from gateway.dispatch.mailbox import ReaderCut
 from gateway.dispatch.request import OpenRequest, State
+from gateway.limits.fields import check_grammar
 from gateway.limits.request_limits import check_prompt_logprobs, check_shape, output_limit
 from gateway.payloads.answers import RecordedAnswer
 from gateway.payloads.consent import Consent
 from gateway.payloads.publisher import Capture
 from gateway.tokens.model_tokens import ModelTokens, use_of
-from protocol.messages import Tokens, pack_token_ids
+from protocol.messages import pack_token_ids
 
 _Call = TypeVar("_Call", bound=Call)
 
@@ -49,12 +50,14 @@ class GenerationEndpoint(Endpoint[_Call]):
         if tokens.pooling is not None:
             raise InvalidParameter(f"The model `{tokens.model}` makes no text: {use_of(tokens)}.", param="model")
         prompt_ids = await call.encode_prompt(tokens)
-        max_tokens = self._output_limit(call, tokens, len(prompt_ids))
+        sampling = call.sampling(self._output_limit(call, tokens, len(prompt_ids)))
+        if sampling.grammar is not None:
+            check_grammar(sampling.grammar)
         return Work(
             pack_token_ids(prompt_ids),
             len(prompt_ids),
             call.prompt_param,
-            call.sampling(max_tokens),
+            sampling,
             stream=bool(call.request.stream),
         )
 
@@ -96,31 +99,31 @@ class GenerationEndpoint(Endpoint[_Call]):
     async def _answer_whole(
         self, exchange: Exchange, maker: AnswerMaker, request: Answered, answer: RecordedAnswer | None
     ) -> None:
-        frames: list[Tokens] = []
-        while True:
-            for event in await request.mailbox.take():
-                if isinstance(event, Tokens):
-                    frames.append(event)
-                elif isinstance(event, Ended):
-                    await self._answer_end(exchange, maker, request, frames, answer)
-                    return
+        try:
+            await request.mailbox.wait_for_end()
+            if request.failure is not None:
+                await exchange.answer_error(RequestFailed(request.failure), request)
+            elif request.outcome == "ok":
+                async with asyncio.timeout(None) as limit:
+                    # Until it is read it counts: where that is too much, its reader is given up.
+                    request.mailbox.on_cut = lambda: limit.reschedule(0.0)
+                    await self._answer_ok(exchange, maker, request, answer)
+        except (TimeoutError, ReaderCut):
+            exchange.abort()
+        finally:
+            request.mailbox.on_cut = None
 
-    async def _answer_end(
-        self,
-        exchange: Exchange,
-        maker: AnswerMaker,
-        request: Answered,
-        frames: list[Tokens],
-        answer: RecordedAnswer | None,
+    async def _answer_ok(
+        self, exchange: Exchange, maker: AnswerMaker, request: Answered, answer: RecordedAnswer | None
     ) -> None:
-        if request.failure is not None:
-            await exchange.answer_error(RequestFailed(request.failure), request)
-        elif request.outcome == "ok":
-            created = exchange.received_unix_ms // 1000
-            body = maker.whole(exchange.id, created, frames, usage_of(request))
-            if answer is not None:
-                answer.add_whole(frames, body)
-            await exchange.answer_json(body, request)
+        created = exchange.received_unix_ms // 1000
+        whole = await maker.whole(exchange.id, created, request.mailbox.tokens(), usage_of(request))
+        if answer is not None:
+            answer.add_whole(whole.told, whole.body)
+        if whole.logprobs:
+            await exchange.answer_pieces(whole.pieces(), request)
+        else:
+            await exchange.answer_json(whole.marked, request)
 
 
 def capture_of(call: Call, request: OpenRequest, consent: Consent, answer: RecordedAnswer) -> Capture:

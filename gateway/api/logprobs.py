@@ -1,14 +1,37 @@
 """Log-probabilities in the shapes of the public API."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, Final
+
+import msgspec
 
 from protocol.logprobs import PromptLogprob
 from protocol.messages import TokenLogprob
 
 _Row = tuple[str, float | None, dict[str, float] | None, int]  # token, its logprob, the likeliest, where it begins
 
+TOKENS_AT_ONCE: Final = 16  # are described before others' requests get their turn: some 1 ms
 LOWEST: Final = -9999.0  # vLLM's word for minus infinity, which JSON has no number for
+
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+def chat_pieces(tokens: Iterable[TokenLogprob], *, as_ids: bool) -> Iterator[bytes]:
+    """The ``logprobs`` of a chat choice, piece by piece."""
+    yield b'{"content":['
+    entries = ([entry] for token in tokens for entry in chat_logprobs((token,), as_ids=as_ids))
+    yield from _joined_lists(entries)
+    yield b'],"refusal":null}'
+
+
+def _joined_lists(lists: Iterator[list[Any]]) -> Iterator[bytes]:
+    """The inside of one JSON list of all the lists' members, some lists at a time."""
+    separator = b""
+    while some := list(chain.from_iterable(islice(lists, TOKENS_AT_ONCE))):
+        yield separator + _encode_json(some)[1:-1]
+        separator = b","
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob], *, as_ids: bool = False) -> list[dict[str, Any]]:
@@ -63,6 +86,25 @@ class CompletionLogprobs:
             self._offset += len(token.text)
         return _lists(rows)
 
+    def pieces(self, told: dict[str, Any] | None, tokens: Iterable[TokenLogprob]) -> Iterator[bytes]:
+        """The lists for all tokens, piece by piece; ``told``: those of the prompt, which come before."""
+        lists = told or _lists([])
+        columns = {name: list(values) for name, values in lists.items()}
+        largest = columns.pop("top_logprobs")
+
+        def tops() -> Iterator[list[Any]]:
+            for top in largest:
+                yield [top]
+            for token in tokens:
+                row = self.of((token,))
+                for name in columns:
+                    columns[name] += row[name]
+                yield list(row["top_logprobs"])
+
+        yield b'{"top_logprobs":['
+        yield from _joined_lists(tops())
+        yield b"]," + _encode_json(columns)[1:]
+
     def of_prompt(self, tokens: Sequence[PromptLogprob], count: int, prompt: str) -> dict[str, Any]:
         """The lists for the prompt's tokens, whose whole text comes first; with ``count`` candidates for each."""
         rows: list[_Row] = []
@@ -85,8 +127,3 @@ class CompletionLogprobs:
 def _lists(rows: list[_Row]) -> dict[str, Any]:
     columns = zip(*rows, strict=True) if rows else ((), (), (), ())
     return dict(zip(("tokens", "token_logprobs", "top_logprobs", "text_offset"), columns, strict=True))
-
-
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The lists of a prompt and of what follows it."""
-    return {name: [*values, *second[name]] for name, values in first.items()}

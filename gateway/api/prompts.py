@@ -7,6 +7,7 @@ that fails ends them all (``gateway.dispatch.group``).
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gateway.api.answers import WholeAnswer
 from gateway.api.calls import CompletionCall
 from gateway.api.endpoint import Work
 from gateway.api.exchange import Exchange
@@ -14,6 +15,7 @@ from gateway.api.generation import GenerationEndpoint, capture_of
 from gateway.api.schema import CompletionRequest
 from gateway.api.sse import Chunks
 from gateway.dispatch.group import RequestGroup
+from gateway.dispatch.mailbox import AnyTokens
 from gateway.dispatch.request import OpenRequest, State
 from gateway.limits.request_limits import check_prompts
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
@@ -84,17 +86,19 @@ class AnswerOfParts:
         """See AnswerMaker."""
         return ChunksOfParts({name: _chunks(part, answer_id, created) for name, part in self._parts.items()})
 
-    def whole(self, answer_id: str, created: int, frames: Iterable[Tokens], usage: dict[str, Any]) -> bytes:
+    async def whole(
+        self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
+    ) -> WholeAnswer:
         """See AnswerMaker."""
-        by_request: dict[str, list[Tokens]] = {name: [] for name in self._parts}
+        by_request: dict[str, list[AnyTokens]] = {name: [] for name in self._parts}
         for frame in frames:
             by_request[frame.request_id].append(frame)
-        rows = []
+        prompts = []
         for name, (call, _, answer) in self._parts.items():
-            rows += call.rows(by_request[name])
+            prompts.append(await call.rows(by_request.pop(name)))
             if answer is not None:
-                answer.add_whole(by_request[name], b"")  # a completion calls no tools
-        return self._first.whole_of(answer_id, created, rows, usage)
+                answer.add_whole(prompts[-1].told, b"")  # a completion calls no tools
+        return self._first.whole_of(answer_id, created, prompts, usage)
 
 
 def _chunks(part: Part, answer_id: str, created: int) -> Chunks:

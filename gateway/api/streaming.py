@@ -12,7 +12,7 @@ from gateway.api.errors import RequestFailed
 from gateway.api.exchange import SSE_HEADERS, Answered, Exchange
 from gateway.api.sse import DONE, comment, error_event, usage_fields
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S
-from gateway.dispatch.mailbox import Ended, Event, StillWaiting
+from gateway.dispatch.mailbox import Ended, Event, ReaderCut, StillWaiting
 from gateway.dispatch.request import State
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.settings import TimeoutSettings
@@ -66,11 +66,12 @@ class StreamWriter:
         try:
             async with asyncio.timeout(None) as limit:
                 self._request.on_end = lambda end: limit.reschedule(_last_moment_s(end))
+                self._request.mailbox.on_cut = lambda: limit.reschedule(0.0)
                 await self._write_all(events)
-        except TimeoutError:
+        except (TimeoutError, ReaderCut):
             self._exchange.abort()
-        finally:
-            self._request.on_end = None  # the limit above is over, whatever ended it
+        finally:  # the limit above is over, whatever ended it
+            self._request.on_end = self._request.mailbox.on_cut = None
 
     async def _first_events(self) -> list[Event]:
         try:

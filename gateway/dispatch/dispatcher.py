@@ -30,6 +30,7 @@ from gateway.dispatch.request import OpenRequest, State
 from gateway.dispatch.request_log import log_end
 from gateway.dispatch.streams import Streams
 from gateway.dispatch.unforeseen import fail_alone
+from gateway.dispatch.unread import UnreadBytes
 from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
 from protocol import subjects
@@ -73,6 +74,7 @@ class Dispatcher:
         self._lookups = Lookups(bus)
         self._queue = JobQueue(bus, self._lookups, settings.gateway_id)
         self._dead_letters = DeadLetters(bus)
+        self._unread = UnreadBytes(settings.limits.max_unread_bytes)
         self._orphans = Orphans(self.cancel)
         self._by_worker: dict[str, dict[str, OpenRequest]] = {}  # those that a worker has, by worker and request
         self._detector = LossDetector(bus, registry, self._by_worker.keys)
@@ -230,6 +232,7 @@ class Dispatcher:
             admission.trace.admitted(admission)
         timeouts, max_attempts = self._settings.timeouts, self._settings.max_attempts
         request = OpenRequest(ticket, timeouts, max_attempts, self, now_s, mailbox=mailbox)
+        request.mailbox.count_in(self._unread, admission.tenant, lambda: request.give_up_unread(time.monotonic()))
         self._open[request.request_id] = self._unsettled[request.request_id] = request
         intent = usage_intent(admission, self._settings.gateway_id)
         request.intents = (self._intents.put(f"{request.request_id}.intent", encode(intent)),)
@@ -246,6 +249,7 @@ class Dispatcher:
     def close(self, request: OpenRequest, http_status: int | None) -> None:
         """The HTTP side is done, having sent ``http_status`` (None: the caller left before)."""
         request.cancel(time.monotonic())  # does nothing if it has ended
+        request.mailbox.clear()
         request.http_status = http_status
         request.closed = True
         self._settle(request)

@@ -32,7 +32,7 @@ from gateway.dispatch.choices import Choices
 from gateway.dispatch.deadlines import Patience, overdue
 from gateway.dispatch.mailbox import Ended, Failure, Mailbox, StillWaiting
 from gateway.dispatch.plausible import plausible_cached_tokens, why_implausible
-from gateway.dispatch.verdicts import is_premature, verdict_of
+from gateway.dispatch.verdicts import is_premature, too_much_unread, verdict_of
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Unread, Vector
@@ -212,17 +212,16 @@ class OpenRequest:
         self._actions.taken(self)
 
     def _on_tokens(self, frame: Tokens, now_s: float) -> None:
-        self.mailbox.put(frame)
+        self.mailbox.put_tokens(frame)
         if frame.prompt_logprobs is not None:
             return  # read together with what comes after them
         if self.current.first_token_s is None and frame.token_ids:
-            self.current.first_token_s = now_s
-            self.first_token_s = self.first_token_s or now_s
+            self.current.first_token_s, self.first_token_s = now_s, self.first_token_s or now_s
         self.current.last_token_s = self._last_event_s = now_s
         if self.admission.stream:  # others read everything at the end
             self.mailbox.wake()
-            if len(self.mailbox) > self.mailbox.max_unread:
-                self._give_up_slow_client(now_s)
+            if self.mailbox.held_bytes > self.mailbox.max_unread_bytes:
+                self.give_up_unread(now_s)
 
     def _on_finished(self, frame: Finished, now_s: float) -> None:
         if frame.cancelled or not self.choices.are_complete():
@@ -333,10 +332,13 @@ class OpenRequest:
         """Give the request up for a reason of the gateway's."""
         self._stop("failed", failure, now_s)
 
-    def _give_up_slow_client(self, now_s: float) -> None:
-        self.mailbox.clear()
-        failure = Failure(ErrorCode.SLOW_CLIENT, "the client reads more slowly than the buffer allows")
-        self._stop("failed", failure, now_s)
+    def give_up_unread(self, now_s: float) -> None:
+        """Throw away what its caller has not read: it is more than may be kept."""
+        if self.state in {State.STOPPING, State.ENDED}:
+            self.mailbox.cut()  # the verdict is known, and its writer still at it
+        else:
+            self.mailbox.clear()
+            self._stop("failed", too_much_unread(self.admission), now_s)
 
     def _stop(self, outcome: str, failure: Failure | None, now_s: float) -> None:
         if self.state in {State.STOPPING, State.ENDED}:
@@ -389,8 +391,7 @@ class OpenRequest:
             self._tick_stopping(now_s)
             return
         queue_deadline_s = self.queue_deadline_s if self.state is State.QUEUED else None
-        timeout = overdue(self._timeouts, self.admission, self.current, queue_deadline_s, now_s)
-        if timeout is not None:
+        if (timeout := overdue(self._timeouts, self.admission, self.current, queue_deadline_s, now_s)) is not None:
             self.fail(timeout, now_s)
             return
         if self.state is State.RUNNING and connected:
@@ -406,15 +407,14 @@ class OpenRequest:
             self._actions.ask_again(self, current.worker_id, current.next_seq)  # its last frame may have been lost
 
     def _tick_running(self, now_s: float) -> None:
-        reason = self.current.why_lost(now_s)
-        if reason is not None:
+        if (reason := self.current.why_lost(now_s)) is not None:
             self._attempt_failed(ErrorCode.WORKER_LOST, reason, now_s)
         elif self.current.is_too_silent(now_s):
             self.probe(now_s)
 
     def _say_still_waiting(self, now_s: float) -> None:
-        period_s = self._timeouts.queued_comment_s
-        if period_s and self.admission.stream and now_s - self._last_event_s >= period_s:
+        period_s, silent_s = self._timeouts.queued_comment_s, now_s - self._last_event_s
+        if period_s and self.admission.stream and silent_s >= period_s:
             self._last_event_s = now_s
             self.mailbox.put(StillWaiting(self.state.value))
             self.mailbox.wake()

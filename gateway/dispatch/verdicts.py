@@ -30,3 +30,14 @@ def _known_code(code: str) -> ErrorCode:
         return ErrorCode(code)
     except ValueError:  # of a newer worker
         return ErrorCode.INTERNAL_ERROR
+
+
+def too_much_unread(admission: Admission) -> Failure:
+    """What a caller is told whose answer takes more than may be kept of what is not read."""
+    if admission.stream:
+        return Failure(ErrorCode.SLOW_CLIENT, "the client reads more slowly than the buffer allows")
+    message = (
+        "the answer has become larger than the gateway keeps for one key or team until it is complete;"
+        " ask for fewer tokens, choices or log-probabilities, or for a stream"
+    )
+    return Failure(ErrorCode.ANSWER_TOO_LARGE, message)

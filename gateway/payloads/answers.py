@@ -44,10 +44,13 @@ class RecordedAnswer:
 
     def add(self, frame: Tokens) -> None:
         """Take what one step brought."""
-        self._room_chars -= len(frame.text)
-        self._finish_reasons[frame.index] = frame.finish_reason
+        self._add(frame.index, frame.text, frame.finish_reason)
+
+    def _add(self, index: int, text: str, finish_reason: str | None) -> None:
+        self._room_chars -= len(text)
+        self._finish_reasons[index] = finish_reason
         if self._room_chars >= 0:
-            self._texts[frame.index].append(frame.text)
+            self._texts[index].append(text)
         elif not self.is_too_large:
             self.is_too_large = True
             self._texts = [[] for _ in self._texts]
@@ -58,10 +61,10 @@ class RecordedAnswer:
         if _CALLS in events and not self.is_too_large:
             self._calls += [event.removeprefix(_EVENT_START) for event in events.split(_EVENT_END) if _CALLS in event]
 
-    def add_whole(self, frames: Iterable[Tokens], body: bytes) -> None:
-        """Take an answer that is not streamed; ``body``: as the caller gets it."""
-        for frame in frames:
-            self.add(frame)
+    def add_whole(self, choices: Iterable[tuple[str, str | None]], body: bytes) -> None:
+        """Take an answer that is not streamed: its choices' texts and finish reasons, and the body that tells them."""
+        for index, (text, finish_reason) in enumerate(choices):
+            self._add(index, text, finish_reason)
         if _CALLS in body:
             self._calls.append(body)
 

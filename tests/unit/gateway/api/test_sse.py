@@ -1,13 +1,16 @@
+import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.api.answers import chat_answer, completion_answer, completion_rows
+from gateway.api.answers import WholeAnswer, chat_answer, completion_answer, completion_rows, gather
 from gateway.api.details import NO_DETAILS, Details
 from gateway.api.sse import ChatChunks, CompletionChunks, usage_fields
 from gateway.api.token_ids import with_token_ids
+from gateway.dispatch.mailbox import AnyTokens, Mailbox
 from protocol.logprobs import PromptLogprob
 from protocol.messages import TokenLogprob, Tokens
 
@@ -21,8 +24,31 @@ def frame(text: str, index: int = 0, **rest: Any) -> Tokens:
 def whole_completion(
     frames: list[Tokens], *, usage: dict[str, Any] | None = None, details: Details = NO_DETAILS
 ) -> bytes:
-    rows = completion_rows(frames, choices=1, details=details)
-    return completion_answer("cmpl-1", 17, "m", rows, usage=usage or {}, details=details)
+    async def make() -> bytes:
+        rows = completion_rows(await gather(frames, 1), details)
+        return await written(completion_answer("cmpl-1", 17, "m", [rows], usage=usage or {}, details=details))
+
+    return asyncio.run(make())
+
+
+def whole_chat(
+    frames: Sequence[AnyTokens],
+    *,
+    choices: int = 1,
+    usage: dict[str, Any] | None = None,
+    details: Details = NO_DETAILS,
+) -> bytes:
+    async def make() -> bytes:
+        gathered = await gather(frames, choices)
+        return await written(chat_answer("c", 17, "m", gathered, usage=usage or {}, details=details))
+
+    return asyncio.run(make())
+
+
+async def written(answer: WholeAnswer) -> bytes:
+    body = b"".join([piece async for piece in answer.pieces()])
+    assert len(json.loads(answer.body)["choices"]) == len(answer.told)  # it is whole without log-probabilities, too
+    return body
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
@@ -114,11 +140,28 @@ def test_completion_logprobs_know_their_offsets() -> None:
 
 def test_whole_chat_answer() -> None:
     frames = [frame("a", 1), frame("b", logprobs=LOGPROBS, finish_reason="length"), frame("c", 1, finish_reason="stop")]
-    body = chat_answer("chatcmpl-1", 17, "m", frames, choices=2, usage=usage_fields(1, 0, 3))
+    body = whole_chat(frames, choices=2, usage=usage_fields(1, 0, 3))
     answer = ChatCompletion.model_validate_json(body)
     assert [c.message.content for c in answer.choices] == ["b", "ac"]
     assert answer.choices[0].logprobs is not None
     assert answer.choices[1].logprobs is None
+
+
+def test_log_probabilities_are_told_alike_as_they_came_and_from_bytes() -> None:
+    """In pieces of many tokens each, and with every choice's own."""
+    frames = [
+        frame(str(number), number % 2, logprobs=(TokenLogprob(number, str(number), -float(number), b"x"),))
+        for number in range(100)
+    ]
+    mailbox = Mailbox()
+    for one in frames:
+        mailbox.put_tokens(one)
+    held = list(mailbox.tokens())
+    assert not any(isinstance(one, Tokens) for one in held)
+    assert whole_chat(held, choices=2) == whole_chat(frames, choices=2)
+    chat = json.loads(whole_chat(held, choices=2))
+    told = [[entry["logprob"] for entry in choice["logprobs"]["content"]] for choice in chat["choices"]]
+    assert told == [[-float(number) for number in range(100) if number % 2 == index] for index in range(2)]
 
 
 # --- what is told beside the text -------------------------------------------------------------------------------------
@@ -156,9 +199,7 @@ def test_prompt_logprobs_are_vllms() -> None:
         },
     ]
     details = Details(prompt_logprobs=2)
-    assert (
-        json.loads(chat_answer("c", 17, "m", frames, choices=1, usage={}, details=details))["prompt_logprobs"] == told
-    )
+    assert json.loads(whole_chat(frames, details=details))["prompt_logprobs"] == told
     whole = json.loads(whole_completion(frames, details=details))
     assert whole["choices"][0]["prompt_logprobs"] == told
     assert whole["choices"][0]["text"] == "hi"
@@ -237,7 +278,7 @@ def test_token_ids_in_a_stream(in_choice: bool) -> None:
 def test_token_ids_in_whole_answers() -> None:
     details = Details(prompt_ids=[1, 2])
     frames = [frame("a"), frame("b", finish_reason="stop")]
-    chat = json.loads(chat_answer("c", 17, "m", frames, choices=1, usage={}, details=details))
+    chat = json.loads(whole_chat(frames, details=details))
     assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == ([1, 2], [5, 5])
     plain = json.loads(whole_completion(frames, details=details))["choices"][0]
     assert (plain["prompt_token_ids"], plain["token_ids"]) == ([1, 2], [5, 5])
@@ -248,8 +289,6 @@ def test_the_service_tier_is_told_where_it_was_named() -> None:
     chunks = ChatChunks("c", 17, "m", choices=1, with_usage=False, details=details)
     assert {event["service_tier"] for event in events(chunks.of(frame("a")))} == {"flex"}
     whole = ChatCompletion.model_validate_json(
-        chat_answer(
-            "c", 17, "m", [frame("a", finish_reason="stop")], choices=1, usage=usage_fields(1, 0, 1), details=details
-        )
+        whole_chat([frame("a", finish_reason="stop")], usage=usage_fields(1, 0, 1), details=details)
     )
     assert whole.service_tier == "flex"

@@ -127,7 +127,7 @@ async def test_a_client_that_reads_nothing_is_broken_off() -> None:
     socket.reads.clear()
     await step(request, tokens(2))
     request.on_frame("w", tokens(3), 1.0)
-    request._give_up_slow_client(1.0)
+    request.give_up_unread(1.0)
     await task
     assert socket.aborted.is_set()
     assert request.failure is not None

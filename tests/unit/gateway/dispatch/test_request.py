@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.dispatch import attempts as attempts_module
 from gateway.dispatch import request as request_module
 from gateway.dispatch.admission import Admission
-from gateway.dispatch.mailbox import Ended, Failure, StillWaiting
+from gateway.dispatch.mailbox import LOOSE_EVENTS, Ended, Failure, StillWaiting
 from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
@@ -488,10 +488,13 @@ async def test_signs_of_life_for_those_who_stream() -> None:
 
 async def test_a_client_that_lags_too_far_behind() -> None:
     request, actions = open_request()
-    request.mailbox.max_unread = 10
+    request.mailbox.max_unread_bytes = 1000
     request.on_frame("w", accepted(), 1.0)
-    for seq in range(1, 12):
+    seq = 0
+    while request.failure is None:
+        seq += 1
         request.on_frame("w", tokens(seq), 1.0)
+    assert LOOSE_EVENTS < seq < LOOSE_EVENTS + 20
     assert request.failure is not None
     assert request.failure.code is ErrorCode.SLOW_CLIENT
     assert actions.cancelled == [("w", Cancel(ID, 1))]
