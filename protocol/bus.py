@@ -13,6 +13,7 @@ import logging
 import random
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime
 from typing import Any, Final, Self
 
 import msgspec
@@ -21,8 +22,10 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
 
+from protocol.clock import ServerClock
 from protocol.connection import LastingClient, shared_credentials
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, NobodyListens, PayloadTooLarge, StreamFull
+from protocol.subjects import QUOTAS_BUCKET
 
 RECONNECT_WAIT_S: Final = (
     0.1  # between two tries of one server; the client waits per server, so a cluster is tried at once
@@ -58,6 +61,7 @@ class Bus:
         self._on_reconnect: list[Callable[[], Awaitable[None]]] = []
         self._reconnect_tasks: set[asyncio.Task[None]] = set()
         self._on_stream_missed: Callable[[], None] = lambda: None
+        self.clock = ServerClock(self._server_time_s)
 
     @classmethod
     async def connect(
@@ -261,6 +265,14 @@ class Bus:
             if error.code == STREAM_NOT_FOUND:
                 self._on_stream_missed()
             raise
+
+    async def _server_time_s(self) -> float:
+        """The time at the leader of a stream that all gateways ask. Raises BusError."""
+        info = await self.api(f"STREAM.INFO.KV_{QUOTAS_BUCKET}")
+        try:
+            return datetime.fromisoformat(info["ts"]).timestamp()
+        except (KeyError, ValueError) as error:
+            raise BusError("the queue server does not tell the time") from error
 
     async def get_message(self, stream: str, **query: int | str) -> dict[str, Any] | None:
         """Read one message of a stream by what STREAM.MSG.GET takes (``seq``, …); None if there is none such.

@@ -149,7 +149,7 @@ class Endpoint(ABC, Generic[_Call]):
             return await self._admit_within(exchange, principal, held)
         except BaseException:
             if held is not None:
-                held.refund(time.time())
+                held.refund()
             raise
 
     async def _admit_within(
@@ -225,7 +225,7 @@ class Endpoint(ABC, Generic[_Call]):
             ticket.close()
         for admission in admissions:
             if admission.reservation is not None:
-                admission.reservation.refund(time.time())
+                admission.reservation.refund()
         raise RequestFailed(refusal)
 
     async def _read_body(self, exchange: Exchange) -> bytes:

@@ -43,6 +43,7 @@ async def _moment(services: Services) -> Moment:
         queued=tuple(services.admission_control.waiting_jobs()),
         oldest_waits_s=tuple(services.admission_control.oldest_waits_s()),
         is_bus_connected=services.bus.connected,
+        clock_skew_s=round(services.bus.clock.skew_s, 3),
         unpublished_records=dispatcher.unpublished_records,
         spooled_bytes=dispatcher.spooled_bytes,
         ledger_backlog=ledger_backlog,

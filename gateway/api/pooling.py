@@ -1,6 +1,5 @@
 """POST /v1/embeddings, /v1/score and /v1/rerank: one job of many inputs, each answered by one vector."""
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -90,7 +89,7 @@ class PoolingEndpoint(Endpoint[PoolingCall]):
         if not self._room.has(vectors_bytes):
             ticket.close()
             if admission.reservation is not None:
-                admission.reservation.refund(time.time())
+                admission.reservation.refund()
             await exchange.answer_error(Overloaded("This gateway holds as many embeddings as it may at the moment."))
             self._note_refusal(exchange)
             return

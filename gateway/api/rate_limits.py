@@ -5,7 +5,6 @@ has less left. Concurrency and money have no headers.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -105,9 +104,8 @@ def _estimate(work: Wanted, price: TokenPrice | None) -> Estimate:
 
 def _limit_headers(books: tuple[Book, ...]) -> list[tuple[bytes, bytes]]:
     headers: list[tuple[bytes, bytes]] = []
-    now_s = time.time()
     for kind in RATES:
-        known = [status for book in books if (status := book.rate_status(kind, now_s)) is not None]
+        known = [status for book in books if (status := book.rate_status(kind, book.clock.now_s())) is not None]
         if known:
             tightest = min(known, key=lambda status: status.remaining)
             limit, remaining, reset = _HEADERS[kind]

@@ -1,7 +1,6 @@
 """The routes that nobody is in a hurry for: models, tokenize, health."""
 
 import logging
-import time
 from functools import partial
 from typing import Any
 
@@ -125,10 +124,10 @@ def tokenize_router(services: Services) -> APIRouter:
             answer = await _tokenized(services, exchange, principal)
         except BaseException:
             if reservation is not None:
-                reservation.refund(time.time())
+                reservation.refund()
             raise
         if reservation is not None:
-            reservation.settle(0, 0, 0, time.time())
+            reservation.settle(0, 0, 0)
         return answer
 
     return router

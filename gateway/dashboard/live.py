@@ -16,6 +16,7 @@ from gateway.dispatch.failovers import Failover
 from gateway.metrics.requests import RequestSeries
 from gateway.tokens.catalog import ModelCatalog
 from protocol import subjects
+from protocol.clock import WARN_S
 from protocol.messages import Heartbeat
 
 PERIOD_S: Final = 2.0
@@ -92,6 +93,15 @@ class LiveNumbers:
     requests_per_s: float | None  # of this gateway
     tokens_per_s: float | None  # output, of all workers
     failovers: int  # of this gateway, in the last RECENT_FAILOVERS_S
+    clock_skew_s: float  # how far this gateway's clock is ahead of the queue server's
+
+    @property
+    def warning(self) -> str | None:
+        """What an operator should know at once."""
+        if abs(self.clock_skew_s) < WARN_S:
+            return None
+        how = "ahead of" if self.clock_skew_s > 0 else "behind"
+        return f"This gateway's clock is {abs(self.clock_skew_s):.1f} s {how} the queue server's. Is NTP running?"
 
     def as_text(self) -> dict[str, str]:
         """As the pages write them, by name."""
@@ -199,5 +209,6 @@ class Live:
             kv_share=kv_share(beats),
             requests_per_s=requests_per_s,
             tokens_per_s=tokens_per_s,
+            clock_skew_s=self._dispatcher.clock_skew_s,
             failovers=sum(failover.at_unix_ms >= recent_unix_ms for failover in self._dispatcher.failovers),
         )

@@ -198,6 +198,11 @@ class Dispatcher:
         return len(self._unsettled)
 
     @property
+    def clock_skew_s(self) -> float:
+        """How far this machine's clock is ahead of the queue server's."""
+        return self._bus.clock.skew_s
+
+    @property
     def unpublished_records(self) -> int:
         """Usage records that would be lost with this process."""
         return len(self._outbox)
@@ -356,7 +361,7 @@ class Dispatcher:
         if request.failure is not None and request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED:
             log.error("request %s is given up: %s", request.request_id, request.failure.message)
             self._spawn(self._dead_letters.publish(dead_letter(request, self._settings.gateway_id)))
-        settle_limits(request, time.time())
+        settle_limits(request)
         self._settle(request)
 
     async def _control(self, worker_id: str, control: Control) -> None:

@@ -99,7 +99,7 @@ class JobQueue:
             resume=request.choices.resume_points(),
             tenant=admission.tenant,
             accepted_unix_ms=admission.received_unix_ms,
-            deadline_unix_ms=int((time.time() + remaining_s) * 1000),
+            deadline_unix_ms=int((self._bus.clock.now_s() + remaining_s) * 1000),
             traceparent=admission.traceparent if admission.trace is None else admission.trace.traceparent,
             weight=admission.weight,
             avoid=request.log.avoid,

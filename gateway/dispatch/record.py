@@ -86,16 +86,16 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
     )
 
 
-def settle_limits(request: OpenRequest, now_unix_s: float) -> None:
+def settle_limits(request: OpenRequest) -> None:
     """Tell the limits of key and team what a request that has ended used: nothing, if no worker ever took it."""
     reservation = request.admission.reservation
     if reservation is None:
         return
     if request.accepted is None:
-        reservation.settle(0, 0, 0, now_unix_s)
+        reservation.settle(0, 0, 0)
     else:
         tokens = request.admission.prompt_tokens, request.cached_tokens, request.completion_tokens
-        reservation.settle(*tokens, now_unix_s)
+        reservation.settle(*tokens)
 
 
 def lost_attempt_record(

@@ -26,6 +26,7 @@ class Moment:
     queued: Collection[tuple[str, str, int]]  # model, lane, jobs of all gateways
     oldest_waits_s: Collection[tuple[str, float]]  # model, seconds that this gateway's oldest job has waited
     is_bus_connected: bool
+    clock_skew_s: float  # how far this machine's clock is ahead of the queue server's
     unpublished_records: int  # usage records that would be lost with this process
     spooled_bytes: int  # usage records and intents on this machine's disk, for the queue server
     ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
@@ -56,6 +57,11 @@ class Moment:
             oldest.add_metric((model,), wait_s)
         yield oldest
         yield _gauge("spillway_bus_connected", "1: connected to the queue server.", int(self.is_bus_connected))
+        yield _gauge(
+            "spillway_clock_skew_seconds",
+            "How far this machine's clock is ahead of the queue server's, by which limits go.",
+            self.clock_skew_s,
+        )
         yield _gauge(
             "spillway_usage_records_unpublished",
             "Usage records that neither the queue server nor this machine's disk has stored yet.",

@@ -11,6 +11,7 @@ from gateway.quotas.refusals import RateStatus, Refusal, rate_status, shortage
 from gateway.quotas.slices import Slice
 from gateway.quotas.terms import Terms, plus
 from gateway.quotas.vault import Vault
+from protocol.clock import ServerClock
 from protocol.errors import BusError
 from protocol.quotas import Account, Amounts, Kind, Lease
 
@@ -31,7 +32,7 @@ class Doubt(Struct, frozen=True):
 class Book:
     """Only the event loop touches it, and ``exchange`` runs once at a time."""
 
-    def __init__(self, account_id: str, whose: str, gateway_id: str, terms: Terms) -> None:
+    def __init__(self, account_id: str, whose: str, gateway_id: str, terms: Terms, clock: ServerClock) -> None:
         self.account_id = account_id
         self.whose = whose  # "key" | "team"
         self.terms = terms
@@ -40,6 +41,7 @@ class Book:
         self.exchanged_s = float("-inf")  # monotonic clock
         self.is_wanted = False  # others miss what we hold without need
         self.waiting: dict[asyncio.Event, Amounts] = {}  # what each needs
+        self.clock = clock  # of all gateways, so that they agree when a lease is over
         self._gateway_id = gateway_id
         self._number = 0
         self._entry: int | None = None  # sequence of the bucket's entry that is ``account``; None: to be read again
@@ -110,7 +112,7 @@ class Book:
 
     async def _write(self, vault: Vault, *, keep_idle: bool) -> bool:
         """Whether the account has been changed; False: somebody else was quicker."""
-        now_s = time.time()
+        now_s = self.clock.now_s()
         needs = tuple(list(self.waiting.values())[:MAX_NEEDS_TOLD])
         self._number += 1
         report, given_back = self.slice.begin_report(self.terms, needs, now_s, keep_idle=keep_idle)

@@ -55,6 +55,7 @@ class Quotas:
 
     def __init__(self, bus: Bus, gateway_id: str) -> None:
         self._bus = bus
+        self._clock = bus.clock
         self._gateway_id = gateway_id
         self._vault = Vault(bus)
         self._books: dict[str, Book] = {}
@@ -64,11 +65,17 @@ class Quotas:
         self._failing = False
 
     async def start(self) -> None:
-        """Listen to what others miss. Raises BusError."""
+        """Learn the time, and listen to what others miss. Raises BusError."""
+        await self._clock.measure()
         await self._bus.subscribe(subjects.QUOTA_WANTED, self._on_wanted)
 
     async def run(self) -> None:
         """Report what was used, renew leases, give back what is not needed; never returns."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._clock.run(), name="server clock")
+            await self._run()
+
+    async def _run(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
@@ -114,10 +121,10 @@ class Quotas:
         if held is not None:
             amounts[0] = minus(amounts[0], held.amounts)
         claims = self._claims(principal, key, team, reduce(plus, amounts))
-        now_s = time.time()
+        now_s = self._clock.now_s()
         if not all(book.slice.has(needs, now_s) for book, needs in claims):
             await self._wait_for_slices(claims)
-            now_s = time.time()
+            now_s = self._clock.now_s()
         books = [book for book, _ in claims]
         reservations = [] if held is None else [held]
         for one, estimate in zip(amounts, estimates, strict=True):
@@ -150,7 +157,7 @@ class Quotas:
     def _book(self, account_id: str, whose: str, terms: Terms) -> Book:
         book = self._books.get(account_id)
         if book is None:
-            book = self._books[account_id] = Book(account_id, whose, self._gateway_id, terms)
+            book = self._books[account_id] = Book(account_id, whose, self._gateway_id, terms, self._clock)
         book.terms = terms
         self._asked_s[account_id] = time.monotonic()
         return book
@@ -183,7 +190,7 @@ class Quotas:
 
     def _short_ones(self, claims: list[tuple[Book, Amounts]]) -> list[tuple[Book, Amounts]]:
         """Those whose slices do not hold enough. Raises Refused where an account has nothing more."""
-        now_s = time.time()
+        now_s = self._clock.now_s()
         short = [(book, needs) for book, needs in claims if not book.slice.has(needs, now_s)]
         for book, needs in short:
             refusal = book.shortage(needs, now_s)
@@ -193,7 +200,7 @@ class Quotas:
 
     def _refuse_late(self, claims: list[tuple[Book, Amounts]]) -> None:
         """Nothing came in time. Raises Refused, where it is known that something is missing still."""
-        now_s = time.time()
+        now_s = self._clock.now_s()
         for book, needs in claims:
             refusal = None if book.slice.has(needs, now_s) else book.last_known_shortage(needs, now_s)
             if refusal is not None:

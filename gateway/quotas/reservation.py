@@ -24,7 +24,7 @@ class Estimate(Struct, frozen=True):
 
 
 class Reservation:
-    """Its methods may be called again: only the first ``settle`` or ``refund`` counts. Times are seconds since 1970."""
+    """Its methods may be called again: only the first ``settle`` or ``refund`` counts."""
 
     __slots__ = ("_is_open", "_more", "_price", "_taken", "amounts", "books")
 
@@ -49,24 +49,24 @@ class Reservation:
             book.slice.release_place(taken)
             book.wake()
 
-    def settle(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int, now_s: float) -> None:
+    def settle(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         """The request has ended, and this is what it used."""
         charge = charge_of(self._price, prompt_tokens, cached_tokens, completion_tokens)
-        self._close((1, prompt_tokens + completion_tokens, 0, charge), now_s)
+        self._close((1, prompt_tokens + completion_tokens, 0, charge))
 
-    def refund(self, now_s: float) -> None:
+    def refund(self) -> None:
         """The request was not admitted after all."""
-        self._close(NOTHING, now_s)
+        self._close(NOTHING)
 
-    def _close(self, actual: Amounts, now_s: float) -> None:
+    def _close(self, actual: Amounts) -> None:
         if not self._is_open:
             return
         self._is_open = False
         for book, taken in self._taken:
-            book.slice.settle(taken, book.terms.needs(actual), now_s)
+            book.slice.settle(taken, book.terms.needs(actual), book.clock.now_s())
             book.wake()
         for book, taken in self._more:  # what was used is told above
-            book.slice.settle(taken, NOTHING, now_s)
+            book.slice.settle(taken, NOTHING, book.clock.now_s())
             book.wake()
 
 

@@ -22,6 +22,7 @@ from gateway.quotas.terms import period_at
 from gateway.quotas.vault import Vault
 from protocol import topology
 from protocol.bus import Bus
+from protocol.clock import ServerClock
 from protocol.messages import PROTOCOL_VERSION
 from protocol.quotas import NOTHING, Account, Kind, Vanished
 from tests.integration.gateway.conftest import until, until_async
@@ -30,7 +31,7 @@ from tests.usage_records import request_record
 
 PRICE = TokenPrice(prompt_nano_usd=1_000_000_000, cached_nano_usd=500_000_000, completion_nano_usd=2_000_000_000)
 SMALL = Estimate(10, 90)
-Start = Callable[[str], Awaitable[Quotas]]
+Start = Callable[..., Awaitable[Quotas]]
 
 
 def principal(key: Policy, team: Policy | None = None) -> Principal:
@@ -41,8 +42,9 @@ def principal(key: Policy, team: Policy | None = None) -> Principal:
 async def start(nats_url: str) -> AsyncIterator[Start]:
     running: list[tuple[Bus, asyncio.Task[None]]] = []
 
-    async def start_one(gateway_id: str) -> Quotas:
+    async def start_one(gateway_id: str, *, clock_ahead_s: float = 0.0) -> Quotas:
         bus = await Bus.connect(nats_url, name=gateway_id)
+        bus.clock = ServerClock(bus._server_time_s, lambda: time.time() + clock_ahead_s)
         await topology.apply(bus, [], topology.QueueBounds())
         quotas = Quotas(bus, gateway_id)
         await quotas.start()
@@ -89,7 +91,7 @@ async def ask_until(
 
 def settle_all(reservations: list[Reservation], prompt_tokens: int = 10, completion_tokens: int = 90) -> None:
     for reservation in reservations:
-        reservation.settle(prompt_tokens, 0, completion_tokens, time.time())
+        reservation.settle(prompt_tokens, 0, completion_tokens)
 
 
 async def the_account(bus: Bus, account_id: str = "key_1") -> Account:
@@ -148,11 +150,11 @@ async def test_tokens_that_were_not_made_can_be_used(start: Start) -> None:
     for _ in range(15):  # 10 tokens each, reserving 100
         reservation = await ask(quotas, who)
         assert reservation is not None
-        reservation.settle(8, 0, 2, time.time())
+        reservation.settle(8, 0, 2)
     first, second = await ask(quotas, who), await ask(quotas, who)
     assert first is not None
     assert second is None  # 150 are used, 100 reserved
-    first.refund(time.time())
+    first.refund()
     assert await ask(quotas, who) is not None
 
 
@@ -162,8 +164,8 @@ async def test_the_cache_makes_it_cheaper_and_nothing_is_charged_twice(start: St
     reservation = await ask(quotas, who, Estimate(1000, 100, PRICE))
     assert reservation is not None
     for _ in range(2):
-        reservation.settle(1000, 400, 10, time.time())
-        reservation.refund(time.time())
+        reservation.settle(1000, 400, 10)
+        reservation.refund()
     await quotas.close()
     assert (await the_account(bus)).spent_nano_usd == 600_000 + 200_000 + 20_000
 
@@ -216,10 +218,10 @@ async def test_a_gateway_that_was_frozen_learns_that_it_was_given_up(
     who = principal(Policy(budget_nano_usd=10 * 190_000))
     estimate = Estimate(10, 90, PRICE)
     [first] = await ask_all([frozen], who, 1, estimate)
-    monkeypatch.setattr(time, "time", _later(time.time, accounts.LEASE_S + 1))
+    monkeypatch.setattr(ServerClock, "now_s", _later(accounts.LEASE_S + 1))
     assert len(await ask_all([other], who, 20, estimate)) == 9  # what g0 held is presumed spent
     assert (await the_account(bus)).presumed_nano_usd == 190_000
-    first.settle(5, 0, 0, time.time())
+    first.settle(5, 0, 0)
     assert len(await ask_all([frozen], who, 3, estimate)) == 0
     book = frozen._books["key_1"]
     await until(lambda: not book.slice.is_changed)
@@ -227,8 +229,27 @@ async def test_a_gateway_that_was_frozen_learns_that_it_was_given_up(
     assert (account.presumed_nano_usd, account.spent_nano_usd) == (0, 5_000)
 
 
-def _later(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
-    return lambda: clock() + seconds
+def _later(seconds: float) -> Callable[[ServerClock], float]:
+    return lambda _clock: time.time() + seconds
+
+
+@pytest.mark.parametrize("ahead_s", [10.0, -10.0])
+@pytest.mark.parametrize("policy", [Policy(max_concurrent=8), Policy(requests_per_minute=8)], ids=["places", "rate"])
+async def test_a_clock_that_is_wrong_admits_no_more(
+    start: Start, policy: Policy, ahead_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    # By its own clock the other gateway's lease was over: it took all that the other one held, once more.
+    right, wrong = await start("right"), await start("wrong", clock_ahead_s=ahead_s)
+    who = principal(policy)
+    held = await ask_until([right], who, 8)
+    for _ in range(3):
+        held += await ask_all([wrong, right], who, 20)
+    assert len(held) == 8
+    told = [record.getMessage() for record in caplog.records if "clock" in record.getMessage()]
+    assert told == [
+        f"this machine's clock is 10.0 s {'ahead of' if ahead_s > 0 else 'behind'} the queue server's: is NTP running?"
+    ]
+    assert abs(wrong._bus.clock.skew_s - ahead_s) < 1
 
 
 async def test_while_the_queue_server_is_away_slices_serve_until_their_lease_ends(
@@ -242,7 +263,7 @@ async def test_while_the_queue_server_is_away_slices_serve_until_their_lease_end
     nats_server.kill()
     assert await ask(quotas, who) is not None
     with monkeypatch.context() as patched:
-        patched.setattr(time, "time", _later(time.time, accounts.LEASE_S))
+        patched.setattr(ServerClock, "now_s", _later(accounts.LEASE_S))
         with pytest.raises(Unavailable):
             await quotas.reserve(who, [SMALL])
     nats_server.start()
@@ -328,11 +349,11 @@ async def test_nothing_is_left_reserved_after_a_storm(start: Start, bus: Bus) ->
         await asyncio.sleep(rng.random() * 0.01)
         running -= 1
         if rng.random() < 0.3:
-            reservation.refund(time.time())
+            reservation.refund()
         else:
             made = rng.randrange(90)
             spent += PRICE.charge_nano_usd(10, 0, made)
-            reservation.settle(10, 0, made, time.time())
+            reservation.settle(10, 0, made)
 
     for wave in range(20):
         await asyncio.gather(*(call(wave + number) for number in range(100)))

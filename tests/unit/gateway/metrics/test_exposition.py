@@ -113,6 +113,7 @@ def moment(series: RequestSeries | None = None, *workers: Heartbeat, models: tup
         queued=(("m", "h0", 6), ("m", "low", 0)),
         oldest_waits_s=(("m", 1.5),),
         is_bus_connected=True,
+        clock_skew_s=-9.5,
         unpublished_records=2,
         spooled_bytes=3,
         payloads={"published": 3, "lost": 1},
@@ -312,11 +313,12 @@ async def test_the_gateways_own_state() -> None:
     assert found.value("spillway_requests_in_flight") == 4
     assert found.values("spillway_queued_jobs", model_name="m", lane="h0") == [6]
     assert found.value("spillway_bus_connected") == 1
+    assert found.value("spillway_clock_skew_seconds") == -9.5
     assert found.value("spillway_usage_records_unpublished") == 2
     assert found.value("spillway_usage_spooled_bytes") == 3
     assert found.value("spillway_payloads_total", outcome="lost") == 1
     assert found.value("spillway_ledger_backlog_messages") == 3
-    unknown = await scrape(Moment(RequestSeries().snapshot(), (), (), 0, (), (), False, 0, 0, None, {}))
+    unknown = await scrape(Moment(RequestSeries().snapshot(), (), (), 0, (), (), False, 0.0, 0, 0, None, {}))
     assert unknown.values("spillway_ledger_backlog_messages") == []
     assert unknown.values("spillway_bus_connected") == [0]
 

@@ -1,0 +1,63 @@
+import logging
+import time
+
+import pytest
+
+from protocol import clock as clocks
+from protocol.clock import ServerClock
+
+
+class Server:
+    """Tells its time, after a while: the answer's way back may be longer than the question's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0  # of the world
+        self.ahead_s = 1000.0  # its clock, of the world
+        self.ways_s: list[tuple[float, float]] = []
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    async def ask(self) -> float:
+        there_s, back_s = self.ways_s.pop(0) if self.ways_s else (0.0, 0.0)
+        self.now_s += there_s
+        told_s = self.now_s + self.ahead_s
+        self.now_s += back_s
+        return told_s
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(monkeypatch)
+
+
+async def test_the_quickest_answer_tells_the_time(server: Server) -> None:
+    clock = ServerClock(server.ask, lambda: 7.0)
+    assert (clock.now_s(), clock.skew_s) == (7.0, 0.0)  # nobody has asked
+    server.ways_s = [(0.0, 1.0), (0.01, 0.0), (0.4, 0.0)]
+    await clock.measure()
+    assert clock.now_s() == pytest.approx(server.now_s + 1000, abs=0.006)
+    server.ways_s = [(2.0, 0.0)] * 3  # a busy time changes nothing
+    await clock.measure()
+    assert clock.now_s() == pytest.approx(server.now_s + 1000, abs=0.006)
+
+
+async def test_another_server_may_have_another_time(server: Server) -> None:
+    clock = ServerClock(server.ask, lambda: 0.0)
+    await clock.measure()
+    server.ahead_s += 3
+    await clock.measure()
+    assert clock.now_s() == server.now_s + 1003
+
+
+async def test_a_wrong_clock_is_told_now_and_then(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    clock = ServerClock(server.ask, lambda: server.now_s + 1000 - 2.5)
+    for _ in range(4):
+        await clock.measure()
+        server.now_s += clocks.WARN_PERIOD_S / 2
+    assert clock.skew_s == pytest.approx(-2.5)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "2.5 s behind the queue server's" in caplog.text
+
+
+async def test_a_right_clock_is_not_worth_a_word(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    await ServerClock(server.ask, lambda: server.now_s + 1000.9).measure()
+    assert not caplog.records
