@@ -254,6 +254,7 @@ def _make_server(services: Services) -> tuple[_Server, Connections]:
         access_log=False,
         log_config=None,
         server_header=False,
+        forwarded_allow_ips=list(services.settings.connections.trusted_proxies),
         timeout_graceful_shutdown=CLOSE_LIMIT_S,
     )
     proxies = ProxyHeadersMiddleware(cast("Any", app), config.forwarded_allow_ips).trusted_hosts

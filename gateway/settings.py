@@ -1,5 +1,6 @@
 """What a gateway and a ledger writer are told: frozen, validated, passed down. Nothing below reads the environment."""
 
+import ipaddress
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -108,13 +109,24 @@ class TimeoutSettings(Settings):
     shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after that
 
 
+def _is_network(text: str) -> str:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no address and no network (such as 10.1.2.0/24): {error}") from error
+    return text
+
+
 class ConnectionSettings(Settings):
     """What is asked of a connection before anything is known about its client. Nothing in front is needed for it."""
 
     max_total: PositiveInt = (
         20_000  # of one gateway; past it the one that has been idle for longest is closed, or a 503
     )
-    # More are a 429. Proxies that are trusted with X-Forwarded-For are excepted.
+    # Addresses and networks of the proxies in front, who are believed what X-Forwarded-For and X-Forwarded-Proto say. A
+    # proxy that is not named here is itself the address that everybody has, also for limits and wrong passwords.
+    trusted_proxies: tuple[Annotated[str, AfterValidator(_is_network)], ...] = ("127.0.0.1", "::1")
+    # More are a 429. Proxies that are trusted are excepted.
     max_per_address: PositiveInt = 2_000
     max_head_bytes: PositiveInt = 64 * 1024  # request line and headers; more is a 431
     max_headers: PositiveInt = 200

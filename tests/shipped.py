@@ -62,9 +62,14 @@ class ShippedNode(ShippedNats):
 
     def __init__(self, folder: Path, name: str, route_port: int, other_routes: Sequence[int]) -> None:
         super().__init__(folder)
-        secret = ENVIRONMENT["NATS_PASSWORD"]
+        secret = "4" * 64
         routes = ", ".join(f"nats://cluster:{secret}@127.0.0.1:{other}" for other in other_routes)
-        self.environment = {**nats_environment(), "NATS_NODE": name, "NATS_ROUTES": f"[{routes}]"}
+        self.environment = {
+            **nats_environment(),
+            "NATS_NODE": name,
+            "NATS_CLUSTER_PASSWORD": f'"{secret}"',
+            "NATS_ROUTES": f"[{routes}]",
+        }
         self._route_port = route_port
 
     def _write_config(self) -> Path:
@@ -103,6 +108,7 @@ class HAProxy:
 
     def __init__(self, folder: Path, gateway_ports: Sequence[int], check_period: str = "2s") -> None:
         self.port = free_port()
+        self.pages_port = free_port()
         self._check_period = check_period
         self._health_port = free_port()
         self._folder = folder
@@ -144,6 +150,11 @@ class HAProxy:
         writer.close()
         return int(answer.split()[1]) if answer else None
 
+    def down(self) -> set[str]:
+        """The servers to which it sends nothing, by backend and name."""
+        last = dict(re.findall(r"^Server (\S+) is (UP|DOWN)", self.log(), re.MULTILINE))
+        return {server for server, state in last.items() if state == "DOWN"}
+
     async def stop(self) -> None:
         """End it, and with it all connections that are open. Safe to call twice."""
         if self._process is not None and self._process.returncode is None:
@@ -153,6 +164,7 @@ class HAProxy:
     def _write_config(self) -> Path:
         ours = {
             "bind :8000": f"bind 127.0.0.1:{self.port}",
+            "bind :8001": f"bind 127.0.0.1:{self.pages_port}",
             "bind 127.0.0.1:8404": f"bind 127.0.0.1:{self._health_port}",
             "    parse-resolv-conf\n": "",  # addresses need no name server
             "check inter 2s ": f"check inter {self._check_period} ",

@@ -1,11 +1,20 @@
 """Who is at the browser: the session's cookie, the local password, and the issuer's word."""
 
 import asyncio
+import contextlib
+import hmac
 import logging
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
 from typing import Final
 from urllib.parse import urlencode
 
+from joserfc import jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import OctKey
+from joserfc.jwt import JWTClaimsRegistry
+from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -18,6 +27,9 @@ from gateway.settings import GatewaySettings
 from gateway.web.throttle import LoginThrottle
 
 COOKIE: Final = "spillway_session"
+BROWSER_COOKIE: Final = "spillway_browser"  # this person has logged in by this browser before; it logs nobody in
+BROWSER_S: Final = 180 * 24 * 3600.0
+ALGORITHM: Final = "HS256"
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing (RFC 9110, section 9.2.1)
 FIRST_PAGE: Final = "/dashboard"
 MAX_WAITING_PASSWORDS: Final = 8  # each takes memory and 0.1 s of a core
@@ -32,9 +44,9 @@ class Login:
         self.settings = settings.login
         self.database = database
         self._sessions = SessionStore(database, settings.key_pepper, settings.login.session_s)
+        self._browser_key = _browser_key(settings.key_pepper)
         self._throttle = LoginThrottle()
-        self._one_password = asyncio.Lock()
-        self._waiting = 0
+        self._strangers, self._known = _Desk(), _Desk()
 
     async def current(self, request: Request) -> Session | None:
         """Who has sent this request; None if he has not logged in. Raises SQL's own errors."""
@@ -52,26 +64,33 @@ class Login:
     async def check_password(self, request: Request, name: str, password: str) -> None:
         """Return if the password is right. Raises WrongPassword, TooManyLogins, and SQL's own errors."""
         address = request.client.host if request.client else ""
-        self._throttle.check(address)
-        if self._waiting >= MAX_WAITING_PASSWORDS:
-            raise TooManyLogins("Too many people log in at the moment: try again.")
-        self._throttle.failed(address)
-        self._waiting += 1
+        browser = self._throttle.begin(name, address, self._known_browser(request, name))
+        desk = self._strangers if browser is None else self._known
         try:
-            async with self._one_password:
+            async with desk.place():
                 await check_password(self.database, name, password)
         except WrongPassword:
             log.warning("a wrong password for %r from %s", name[:100], address)
             raise
-        finally:
-            self._waiting -= 1
-        self._throttle.succeeded(address)
+        self._throttle.succeeded(name, address, browser)
+
+    def _known_browser(self, request: Request, name: str) -> str | None:
+        """The id of the browser if this person has logged in by it, as its cookie says in our own hand."""
+        try:
+            claims = jwt.decode(request.cookies.get(BROWSER_COOKIE, ""), self._browser_key, [ALGORITHM]).claims
+            JWTClaimsRegistry(exp={"essential": True}, sub={"essential": True, "value": name}).validate(claims)
+        except (JoseError, ValueError):
+            return None
+        return str(claims["jti"])
 
     async def start(self, request: Request, user: str, next_page: str) -> Response:
         """Start a session; returns the answer that gives its cookie and leads on. Raises SQL's own errors."""
         response = RedirectResponse(local_page(next_page), 303)
         token = await self._sessions.start(user)
         self.set_cookie(request, response, COOKIE, token, int(self.settings.session_s))
+        known = {"sub": user, "jti": secrets.token_hex(8), "exp": int(time.time() + BROWSER_S)}
+        signed = jwt.encode({"alg": ALGORITHM}, known, self._browser_key)
+        self.set_cookie(request, response, BROWSER_COOKIE, signed, int(BROWSER_S))
         log.info("%s has logged in", user)
         return response
 
@@ -92,6 +111,30 @@ class Login:
     def public_url(self, request: Request) -> str:
         """How people reach this gateway, without a slash at its end."""
         return (self.settings.public_url or str(request.base_url)).rstrip("/")
+
+
+class _Desk:
+    """One password at a time, and few that wait."""
+
+    def __init__(self) -> None:
+        self._one_password = asyncio.Lock()
+        self._waiting = 0
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait for one's turn. Raises TooManyLogins."""
+        if self._waiting >= MAX_WAITING_PASSWORDS:
+            raise TooManyLogins("Too many people log in at the moment: try again.")
+        self._waiting += 1
+        try:
+            async with self._one_password:
+                yield
+        finally:
+            self._waiting -= 1
+
+
+def _browser_key(pepper: SecretStr) -> OctKey:
+    return OctKey.import_key(hmac.digest(pepper.get_secret_value().encode(), b"known browser", "sha256"))
 
 
 def refuse_foreign_origin(request: Request) -> None:

@@ -5,6 +5,7 @@ broke has been mended. The farm replaces dead workers by itself.
 """
 
 import asyncio
+import os
 import random
 import signal
 import time
@@ -26,6 +27,10 @@ SLOW_S = (1.0, 3.0)
 SLOW_FACTOR = 20
 SERVER_AWAY_S = (0.2, 2.0)
 SQL_AWAY_S = (1.0, 4.0)
+OUTAGE_S = (6.0, 12.0)
+LONG_FREEZE_S = (2.0, 9.0)  # the load balancer looks elsewhere after some 6, the queue server gives up after 10
+PARTITION_S = (2.0, 9.0)
+BALANCED_LIMIT_S = 30.0
 POISON = "[[exit after=0]]"
 
 
@@ -163,7 +168,7 @@ async def poison(chaos: Chaos) -> None:
 async def nats(chaos: Chaos) -> None:
     """SIGKILL the only queue server, and start it again: its memory streams are gone."""
     await chaos.victim()
-    await _kill_server(chaos, "nats", chaos.system.queue_servers[0])
+    await _kill_server(chaos, "nats", chaos.system.queue_servers[0], SERVER_AWAY_S)
 
 
 @fault
@@ -174,13 +179,13 @@ async def cluster(chaos: Chaos) -> None:
     await chaos.victim()
     while (leader := await system.cluster.leader_of(system.bus, "RQ")) is None:
         await asyncio.sleep(0.05)
-    await _kill_server(chaos, "cluster", system.queue_servers[leader])
+    await _kill_server(chaos, "cluster", system.queue_servers[leader], SERVER_AWAY_S)
 
 
-async def _kill_server(chaos: Chaos, kind: str, server: NatsServer) -> None:
+async def _kill_server(chaos: Chaos, kind: str, server: NatsServer, away_s: tuple[float, float]) -> None:
     strike = chaos.strike(kind)
     server.kill()
-    await chaos.pause(SERVER_AWAY_S)
+    await chaos.pause(away_s)
     await asyncio.to_thread(server.start)
     strike.mended_s = time.monotonic()
 
@@ -208,9 +213,85 @@ async def gateway(chaos: Chaos) -> None:
     """SIGKILL one of several gateways: its callers ask again, the others' callers notice nothing."""
     await chaos.victim()
     system = chaos.system
+    await system.wait_until_balanced(BALANCED_LIMIT_S)
     killed = chaos.rng.choice(system.gateways)
     strike = chaos.strike("gateway", of=lambda request_id: not system.is_at(request_id, killed))
     await _kill_child(chaos, killed, strike, SERVER_AWAY_S)
+
+
+@fault
+async def outage(chaos: Chaos) -> None:
+    """SIGKILL the only queue server for longer than it takes the load balancer to see that no gateway has it."""
+    await chaos.victim()
+    await _kill_server(chaos, "outage", chaos.system.queue_servers[0], OUTAGE_S)
+
+
+@fault
+async def restart(chaos: Chaos) -> None:
+    """SIGTERM one of several gateways, and start it again: nobody notices."""
+    system = chaos.system
+    await system.wait_until_balanced(BALANCED_LIMIT_S)
+    await chaos.victim()
+    strike = chaos.strike("restart")
+    leaving = chaos.rng.choice(system.gateways)
+    await leaving.stop()
+    await system.restart(leaving)
+    strike.mended_s = time.monotonic()
+
+
+@fault
+async def frozen(chaos: Chaos) -> None:
+    """SIGSTOP one of several gateways for some seconds: its callers wait, and then have all that they should have."""
+    await chaos.victim()
+    victim = chaos.rng.choice(chaos.system.gateways)
+    strike = chaos.strike("frozen", of=lambda request_id: chaos.system.is_at(request_id, victim))
+    os.kill(victim.pid, signal.SIGSTOP)
+    try:
+        await chaos.pause(LONG_FREEZE_S)
+    finally:
+        os.kill(victim.pid, signal.SIGCONT)
+    strike.mended_s = time.monotonic()
+
+
+@fault
+async def deaf(chaos: Chaos) -> None:
+    """One gateway hears nothing from the queue server any more; what it says arrives."""
+    await _part_gateways(chaos, "deaf", mute=False)
+
+
+@fault
+async def mute(chaos: Chaos) -> None:
+    """What one gateway says does not reach the queue server any more; it hears everything."""
+    await _part_gateways(chaos, "mute", deaf=False)
+
+
+@fault
+async def silent(chaos: Chaos) -> None:
+    """Nothing passes between one gateway and the queue server, and nobody is told."""
+    await _part_gateways(chaos, "silent")
+
+
+@fault
+async def all_silent(chaos: Chaos) -> None:
+    """Nothing passes between any gateway and the queue server."""
+    await _part_gateways(chaos, "all_silent", everybody=True)
+
+
+async def _part_gateways(
+    chaos: Chaos, kind: str, *, deaf: bool = True, mute: bool = True, everybody: bool = False
+) -> None:
+    await chaos.victim()
+    system = chaos.system
+    number = chaos.rng.randrange(len(system.gateways))
+    victim, proxies = system.gateways[number], system.gateway_proxies
+    strike = chaos.strike(kind, of=lambda request_id: everybody or system.is_at(request_id, victim))
+    struck = proxies if everybody else [proxies[number]]
+    for proxy in struck:
+        proxy.silence(deaf=deaf, mute=mute)
+    await chaos.pause(PARTITION_S)
+    for proxy in struck:
+        proxy.heal()
+    strike.mended_s = time.monotonic()
 
 
 async def _kill_child(chaos: Chaos, child: Child, strike: Strike, away_s: tuple[float, float]) -> None:

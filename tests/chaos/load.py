@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from tests.chaos.oracle import Answer, BadAnswer, arrivals, read
 ANSWER_LIMIT_S = 120.0
 RETRIES = 20
 RETRY_WAIT_S = 0.25
+EXCUSED_S = 5.0  # after the kill: it is seen at once, but our own loop may be held up
 BAD_GATEWAY = 502  # from the load balancer: the gateway is gone, and with it what it was asked
 
 
@@ -45,14 +47,17 @@ class Call:
 
 
 class Load:
-    """Asks questions at the load balancer's port and keeps every call."""
+    """Asks questions at the load balancer's port and keeps every call.
 
-    def __init__(self, port: int, api_key: str, *, may_retry: bool) -> None:
+    A call that is cut off is an error, unless a gateway was killed just before: then its caller asks again.
+    """
+
+    def __init__(self, port: int, api_key: str, gateway_killed_s: Callable[[], float]) -> None:
         self.calls: list[Call] = []
         self.open: set[int] = set()  # indexes into ``calls``
         self._port = port
         self._api_key = api_key
-        self._may_retry = may_retry
+        self._gateway_killed_s = gateway_killed_s
         self._stopping = False
         self._callers: list[asyncio.Task[None]] = []
 
@@ -86,16 +91,19 @@ class Load:
         for attempt in range(RETRIES):
             reply = Reply()
             call.replies.append(reply)
-            may_retry = self._may_retry and attempt < RETRIES - 1
             try:
                 await exchange(port, request, reply)
             except (ConnectionCut, OSError):
-                if not may_retry:
+                if not self._is_excused() or attempt == RETRIES - 1:
                     raise
             else:
-                if not may_retry or reply.status != BAD_GATEWAY:
+                if reply.status != BAD_GATEWAY or not self._is_excused():
                     return
             await asyncio.sleep(RETRY_WAIT_S)
+
+    def _is_excused(self) -> bool:
+        """Whether what has just broken off may be a killed gateway's."""
+        return time.monotonic() - self._gateway_killed_s() < EXCUSED_S
 
     # --- many ---------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A wire between one worker and its queue server that can be cut, or go silent without a word."""
+"""A wire between a worker or a gateway and its queue server that can be cut, or go silent without a word."""
 
 import asyncio
 import contextlib
@@ -8,14 +8,15 @@ CHUNK_BYTES = 65536
 
 
 class CutProxy:
-    """Forwards one TCP port; ``cut`` breaks every connection off, ``silence`` holds all bytes back until ``heal``."""
+    """Forwards one TCP port; ``cut`` breaks every connection off, ``silence`` holds bytes back until ``heal``."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self._out = asyncio.Event()  # set: what the client sends is passed on
+        self._in = asyncio.Event()  # likewise, what the server sends
+        self.heal()
         self.port = 0
 
     async def start(self) -> None:
@@ -27,13 +28,17 @@ class CutProxy:
         for writer in list(self._writers):
             writer.transport.abort()
 
-    def silence(self) -> None:
-        """Pass nothing on any more, and tell nobody, as a lost route does."""
-        self._flowing.clear()
+    def silence(self, *, deaf: bool = True, mute: bool = True) -> None:
+        """Pass nothing on to the client (``deaf``) or from it (``mute``), and tell nobody, as a lost route does."""
+        if mute:
+            self._out.clear()
+        if deaf:
+            self._in.clear()
 
     def heal(self) -> None:
         """Pass on again, what was held back first."""
-        self._flowing.set()
+        self._out.set()
+        self._in.set()
 
     def stop(self) -> None:
         self.heal()
@@ -48,17 +53,18 @@ class CutProxy:
             writer.close()
             return
         self._writers |= {writer, far_writer}
-        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+        await asyncio.gather(self._pump(reader, far_writer, self._out), self._pump(far_reader, writer, self._in))
         self._writers -= {writer, far_writer}
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flowing: asyncio.Event) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # the latter is uvloop's word for a transport that is cut
-            while data := await self._unless_silent(reader.read(CHUNK_BYTES)):
+            while data := await _unless_silent(reader.read(CHUNK_BYTES), flowing):
                 writer.write(data)
                 await writer.drain()
         writer.close()
 
-    async def _unless_silent(self, reading: Awaitable[bytes]) -> bytes:
-        data = await reading
-        await self._flowing.wait()
-        return data
+
+async def _unless_silent(reading: Awaitable[bytes], flowing: asyncio.Event) -> bytes:
+    data = await reading
+    await flowing.wait()
+    return data

@@ -67,7 +67,7 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
     is_scripted = shape.engine == "scripted"
     asked = questions(plan.seed, plan.distinct, MODEL, scripted=is_scripted, tokens=ANSWER_TOKENS)
     async with System(folder, shape) as system:
-        load = Load(system.port, system.api_key, may_retry=shape.gateways > 1)
+        load = Load(system.port, system.api_key, lambda: system.gateway_killed_s)
         try:
             await _wait_until_served(load, asked[0], system.gateway_ports)
             oracle_calls = await _undisturbed(load, asked, plan.scenario.callers, progress)

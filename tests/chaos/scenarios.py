@@ -37,6 +37,24 @@ SCENARIOS = {
     "ledger": Scenario("SIGKILL the ledger writer", {"ledger": 1}, 10, 1.0),
     "sql": Scenario("stop the database", {"sql": 1}, 5, 1.0, Shape(postgres=True)),
     "gateway": Scenario("SIGKILL one of two gateways", {"gateway": 1}, 10, 2.0, Shape(gateways=2)),
+    "haproxy": Scenario(
+        "the queue away for long, gateways restarted and killed: the load balancer fails nobody",
+        {"outage": 2, "restart": 2, "gateway": 1},
+        10,
+        2.0,
+        # Gateways leave as they do by default; their streams last for some seconds.
+        Shape(gateways=2, gateway_timeouts={"leave_s": 5.0, "shutdown_s": 30.0}),
+    ),
+    "gateway-frozen": Scenario(
+        "SIGSTOP one of two gateways for seconds, then SIGCONT", {"frozen": 1}, 20, 1.0, Shape(gateways=2)
+    ),
+    "partition": Scenario(
+        "a gateway that hears, or says, nothing any more, or neither, or all of them",
+        {"deaf": 1, "mute": 1, "silent": 1, "all_silent": 1},
+        20,
+        1.0,
+        Shape(gateways=2, gateways_proxied=True),
+    ),
     "mix": Scenario(
         "all of it at random",
         {"kill": 10, "drain": 4, "cut": 2, "freeze": 1, "silence": 1, "slow": 1, "nats": 1, "ledger": 1, "gateway": 1},

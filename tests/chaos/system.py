@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ class Shape:
     cluster: bool = False  # three queue servers instead of one
     postgres: bool = False  # instead of SQLite
     proxied: bool = False  # a wire that can be cut between each worker and its queue server
+    gateways_proxied: bool = False  # likewise between each gateway and its queue server
     inter_token_s: float = 0.02  # of the scripted engine
     max_sequences: int = 64  # per worker
     drain_s: float = 0.3  # shorter than most streams last, so that a drain hands back
@@ -66,9 +68,11 @@ class System:
         self.tenant_keys: dict[str, str] = {}
         self.key_ids: dict[str, str] = {}  # of those with limits
         self.gateways: list[Child] = []
+        self.gateway_killed_s = float("-inf")  # monotonic, the latest
         self.gateway_ports = [free_port() for _ in range(shape.gateways)]
         self.balancer = HAProxy(folder, self.gateway_ports)
-        self.proxies: dict[int, CutProxy] = {}
+        self.proxies: dict[int, CutProxy] = {}  # by the slot of the worker
+        self.gateway_proxies: list[CutProxy] = []
         self.cluster: NatsCluster | None = None
         self.postgres: PostgresServer | None = None
         self.queue_servers: list[NatsServer] = []
@@ -92,6 +96,8 @@ class System:
         self.logs.mkdir(parents=True)
         self.bus = await self._start_queue()
         database_url = await self._start_database()
+        if self.shape.gateways_proxied:
+            self.gateway_proxies = [await self._start_proxy() for _ in self.gateway_ports]
         config = self._write_config(database_url)
         self.database = create_engine(config.database_url)
         self._stack.push_async_callback(self.database.dispose)
@@ -156,7 +162,7 @@ class System:
                     "timeouts": {"leave_s": 0, "shutdown_s": SHUTDOWN_S, **shape.gateway_timeouts},
                 },
                 "nats": {
-                    "urls": [server.url for server in self.queue_servers],
+                    "urls": self._gateway_urls(number),
                     "queue": {"replicas": 3 if shape.cluster else 1},
                 },
                 "database": {"url": database_url},
@@ -173,6 +179,11 @@ class System:
             }
             self._config_path(number).write_text(json.dumps(config))
         return load_config(self._config_path(0), env={})
+
+    def _gateway_urls(self, number: int) -> list[str]:
+        if self.shape.gateways_proxied:
+            return [self._url_through(self.gateway_proxies[number])]
+        return [server.url for server in self.queue_servers]
 
     def _engine(self) -> dict[str, Any]:
         if self.shape.engine == "spillway":
@@ -198,16 +209,23 @@ class System:
         url_of_slot = None
         if self.shape.proxied:
             for slot in range(self.shape.workers + 1):  # one is for a worker that a fault adds
-                self.proxies[slot] = CutProxy(self.queue_servers[0].port)
-                await self.proxies[slot].start()
-                self._stack.callback(self.proxies[slot].stop)
+                self.proxies[slot] = await self._start_proxy()
             url_of_slot = self._proxy_url
         self.farm = WorkerFarm(config.worker_settings(MODEL), self.logs, url_of_slot)
         self._stack.push_async_callback(self.farm.stop)
         await self.farm.start(self.shape.workers)
 
+    async def _start_proxy(self) -> CutProxy:
+        proxy = CutProxy(self.queue_servers[0].port)
+        await proxy.start()
+        self._stack.callback(proxy.stop)
+        return proxy
+
     def _proxy_url(self, slot: int) -> str:
-        return self.queue_servers[0].url.replace(str(self.queue_servers[0].port), str(self.proxies[slot].port))
+        return self._url_through(self.proxies[slot])
+
+    def _url_through(self, proxy: CutProxy) -> str:
+        return self.queue_servers[0].url.replace(f":{self.queue_servers[0].port}", f":{proxy.port}")
 
     @property
     def port(self) -> int:
@@ -220,12 +238,21 @@ class System:
 
     async def kill(self, child: Child) -> None:
         """SIGKILL one of the children and wait for its end; ``restart`` brings it back."""
+        if child in self.gateways:
+            self.gateway_killed_s = time.monotonic()
         os.kill(child.pid, signal.SIGKILL)
         await child.wait()
 
     async def restart(self, child: Child) -> None:
         await child.start()
         await child.wait_ready()
+
+    async def wait_until_balanced(self, limit_s: float) -> None:
+        """Wait until the load balancer sends to every gateway, for ``limit_s`` at most."""
+        deadline_s = time.monotonic() + limit_s
+        while (down := self.balancer.down()) and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.1)
+        assert not down, f"for {limit_s:g} s the load balancer sends nothing to {down}"
 
     def log_lines(self, word: str, limit: int = 40) -> list[str]:
         """What the processes have said about a request or a worker."""

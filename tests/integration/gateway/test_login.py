@@ -9,6 +9,7 @@ import pytest
 from gateway.auth.admins import set_password
 from gateway.db.engine import create_engine
 from gateway.web.login import local_page
+from gateway.web.throttle import MAX_AT_NAME
 from tests.integration.gateway.conftest import Start
 
 pytestmark = pytest.mark.usefixtures("cheap_passwords")
@@ -52,7 +53,8 @@ async def test_the_form_logs_in_and_out(browser: httpx.AsyncClient) -> None:
 
 
 async def test_a_wrong_password_is_told_and_the_sixth_is_not_looked_at(browser: httpx.AsyncClient) -> None:
-    for change in ({"password": "wrong"}, {"name": "root"}, {"password": ""}, {"name": "<b>"}, {"password": "x" * 300}):
+    others = {"name": "root"}, {"name": "<b>"}
+    for change in (*others, *({"password": wrong} for wrong in ("wrong", "", "x" * 300, "again", "\0"))):
         answer = await log_in(browser, change)
         assert answer.status_code == 401
         assert 'role="alert">Wrong user name or password.' in answer.text
@@ -60,6 +62,24 @@ async def test_a_wrong_password_is_told_and_the_sixth_is_not_looked_at(browser: 
     answer = await log_in(browser)
     assert answer.status_code == 429
     assert "Too many wrong passwords" in answer.text
+
+
+async def test_whoever_guesses_passwords_locks_nobody_else_out(browser: httpx.AsyncClient) -> None:
+    stranger, other = {"x-forwarded-for": "203.0.113.7"}, {"x-forwarded-for": "203.0.113.8"}
+    known = await log_in(browser, headers=stranger)  # somebody whom the stranger shares an address with
+    assert known.status_code == 303
+    cookies = {"spillway_browser": browser.cookies["spillway_browser"]}
+    browser.cookies.clear()
+    for _ in range(MAX_AT_NAME):
+        assert (await log_in(browser, {"password": "wrong"}, headers=stranger)).status_code == 401
+    assert (await log_in(browser, headers=stranger)).status_code == 429
+    assert (await log_in(browser, headers=other)).status_code == 303
+    browser.cookies.clear()
+    for cookie in ("", "x.y.z", cookies["spillway_browser"][:-2]):
+        refused = await log_in(browser, headers={**stranger, "cookie": f"spillway_browser={cookie}"})
+        assert refused.status_code == 429
+    browser.cookies.update(cookies)
+    assert (await log_in(browser, headers=stranger)).status_code == 303
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,19 @@ def test_files_follow_the_compose_specification() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_only_one_port_is_published() -> None:
+def test_only_the_load_balancer_is_published_its_api_and_its_pages_apart() -> None:
     published = {name: service["ports"] for name, service in services().items() if "ports" in service}
-    assert published == {"load-balancer": ["127.0.0.1:8000:8000"]}
+    assert published == {"load-balancer": ["127.0.0.1:8000:8000", "127.0.0.1:8001:8001"]}
+    bound = re.findall(r"^    bind (\S+)$", (ROOT / "deploy/haproxy/haproxy.cfg").read_text(), re.MULTILINE)
+    assert set(bound) == {":8000", ":8001", "127.0.0.1:8404"}
+
+
+@pytest.mark.parametrize("name", ["gateway-1", "gateway-2"])
+def test_the_gateways_believe_the_load_balancer_whom_it_speaks_for(name: str) -> None:
+    """Otherwise all callers have one address: its own, and one who guesses passwords locks everybody out."""
+    [network] = compose()["networks"]["edge"]["ipam"]["config"]
+    assert config_of(name).gateway.connections.trusted_proxies == (network["subnet"],)
+    assert "    option forwardfor\n" in (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
 
 
 def test_only_the_load_balancer_and_the_gateways_can_be_reached_from_outside_the_backend() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,14 +38,17 @@ class Gateway:
         self.name = name
         self.status = "ok"  # as GET /readyz says it
         self.caller_gone = asyncio.Event()
+        self.last_head = ""
         self.port = 0
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if not head.startswith("GET /readyz"):
+            self.last_head = head
         if head.startswith("GET /readyz"):
             code = "503 Service Unavailable" if self.status == "leaving" else "200 OK"
             write_answer(writer, code, json.dumps({"status": self.status}, separators=(",", ":")))
-        elif head.startswith("GET /name"):
+        elif not head.startswith(("GET /stream", "GET /silent")):
             write_answer(writer, "200 OK", self.name)
         else:
             if head.startswith("GET /stream"):
@@ -84,9 +88,9 @@ async def running_haproxy(folder: Path, *gateway_ports: int) -> AsyncIterator[HA
         await haproxy.stop()
 
 
-async def ask(port: int, path: str) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+async def ask(port: int, path: str, header: str = "accept: */*", address: str = "127.0.0.1") -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n{header}\r\nconnection: close\r\n\r\n".encode())
     answer = await reader.read()
     writer.close()
     await writer.wait_closed()
@@ -147,3 +151,38 @@ async def test_a_degraded_gateway_comes_second_and_a_leaving_one_gets_nothing(tm
         one.status = "leaving"
         await until_answered_by(haproxy, {"two"})
         assert await haproxy.health() == 200
+
+
+PAGES = ["/admin/v1/keys", "/dashboard", "/dashboard/live", "/login", "/login/oidc/callback?code=1", "/logout"]
+DISGUISED = ["/%61dmin/v1/keys", "/l%6fgin", "http://x/dashboard"]
+
+
+@needs_haproxy
+async def test_the_pages_are_not_where_the_api_is(tmp_path: Path) -> None:
+    async with (
+        running_gateway() as gateway,
+        running_haproxy(tmp_path, gateway.port) as haproxy,
+        asyncio.timeout(LIMIT_S),
+    ):
+        for path in (*PAGES, *DISGUISED):
+            head, _, body = (await ask(haproxy.port, path)).partition(b"\r\n\r\n")
+            assert b" 404 " in head.splitlines()[0], path
+            assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+            assert (await ask(haproxy.pages_port, path)).endswith(b"one")
+        for path in ("/v1/chat/completions", "/v1/models", "/livez", "/"):
+            assert (await ask(haproxy.port, path)).endswith(b"one")
+            assert (await ask(haproxy.pages_port, path)).endswith(b"one")
+
+
+@needs_haproxy
+async def test_a_caller_cannot_say_whom_he_is(tmp_path: Path) -> None:
+    """What he says comes first; gateways go by the last address that is no trusted proxy's."""
+    async with (
+        running_gateway() as gateway,
+        running_haproxy(tmp_path, gateway.port) as haproxy,
+        asyncio.timeout(LIMIT_S),
+    ):
+        for port in (haproxy.port, haproxy.pages_port):
+            await ask(port, "/name", "x-forwarded-for: 192.0.2.1", address="127.0.0.9")
+            said = re.findall(r"^x-forwarded-for: (.*?)\r$", gateway.last_head, re.MULTILINE | re.IGNORECASE)
+            assert said == ["192.0.2.1", "127.0.0.9"]

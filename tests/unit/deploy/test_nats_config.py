@@ -22,7 +22,11 @@ def test_server_accepts_the_configuration() -> None:
 
 
 def test_server_accepts_the_configuration_of_one_of_three() -> None:
-    of_this_one = {"NATS_NODE": "a", "NATS_ROUTES": "[nats://cluster:22@b:6222, nats://cluster:22@c:6222]"}
+    of_this_one = {
+        "NATS_NODE": "a",
+        "NATS_CLUSTER_PASSWORD": '"44"',
+        "NATS_ROUTES": "[nats://cluster:44@b:6222, nats://cluster:44@c:6222]",
+    }
     command = [tool("nats-server"), "-t", "-c", str(CLUSTER_CONFIG)]
     done = subprocess.run(
         command, env={**nats_environment(), **of_this_one}, capture_output=True, text=True, check=False
