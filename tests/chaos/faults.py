@@ -294,6 +294,33 @@ async def _part_gateways(
     strike.mended_s = time.monotonic()
 
 
+@fault
+async def host(chaos: Chaos) -> None:
+    """SIGKILL one of two gateways together with half of the workers, as when the machine they share dies."""
+    await chaos.victim()
+    system = chaos.system
+    killed = chaos.rng.choice(system.gateways)
+    live = sorted(system.farm.live.values(), key=lambda worker: worker.slot)
+    workers = chaos.rng.sample(live, len(live) // 2)
+    strike = chaos.strike("host", of=lambda request_id: not system.is_at(request_id, killed))
+    await system.kill_at_once([killed], workers)
+    await chaos.pause(SERVER_AWAY_S)
+    await system.restart(killed)
+    strike.mended_s = time.monotonic()
+
+
+@fault
+async def power(chaos: Chaos) -> None:
+    """SIGKILL everything at once, queue server and database included, and start it all again."""
+    await chaos.victim()
+    system = chaos.system
+    strike = chaos.strike("power", of=lambda _: False)  # no stream outlives it
+    await system.cut_power()
+    await chaos.pause(SERVER_AWAY_S)
+    await system.restore_power()
+    strike.mended_s = time.monotonic()
+
+
 async def _kill_child(chaos: Chaos, child: Child, strike: Strike, away_s: tuple[float, float]) -> None:
     await chaos.system.kill(child)
     await chaos.pause(away_s)

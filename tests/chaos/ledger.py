@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.db.models import RequestRow
 
-SETTLE_LIMIT_S = 90.0  # the rows of a killed gateway's requests come when their workers and the ledger have waited
+SETTLE_LIMIT_S = 120.0  # the rows of a killed gateway's requests come when nobody has had them for long enough
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from spillway.children import Child
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
 from tests.chaos.proxy import CutProxy
 from tests.chaos.watcher import Watcher
-from tests.chaos.workers import WorkerFarm
+from tests.chaos.workers import LiveWorker, WorkerFarm
 from tests.nats_server import NatsCluster, NatsServer, free_port
 from tests.postgres import TEMPLATE, PostgresServer
 from tests.shipped import HAProxy, ShippedCluster, ShippedNats
@@ -242,6 +243,30 @@ class System:
             self.gateway_killed_s = time.monotonic()
         os.kill(child.pid, signal.SIGKILL)
         await child.wait()
+
+    async def kill_at_once(self, children: Sequence[Child], workers: Sequence[LiveWorker]) -> None:
+        """SIGKILL them before any can react to another's end. The farm replaces its workers by itself."""
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
+        for worker in workers:
+            worker.send(signal.SIGKILL)
+        for child in children:
+            await child.wait()
+
+    async def cut_power(self) -> None:
+        """Kill everything at once but callers and their load balancer; ``restore_power`` starts it again."""
+        servers = [asyncio.to_thread(server.kill) for server in self.queue_servers]
+        if self.postgres is not None:
+            servers.append(asyncio.to_thread(self.postgres.stop, crash=True))
+        dying = asyncio.gather(*servers)
+        await self.kill_at_once([*self.gateways, self.ledger], list(self.farm.live.values()))
+        await dying
+
+    async def restore_power(self) -> None:
+        """Start everything in whatever order; workers have been started by then, and look for the queue server."""
+        for server in (*self.queue_servers, *([self.postgres] if self.postgres is not None else [])):
+            await asyncio.to_thread(server.start)
+        await asyncio.gather(*map(self.restart, (*self.gateways, self.ledger)))
 
     async def restart(self, child: Child) -> None:
         await child.start()
