@@ -1,9 +1,19 @@
-"""The embedded queue server: nats-server from its wheel, run as a child process with JetStream in the data folder."""
+"""The embedded queue server: nats-server from its wheel, run as a child process with JetStream in the data folder.
+
+A stream that could not be written once, because the disk was full for a moment, takes nothing more until its server
+starts again (nats-server's filestore keeps the error for good). So a server whose health check tells of a write error
+is ended as soon as its disk has room, and whoever waits for its end starts it again.
+"""
 
 import asyncio
+import contextlib
+import logging
 import shutil
+import socket
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +26,13 @@ LOG_BYTES: Final = 10 * 1024 * 1024
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 WRITE_DEADLINE_S: Final = 10
 LAST_WORDS: Final = 3
+HEALTH_PERIOD_S: Final = 2.0
+HEALTH_LIMIT_S: Final = 2.0
+LEAST_LIFE_S: Final = 20.0  # before it is ended for its health: more rarely than `up` takes for a crash loop
+ROOM_BYTES: Final = 16 * 1024 * 1024  # on its disk, for a new start to be worth while
+WRITE_ERROR: Final = b"write error"  # in the health check's answer; nats-server monitor.go, healthz
+
+log = logging.getLogger(__name__)
 
 # One account for all of ours, and into it the server's news of connections that have ended: the quickest sign of a dead
 # worker. The password is no secret: the server listens on loopback only and lets everybody in without one.
@@ -61,6 +78,8 @@ class EmbeddedNats:
         self.log_path = data_dir / "logs" / "nats.log"
         self._store_dir = data_dir / "nats"
         self._process: asyncio.subprocess.Process | None = None
+        self._started_s = 0.0  # monotonic clock
+        self._monitor_port = 0  # another one with every start
 
     @property
     def pid(self) -> int:
@@ -71,6 +90,8 @@ class EmbeddedNats:
         """Start it and wait until it listens. Raises EmbeddedNatsError with the server's own last words."""
         self._store_dir.mkdir(parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._started_s = time.monotonic()
+        self._monitor_port = free_port()
         config_path = self._store_dir / "nats-server.conf"
         config_path.write_text(self._config())
         self._process = await asyncio.create_subprocess_exec(
@@ -81,8 +102,27 @@ class EmbeddedNats:
         await self._wait_until_listening(self._process)
 
     async def wait(self) -> int:
-        """Wait for its end; returns the exit code."""
-        return await self._process.wait() if self._process else 0
+        """Wait for its end, and bring it about where its store is broken; returns the exit code."""
+        if self._process is None:
+            return 0
+        watching = asyncio.create_task(self._end_when_broken(self._process), name="nats health")
+        try:
+            return await self._process.wait()
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+    async def _end_when_broken(self, process: asyncio.subprocess.Process) -> None:
+        while True:
+            await asyncio.sleep(HEALTH_PERIOD_S)
+            if time.monotonic() - self._started_s < LEAST_LIFE_S:
+                continue
+            reason = await asyncio.to_thread(_write_error, self._monitor_port)
+            if reason and shutil.disk_usage(self._store_dir).free >= ROOM_BYTES:
+                log.error("the queue server can store nothing more until it starts again: %s", reason)
+                await stop_process(process, self.name, STOP_LIMIT_S)
+                return
 
     async def stop(self) -> None:
         """End it. Safe to call in any state."""
@@ -99,6 +139,7 @@ class EmbeddedNats:
         # A usage record is acknowledged only once it is on disk: hence an fsync for each.
         return (
             f"host: 127.0.0.1\nport: {self.port}\nserver_name: spillway-embedded\n"
+            f'http: "127.0.0.1:{self._monitor_port}"\n'
             f"max_payload: {MAX_PAYLOAD_BYTES}\nwrite_deadline: {WRITE_DEADLINE_S}s\n"
             f'log_file: "{self.log_path}"\nlogfile_size_limit: {LOG_BYTES}\n'
             f'jetstream {{ store_dir: "{self._store_dir}", sync_interval: always }}\n{ACCOUNTS}'
@@ -117,3 +158,22 @@ class EmbeddedNats:
             writer.close()
             return
         raise EmbeddedNatsError(f"nats-server does not listen after {START_LIMIT_S:g} s; see {self.log_path}")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _write_error(monitor_port: int) -> str | None:
+    """What the server says of a stream that cannot be written; None if it says no such thing, or nothing."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{monitor_port}/healthz", timeout=HEALTH_LIMIT_S):
+            return None
+    except urllib.error.HTTPError as error:
+        body = error.read()
+        return body.decode(errors="replace") if WRITE_ERROR in body else None
+    except OSError:
+        return None

@@ -25,7 +25,7 @@ from gateway.db.engine import create_engine
 from migrations import upgrade
 from spillway.children import Child, Restartable, keep_running
 from spillway.config import Config
-from spillway.embedded_nats import EmbeddedNats
+from spillway.embedded_nats import EmbeddedNats, free_port
 
 FIRST_KEY_NAME: Final = "default"
 GATEWAY_STOP_MARGIN_S: Final = 10.0
@@ -83,7 +83,7 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
         nats = (
             None
             if config.nats.urls
-            else EmbeddedNats(config.data_dir.resolve(), config.nats.embedded_port or _free_port())
+            else EmbeddedNats(config.data_dir.resolve(), config.nats.embedded_port or free_port())
         )
         try:
             if nats is not None:
@@ -126,7 +126,7 @@ def _data_dir_lock(data_dir: Path) -> Iterator[None]:
 def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
     """Fix what was left open (ports, URLs), and write it down for the children and for other commands."""
     _check_port_is_free(config.gateway.host, config.gateway.port)
-    gateway = config.gateway.model_copy(update={"port": config.gateway.port or _free_port()})
+    gateway = config.gateway.model_copy(update={"port": config.gateway.port or free_port()})
     if "leave_s" not in gateway.timeouts.model_fields_set:  # with a single gateway no load balancer can turn away
         gateway = gateway.model_copy(update={"timeouts": gateway.timeouts.model_copy(update={"leave_s": 0.0})})
     nats = config.nats.model_copy(update={"urls": nats_urls})
@@ -154,12 +154,6 @@ def _check_port_is_free(host: str, port: int) -> None:
             raise UpError(
                 f"port {port} on {host}: {error.strerror}; choose another with --port (make run PORT=…)"
             ) from error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _first_key(config: Config) -> str:

@@ -38,6 +38,12 @@ class NatsServer:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether somebody else has ended it."""
+        assert self._process is not None
+        return self._process.poll() is not None
+
     def start(self) -> None:
         binary = Path(sys.executable).with_name("nats-server")
         config = self._write_config()
@@ -86,7 +92,8 @@ class NatsServer:
     def _end(self, how: signal.Signals) -> None:
         if self._process is None:
             return
-        os.kill(self._process.pid, how)
+        if not self.has_ended:
+            os.kill(self._process.pid, how)
         self._process.wait(timeout=15)
         self._process = None
 

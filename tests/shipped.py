@@ -8,6 +8,8 @@ import asyncio
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +19,19 @@ from tests.unit.deploy.description import ENVIRONMENT, ROOT, services
 
 NATS_CONFIG = ROOT / "deploy/nats/nats-server.conf"
 CLUSTER_CONFIG = ROOT / "deploy/nats/cluster.conf"
+NATS_HEALTH = ROOT / "deploy/nats/health.sh"
 HAPROXY_CONFIG = ROOT / "deploy/haproxy/haproxy.cfg"
 HAPROXY_CONNECTIONS = 4000  # fewer than in production, so that any machine's limit on open files will do
 START_LIMIT_S = 15.0
+
+# Stands in for the container's BusyBox: `nc -w SECONDS HOST PORT`.
+NETCAT = """#!{python}
+import socket, sys
+with socket.create_connection((sys.argv[3], int(sys.argv[4])), timeout=int(sys.argv[2])) as peer:
+    peer.sendall(sys.stdin.buffer.read())
+    while part := peer.recv(65536):
+        sys.stdout.buffer.write(part)
+"""
 
 
 def with_ours(text: str, ours: Mapping[str, str]) -> str:
@@ -44,17 +56,33 @@ class ShippedNats(NatsServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.environment = nats_environment()
+        self.monitor_port = free_port()
         self.url = f"nats://spillway:{ENVIRONMENT['NATS_PASSWORD']}@127.0.0.1:{self.port}"
 
     def _write_config(self) -> Path:
         ours = {
             "host: 0.0.0.0\nport: 4222": f"host: 127.0.0.1\nport: {self.port}",
-            'http: "0.0.0.0:8222"': 'http: "127.0.0.1:-1"',
+            'http: "0.0.0.0:8222"': f'http: "127.0.0.1:{self.monitor_port}"',
             'store_dir: "/var/lib/nats"': f'store_dir: "{self.folder}"',
         }
         config = self.folder / NATS_CONFIG.name
         config.write_text(with_ours(NATS_CONFIG.read_text(), ours))
         return config
+
+
+def check_nats_health(server: NatsServer, monitor_port: int) -> tuple[int, str]:
+    """Run the container's health check on a server of this machine: its exit code, and what it says."""
+    (server.folder / "nc").write_text(NETCAT.format(python=sys.executable))
+    (server.folder / "nc").chmod(0o755)
+    ours = {
+        "MONITOR_PORT": str(monitor_port),
+        "STORE_DIR": str(server.folder),
+        "SERVER_PID": str(server.pid),
+        "PATH": f"{server.folder}:{os.environ['PATH']}",
+    }
+    command = ["/bin/sh", str(NATS_HEALTH)]
+    done = subprocess.run(command, env={**os.environ, **ours}, capture_output=True, text=True, check=False, timeout=30)
+    return done.returncode, done.stdout
 
 
 class ShippedNode(ShippedNats):

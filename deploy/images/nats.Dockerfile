@@ -1,8 +1,9 @@
 # nats-server with Spillway's configuration, as a user without rights, whose data folder a named volume can inherit: the
-# official image runs as root and has no such folder. It changes only with the two lines below, so rebuilding Spillway's
+# official image runs as root and has no such folder. It changes only with the lines below, so rebuilding Spillway's
 # own images never restarts the queue.
 FROM nats:2.15-alpine
 RUN mkdir -p /var/lib/nats && chown 10001:10001 /var/lib/nats && chmod 0700 /var/lib/nats
 COPY deploy/nats/nats-server.conf /etc/nats/nats-server.conf
+COPY deploy/nats/health.sh /usr/local/bin/nats-health
 USER 10001:10001
 # The base image's entrypoint and command stay: nats-server --config /etc/nats/nats-server.conf

@@ -7,6 +7,7 @@ broke has been mended. The farm replaces dead workers by itself.
 import asyncio
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ from tests.chaos.mix import Question
 from tests.chaos.system import MODEL, System
 from tests.chaos.workers import LiveWorker
 from tests.nats_server import NatsServer
+from tests.shipped import ShippedNats, check_nats_health
 
 READY_WORKERS = 3  # that serve when a fault strikes, as far as there are so many: a rescue needs a rescuer
 VICTIM_LIMIT_S = 60.0  # until somebody is in mid-stream
@@ -31,6 +33,8 @@ OUTAGE_S = (6.0, 12.0)
 LONG_FREEZE_S = (2.0, 9.0)  # the load balancer looks elsewhere after some 6, the queue server gives up after 10
 PARTITION_S = (2.0, 9.0)
 BALANCED_LIMIT_S = 30.0
+DISK_FULL_S = (3.0, 8.0)
+HEALTH_PERIOD_S = 5.0  # docker-compose.yml
 POISON = "[[exit after=0]]"
 
 
@@ -317,7 +321,27 @@ async def power(chaos: Chaos) -> None:
     strike = chaos.strike("power", of=lambda _: False)  # no stream outlives it
     await system.cut_power()
     await chaos.pause(SERVER_AWAY_S)
-    await system.restore_power()
+    await system.restore_power(BALANCED_LIMIT_S)
+    strike.mended_s = time.monotonic()
+
+
+@fault
+async def disk_full(chaos: Chaos) -> None:
+    """Let no file of the queue server grow for a while, until its health check restarts it.
+
+    A limit on the size of its files does to it what a full disk does, and needs no root.
+    """
+    await chaos.victim()
+    server = chaos.system.queue_servers[0]
+    assert isinstance(server, ShippedNats)
+    strike = chaos.strike("disk_full")
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    await chaos.pause(DISK_FULL_S)
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    while not server.has_ended:
+        await asyncio.to_thread(check_nats_health, server, server.monitor_port)
+        await asyncio.sleep(HEALTH_PERIOD_S)
+    await asyncio.to_thread(server.start)
     strike.mended_s = time.monotonic()
 
 

@@ -16,6 +16,7 @@ RETRIES = 20
 RETRY_WAIT_S = 0.25
 EXCUSED_S = 5.0  # after the kill: it is seen at once, but our own loop may be held up
 BAD_GATEWAY = 502  # from the load balancer: the gateway is gone, and with it what it was asked
+NO_GATEWAY = 503  # from the load balancer: there is none at all
 
 
 @dataclass(slots=True)
@@ -88,17 +89,20 @@ class Load:
         question = call.question
         key = uuid.uuid4().hex
         request = http_request(question.path, self._api_key, question.body, Idempotency_Key=key)
-        for attempt in range(RETRIES):
+        while True:
             reply = Reply()
             call.replies.append(reply)
             try:
                 await exchange(port, request, reply)
             except (ConnectionCut, OSError):
-                if not self._is_excused() or attempt == RETRIES - 1:
+                if not self._is_excused() or len(call.replies) == RETRIES:
                     raise
             else:
-                if reply.status != BAD_GATEWAY or not self._is_excused():
+                is_balancers = reply.status in {BAD_GATEWAY, NO_GATEWAY} and reply.request_id is None
+                if not is_balancers or not self._is_excused():
                     return
+                if reply.status == NO_GATEWAY:
+                    call.replies.pop()  # nobody has been asked
             await asyncio.sleep(RETRY_WAIT_S)
 
     def _is_excused(self) -> bool:

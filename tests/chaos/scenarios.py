@@ -57,6 +57,7 @@ SCENARIOS = {
     ),
     "host": Scenario("SIGKILL a gateway and half of the workers at once", {"host": 1}, 20, 2.0, Shape(gateways=2)),
     "power": Scenario("SIGKILL everything at once", {"power": 1}, 50, 2.0, Shape(gateways=2, postgres=True)),
+    "disk-full": Scenario("no room on the queue server's disk for seconds", {"disk_full": 1}, 10, 3.0),
     "mix": Scenario(
         "all of it at random",
         {"kill": 10, "drain": 4, "cut": 2, "freeze": 1, "silence": 1, "slow": 1, "nats": 1, "ledger": 1, "gateway": 1},

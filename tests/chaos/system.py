@@ -246,6 +246,7 @@ class System:
 
     async def kill_at_once(self, children: Sequence[Child], workers: Sequence[LiveWorker]) -> None:
         """SIGKILL them before any can react to another's end. The farm replaces its workers by itself."""
+        self.gateway_killed_s = time.monotonic()
         for child in children:
             os.kill(child.pid, signal.SIGKILL)
         for worker in workers:
@@ -261,12 +262,15 @@ class System:
         dying = asyncio.gather(*servers)
         await self.kill_at_once([*self.gateways, self.ledger], list(self.farm.live.values()))
         await dying
+        self.gateway_killed_s = float("inf")  # whatever fails until power is back fails for that
 
-    async def restore_power(self) -> None:
+    async def restore_power(self, balanced_limit_s: float) -> None:
         """Start everything in whatever order; workers have been started by then, and look for the queue server."""
         for server in (*self.queue_servers, *([self.postgres] if self.postgres is not None else [])):
             await asyncio.to_thread(server.start)
         await asyncio.gather(*map(self.restart, (*self.gateways, self.ledger)))
+        await self.wait_until_balanced(balanced_limit_s)
+        self.gateway_killed_s = time.monotonic()
 
     async def restart(self, child: Child) -> None:
         await child.start()

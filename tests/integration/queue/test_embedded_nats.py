@@ -1,0 +1,52 @@
+"""The embedded queue server's disk is full for a moment: it stores again by itself, and has lost nothing."""
+
+import asyncio
+import resource
+from pathlib import Path
+
+import pytest
+
+from protocol import subjects, topology
+from protocol.bus import Bus
+from protocol.errors import BusTimeout
+from spillway import embedded_nats
+from spillway.embedded_nats import EmbeddedNats, free_port
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+async def store(bus: Bus, message_id: str) -> int:
+    return await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, b"x", message_id=message_id, timeout_s=0.5)
+
+
+async def test_a_store_that_is_broken_is_mended_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_nats, "LEAST_LIFE_S", 0.0)
+    monkeypatch.setattr(embedded_nats, "HEALTH_PERIOD_S", 0.05)
+    server = EmbeddedNats(tmp_path, free_port())
+    await server.start()
+    bus = await Bus.connect(server.url, name="test")
+    try:
+        await topology.apply(bus, [], topology.QueueBounds())
+        await store(bus, "before")
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, UNLIMITED))  # no file may grow
+        with pytest.raises(BusTimeout):
+            await store(bus, "meanwhile")
+        monkeypatch.setattr(embedded_nats, "ROOM_BYTES", 1 << 62)
+        waiting = asyncio.create_task(server.wait())
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (UNLIMITED, UNLIMITED))
+        with pytest.raises(BusTimeout):
+            await store(bus, "later")  # why it has to be ended at all
+        assert not waiting.done()  # nor would it help while there is no room
+        monkeypatch.setattr(embedded_nats, "ROOM_BYTES", 1)
+        async with asyncio.timeout(30):
+            await waiting
+            await server.start()
+            while not bus.connected:  # the client's own business
+                await asyncio.sleep(0.01)
+        await store(bus, "after")
+        assert (await bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}"))["state"]["messages"] == 2
+    finally:
+        await bus.close()
+        await server.stop()
