@@ -96,6 +96,7 @@ async def run(
         dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series)
         catalog = ModelCatalog(bus, settings.models, settings.data_dir)
         stack.callback(catalog.close)
+        keys.on_revoked = dispatcher.keys_revoked
         await dispatcher.start()
         await keys.start()
         keyed = KeyedRequests(bus, settings, keys)

@@ -24,6 +24,8 @@ class ErrorCode(StrEnum):
     # The caller's mistakes, found by the engine after the gateway let them pass.
     INVALID_REQUEST = "invalid_request"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    # The caller's key.
+    KEY_REVOKED = "key_revoked"
     GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # for any worker
     # Capacity.
     QUEUE_FULL = "queue_full"

@@ -90,9 +90,9 @@ class Office:
         await self._tell_gateways()
         return rotated
 
-    async def revoke_key(self, reference: str, actor: str) -> ApiKey:
+    async def revoke_key(self, reference: str, actor: str, *, stops_running: bool) -> ApiKey:
         """Revoke a key."""
-        key = await keys.revoke_key(self.database, reference, actor)
+        key = await keys.revoke_key(self.database, reference, actor, stops_running=stops_running)
         await self._tell_gateways()
         return key
 

@@ -136,9 +136,13 @@ def _keys(office: Office) -> APIRouter:
         return json_answer(key_view(key, token))
 
     @router.delete("/{reference}")
-    async def revoke_key(request: Request, reference: str) -> Response:
-        """Revoke the key: from now on it is refused. Its past usage stays."""
-        return json_answer(key_view(await office.revoke_key(reference, await office.actor(request))))
+    async def revoke_key(request: Request, reference: str, stop_running: bool = False) -> Response:
+        """Revoke the key: from now on it is refused, and what waits ends. Its past usage stays.
+
+        With `stop_running`, what runs ends, too.
+        """
+        actor = await office.actor(request)
+        return json_answer(key_view(await office.revoke_key(reference, actor, stops_running=stop_running)))
 
     return router
 

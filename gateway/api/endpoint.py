@@ -24,6 +24,7 @@ from gateway.api.schema import JobRequest
 from gateway.api.services import Services
 from gateway.auth.principal import Principal
 from gateway.dispatch.admission import Admission
+from gateway.dispatch.dispatcher import KEY_REVOKED
 from gateway.dispatch.mailbox import SharedMailbox
 from gateway.dispatch.request import OpenRequest
 from gateway.limits.body import LARGE_BODY_BYTES, check_values, read_body
@@ -205,6 +206,8 @@ class Endpoint(ABC, Generic[_Call]):
                 works, reservations, _identities(exchange, len(works)), strict=True
             )
         ]
+        if services.keys.is_revoked(principal.key_id):  # while the body came, or was counted
+            raise RequestFailed(KEY_REVOKED)
         return calls, self._enter(admissions)
 
     def _enter(self, admissions: Sequence[Admission]) -> Sequence[Ticket]:

@@ -352,6 +352,7 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.INVALID_REQUEST: _BAD_REQUEST,
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: _BAD_REQUEST,
     ErrorCode.GRAMMAR_TOO_COMPLEX: _BAD_REQUEST,
+    ErrorCode.KEY_REVOKED: FailureKind(401, "invalid_request_error", should_retry=False),
     ErrorCode.QUEUE_FULL: _NO_CAPACITY,
     ErrorCode.OVERLOADED: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
     ErrorCode.USAGE_NOT_STORED: FailureKind(503, should_retry=True, retry_after_s=RETRY_LATER_S),

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from nats.aio.msg import Msg
 from pydantic import SecretStr
 
 from gateway.auth.principal import Principal
-from gateway.auth.principals import load_principals
+from gateway.auth.principals import load_principals, load_stopped
 from gateway.auth.token import MAX_TOKEN_CHARS, hash_token
 from gateway.db.engine import create_engine
 from gateway.db.errors import SQL_ERRORS, describe
@@ -21,6 +22,8 @@ RELOAD_PERIOD_S: Final = 30.0  # the backstop for lost messages
 RETRY_PERIOD_S: Final = 2.0  # while SQL is away
 RELOAD_GAP_S: Final = 0.2  # between two loads, however many messages come
 
+OnRevoked = Callable[[frozenset[str], frozenset[str]], None]  # the keys, and those whose running requests end
+
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +34,10 @@ class KeyRing:
         self._engine = create_engine(database_url)
         self._pepper = pepper
         self._bus = bus
+        self.on_revoked: OnRevoked | None = None
         self._principals: dict[str, Principal] = {}
+        self._revoked: frozenset[str] = frozenset()  # ids of keys that were active here
+        self._stopped: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._changes_told = 0
         self._changes_loaded = 0
@@ -55,6 +61,10 @@ class KeyRing:
         if principal is None or principal.has_expired(unix_now_ms()):
             return None
         return principal
+
+    def is_revoked(self, key_id: str) -> bool:
+        """Whether a key has been revoked that was accepted here before."""
+        return key_id in self._revoked
 
     async def start(self) -> None:
         """Load the keys; waits for SQL if it is away. Raises SchemaMismatch and BusError."""
@@ -92,8 +102,14 @@ class KeyRing:
     async def _load(self) -> None:
         changes_told = self._changes_told
         async with self._engine.connect() as connection:
-            self._principals = await load_principals(connection)
+            principals, stopped = await load_principals(connection), await load_stopped(connection)
+        gone = _key_ids(self._principals) - _key_ids(principals)
+        newly_stopped = stopped - self._stopped
+        self._principals, self._stopped = principals, stopped
+        self._revoked |= gone
         self._changes_loaded = changes_told
+        if (gone or newly_stopped) and self.on_revoked is not None:
+            self.on_revoked(gone, newly_stopped)
 
     async def _on_changed(self, _message: Msg) -> None:
         self._changes_told += 1
@@ -112,3 +128,7 @@ class KeyRing:
         if self._failing:
             log.warning("API keys loaded again: %d", len(self._principals))
         self._failing = False
+
+
+def _key_ids(principals: Mapping[str, Principal]) -> frozenset[str]:
+    return frozenset(principal.key_id for principal in principals.values())

@@ -151,16 +151,20 @@ async def rotate_key(
     return after, token
 
 
-async def revoke_key(engine: AsyncEngine, reference: str, actor: str = SYSTEM) -> ApiKey:
+async def revoke_key(
+    engine: AsyncEngine, reference: str, actor: str = SYSTEM, *, stops_running: bool = False
+) -> ApiKey:
     """Revoke an active key, named by its id, its name, or a prefix of its id that no other active key has.
 
-    Raises UnknownKey, AmbiguousKey, and SQL's own errors.
+    Its waiting requests end; its running ones if ``stops_running``. Raises UnknownKey, AmbiguousKey, and SQL's own
+    errors.
     """
     async with writing(engine) as connection:
         before = await _find_active(connection, reference)
         after = replace(before, revoked_unix_ms=unix_now_ms())
-        await connection.execute(_of(before).values(revoked_unix_ms=after.revoked_unix_ms))
-        told = ({"revoked_unix_ms": None}, {"revoked_unix_ms": after.revoked_unix_ms})
+        values = {"revoked_unix_ms": after.revoked_unix_ms, "stops_running": stops_running}
+        await connection.execute(_of(before).values(values))
+        told = ({"revoked_unix_ms": None}, {name: value for name, value in values.items() if value})
         await record(connection, Change(actor, "key.revoke", before.key_id, *told))
     return after
 

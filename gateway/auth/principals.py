@@ -20,6 +20,12 @@ async def load_principals(connection: AsyncConnection) -> dict[str, Principal]:
     return {token_hmac: principal for key in keys for token_hmac, principal in _tokens_of(key, teams[key["team_id"]])}
 
 
+async def load_stopped(connection: AsyncConnection) -> frozenset[str]:
+    """Return the ids of the revoked keys whose running requests end, too. Raises SQL's own errors."""
+    found = await connection.execute(select(ApiKeyRow.id).where(ApiKeyRow.stops_running.is_(True)))
+    return frozenset(found.scalars())
+
+
 def _tokens_of(key: RowMapping, team: RowMapping) -> Iterator[tuple[str, Principal]]:
     principal = Principal(
         key_id=key["id"],

@@ -162,7 +162,8 @@ def _add_keys(router: APIRouter, desk: _Desk) -> None:
 
     @router.post("/keys/{key_id}/revoke")
     async def revoke_key(request: Request, key_id: str) -> Response:
-        await desk.office.revoke_key(key_id, desk.actor(request))
+        stops_running = (await read_form(request)).get("stop_running") == "on"
+        await desk.office.revoke_key(key_id, desk.actor(request), stops_running=stops_running)
         return _changed(key_id)
 
 

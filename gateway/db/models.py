@@ -84,6 +84,7 @@ class ApiKeyRow(_Policy, Base):
     last_four: Mapped[str]  # the key's last four characters, for people to recognise it
     created_unix_ms: Mapped[int]  # set when it was created
     revoked_unix_ms: Mapped[int | None]  # set when it was revoked; NULL: active
+    stops_running: Mapped[bool | None]  # set with it: its running requests end, too, not only the waiting ones
     team_id: Mapped[str]  # TeamRow.id
     scopes: Mapped[str]  # what it opens, of gateway.auth.principal.SCOPES, separated by spaces
     models: Mapped[str | None]  # JSON list of the models that it may name; NULL: all

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any, Final
 
 from nats.aio.msg import Msg
@@ -40,6 +40,7 @@ from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, decode_step, encode
 from protocol.outbox import Outbox
 
+KEY_REVOKED: Final = Failure(ErrorCode.KEY_REVOKED, "the API key of this request has been revoked")
 NEVER_S: Final = float("inf")
 TIMER_SLACK_S: Final = 0.001  # timers may be early by the clock's resolution
 SWEEP_PERIOD_S: Final = 0.25
@@ -247,6 +248,14 @@ class Dispatcher:
             )
         self.publish(request, 0.0)
         return request
+
+    def keys_revoked(self, key_ids: Collection[str], stopped: Collection[str]) -> None:
+        """End the requests of these keys that no worker has taken yet, and of ``stopped`` the others, too."""
+        now_s = time.monotonic()
+        for request in list(self._open.values()):
+            key_id = request.admission.key_id
+            if key_id in stopped or (key_id in key_ids and request.accepted is None):
+                request.fail(KEY_REVOKED, now_s)
 
     def _on_deadline(self, request: OpenRequest) -> None:
         self._tick(request, time.monotonic(), connected=self._bus.connected)

@@ -53,6 +53,7 @@ ModelOption = Annotated[
     list[str] | None, typer.Option("--model", "-m", help="A model it may name; several times for several. `all`: all.")
 ]
 ExpiresOption = Annotated[str | None, typer.Option("--expires", help="When it ends: 90d, 12h, 2027-01-31 or never.")]
+StopRunningOption = Annotated[bool, typer.Option("--stop-running", help="End its running requests, too.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, as the admin API answers.")]
 
 log = logging.getLogger(__name__)
@@ -206,13 +207,21 @@ def show(
     run_async(main)
 
 
-def revoke(reference: ReferenceArgument, config: ConfigOption = None, data: DataOption = None) -> None:
-    """Revoke an API key: running gateways refuse it at once, or within half a minute if they cannot be told."""
+def revoke(
+    reference: ReferenceArgument,
+    stop_running: StopRunningOption = False,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Revoke an API key: running gateways refuse it at once, or within half a minute if they cannot be told.
+
+    Requests that wait end; running ones go on to their end, or end with --stop-running.
+    """
     resolved = running_or_config(config, data)
 
     async def main() -> None:
         async with database(resolved) as engine:
-            key = await revoke_key(engine, reference, this_actor())
+            key = await revoke_key(engine, reference, this_actor(), stops_running=stop_running)
         await tell_gateways(resolved)
         out.print(f"revoked {key.key_id} ({key.name})", markup=False)
 
