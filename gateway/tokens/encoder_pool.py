@@ -1,7 +1,7 @@
 """The threads in which what is long is read, rendered and encoded: shared fairly by tenant.
 
     tenant a: [4 MB] [4 MB] ──┐
-    tenant b: [20 KB] ────────┼─ round robin ─> ENCODER_THREADS threads
+    tenant b: [20 KB] ────────┼─ round robin ─> ENCODER_THREADS
     tenant c: [5 KB] [5 KB] ──┘
 
 Short pieces of work find a thread soon, whatever the long ones take: of these, one for each tenant runs at a time, and
@@ -10,6 +10,7 @@ all but one of the threads take them. What waits is bounded for each tenant and 
 
 import asyncio
 import ctypes
+import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ from typing import Any, Final, TypeVar
 
 from gateway.api.errors import Overloaded, RateLimitExceeded
 
-ENCODER_THREADS: Final = 3
+# One more than long works may take: they run without the interpreter's lock, beside the event loop and the engines.
+ENCODER_THREADS: Final = max(2, min(4, (os.cpu_count() or 1) // 2 + 1))
 LONG_BYTES: Final = 64 * 1024  # of text: some 50 ms of encoding
 # Working and waiting. One body may have 4 MB, and a text of ASCII takes up as many bytes as it has characters.
 MAX_BYTES: Final = 64 * 1024 * 1024
@@ -57,8 +59,9 @@ class _Share:
 class EncoderPool:
     """Only the event loop touches it; what it runs is run in its threads."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
+    def __init__(self, threads: int = ENCODER_THREADS) -> None:
+        self._most = threads
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         self._shares: dict[str, _Share] = {}  # of tenants that have something to do, the next one's turn first
         self._bytes = 0
         self._running = 0
@@ -104,7 +107,7 @@ class EncoderPool:
         self._bytes += count_bytes
 
     def _start_some(self) -> None:
-        while self._running < ENCODER_THREADS:
+        while self._running < self._most:
             found = self._next()
             if found is None:
                 return
@@ -121,7 +124,7 @@ class EncoderPool:
         return None
 
     def _may_run(self, share: _Share, work: _Work) -> bool:
-        return not work.is_long or (not share.runs_long and self._running_long < ENCODER_THREADS - 1)
+        return not work.is_long or (not share.runs_long and self._running_long < self._most - 1)
 
     def _start(self, share: _Share, work: _Work) -> None:
         self._running += 1

@@ -55,6 +55,7 @@ class Shape:
     tenants: dict[str, float] = field(default_factory=dict)  # further API keys and their weights
     limited: dict[str, Policy] = field(default_factory=dict)  # further API keys and their limits
     price: dict[str, float] | None = None  # of the model's tokens
+    other_models: tuple[str, ...] = ()  # that no worker serves
 
 
 class System:
@@ -167,7 +168,10 @@ class System:
                     "queue": {"replicas": 3 if shape.cluster else 1},
                 },
                 "database": {"url": database_url},
-                "models": {MODEL: {} if shape.price is None else {"price": shape.price}},
+                "models": {
+                    MODEL: {} if shape.price is None else {"price": shape.price},
+                    **{name: {} for name in shape.other_models},
+                },
                 "tenants": {name: {"weight": weight} for name, weight in shape.tenants.items()},
                 "pools": {
                     MODEL: {

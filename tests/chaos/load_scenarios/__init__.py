@@ -7,11 +7,12 @@ otherwise the machine would be measured (``machine_busy_percent`` says how busy 
     plan.py     what a load scenario is       callers.py  the open loop, and every answer judged
     spike.py    too much, and nobody there    shares.py   tenants, weights, batch
     tiers.py    cheap pools before dear ones  disconnect.py  callers who hang up
-    sql_away.py SQL stopped, frozen, locked
+    sql_away.py SQL stopped, frozen, locked  hostile.py  one against all others
 """
 
 from tests.chaos.load_scenarios import shares, spike, sql_away
 from tests.chaos.load_scenarios.disconnect import DISCONNECT_SHAPE, disconnect
+from tests.chaos.load_scenarios.hostile import HOSTILE_SHAPE, hostile
 from tests.chaos.load_scenarios.plan import LoadScenario
 from tests.chaos.load_scenarios.shares import FAIR_SHAPE, WEIGHTS_SHAPE
 from tests.chaos.load_scenarios.spike import NOBODY_SHAPE, SPIKE_SHAPE
@@ -36,5 +37,6 @@ LOAD_SCENARIOS = {
     "sql-locked": LoadScenario(
         "the same with SQLite, and somebody locks it", sql_away.SQLITE_SHAPE, sql_away.play(sql_away.locked), 60, 200
     ),
+    "hostile": LoadScenario("whatever one caller can try, beside one who only works", HOSTILE_SHAPE, hostile, 60),
     "disconnect": LoadScenario("callers hang up at any moment", DISCONNECT_SHAPE, disconnect, 0, 1000),
 }

@@ -7,16 +7,17 @@ import pytest
 
 from gateway.api.errors import Overloaded, RateLimitExceeded
 from gateway.tokens import encoder_pool
-from gateway.tokens.encoder_pool import ENCODER_THREADS, LONG_BYTES, MAX_BYTES, MAX_TENANT_BYTES, EncoderPool
+from gateway.tokens.encoder_pool import LONG_BYTES, MAX_BYTES, MAX_TENANT_BYTES, EncoderPool
 
 LONG = LONG_BYTES + 1
+THREADS = 3
 
 
 class Stage:
     """A pool whose work holds its thread until it is let go."""
 
     def __init__(self) -> None:
-        self.pool = EncoderPool()
+        self.pool = EncoderPool(THREADS)
         self.begun: list[str] = []
         self._gates: dict[str, threading.Event] = {}
         self._tasks: list[asyncio.Task[str]] = []
@@ -77,32 +78,32 @@ async def test_one_tenants_long_work_leaves_threads_for_everybody_else(stage: St
 
 
 async def test_long_work_of_many_leaves_a_thread_for_short_work(stage: Stage) -> None:
-    for number in range(ENCODER_THREADS + 1):
+    for number in range(THREADS + 1):
         stage.give(f"greedy {number}", f"long {number}", LONG)
-    await until(lambda: len(stage.begun) == ENCODER_THREADS - 1)
+    await until(lambda: len(stage.begun) == THREADS - 1)
     stage.give("innocent", "short")
     stage.give("innocent", "quick", LONG, is_quick=True)
     await until(lambda: "short" in stage.begun)
     await stage.let_go("short")
     await until(lambda: "quick" in stage.begun)
-    assert len(stage.begun) == ENCODER_THREADS + 1
+    assert len(stage.begun) == THREADS + 1
 
 
 async def test_tenants_take_turns(stage: Stage) -> None:
-    blocking = [f"blocking {number}" for number in range(ENCODER_THREADS)]
+    blocking = [f"blocking {number}" for number in range(THREADS)]
     for name in blocking:
         stage.give("others", name)
     for name in ("a1", "a2", "a3"):
         stage.give("a", name)
     for name in ("b1", "b2"):
         stage.give("b", name)
-    await until(lambda: len(stage.begun) == ENCODER_THREADS)
+    await until(lambda: len(stage.begun) == THREADS)
     order = ["a1", "b1", "a2", "b2", "a3"]
     await stage.let_go(blocking[0])
     for name in order:
         await until(lambda name=name: name in stage.begun)
         await stage.let_go(name)
-    assert stage.begun[ENCODER_THREADS:] == order
+    assert stage.begun[THREADS:] == order
 
 
 async def test_what_waits_is_bounded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +123,10 @@ async def test_what_waits_is_bounded(stage: Stage, monkeypatch: pytest.MonkeyPat
 
 
 async def test_who_leaves_frees_his_place(stage: Stage) -> None:
-    for number in range(ENCODER_THREADS):
+    for number in range(THREADS):
         stage.give("others", f"blocking {number}")
     leaving = stage.give("greedy", "left", MAX_TENANT_BYTES)
-    await until(lambda: len(stage.begun) == ENCODER_THREADS)
+    await until(lambda: len(stage.begun) == THREADS)
     leaving.cancel()
     await asyncio.wait({leaving})
     stage.give("greedy", "next", MAX_TENANT_BYTES)

@@ -1,0 +1,200 @@
+"""Everything that one caller has tried against all others, at once, beside one who only works.
+
+The hostile ones speak to a gateway directly: a balancer would keep some of it away. Each goes on until it is over, as
+hard as one task can, whatever it is answered. The scripted engine follows no grammar: what one costs a worker is
+measured in tests/unit/engine.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+from msgspec.structs import replace
+
+from gateway.auth.principal import Policy
+from protocol import subjects
+from protocol.artifacts import get_object, publish_model_card, read_model_card
+from tests.chaos.client import http_request
+from tests.chaos.load_scenarios.callers import Asked, ttfts_ms
+from tests.chaos.load_scenarios.plan import Stage, expect
+from tests.chaos.report import Report, percentile
+from tests.chaos.system import MODEL, Shape, System
+
+INNOCENT, HOSTILE, LIMITED = "innocent", "hostile", "limited"
+POISONED = "poisoned"  # a model whose card is hostile
+TOKENS = 20
+RATE_PER_S = 10.0
+ALONE_S = 15.0
+SETTLE_S = 2.0  # the attacks have begun
+UNREAD_STREAMS = 20
+HALF_SENT = 100
+HOLD_S = 20.0
+BODY_BYTES = 4_000_000
+GROWTH_LIMIT_MIB = 1024.0  # one text of 4 MB takes up to 500 while it is counted
+SAMPLE_PERIOD_S = 0.1
+READ_LIMIT_S = 60.0
+PAUSE_S = 0.25  # between two attempts: it is not their client that is measured, nor how much work fits into a machine
+HOSTILE_SHAPE = Shape(
+    workers=2,
+    inter_token_s=0.02,
+    tenants={INNOCENT: 1.0, HOSTILE: 1.0},
+    limited={LIMITED: Policy(requests_per_minute=1)},
+    other_models=(POISONED,),
+)
+RECURSIVE_TEMPLATE = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+
+
+@dataclass
+class Crowd:
+    """The hostile callers, and what they were answered."""
+
+    system: System
+    told: Counter[str] = field(default_factory=Counter)  # by attack and status
+
+    def key(self, name: str) -> str:
+        return self.system.tenant_keys[name]
+
+    async def send(self, attack: str, request: bytes) -> None:
+        """One request on a connection of its own; the answer is read and thrown away."""
+        reader, writer = await self._connect()
+        try:
+            async with asyncio.timeout(READ_LIMIT_S):
+                writer.write(request)
+                head = await reader.readuntil(b"\r\n")
+                self.told[f"{attack} {head.split()[1].decode()}"] += 1
+                while await reader.read(1 << 16):
+                    pass
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            self.told[f"{attack} cut"] += 1
+        finally:
+            writer.close()
+
+    async def hold(self, attack: str, request: bytes, count: int, seconds: float) -> None:
+        """Many connections on which nothing is ever read, each left and made anew after a while."""
+
+        async def one() -> None:
+            while True:
+                _, writer = await self._connect()
+                self.told[attack] += 1
+                try:
+                    writer.write(request)
+                    await asyncio.sleep(seconds)
+                finally:
+                    writer.transport.abort()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                group.create_task(_again_and_again(one))
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.system.gateway_ports[0], limit=1 << 16)
+
+
+def _body(**rest: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Say [[tokens=2000]]"}], **rest}
+
+
+def _raw(path: str, key: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _attacks(crowd: Crowd) -> dict[str, Callable[[], Awaitable[None]]]:
+    """Each by its name, to be done again and again."""
+    chat, key, limited = "/v1/chat/completions", crowd.key(HOSTILE), crowd.key(LIMITED)
+    text = "hello world how are you " * (BODY_BYTES // 24)
+    logprobs = {"logprobs": True, "top_logprobs": 20, "max_tokens": 2000}
+    requests = {
+        "too complex": _raw(chat, key, json.dumps(_body(guided_grammar="[[too complex]]")).encode()),
+        "large answer": _raw(chat, key, json.dumps(_body(n=16, **logprobs)).encode()),
+        "large pattern": _raw(chat, key, json.dumps(_body(guided_regex="a" * BODY_BYTES)).encode()),
+        "count": _raw("/tokenize", key, json.dumps({"model": MODEL, "prompt": text}).encode()),
+        "count, limited": _raw("/tokenize", limited, json.dumps({"model": MODEL, "prompt": text}).encode()),
+        "too long": _raw(chat, key, json.dumps(_body(messages=[{"role": "user", "content": text}])).encode()),
+        "countless lists": _raw(chat, key, b'{"x": [' + b"[]," * (BODY_BYTES // 3) + b"0]}"),
+        "long stop strings": _raw(chat, key, json.dumps(_body(stop=["ab" * 512] * 16, max_tokens=50)).encode()),
+        "poisoned": _raw(chat, key, json.dumps(_body(model=POISONED)).encode()),
+        "large head": f"GET / HTTP/1.1\r\nHost: x\r\nX: {'a' * BODY_BYTES}\r\n\r\n".encode(),
+    }
+    stream = _raw(chat, key, json.dumps(_body(stream=True, **logprobs)).encode())
+    pipelined = http_request(chat, key, _body(max_tokens=1)) * 5
+    half = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+
+    def sending(name: str, request: bytes) -> Callable[[], Awaitable[None]]:
+        return lambda: crowd.send(name, request)
+
+    return {
+        **{name: sending(name, request) for name, request in requests.items()},
+        "unread streams": lambda: crowd.hold("unread streams", stream, UNREAD_STREAMS, HOLD_S),
+        "half-sent heads": lambda: crowd.hold("half-sent heads", half, HALF_SENT, HOLD_S),
+        "pipelined": lambda: crowd.hold("pipelined", pipelined, 1, 4 * PAUSE_S),
+    }
+
+
+async def _again_and_again(attack: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            await attack()
+        await asyncio.sleep(PAUSE_S)
+
+
+@contextlib.asynccontextmanager
+async def _under_attack(crowd: Crowd) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(_again_and_again(attack)) for attack in _attacks(crowd).values()]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def hostile(stage: Stage) -> None:
+    """An innocent tenant's p99 beside all of them stays within twice what it is alone, and no request of his fails."""
+    system, callers, plan, report = stage.system, stage.callers, stage.plan, stage.report
+    await _poison(system)
+    alone = await callers.offer(RATE_PER_S, min(ALONE_S, plan.seconds), tokens=TOKENS, tenant=INNOCENT)
+    gateway = psutil.Process(system.gateways[0].pid)
+    before_mib = gateway.memory_info().rss / 2**20
+    peaks_mib = [before_mib]
+    sampling = asyncio.create_task(_sample(gateway, peaks_mib))
+    crowd = Crowd(system)
+    psutil.cpu_percent()
+    async with _under_attack(crowd):
+        await asyncio.sleep(SETTLE_S)
+        beside = await callers.offer(RATE_PER_S, plan.seconds, tokens=TOKENS, tenant=INNOCENT)
+    report.extras["machine_busy_percent"] = psutil.cpu_percent()
+    sampling.cancel()
+    report.extras["told"] = dict(sorted(crowd.told.items()))
+    report.extras["gateway_mib_before"] = round(before_mib, 1)
+    usual_ms = _figures(report, "alone", alone)
+    expect(report, "latency_ms_p99", _figures(report, "beside", beside), at_most=2 * usual_ms * plan.slack)
+    expect(report, "gateway_grown_mib", max(peaks_mib) - before_mib, at_most=GROWTH_LIMIT_MIB)
+
+
+def _figures(report: Report, when: str, asked: list[Asked]) -> float:
+    """The 99th percentile of the whole answers' latencies."""
+    latencies_ms = [one.record.latency_s * 1000 for one in asked]
+    for per_cent in (50, 99):
+        report.extras[f"latency_ms_p{per_cent}_{when}"] = percentile(latencies_ms, per_cent)
+        report.extras[f"ttft_ms_p{per_cent}_{when}"] = percentile(ttfts_ms(asked), per_cent)
+    return percentile(latencies_ms, 99) or 0.0
+
+
+async def _poison(system: System) -> None:
+    """A worker publishes a card whose template calls itself for ever."""
+    card = await read_model_card(system.bus, MODEL)
+    assert card is not None
+    tokenizer = await get_object(system.bus, subjects.ARTIFACTS_BUCKET, card.tokenizer_object)
+    await publish_model_card(system.bus, replace(card, model=POISONED, chat_template=RECURSIVE_TEMPLATE), tokenizer)
+
+
+async def _sample(process: psutil.Process, peaks_mib: list[float]) -> None:
+    while True:
+        peaks_mib.append(process.memory_info().rss / 2**20)
+        await asyncio.sleep(SAMPLE_PERIOD_S)
