@@ -33,6 +33,7 @@ from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.prices import CurrentPrices
 from gateway.quotas.quotas import Quotas
+from gateway.quotas.seeds import RollupLedger
 from gateway.settings import GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
 from gateway.web.login import Login
@@ -101,7 +102,7 @@ async def run(
         await keys.start()
         keyed = KeyedRequests(bus, settings, keys)
         await keyed.start()
-        quotas = Quotas(bus, settings.gateway_id)
+        quotas = Quotas(bus, settings.gateway_id, RollupLedger(database))
         await quotas.start()
         stack.push_async_callback(quotas.close)
         await catalog.start()

@@ -7,6 +7,7 @@
     account.py   the shared truth and its one change (pure)          vault.py   the bucket: compare and set
     slices.py    what this gateway holds, by memory alone (pure)     quotas.py  reserve, settle, report
     recount.py   budgets made right by the ledger                    usage.py   how much is used now, for the pages
+    seeds.py     what an account begins with that is not there
     refusals.py  which limit refuses, and until when (pure)          prices.py  what tokens cost now
 
 docs/LIMITS.md says what is promised, docs/adr/0007 why it is made like this.

@@ -90,6 +90,18 @@ def recounted(
     return replace(account, spent_nano_usd=max(told, ledger_nano_usd), presumed_nano_usd=0, vanished={})
 
 
+def merged(account: Account, known: Account) -> Account:
+    """An account made anew of an older copy, with what a newer one says was used and spent: it was, at least."""
+    used = tuple(
+        {at: max(seconds.get(at, 0), more.get(at, 0)) for at in seconds.keys() | more.keys()}
+        for seconds, more in zip(account.used, known.used, strict=True)
+    )
+    account = replace(account, used=used)
+    if known.period != account.period:
+        return account
+    return replace(account, spent_nano_usd=max(account.spent_nano_usd, known.spent_nano_usd - known.presumed_nano_usd))
+
+
 def used_amounts(account: Account) -> Amounts:
     """What counts as used now, as far as the account has been told."""
     requests, tokens = (sum(seconds.values()) for seconds in account.used)

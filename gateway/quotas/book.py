@@ -5,9 +5,12 @@ import time
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from gateway.quotas.account import EMPTY, Exchanged, Report, exchange, free_amounts
+from gateway.quotas.account import EMPTY, Exchanged, Report, as_of, exchange, free_amounts, merged
 from gateway.quotas.refusals import RateStatus, Refusal, rate_status, shortage
+from gateway.quotas.seeds import FRESH_S as SEED_FRESH_S
+from gateway.quotas.seeds import Seed, Unseeded
 from gateway.quotas.slices import Slice
 from gateway.quotas.terms import Terms, plus
 from gateway.quotas.vault import Vault
@@ -41,6 +44,7 @@ class Book:
         self.exchanged_s = float("-inf")  # monotonic clock
         self.is_wanted = False  # others miss what we hold without need
         self.waiting: dict[asyncio.Event, Amounts] = {}  # what each needs
+        self.seed: Seed | None = None  # for an account that is not there
         self.clock = clock  # of all gateways, so that they agree when a lease is over
         self._gateway_id = gateway_id
         self._number = 0
@@ -86,7 +90,7 @@ class Book:
         return rate_status(account, self.terms, kind, self._gateway_id, now_s)
 
     async def exchange(self, vault: Vault, *, keep_idle: bool = True) -> None:
-        """Report to the account and lease from it. Raises BusError or ProtocolError."""
+        """Report to the account and lease from it. Raises BusError, ProtocolError or Unseeded."""
         if self.is_wanted:
             self.is_wanted = keep_idle = False
         for _ in range(MAX_TRIES):
@@ -97,7 +101,8 @@ class Book:
         raise BusError(f"the quota account {self.account_id} changes all the time")
 
     async def _read(self, vault: Vault) -> None:
-        self.account, self._entry = await vault.load(self.account_id) or (EMPTY, 0)
+        before = self.account
+        self.account, self._entry = await vault.load(self.account_id) or (self._restored(), 0)
         lease, gone = self.account.leases.get(self._gateway_id), self.account.vanished.get(self._gateway_id)
         doubt, self._doubt = self._doubt, None
         if doubt is not None:
@@ -107,8 +112,22 @@ class Book:
             else:  # not stored; or recounted, and then it may count twice, which keeps the limit
                 self.slice.undo_report(doubt.report, doubt.given_back)
         ours = self._lease
-        if ours is not None and any(ours.held) and (lease is None or lease.exchange != ours.exchange):
+        if ours is not None and lease is not None and lease.exchange < ours.exchange:
+            # It was lost, and another gateway has put its copy there, which is older than ours.
+            self.account = merged(self.account, before)
+            self.slice.drop_idle()
+        elif ours is not None and any(ours.held) and (lease is None or lease.exchange != ours.exchange):
             self.slice.presumed_dead(keeps_money=gone is not None)  # again and again until our next report is stored
+
+    def _restored(self) -> Account:
+        """What stands for an account that is not there. Raises Unseeded."""
+        now_s = self.clock.now_s()
+        needs_ledger = self.terms.limits[Kind.MONEY] is not None
+        if (needs_ledger or self.account is EMPTY) and (self.seed is None or now_s - self.seed.at_s > SEED_FRESH_S):
+            raise Unseeded
+        account = as_of(self.account, self.terms, now_s, but=self._gateway_id)
+        spent = 0 if self.seed is None else self.seed.spent_nano_usd
+        return replace(account, spent_nano_usd=max(account.spent_nano_usd, spent))
 
     async def _write(self, vault: Vault, *, keep_idle: bool) -> bool:
         """Whether the account has been changed; False: somebody else was quicker."""

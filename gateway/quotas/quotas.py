@@ -13,16 +13,18 @@ from typing import Final
 from nats.aio.msg import Msg
 
 from gateway.auth.principal import Principal
-from gateway.quotas.account import LEASE_S
+from gateway.db.errors import DatabaseUnavailable
+from gateway.quotas.account import EMPTY, LEASE_S
 from gateway.quotas.book import Book
 from gateway.quotas.refusals import Refusal, too_large
 from gateway.quotas.reservation import Estimate, Reservation
+from gateway.quotas.seeds import Ledger, Seed, Unseeded, check_ledger_is_current, check_nobody_holds
 from gateway.quotas.terms import Terms, minus, plus, terms_of
 from gateway.quotas.vault import Vault
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
-from protocol.quotas import Amounts
+from protocol.quotas import Amounts, Kind
 
 SLICE_WAIT_S: Final = 0.1  # how long a request waits for a larger slice
 REACH_WAIT_S: Final = 1.0  # how long for any at all: the queue server, or this process, may be busy
@@ -31,6 +33,8 @@ REPORT_PERIOD_S: Final = 1.0  # how old what others know of our use may be; a pa
 RENEW_S: Final = LEASE_S / 3
 TICK_S: Final = 0.25
 FORGET_S: Final = 120.0  # books that nobody has asked for and that hold nothing
+MAX_SEEDS: Final = 4  # accounts that the ledger is asked about at once
+SEED_LIMIT_S: Final = 5.0
 MAX_EXCHANGES: Final = 32  # at once, over all accounts
 CLOSE_LIMIT_S: Final = 2.0  # for giving everything back
 
@@ -53,8 +57,13 @@ class Unavailable(Exception):
 class Quotas:
     """Reserves, and reports what was used. ``start`` it, run ``run`` as a supervised task, ``close`` it at the end."""
 
-    def __init__(self, bus: Bus, gateway_id: str) -> None:
+    def __init__(self, bus: Bus, gateway_id: str, ledger: Ledger) -> None:
+        """``ledger``: asked for what was spent where an account is not there."""
         self._bus = bus
+        self._ledger = ledger
+        self._started_s = 0.0  # by the queue server's clock
+        self._seeding: dict[str, asyncio.Task[None]] = {}
+        self._seed_places = asyncio.Semaphore(MAX_SEEDS)
         self._clock = bus.clock
         self._gateway_id = gateway_id
         self._vault = Vault(bus)
@@ -67,6 +76,8 @@ class Quotas:
     async def start(self) -> None:
         """Learn the time, and listen to what others miss. Raises BusError."""
         await self._clock.measure()
+        self._started_s = self._clock.now_s()
+        self._bus.on_reconnect(self._on_reconnected)
         await self._bus.subscribe(subjects.QUOTA_WANTED, self._on_wanted)
 
     async def run(self) -> None:
@@ -90,6 +101,12 @@ class Quotas:
         if now_s - self._asked_s[account_id] > FORGET_S and account_id not in self._exchanging:
             del self._books[account_id], self._asked_s[account_id]
 
+    async def _on_reconnected(self) -> None:
+        # The bucket may have been lost: what we know of it is to be there again before others begin without.
+        for book in self._books.values():
+            if not book.slice.is_empty:
+                self._exchange_soon(book)
+
     async def close(self) -> None:
         """Report everything and give back what is idle, within ``CLOSE_LIMIT_S``; what is not ends with its lease."""
         try:
@@ -98,10 +115,10 @@ class Quotas:
                 for book in self._books.values():
                     if not book.slice.is_empty:
                         await book.exchange(self._vault, keep_idle=False)
-        except (TimeoutError, BusError, ProtocolError) as error:
+        except (TimeoutError, BusError, ProtocolError, Unseeded) as error:
             log.warning("limits are not given back; they return when their leases end: %s", error or "too slow")
         finally:
-            for task in self._exchanging.values():
+            for task in (*self._exchanging.values(), *self._seeding.values()):
                 task.cancel()
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -230,6 +247,9 @@ class Quotas:
     async def _exchange(self, book: Book) -> bool:
         try:
             await book.exchange(self._vault)
+        except Unseeded:
+            self._seed_soon(book)
+            return False
         except (BusError, ProtocolError) as error:
             if not self._failing:
                 log.warning("limits cannot be shared; what is leased serves until its lease ends: %s", error)
@@ -237,6 +257,29 @@ class Quotas:
             return False
         self._failing = False
         return True
+
+    def _seed_soon(self, book: Book) -> None:
+        if book.account_id not in self._seeding:
+            task = asyncio.create_task(self._seed(book))
+            self._seeding[book.account_id] = task
+            task.add_done_callback(lambda _: self._seeding.pop(book.account_id, None))
+
+    async def _seed(self, book: Book) -> None:
+        """Find out what an account that is not there must begin with. It keeps nobody else waiting."""
+        now_s, spent = self._clock.now_s(), 0
+        try:
+            async with self._seed_places, asyncio.timeout(SEED_LIMIT_S):
+                if book.account is EMPTY:
+                    await check_nobody_holds(self._bus, self._started_s)
+                if book.terms.limits[Kind.MONEY] is not None:
+                    await check_ledger_is_current(self._bus)
+                    terms = book.terms.budget_period
+                    spent = await self._ledger.spent_nano_usd(book.account_id, book.whose, terms, now_s)
+        except (BusError, DatabaseUnavailable, TimeoutError) as error:
+            log.warning("limits of %s are not known yet: %s", book.account_id, error or "the ledger is too slow")
+            return
+        book.seed = Seed(now_s, spent)
+        self._exchange_soon(book)
 
     async def _tell_wanted(self, book: Book) -> None:
         try:

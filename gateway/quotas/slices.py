@@ -187,6 +187,11 @@ class Slice:
         self._used = ({}, {})
         self.is_changed = True
 
+    def drop_idle(self) -> None:
+        """What we hold without need may be somebody else's: the account has been made anew."""
+        self.idle = [0, 0, 0, 0]
+        self.is_changed = True
+
     def _roll_over(self, period: str) -> None:
         """Begin a new period: what was held of the budget before is nothing, and its requests settle for nothing."""
         if is_later(period, self.period):

@@ -99,6 +99,7 @@ class DurableConsumer:
 @dataclass(eq=False)
 class Stream:
     config: dict[str, Any]
+    created_s: float
     messages: dict[int, Stored] = field(default_factory=dict)
     last: int = 0
     bytes: int = 0
@@ -354,7 +355,7 @@ class JetStream:
         if there is not None and there.config != body:
             raise ApiFailure(STREAM_NAME_IN_USE, "stream name already in use with a different configuration")
         if there is None:
-            self.streams[tokens[4]] = Stream(body)
+            self.streams[tokens[4]] = Stream(body, self._now_s())
             self._find_prefixes()
         return self._told(self.streams[tokens[4]])
 
@@ -366,7 +367,8 @@ class JetStream:
     def _told(self, stream: Stream) -> dict[str, Any]:
         first = next(iter(stream.messages), stream.last + 1)
         state = {"messages": len(stream.messages), "bytes": stream.bytes, "first_seq": first, "last_seq": stream.last}
-        return {"config": stream.config, "state": state, "ts": self._time(self._now_s())}
+        times = {"ts": self._time(self._now_s()), "created": self._time(stream.created_s)}
+        return {"config": stream.config, "state": state, **times}
 
     def _time(self, at_s: float) -> str:
         return dt.datetime.fromtimestamp(EPOCH_S + at_s, dt.UTC).isoformat().replace("+00:00", "Z")

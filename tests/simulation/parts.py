@@ -27,6 +27,7 @@ from gateway.main import FLUSH_LIMIT_S, INTENT_SPACING_S, _must_not_end
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.quotas import Quotas
+from gateway.quotas.seeds import RollupLedger
 from gateway.settings import GatewaySettings, LedgerSettings
 from gateway.tokens.model_tokens import ModelTokens
 from pool_worker.main import _serve as serve_worker
@@ -219,7 +220,7 @@ class Gateway(Part):
         series = RequestSeries(Prices())
         dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series)
         await dispatcher.start()
-        quotas = Quotas(bus, settings.gateway_id)
+        quotas = Quotas(bus, settings.gateway_id, RollupLedger(sql.engine()))
         await quotas.start()
         nothing: Any = None
         services = Services(

@@ -18,6 +18,7 @@ from gateway.quotas import book as books
 from gateway.quotas.quotas import SLICE_WAIT_S, Quotas, Refused, Unavailable
 from gateway.quotas.recount import recount_budgets
 from gateway.quotas.reservation import Estimate, Reservation
+from gateway.quotas.seeds import RollupLedger
 from gateway.quotas.terms import period_at
 from gateway.quotas.vault import Vault
 from protocol import topology
@@ -39,14 +40,15 @@ def principal(key: Policy, team: Policy | None = None) -> Principal:
 
 
 @pytest.fixture
-async def start(nats_url: str) -> AsyncIterator[Start]:
+async def start(nats_url: str, sqlite_url: str) -> AsyncIterator[Start]:
     running: list[tuple[Bus, asyncio.Task[None]]] = []
+    database = create_engine(sqlite_url)
 
     async def start_one(gateway_id: str, *, clock_ahead_s: float = 0.0) -> Quotas:
         bus = await Bus.connect(nats_url, name=gateway_id)
         bus.clock = ServerClock(bus._server_time_s, lambda: time.time() + clock_ahead_s)
         await topology.apply(bus, [], topology.QueueBounds())
-        quotas = Quotas(bus, gateway_id)
+        quotas = Quotas(bus, gateway_id, RollupLedger(database))
         await quotas.start()
         running.append((bus, asyncio.create_task(quotas.run())))
         return quotas
@@ -55,6 +57,7 @@ async def start(nats_url: str) -> AsyncIterator[Start]:
     for bus, task in running:
         task.cancel()
         await bus.close()
+    await database.dispose()
 
 
 async def three(start: Start) -> list[Quotas]:

@@ -1,0 +1,89 @@
+"""What an account that is not there must begin with: it may be a new one, or the bucket may have been lost.
+
+    no entry ──this gateway has a copy──> the copy, a second or two old, with what others hold by it
+             ──it has none──────────────> with a budget: what the ledger says was spent in this period; else nothing
+                                          after a loss, only when nobody can hold a lease of the lost account any more
+
+What the ledger has not written yet is missing in its sum: it is asked only while no record waits to be taken from the
+stream, so that is what ended in the last second or so, and what running requests of gateways that are gone will cost.
+While it cannot be asked, requests are refused, to be tried again.
+"""
+
+from datetime import datetime
+from typing import Final, Protocol
+
+from msgspec import Struct
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.auth.principal import BudgetPeriod
+from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from gateway.db.models import RollupRow, SliceRow
+from gateway.quotas.account import CLOCK_SLACK_S, LEASE_S
+from gateway.quotas.terms import period_start_s
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError
+
+FRESH_S: Final = 5.0  # so long a seed may be used
+DAY_S: Final = 86_400
+
+
+class Seed(Struct, frozen=True):
+    """What one account begins with."""
+
+    at_s: float  # by the queue server's clock
+    spent_nano_usd: int
+
+
+class Unseeded(Exception):
+    """An account is not there, and what it must begin with is not known yet."""
+
+
+class Ledger(Protocol):
+    """Whoever knows what was spent."""
+
+    async def spent_nano_usd(self, account_id: str, whose: str, budget_period: BudgetPeriod, now_s: float) -> int:
+        """In the current period. Raises DatabaseUnavailable."""
+        ...
+
+
+class RollupLedger:
+    """The ledger's daily rollups; periods begin with a day of UTC, as they do."""
+
+    def __init__(self, database: AsyncEngine) -> None:
+        self._database = database
+
+    async def spent_nano_usd(self, account_id: str, whose: str, budget_period: BudgetPeriod, now_s: float) -> int:
+        """See Ledger."""
+        column = SliceRow.key_id if whose == "key" else SliceRow.team_id
+        statement = (
+            select(func.sum(RollupRow.charge_nano_usd))
+            .join(SliceRow, SliceRow.id == RollupRow.slice_id)
+            .where(
+                column == account_id,
+                RollupRow.width_s == DAY_S,
+                RollupRow.bucket_unix_ms >= int(period_start_s(budget_period, now_s) * 1000),
+            )
+        )
+        try:
+            async with self._database.connect() as connection:
+                return int(await connection.scalar(statement) or 0)
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+
+async def check_nobody_holds(bus: Bus, started_s: float) -> None:
+    """Raise BusError if the bucket was lost while we ran, and others may still hold leases of what was in it."""
+    created = (await bus.api(f"STREAM.INFO.KV_{subjects.QUOTAS_BUCKET}"))["created"]
+    created_s = datetime.fromisoformat(created).timestamp()
+    left_s = created_s + LEASE_S + CLOCK_SLACK_S - bus.clock.now_s()
+    if created_s > started_s and left_s > 0:
+        raise BusError(f"the accounts of limits were lost; those not known here begin anew in {left_s:.1f} s")
+
+
+async def check_ledger_is_current(bus: Bus) -> None:
+    """Raise BusError while records wait that no ledger writer has taken."""
+    info = await bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
+    if waiting := int(info["num_pending"]):
+        raise BusError(f"{waiting} messages of usage records are not in the ledger yet")

@@ -1,0 +1,161 @@
+"""The bucket of accounts is lost, or begins empty on a new cluster: what was spent stays spent."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway.auth.principal import BudgetPeriod, Policy
+from gateway.db.engine import create_engine
+from gateway.db.errors import DatabaseUnavailable
+from gateway.ledger.prices import CALLERS, Price, TokenPrice, add_price
+from gateway.ledger.store import store_records
+from gateway.quotas.quotas import Quotas, Refused, Unavailable
+from gateway.quotas.reservation import Estimate, Reservation
+from gateway.quotas.seeds import RollupLedger
+from protocol import subjects, topology
+from protocol.bus import Bus
+from protocol.messages import encode
+from protocol.quotas import Kind
+from protocol.usage import encode_usage
+from tests.integration.gateway.conftest import until
+from tests.integration.gateway.test_quotas import (
+    Start,
+    ask,
+    ask_all,
+    ask_until,
+    principal,
+    settle_all,
+    start,
+    the_account,
+)
+from tests.usage_records import request_record
+
+__all__ = ["start"]
+PRICE = TokenPrice(prompt_nano_usd=0, cached_nano_usd=0, completion_nano_usd=10**9)
+ONE = Estimate(0, 100, PRICE)  # 100,000 nano-USD
+
+
+@pytest.fixture
+async def spent_before(sqlite_url: str) -> AsyncIterator[None]:
+    """Seven tenths of a million this month, by key_1 of team_1, and as much last month."""
+    database = create_engine(sqlite_url)
+    async with database.begin() as connection:
+        price = Price(prompt_nano_usd=0, completion_nano_usd=10**9)
+        await add_price(connection, "demo", CALLERS, price, from_unix_ms=0, source="test")
+    now_ms = int(time.time() * 1000)
+    for name, at in (("this", now_ms), ("last", now_ms - 32 * 86_400_000)):
+        ids = {"key_id": "key_1", "team_id": "team_1"}
+        await store_records(database, [request_record(name, received_unix_ms=at, completion_tokens=700, **ids)])
+    yield
+    await database.dispose()
+
+
+async def lose_accounts(bus: Bus) -> None:
+    await bus.api(f"STREAM.DELETE.KV_{subjects.QUOTAS_BUCKET}")
+    await topology.apply(bus, [], topology.QueueBounds())
+
+
+async def ask_patiently(quotas: Quotas, policy: Policy, estimate: Estimate = ONE) -> Reservation | None:
+    """As a client does that tries again."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await ask(quotas, principal(policy), estimate)
+            except Unavailable:
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.usefixtures("spent_before")
+@pytest.mark.parametrize(("period", "left"), [("month", 3), ("total", 0)])
+@pytest.mark.parametrize("whose", ["key", "team"])
+async def test_an_empty_bucket_begins_with_what_the_ledger_knows(
+    start: Start, whose: str, period: BudgetPeriod, left: int
+) -> None:
+    budget = Policy(budget_nano_usd=1_000_000, budget_period=period)
+    who = principal(budget) if whose == "key" else principal(Policy(), budget)
+    quotas = await start("g0")
+    held = []
+    async with asyncio.timeout(30):
+        for _ in range(5):
+            try:
+                held += await quotas.reserve(who, [ONE]) or []
+            except Refused:
+                continue
+    assert len(held) == left
+
+
+@pytest.mark.usefixtures("spent_before")
+async def test_what_a_gateway_remembers_outlives_the_bucket(start: Start, bus: Bus) -> None:
+    """What ended in the last second is in no ledger yet."""
+    budget = Policy(budget_nano_usd=1_000_000, budget_period="month")
+    first, second = await start("g0"), await start("g1")
+    settle_all([one for one in [await ask_patiently(first, budget)] if one], 0, 100)
+    await until(lambda: not first._books["key_1"].slice.is_changed)
+    await lose_accounts(bus)
+    held = []
+    for quotas in (first, second) * 3:
+        held += [one for one in [await ask_patiently(quotas, budget)] if one]
+    assert len(held) == 2
+    assert (await the_account(bus)).spent_nano_usd == 800_000
+
+
+@pytest.mark.parametrize("policy", [Policy(max_concurrent=8), Policy(requests_per_minute=8)], ids=["places", "rate"])
+@pytest.mark.parametrize("again", [0, 1])
+async def test_places_and_rates_are_not_given_twice(start: Start, bus: Bus, policy: Policy, again: int) -> None:
+    """The first one knows who has what; the second one, to whom a lost account looks like a new one, waits for it."""
+    gateways = [await start("g0"), await start("g1")]
+    held = await ask_until(gateways[:1], principal(policy), 8)
+    for _ in range(1 + again):
+        await lose_accounts(bus)
+        for quotas in (*gateways[::-1], *gateways):
+            if one := await ask_patiently(quotas, policy, Estimate(1, 1)):
+                held.append(one)
+    assert len(held) == 8
+    account = await the_account(bus)
+    assert sum(lease.held[Kind.CONCURRENT] for lease in account.leases.values()) in {0, 8}
+
+
+async def test_while_the_ledger_cannot_be_asked_a_missing_account_is_closed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quotas = await start("g0")
+    budget, rate = Policy(budget_nano_usd=1_000_000, budget_period="month"), Policy(requests_per_minute=100)
+
+    async def away(*_: object) -> int:
+        raise DatabaseUnavailable("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RollupLedger, "spent_nano_usd", away)
+        with pytest.raises(Unavailable):
+            await quotas.reserve(principal(budget), [ONE])
+        assert await quotas.reserve(principal(Policy(), rate), [ONE])  # needs no ledger
+    assert await ask_patiently(quotas, budget) is not None
+
+
+async def test_while_records_wait_for_the_ledger_a_missing_account_is_closed(start: Start, bus: Bus) -> None:
+    quotas = await start("g0")
+    record = encode_usage([encode(request_record("waits"))])
+    await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, record, message_id="waits")
+    budget = Policy(budget_nano_usd=1_000_000, budget_period="month")
+    with pytest.raises(Unavailable):
+        await quotas.reserve(principal(budget), [ONE])
+    await bus.api(f"STREAM.PURGE.{subjects.USAGE_STREAM}")
+    assert await ask_patiently(quotas, budget) is not None
+
+
+async def test_a_new_key_asks_the_ledger_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    spent_nano_usd = RollupLedger.spent_nano_usd
+
+    async def counted(self: RollupLedger, *what: object) -> int:
+        asked.append(what)
+        return await spent_nano_usd(self, *what)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RollupLedger, "spent_nano_usd", counted)
+    who = principal(Policy(budget_nano_usd=10**9, budget_period="month"))
+    gateways = [await start("g0"), await start("g1")]
+    assert len(await ask_all(gateways[:1], who, 20, ONE)) == 20
+    assert len(await ask_all(gateways, who, 20, ONE)) == 20
+    assert len(asked) == 1
