@@ -66,6 +66,7 @@ def health_router(services: Services) -> APIRouter:
         body = {
             "status": status,
             "missing": missing,
+            "usage_spooled_bytes": dispatcher.spooled_bytes,
             "models_not_ready": services.catalog.not_ready(),
             "in_flight": dispatcher.in_flight,
         }

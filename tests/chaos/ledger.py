@@ -20,15 +20,14 @@ class LedgerRow:
     attempts: int
 
 
-async def settled_rows(engine: AsyncEngine, request_ids: set[str]) -> dict[str, LedgerRow]:
+async def settled_rows(engine: AsyncEngine, request_ids: set[str]) -> list[LedgerRow]:
     """Wait until all these requests have their rows, for ``SETTLE_LIMIT_S`` at most; returns all rows there are."""
     deadline_s = time.monotonic() + SETTLE_LIMIT_S
     while time.monotonic() < deadline_s and not request_ids <= await _ids(engine):
         await asyncio.sleep(0.2)
     columns = (RequestRow.request_id, RequestRow.outcome, RequestRow.completion_tokens, RequestRow.attempts)
     async with engine.connect() as connection:
-        found = [LedgerRow(*row) for row in await connection.execute(select(*columns))]
-    return {row.request_id: row for row in found}
+        return [LedgerRow(*row) for row in await connection.execute(select(*columns))]
 
 
 async def _ids(engine: AsyncEngine) -> set[str]:

@@ -130,7 +130,10 @@ async def _reckon(
     oracle: dict[int, Answer] = {n: call.answer for n, call in oracle_calls.items() if call.answer is not None}
     judge_answers(report, calls, oracle, exact_logprobs=exact_logprobs)
     measure_gaps(report, chaos.strikes, calls, system.watcher)
-    rows = await settled_rows(system.database, accepted_ids(everything))
+    found = await settled_rows(system.database, accepted_ids(everything))
+    rows = {row.request_id: row for row in found}
+    if len(found) != len(rows):  # PostgreSQL's key has the time in it
+        report.offend(f"{len(found) - len(rows)} requests have a second row")
     undisturbed = {n: row for n, call in oracle_calls.items() if (row := rows.get(call.request_id or ""))}
     tokens_of = {n: row.completion_tokens for n, row in undisturbed.items()}
     for number, call in oracle_calls.items():

@@ -153,7 +153,7 @@ class Callers:
         """One row per admitted request: those whose head a caller has seen, and those that were put into the queue."""
         by_id = {asked.request_id: asked for asked in self.asked if asked.request_id and asked.record.status == 200}
         admitted = by_id.keys() | self._queued
-        rows = await settled_rows(self._system.database, admitted)
+        rows = {row.request_id: row for row in await settled_rows(self._system.database, admitted)}
         report.attempts_max = max((row.attempts for row in rows.values()), default=0)
         report.accepted, report.ledger_rows = len(admitted), len(rows)
         report.extras["left_before_queued"] = len(rows.keys() - admitted)  # rows without a token, for completeness

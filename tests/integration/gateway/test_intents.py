@@ -122,3 +122,5 @@ async def test_the_ledger_is_told_that_records_are_still_to_come(start_gateway: 
     async with asyncio.timeout(20):
         while request_id not in await open_at(gateway.bus, request_id):
             await asyncio.sleep(0.01)  # it has not found out yet that nothing is stored
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+        assert (await client.get("/readyz")).json()["usage_spooled_bytes"] > 0
