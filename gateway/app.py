@@ -1,12 +1,15 @@
 """The gateway's ASGI application: the hot routes in plain ASGI, everything else through FastAPI."""
 
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from gateway.admin.routes import add_admin_answers, admin_router
 from gateway.api.calls import ChatCall, CompletionCall
 from gateway.api.endpoint import HotRoute
+from gateway.api.errors import InvalidParameter
 from gateway.api.exchange import Exchange, Receive, Scope, Send
 from gateway.api.generation import GenerationEndpoint
 from gateway.api.metrics import metrics_router
@@ -15,17 +18,30 @@ from gateway.api.pooling import PoolingEndpoint, VectorRoom
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.prompts import CompletionsEndpoint
 from gateway.api.refusals import RefusalLog
-from gateway.api.routes import add_error_answers, health_router, models_router, tokenize_router
+from gateway.api.routes import VERSION, add_error_answers, health_router, models_router, root_router, tokenize_router
 from gateway.api.services import Services
 from gateway.dashboard.routes import dashboard_routers
+from gateway.web.documentation import add_documentation
 from gateway.web.routes import add_login_answers, login_router
 
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+PREFLIGHT_AGE_S: Final = 600
+# What a page of another site can read of an answer besides its body.
+EXPOSED_HEADERS: Final = (
+    "x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+    *(f"x-spillway-{what}" for what in ("attempts", "idempotent", "overhead-ms", "queue-position", "queue-eta-ms",
+      "queue-ms", "pool", "provider", "region", "engine-queue-ms", "prefill-ms", "decode-ms")),
+)  # fmt: skip
 OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
 
 
-def build_app(services: Services) -> "GatewayApp":
+def build_app(services: Services) -> Application:
     """Put the application together."""
-    slow = FastAPI(title="Spillway", description="An OpenAI-compatible endpoint in front of pools of workers.")
+    about = "An OpenAI-compatible endpoint in front of pools of workers."
+    slow = FastAPI(title="Spillway", description=about, version=VERSION, docs_url=None, redoc_url=None)
+    slow.include_router(root_router())
     for make_router in (health_router, models_router, tokenize_router, metrics_router, admin_router, login_router):
         slow.include_router(make_router(services))
     for router in dashboard_routers(services):
@@ -34,6 +50,7 @@ def build_app(services: Services) -> "GatewayApp":
     add_login_answers(slow)
     add_admin_answers(slow)
     add_openapi(slow)
+    add_documentation(slow)
     room = VectorRoom(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
     hot: dict[str, HotRoute] = {
@@ -46,7 +63,21 @@ def build_app(services: Services) -> "GatewayApp":
         "/v2/rerank": rerank,
         "/rerank": rerank,
     }
-    return GatewayApp(hot, slow, services.refusals)
+    app = GatewayApp(hot, slow, services.refusals)
+    return _with_cors(app, services.settings.cors_origins) if services.settings.cors_origins else app
+
+
+def _with_cors(app: Application, origins: Sequence[str]) -> Application:
+    """Let pages of other sites call the API with a key; never with the cookie of somebody who has logged in."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST", "PATCH", "DELETE"),
+        allow_headers=("*",),
+        allow_credentials=False,
+        expose_headers=EXPOSED_HEADERS,
+        max_age=PREFLIGHT_AGE_S,
+    )
 
 
 class GatewayApp:
@@ -70,14 +101,23 @@ class GatewayApp:
 
     async def _serve_slow(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = scope["spillway.exchange"] = Exchange(scope, receive, send)
+        is_head = scope["method"] == "HEAD"
 
         async def send_with_headers(message: Scope) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *exchange.common_headers()]
-            await send(message)
+                await send(message)
+                if is_head:  # that is all, also where a body would never end
+                    await send({"type": "http.response.body"})
+            elif not is_head:
+                await send(message)
 
         try:
-            await self._slow(scope, receive, send_with_headers)
+            if "\0" in scope["path"] or b"%00" in scope["query_string"]:  # PostgreSQL takes none in a text
+                await exchange.answer_error(InvalidParameter("A URL cannot hold a NUL character."))
+            else:
+                # What answers GET answers HEAD: the connection drops the body by the method of its own scope.
+                await self._slow({**scope, "method": "GET"} if is_head else scope, receive, send_with_headers)
         finally:
             if exchange.refusal is not None:
                 self._refusals.exchange_refused(OTHER_ROUTES, exchange)

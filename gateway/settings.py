@@ -109,6 +109,10 @@ class TimeoutSettings(Settings):
     shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after that
 
 
+# A page's origin as browsers send it, or "*": any.
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
+
+
 def _is_network(text: str) -> str:
     try:
         ipaddress.ip_network(text)
@@ -120,9 +124,8 @@ def _is_network(text: str) -> str:
 class ConnectionSettings(Settings):
     """What is asked of a connection before anything is known about its client. Nothing in front is needed for it."""
 
-    max_total: PositiveInt = (
-        20_000  # of one gateway; past it the one that has been idle for longest is closed, or a 503
-    )
+    # Of one gateway; past it the one that has been idle for longest is closed, or else the new one gets a 503.
+    max_total: PositiveInt = 16_000
     # Addresses and networks of the proxies in front, who are believed what X-Forwarded-For and X-Forwarded-Proto say. A
     # proxy that is not named here is itself the address that everybody has, also for limits and wrong passwords.
     trusted_proxies: tuple[Annotated[str, AfterValidator(_is_network)], ...] = ("127.0.0.1", "::1")
@@ -238,6 +241,7 @@ class GatewaySettings(Settings):
     payloads: PayloadSettings = PayloadSettings()
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key
+    cors_origins: tuple[Origin, ...] = ()  # of other sites' pages that may call the API from a browser
 
 
 class LedgerSettings(Settings):

@@ -28,6 +28,7 @@ from gateway.settings import (
     LimitSettings,
     LoginSettings,
     ModelSettings,
+    Origin,
     PayloadSettings,
     PositiveInt,
     PositiveSeconds,
@@ -70,6 +71,7 @@ class GatewaySection(Settings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: any free port
     max_attempts: PositiveInt = 6
     open_metrics: bool = False
+    cors_origins: tuple[Origin, ...] = ()
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     connections: ConnectionSettings = ConnectionSettings()
@@ -221,6 +223,7 @@ class Config(BaseSettings):
             payloads=self.payload_settings(),
             max_attempts=self.gateway.max_attempts,
             open_metrics=self.gateway.open_metrics,
+            cors_origins=self.gateway.cors_origins,
             telemetry=self.telemetry,
         )
 

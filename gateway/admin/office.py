@@ -51,10 +51,10 @@ class Office:
     async def body(self, request: Request, kind: type[_Body]) -> _Body:
         """The body, within its limits; none is an empty one.
 
-        Raises BodyTooLarge, RequestTooSlow, ClientDisconnected, MalformedJson and InvalidParameter.
+        Raises InvalidParameter, and what parse_body and read_body raise.
         """
-        length, limits = request.headers.get("content-length", "").encode(), self.settings.limits
-        body = await read_body(request.receive, length, limits.max_body_bytes, self.settings.timeouts.body_s)
+        headers, limits = exchange_of(request).headers, self.settings.limits
+        body = await read_body(request.receive, headers, limits.max_body_bytes, self.settings.timeouts.body_s)
         return parse_body(kind, body or b"{}")
 
     # Each raises what gateway.auth's function of the same name raises.

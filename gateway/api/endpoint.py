@@ -140,7 +140,7 @@ class Endpoint(ABC, Generic[_Call]):
     async def _admit(self, exchange: Exchange) -> tuple[Sequence[_Call], Sequence[Ticket]]:
         services = self._services
         if exchange.method != "POST":
-            raise MethodNotAllowed(f"Use POST, not {exchange.method}.")
+            raise MethodNotAllowed(f"Use POST, not {exchange.method}.", allow="POST")
         principal = exchange.authenticate(services.keys)
         self._refuse_if_full()
         if not may_be_large(exchange):
@@ -233,8 +233,8 @@ class Endpoint(ABC, Generic[_Call]):
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         settings = self._services.settings
-        length, max_bytes = exchange.headers.get(b"content-length"), settings.limits.max_body_bytes
-        body = await read_body(exchange.receive, length, max_bytes, settings.timeouts.body_s)
+        limits, limit_s = settings.limits, settings.timeouts.body_s
+        body = await read_body(exchange.receive, exchange.headers, limits.max_body_bytes, limit_s)
         exchange.start_clock()  # a slow upload is not ours
         return body
 

@@ -65,6 +65,7 @@ class ApiError(Exception):
     status = 500
     type = "server_error"
     code: str | None = "internal_error"
+    other_codes: tuple[str, ...] = ()  # that one may have instead
     should_retry: bool | None = None  # None: the client's own rules apply
     retry_after_s: int | None = None
 
@@ -114,6 +115,10 @@ class InvalidParameter(BadRequest):
     """A field of the request is wrong or not supported."""
 
     code = "invalid_value"
+    other_codes = (
+        "invalid_type", "missing_required_parameter", "prompt_too_long", "too_many_tokens", "too_many_values",
+        "unsupported_parameter", "unsupported_schema_keyword",
+    )  # fmt: skip
 
 
 class ContextLengthExceeded(BadRequest):
@@ -192,6 +197,14 @@ class MethodNotAllowed(ApiError):
     type = "invalid_request_error"
     code = "method_not_allowed"
     should_retry = False
+
+    def __init__(self, message: str | None = None, *, allow: str = "") -> None:
+        super().__init__(message)
+        self._allow = allow
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """See ApiError."""
+        return [*super().headers(), (b"allow", self._allow.encode())]
 
 
 class RequestTooSlow(ApiError):

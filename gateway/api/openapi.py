@@ -1,5 +1,7 @@
-"""The OpenAPI description, with the hot routes that FastAPI does not serve itself."""
+"""The OpenAPI description, with the hot routes that FastAPI does not serve itself, and every status there may be."""
 
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -7,10 +9,49 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from gateway.admin.schema import ADMIN_BODIES
+from gateway.api import errors
+from gateway.api.errors import FAILURES, ApiError
 from gateway.api.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 
 _REF: Final = "#/components/schemas/{model}"
+_ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+_ERROR_SCHEMA: Final = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field at fault."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+# What can be answered where: each kind of route adds to the one before.
+EVERYWHERE: Final[Sequence[type[ApiError]]] = (
+    ApiError, errors.MalformedHttp, errors.MethodNotAllowed, errors.RequestTooSlow, errors.TooManyConnections,
+    errors.HeadTooLarge, errors.Overloaded, errors.InvalidParameter,
+)  # fmt: skip
+WITH_KEY: Final = (*EVERYWHERE, errors.InvalidApiKey, errors.MissingScope, errors.DatabaseAway)
+OF_MODELS: Final = (*WITH_KEY, errors.ModelNotFound)
+WITH_BODY: Final = (errors.MalformedJson, errors.BodyTooLarge, errors.UnsupportedEncoding)
+WITH_LIMITS: Final = (
+    *OF_MODELS, *WITH_BODY, errors.ModelNotReady, errors.RateLimitExceeded, errors.InsufficientQuota,
+    errors.LimitsUnavailable, errors.ContextLengthExceeded,
+)  # fmt: skip
+OF_JOBS: Final = (
+    *WITH_LIMITS, errors.IdempotencyKeyReused, errors.AnswerNotKept, errors.IdempotencyKeyBusy, errors.RequestFailed,
+)  # fmt: skip
+OF_ADMINS: Final = (
+    *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.ForeignOrigin, errors.UnknownObject, errors.NameInUse,
+)  # fmt: skip
+NOWHERE: Final = (errors.BadRequest, errors.UnknownUrl)  # a family of errors; what is at no route
 
 
 def add_openapi(app: FastAPI) -> None:
@@ -32,31 +73,73 @@ def _describe(app: FastAPI) -> dict[str, Any]:
     )  # fmt: skip
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     components = schema.setdefault("components", {})
-    components.setdefault("schemas", {}).update(definitions["$defs"])
+    components["schemas"] = {**definitions["$defs"], "Error": _ERROR_SCHEMA}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     schema["security"] = [{"key": []}]
-    schema["paths"]["/v1/chat/completions"] = _post("Answer a conversation", "ChatCompletionRequest")
-    schema["paths"]["/v1/completions"] = _post("Continue a prompt", "CompletionRequest")
-    schema["paths"]["/v1/embeddings"] = _post("Make a vector of each input", "EmbeddingRequest")
-    schema["paths"]["/v1/score"] = _post("Score pairs of texts", "ScoreRequest")
-    schema["paths"]["/v1/rerank"] = _post("Sort documents by their relevance to a query", "RerankRequest")
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            _set_errors(operation, _errors_of(path))
+    schema["paths"] |= _hot_paths()
     return schema
 
 
-def _post(summary: str, body: str) -> dict[str, Any]:
+def _hot_paths() -> dict[str, Any]:
+    chat = _post("Answer a conversation", "ChatCompletionRequest", streams=True)
+    completion = _post("Continue a prompt", "CompletionRequest", streams=True)
+    score = _post("Score pairs of texts", "ScoreRequest")
+    rerank = _post("Sort documents by their relevance to a query", "RerankRequest")
+    return {
+        "/v1/chat/completions": chat,
+        "/v1/completions": completion,
+        "/v1/embeddings": _post("Make a vector of each input", "EmbeddingRequest"),
+        "/v1/score": score,
+        "/score": score,
+        "/v1/rerank": rerank,
+        "/v2/rerank": rerank,
+        "/rerank": rerank,
+    }
+
+
+def _post(summary: str, body: str, *, streams: bool = False) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
-    answers = {
-        "200": {
+    answer = {"description": "The answer.", "content": {"application/json": {}}}
+    if streams:
+        answer = {
             "description": "The answer, or its events if `stream` is true.",
             "content": {"application/json": {}, "text/event-stream": {}},
-        },
-        "default": {"description": 'An error in the form `{"error": {message, type, param, code}}`.'},
-    }
-    return {
-        "post": {
-            "tags": ["generation"],
-            "summary": summary,
-            "requestBody": {"required": True, "content": content},
-            "responses": answers,
         }
+    operation = {
+        "tags": ["generation"],
+        "summary": summary,
+        "requestBody": {"required": True, "content": content},
+        "responses": {"200": answer},
     }
+    _set_errors(operation, OF_JOBS)
+    return {"post": operation}
+
+
+def _errors_of(path: str) -> Sequence[type[ApiError]]:
+    if path.startswith("/admin/"):
+        return OF_ADMINS
+    if path.startswith("/v1/models"):
+        return OF_MODELS
+    return {"/tokenize": WITH_LIMITS, "/metrics": WITH_KEY}.get(path, EVERYWHERE)
+
+
+def _set_errors(operation: dict[str, Any], kinds: Iterable[type[ApiError]]) -> None:
+    """Name every status that is not an answer, with the codes that tell what it means."""
+    operation["responses"].pop("422", None)  # FastAPI's own; here it is a 400
+    codes: dict[int, set[str]] = {}
+    for kind in kinds:
+        if kind is errors.RequestFailed:
+            for code, failure in FAILURES.items():
+                codes.setdefault(failure.status, set()).add(code.value)
+        else:
+            codes.setdefault(kind.status, set()).update(kind.other_codes, {kind.code} if kind.code else ())
+    for status in sorted(codes):
+        described = ", ".join(f"`{code}`" for code in sorted(codes[status]))
+        phrase = HTTPStatus(status).phrase
+        operation["responses"][str(status)] = {
+            "description": f"{phrase}: {described}." if described else f"{phrase}.",
+            "content": _ERROR,
+        }

@@ -1,8 +1,9 @@
-"""The routes that nobody is in a hurry for: models, tokenize, health."""
+"""The routes that nobody is in a hurry for: what is here, models, tokenize, health."""
 
 import logging
 from functools import partial
-from typing import Any
+from importlib import metadata
+from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -29,12 +30,42 @@ from gateway.limits.body import check_values, read_body
 from gateway.limits.request_limits import check_shape
 from gateway.tokens.model_tokens import ModelTokens
 
+VERSION: Final = metadata.version("spillway")
+
 log = logging.getLogger(__name__)
 
 
 def json_answer(content: object, status: int = 200) -> Response:
     """A whole JSON answer."""
     return Response(encode_json(content), status_code=status, media_type="application/json")
+
+
+def root_router() -> APIRouter:
+    """What somebody finds who knows only the address; without a key."""
+    router = APIRouter(tags=["about"])
+
+    @router.get("/")
+    async def root() -> Response:
+        """Where is what."""
+        return json_answer(
+            {
+                "name": "Spillway",
+                "version": VERSION,
+                "message": "An OpenAI-compatible endpoint: point a client's base URL to /v1, with an API key.",
+                "models": "/v1/models",
+                "documentation": "/docs",
+                "openapi": "/openapi.json",
+                "dashboard": "/dashboard",
+                "health": "/health",
+            }
+        )
+
+    @router.get("/version")
+    async def version() -> Response:
+        """Which release this is."""
+        return json_answer({"version": VERSION})
+
+    return router
 
 
 def health_router(services: Services) -> APIRouter:
@@ -51,6 +82,7 @@ def health_router(services: Services) -> APIRouter:
         """The process has started: this answers only once it has."""
         return json_answer({"status": "ok"})
 
+    @router.get("/health")
     @router.get("/readyz")
     async def readyz() -> Response:
         """Requests may be sent here: 200, also while the queue is away or the gateway full; 503 once it is leaving.
@@ -136,8 +168,7 @@ def tokenize_router(services: Services) -> APIRouter:
 
 async def _tokenized(services: Services, exchange: Exchange, principal: Principal) -> Response:
     limits, limit_s = services.settings.limits, services.settings.timeouts.body_s
-    length = exchange.headers.get(b"content-length")
-    body = await read_body(exchange.receive, length, limits.max_body_bytes, limit_s)
+    body = await read_body(exchange.receive, exchange.headers, limits.max_body_bytes, limit_s)
     pool, tenant = services.catalog.pool, principal.tenant
     request = await pool.run(tenant, len(body), partial(_read_tokenize, body), is_quick=True)
     check_shape(limits, messages=len(request.messages or ()), choices=1)
@@ -212,7 +243,8 @@ def add_error_answers(app: FastAPI) -> None:
         if error.status_code == 404:
             kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.")
         elif error.status_code == 405:
-            kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.")
+            allow = (error.headers or {}).get("Allow", "")
+            kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.", allow=allow)
         return refuse(request, kind)
 
     @app.exception_handler(RequestValidationError)

@@ -10,6 +10,7 @@ from typing import Any, Final
 from sqlalchemy import RowMapping, and_, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from gateway.auth.errors import InvalidField
 from gateway.db.models import AuditRow
 
 RANDOM_BYTES: Final = 4  # of an entry's id
@@ -74,7 +75,7 @@ async def record(connection: AsyncConnection, change: Change) -> None:
 
 
 async def list_changes(engine: AsyncEngine, wanted: AuditFilter, limit: int) -> Sequence[AuditEntry]:
-    """The newest entries first, at most ``limit``. Raises SQL's own errors."""
+    """The newest entries first, at most ``limit``. Raises InvalidField, and SQL's own errors."""
     columns = AuditRow.__table__.c
     conditions = [
         columns[name] == value
@@ -88,6 +89,8 @@ async def list_changes(engine: AsyncEngine, wanted: AuditFilter, limit: int) -> 
     async with engine.connect() as connection:
         if wanted.after_id is not None:
             last_unix_ms = await connection.scalar(select(columns.at_unix_ms).where(columns.id == wanted.after_id))
+            if last_unix_ms is None:
+                raise InvalidField("after", "no entry has this id")
             same_moment = and_(columns.at_unix_ms == last_unix_ms, columns.id < wanted.after_id)
             conditions.append(or_(columns.at_unix_ms < last_unix_ms, same_moment))
         newest = select(AuditRow.__table__).where(*conditions).order_by(columns.at_unix_ms.desc(), columns.id.desc())

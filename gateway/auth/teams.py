@@ -83,6 +83,8 @@ async def list_organisations(engine: AsyncEngine) -> Sequence[Organisation]:
 
 async def find_organisation(connection: AsyncConnection, reference: str) -> Organisation:
     """The organisation of this id or name. Raises UnknownOrganisation, and SQL's own errors."""
+    if not reference.isprintable():  # SQL takes neither NUL nor half a character
+        raise UnknownOrganisation("no organisation has such a name")
     columns = _ORGANISATIONS.c
     wanted = select(_ORGANISATIONS).where(or_(columns.id == reference, columns.name == reference))
     # An id wins over another one's name that looks the same.
@@ -150,6 +152,8 @@ async def list_teams(engine: AsyncEngine) -> Sequence[Team]:
 
 async def find_team(connection: AsyncConnection, reference: str, *, for_update: bool = False) -> Team:
     """The team of this id or name. Raises UnknownTeam, and SQL's own errors."""
+    if not reference.isprintable():
+        raise UnknownTeam("no team has such a name")
     wanted = _select_teams().where(or_(_TEAMS.c.id == reference, _TEAMS.c.name == reference))
     if for_update:
         wanted = wanted.with_for_update(of=_TEAMS)

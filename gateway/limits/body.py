@@ -1,10 +1,10 @@
 """Reading a request's body with bounds."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
-from gateway.api.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow
+from gateway.api.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
 
 LARGE_BODY_BYTES: Final = 16 * 1024  # others must not wait while a larger one is read: the worst takes 250 ns a byte
 MAX_BODY_VALUES: Final = 65_536  # lists, objects and fields of one body: some 50 ms during which nothing else can run
@@ -12,11 +12,17 @@ MAX_BODY_VALUES: Final = 65_536  # lists, objects and fields of one body: some 5
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-async def read_body(receive: Receive, content_length: bytes | None, max_bytes: int, limit_s: float) -> bytes:
-    """Read the whole body, giving up at the bounds. Raises BodyTooLarge, RequestTooSlow or ClientDisconnected."""
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], max_bytes: int, limit_s: float) -> bytes:
+    """Read the whole body, giving up at the bounds.
+
+    Raises BodyTooLarge, RequestTooSlow, ClientDisconnected, and UnsupportedEncoding for a compressed one.
+    """
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if encoding.lower() not in {"", "identity"}:
+        raise UnsupportedEncoding(f"The body has the content-encoding '{encoding[:100]}': send it uncompressed.")
     try:
         async with asyncio.timeout(limit_s):
-            return await _read(receive, content_length, max_bytes)
+            return await _read(receive, headers.get(b"content-length"), max_bytes)
     except TimeoutError as error:
         raise RequestTooSlow(f"The request body did not arrive within {limit_s:g} s.") from error
 

@@ -16,10 +16,9 @@ FORM_LIMIT_S: Final = 30.0
 async def read_form(request: Request) -> dict[str, str]:
     """The fields of an ``application/x-www-form-urlencoded`` body.
 
-    Raises BodyTooLarge, RequestTooSlow, ClientDisconnected and InvalidParameter.
+    Raises InvalidParameter, and what read_body raises.
     """
-    length = request.headers.get("content-length", "").encode()
-    body = await read_body(request.receive, length, MAX_FORM_BYTES, FORM_LIMIT_S)
+    body = await read_body(request.receive, dict(request.headers.raw), MAX_FORM_BYTES, FORM_LIMIT_S)
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS))
     except ValueError as error:

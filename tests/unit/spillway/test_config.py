@@ -116,6 +116,14 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     [
         (('tier = "spot"', 'tier = "cheapest"'), "pools.cheap.tier: Input should be 'spot'"),
         (
+            ("[nats]", '[gateway]\ncors_origins = ["https://a.example/"]\n[nats]'),
+            "gateway.cors_origins.0: String should match",
+        ),
+        (
+            ("[nats]", "[gateway.connections]\nhead_s = 0\n[nats]"),
+            "gateway.connections.head_s: Input should be greater",
+        ),
+        (
             ('path = "org/small"', 'pathh = "x"'),
             "pools.cheap.engine.pathh: there is no such key; there are: kind, path, task,",
         ),

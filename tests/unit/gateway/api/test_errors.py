@@ -70,7 +70,7 @@ async def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_error_of_ours()
 
     @app.post("/")
     async def read(request: Request) -> Response:
-        return Response(await read_body(request.receive, None, 100, 20.0))
+        return Response(await read_body(request.receive, {}, 100, 20.0))
 
     transport = httpx.ASGITransport(leaving(app))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:

@@ -3,10 +3,11 @@ from typing import Any
 
 import pytest
 
-from gateway.api.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow
+from gateway.api.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
 from gateway.limits.body import MAX_BODY_VALUES, Receive, check_values, read_body
 
 LIMIT_S = 20.0
+LENGTH_3 = {b"content-length": b"3"}
 
 
 def receiving(*messages: dict[str, Any]) -> Receive:
@@ -23,22 +24,22 @@ def part(body: bytes, *, more: bool = True) -> dict[str, Any]:
 
 
 async def test_reads_all_parts() -> None:
-    assert await read_body(receiving(part(b"ab"), part(b"c", more=False)), b"3", 3, LIMIT_S) == b"abc"
+    assert await read_body(receiving(part(b"ab"), part(b"c", more=False)), LENGTH_3, 3, LIMIT_S) == b"abc"
 
 
 async def test_refuses_by_the_announced_length_without_reading() -> None:
     with pytest.raises(BodyTooLarge):
-        await read_body(receiving(), b"4", 3, LIMIT_S)
+        await read_body(receiving(), {b"content-length": b"4"}, 3, LIMIT_S)
 
 
 async def test_refuses_at_the_bound_and_reads_no_further() -> None:
     with pytest.raises(BodyTooLarge):
-        await read_body(receiving(part(b"ab"), part(b"cd")), None, 3, LIMIT_S)
+        await read_body(receiving(part(b"ab"), part(b"cd")), {}, 3, LIMIT_S)
 
 
 async def test_a_caller_who_leaves() -> None:
     with pytest.raises(ClientDisconnected):
-        await read_body(receiving(part(b"ab"), {"type": "http.disconnect"}), None, 3, LIMIT_S)
+        await read_body(receiving(part(b"ab"), {"type": "http.disconnect"}), {}, 3, LIMIT_S)
 
 
 async def test_a_caller_who_says_nothing_more() -> None:
@@ -47,7 +48,7 @@ async def test_a_caller_who_says_nothing_more() -> None:
         raise AssertionError
 
     with pytest.raises(RequestTooSlow):
-        await read_body(receive, b"3", 3, 0.01)
+        await read_body(receive, LENGTH_3, 3, 0.01)
 
 
 def many(text: str) -> bytes:
@@ -72,3 +73,12 @@ def test_json_in_texts_counts_together() -> None:
     check_values(half, param="messages")
     with pytest.raises(InvalidParameter, match="JSON in 'messages'"):
         check_values(half, half, param="messages")
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"GZIP, deflate", b"br"])
+async def test_a_compressed_body_is_refused_before_it_is_read(encoding: bytes) -> None:
+    with pytest.raises(UnsupportedEncoding, match="uncompressed") as caught:
+        await read_body(receiving(), {b"content-encoding": encoding}, 3, LIMIT_S)
+    assert caught.value.status == 415
+    plain = {b"content-encoding": b"identity"}
+    assert await read_body(receiving(part(b"a", more=False)), plain, 3, LIMIT_S) == b"a"

@@ -1,0 +1,145 @@
+"""What the gateway answers beside generating: to browsers, probes and tools, and what its description promises."""
+
+import gzip
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import gateway
+from gateway.api import openapi
+from gateway.api.errors import FAILURES, ApiError, InvalidParameter, RequestFailed
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.test_errors import error_of
+
+GATEWAY = Path(gateway.__file__).parent
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def running(start_gateway: Start) -> GatewayUnderTest:
+    return await start_gateway(cors_origins=["https://app.example"])
+
+
+@pytest.fixture
+async def http(running: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]:
+    headers = {"authorization": f"Bearer {running.key}"}
+    async with httpx.AsyncClient(base_url=running.url, headers=headers, timeout=30) as client:
+        yield client
+
+
+async def test_somebody_who_knows_only_the_address(http: httpx.AsyncClient) -> None:
+    found = (await http.get("/")).json()
+    for path in ("models", "documentation", "openapi", "health"):
+        assert (await http.get(found[path])).status_code == 200
+    assert (await http.get("/version")).json() == {"version": found["version"]}
+    page = (await http.get("/docs")).text
+    assert "/v1/chat/completions" in page
+    assert "ChatCompletionRequest" in page
+    assert "<script" not in page
+    assert "https://" not in page
+    assert (await http.get("/health")).json() == (await http.get("/readyz")).json()
+
+
+async def test_what_answers_get_answers_head(http: httpx.AsyncClient) -> None:
+    for path in ("/", "/v1/models", "/livez", "/openapi.json", f"/v1/models/{MODEL}", "/version", "/login"):
+        head, whole = await http.head(path), await http.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert (await http.head("/nothing")).status_code == 404
+    refused = await http.head(CHAT)
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    refused = await http.post("/v1/models")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
+
+
+async def test_compressed_bodies_are_refused_with_the_reason(http: httpx.AsyncClient) -> None:
+    for path in (CHAT, "/v1/embeddings", "/tokenize"):
+        answer = await http.post(path, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+        assert error_of(answer) == (415, "unsupported_content_encoding", None)
+        assert "uncompressed" in answer.json()["error"]["message"]
+
+
+async def test_pages_of_other_sites(http: httpx.AsyncClient, start_gateway: Start) -> None:
+    asks = {
+        "origin": "https://app.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+    }
+    allowed = await http.options(CHAT, headers=asks)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+    assert "POST" in allowed.headers["access-control-allow-methods"]
+    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in allowed.headers
+    refused = await http.options(CHAT, headers={**asks, "origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in refused.headers
+    for path in ("/v1/models", "/nothing"):
+        answer = await http.get(path, headers={"origin": "https://app.example"})
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        exposed = answer.headers["access-control-expose-headers"]
+        assert {"x-request-id", "x-ratelimit-remaining-tokens", "retry-after"} <= set(exposed.split(", "))
+    without = await start_gateway(with_card=False)
+    async with httpx.AsyncClient(base_url=without.url) as other:
+        assert (await other.options(CHAT, headers=asks)).status_code == 405
+        answer = await other.get("/livez", headers={"origin": "https://app.example"})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+# --- what the description promises ------------------------------------------------------------------------------------
+
+
+def kinds(base: type[ApiError] = ApiError) -> set[type[ApiError]]:
+    return {base}.union(*(kinds(kind) for kind in base.__subclasses__() if kind.__module__.startswith("gateway.")))
+
+
+def test_every_error_is_described_somewhere() -> None:
+    described = {*openapi.OF_JOBS, *openapi.OF_ADMINS}
+    assert kinds() - described == set(openapi.NOWHERE)
+
+
+def test_every_code_of_a_wrong_parameter_is_listed() -> None:
+    written = {code for path in GATEWAY.rglob("*.py") for code in re.findall(r'code="([a-z_]+)"', path.read_text())}
+    assert written == set(InvalidParameter.other_codes)
+
+
+async def test_every_status_is_described_with_its_codes(http: httpx.AsyncClient) -> None:
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    assert len(paths) > 20
+    chat = paths[CHAT]["post"]["responses"]
+    for code, failure in FAILURES.items():
+        assert f"`{code}`" in chat[str(failure.status)]["description"]
+    for kind in set(openapi.OF_JOBS) - {RequestFailed}:
+        assert f"`{kind.code}`" in chat[str(kind.status)]["description"] or kind.code is None
+    for path, operations in paths.items():
+        for operation in operations.values():
+            assert {"400", "405", "408", "429", "431", "500", "503"} <= set(operation["responses"]), path
+            assert not {"422", "default"} & set(operation["responses"])
+    assert {"401", "403", "404", "409", "413", "415"} <= set(paths["/admin/v1/keys"]["post"]["responses"])
+
+
+async def test_what_is_answered_is_described(http: httpx.AsyncClient) -> None:
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+    asked: list[tuple[str, str, str, dict[str, Any]]] = [
+        ("GET", "/v1/models", "/v1/models", {"headers": {"authorization": "Bearer sk-no"}}),
+        ("GET", "/v1/models/{name}", "/v1/models/no", {}),
+        ("POST", CHAT, CHAT, {"content": b"{"}),
+        ("POST", CHAT, CHAT, {"json": {**body, "n": 0}}),
+        ("POST", CHAT, CHAT, {"json": {**body, "do_not_queue": True}}),
+        ("POST", "/rerank", "/rerank", {"json": {}}),
+        ("POST", "/tokenize", "/tokenize", {"content": b"x", "headers": {"content-encoding": "br"}}),
+        ("GET", "/metrics", "/metrics", {}),
+        ("GET", "/admin/v1/audit", "/admin/v1/audit?limit=0", {}),
+        ("GET", "/livez", "/livez?x=%00", {}),
+    ]
+    for method, route, path, fields in asked:
+        answer = await http.request(method, path, **fields)
+        assert answer.status_code >= 400
+        described = paths[route][method.lower()]["responses"][str(answer.status_code)]["description"]
+        code = answer.json()["error"]["code"]
+        assert code is None or f"`{code}`" in described, (route, answer.text)
