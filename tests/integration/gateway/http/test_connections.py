@@ -190,9 +190,9 @@ async def test_what_two_could_read_in_two_ways_is_refused(start_gateway: Start, 
 # --- how many ---------------------------------------------------------------------------------------------------------
 
 
-async def test_connections_are_counted(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")  # we are no proxy
-    gateway = await start_gateway(with_card=False, connections={"max_per_address": 2})
+async def test_connections_are_counted(start_gateway: Start) -> None:
+    bounds = {"max_per_address": 2, "trusted_proxies": ("192.0.2.1",)}  # we are no proxy
+    gateway = await start_gateway(with_card=False, connections=bounds)
     async with connect(gateway) as first, connect(gateway), connect(gateway) as third:
         assert await third.refusal() == (429, "too_many_connections")
         await first.send(LIVE)
