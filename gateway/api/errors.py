@@ -116,8 +116,8 @@ class InvalidParameter(BadRequest):
 
     code = "invalid_value"
     other_codes = (
-        "invalid_type", "missing_required_parameter", "prompt_too_long", "too_large", "too_many_tokens", "too_many_values",
-        "unsupported_parameter", "unsupported_schema_keyword",
+        "invalid_type", "missing_required_parameter", "prompt_too_long", "too_large", "too_many_tokens",
+        "too_many_values", "unsupported_parameter", "unsupported_schema_keyword",
     )  # fmt: skip
 
 
