@@ -431,7 +431,8 @@ class JetStream:
 
     def _consumer_info(self, tokens: list[str], _body: dict[str, Any]) -> dict[str, Any]:
         consumer = self._consumer(tokens[4], tokens[5])
-        return {"config": consumer.config, "ack_floor": {"stream_seq": consumer.floor}}
+        waiting = {"num_pending": len(consumer.fresh), "num_ack_pending": len(consumer.unanswered)}
+        return {"config": consumer.config, "ack_floor": {"stream_seq": consumer.floor}, **waiting}
 
     def _delete_consumer(self, tokens: list[str], _body: dict[str, Any]) -> dict[str, Any]:
         consumer = self._consumer(tokens[4], tokens[5])

@@ -152,6 +152,9 @@ class Keys:
     def authenticate(self, token: str) -> Principal | None:
         return self._principals.get(token)
 
+    def is_revoked(self, _key_id: str) -> bool:
+        return False
+
 
 class Catalog:
     """Stands in for the model catalog: prompts come as token ids, and nothing is encoded."""
