@@ -89,7 +89,9 @@ class EmbeddingsCall(JobCall[EmbeddingRequest]):
         most = request.most_tokens(tokens.context_length)
         texts = [one for one in request.input if isinstance(one, str)]
         token_ids = (
-            await tokens.encode_inputs(texts, add_special_tokens=request.add_special_tokens, most_tokens=most)
+            await tokens.encode_inputs(
+                texts, add_special_tokens=request.add_special_tokens, most_tokens=most, field=self.input_param
+            )
             if texts
             else [one[:most] for one in request.input]
         )
@@ -115,6 +117,8 @@ class _ScoringCall:
     pair is the cosine of their angle.
     """
 
+    input_param: str
+
     def __init__(self, firsts: list[str], seconds: list[str]) -> None:
         self._firsts = firsts  # one, or as many as there are seconds
         self._seconds = seconds
@@ -125,7 +129,9 @@ class _ScoringCall:
         self._is_cosine = card.task == "embed"
         if self._is_cosine:
             texts = [*self._firsts, *self._seconds]
-            token_ids = await tokens.encode_inputs(texts, add_special_tokens=None, most_tokens=most_tokens)
+            token_ids = await tokens.encode_inputs(
+                texts, add_special_tokens=None, most_tokens=most_tokens, field=self.input_param
+            )
             return Inputs(token_ids, card.task)
         firsts = self._firsts if len(self._firsts) > 1 else repeat(self._firsts[0], len(self._seconds))
         try:

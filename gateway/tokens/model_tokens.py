@@ -125,9 +125,15 @@ class ModelTokens:
         return self._encoder.decode(prompt_ids[-END_TOKENS:])
 
     async def encode_inputs(
-        self, texts: list[str], *, add_special_tokens: bool | None, most_tokens: int | None
+        self, texts: list[str], *, add_special_tokens: bool | None, most_tokens: int | None, field: str
     ) -> list[list[int]]:
-        """Token ids of several texts, cut off where they have more than ``most_tokens``."""
+        """Token ids of several texts, cut off where they have more than ``most_tokens``.
+
+        ``field``: the request's, which holds them; raises ContextLengthExceeded for one too long that is not cut off.
+        """
+        if most_tokens is None:
+            for number, text in enumerate(texts):
+                self._refuse_unread(text, f"{field}.{number}")
         special = self._add_special_tokens if add_special_tokens is None else add_special_tokens
         return await self._run(
             sum(map(len, texts)),

@@ -1,13 +1,14 @@
 """Everything that one caller has tried against all others, at once, beside one who only works.
 
-The hostile ones speak to a gateway directly: a balancer would keep some of it away. Each goes on until it is over, as
-hard as one task can, whatever it is answered. The scripted engine follows no grammar: what one costs a worker is
+The hostile ones speak to a gateway directly: a balancer would keep some of it away. Each goes on until it is over,
+whatever it is answered. The scripted engine follows no grammar: what one costs a worker is
 measured in tests/unit/engine.
 """
 
 import asyncio
 import contextlib
 import json
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ SETTLE_S = 2.0  # the attacks have begun
 UNREAD_STREAMS = 20
 HALF_SENT = 100
 HOLD_S = 20.0
+RECEIVE_BUFFER_BYTES = 16 * 1024
 BODY_BYTES = 4_000_000
 GROWTH_LIMIT_MIB = 1024.0  # one text of 4 MB takes up to 500 while it is counted
 SAMPLE_PERIOD_S = 0.1
@@ -92,7 +94,12 @@ class Crowd:
                 group.create_task(_again_and_again(one))
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.system.gateway_ports[0], limit=1 << 16)
+        # The kernel, too, shall take little of what nobody reads.
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.system.gateway_ports[0]))
+        return await asyncio.open_connection(sock=connection, limit=1 << 16)
 
 
 def _body(**rest: Any) -> dict[str, Any]:

@@ -75,6 +75,9 @@ async def test_a_text_that_cannot_fit_is_refused_unread() -> None:
     ):
         with pytest.raises(ContextLengthExceeded, match="make at least 10[1-9] tokens"):
             await asked
+    with pytest.raises(ContextLengthExceeded) as caught:
+        await ours.encode_inputs(["a", text], add_special_tokens=None, most_tokens=None, field="input")
+    assert caught.value.param == "input.1"
     with pytest.raises(AssertionError):  # who wants to know only how many there are, or the last of them
         await ours.encode_text(text)
 
