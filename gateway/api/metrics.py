@@ -39,6 +39,7 @@ async def _moment(services: Services) -> Moment:
         counts=services.series.snapshot(),
         workers=dispatcher.live_workers(),
         models=services.catalog.models,
+        unusable_models=tuple(services.catalog.unusable),
         in_flight=dispatcher.in_flight,
         queued=tuple(services.admission_control.waiting_jobs()),
         oldest_waits_s=tuple(services.admission_control.oldest_waits_s()),

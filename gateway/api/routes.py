@@ -100,6 +100,7 @@ def health_router(services: Services) -> APIRouter:
             "missing": missing,
             "usage_spooled_bytes": dispatcher.spooled_bytes,
             "models_not_ready": services.catalog.not_ready(),
+            "models_unusable": dict(services.catalog.unusable),
             "in_flight": dispatcher.in_flight,
         }
         return json_answer(body, 503 if dispatcher.leaving else 200)

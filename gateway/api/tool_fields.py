@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gateway.api.errors import InvalidParameter
+from gateway.tokens.chat_template import Arguments
 from gateway.tools.base import Tool
 
 MAX_TOOLS: Final = 128
@@ -73,13 +74,6 @@ FunctionChoice = Annotated[Literal["none", "auto"] | NamedFunction | None, Befor
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)]
 
 
-class _Arguments(dict[str, Any]):
-    """Arguments as an object, and where a template joins them to a text, as DeepSeek's do, as their JSON."""
-
-    def __radd__(self, text: str) -> str:
-        return text + json.dumps(self, ensure_ascii=False)
-
-
 class CalledFunction(_Part):
     """What an assistant called, with its arguments as JSON text."""
 
@@ -92,7 +86,7 @@ class CalledFunction(_Part):
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
             return self.arguments
-        return _Arguments(arguments) if isinstance(arguments, dict) else self.arguments
+        return Arguments(arguments) if isinstance(arguments, dict) else self.arguments
 
 
 class ToolCall(_Part):

@@ -73,6 +73,7 @@ class QueueNow:
     batch: int
     jobs_per_s: float | None  # how fast it is served; None: unknown
     workers: int
+    fault: str | None = None  # why the model's card cannot be used
 
     @property
     def waiting(self) -> int:
@@ -188,7 +189,8 @@ class Live:
         waiting = self._admission_control.waiting_by_lane(model)
         resuming, batch = waiting.pop(subjects.RESUME_LANE), waiting.pop(subjects.LOW_LANE)
         rate = self._admission_control.jobs_per_s(model)
-        return QueueNow(model, resuming, sum(waiting.values()), batch, rate, workers)
+        fault = self._catalog.unusable.get(model)
+        return QueueNow(model, resuming, sum(waiting.values()), batch, rate, workers, fault)
 
     def _aggregate(self, now_s: float) -> LiveNumbers:
         beats = self._dispatcher.live_workers()

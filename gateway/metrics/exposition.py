@@ -22,6 +22,7 @@ class Moment:
     counts: RequestCounts
     workers: Collection[Heartbeat]  # the last heartbeat of each live one
     models: Collection[str]  # that are configured
+    unusable_models: Collection[str]  # whose last card was refused
     in_flight: int  # requests admitted and not yet recorded
     queued: Collection[tuple[str, str, int]]  # model, lane, jobs of all gateways
     oldest_waits_s: Collection[tuple[str, float]]  # model, seconds that this gateway's oldest job has waited
@@ -56,6 +57,14 @@ class Moment:
         for model, wait_s in self.oldest_waits_s:
             oldest.add_metric((model,), wait_s)
         yield oldest
+        unusable = GaugeMetricFamily(
+            "spillway_model_unusable",
+            "1: the model is not served, because what its workers have published of it cannot be used.",
+            labels=("model_name",),
+        )
+        for model in self.models:
+            unusable.add_metric((model,), int(model in self.unusable_models))
+        yield unusable
         yield _gauge("spillway_bus_connected", "1: connected to the queue server.", int(self.is_bus_connected))
         yield _gauge(
             "spillway_clock_skew_seconds",

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import jinja2
 from nats.aio.msg import Msg
 
 from gateway.api.errors import ModelNotFound, ModelNotReady
 from gateway.auth.principal import Principal
 from gateway.settings import ModelSettings, canonical_names
-from gateway.tokens.chat_template import ChatTemplate
+from gateway.tokens.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
 from gateway.tokens.encoder_pool import EncoderPool
 from gateway.tokens.encoders import (
     TIKTOKEN_PREFIX,
@@ -54,6 +53,7 @@ class ModelCatalog:
         self._cache_dir = data_dir / "tokenizers"
         self._tokens: dict[str, ModelTokens] = {}
         self._cards: dict[str, ModelCard] = {}
+        self._unusable: dict[str, str] = {}
         self._stale = set(models)  # models whose card must be read (again)
         self._wake = asyncio.Event()
         self._pool = EncoderPool()
@@ -80,6 +80,8 @@ class ModelCatalog:
     def tokens_of(self, model: str) -> ModelTokens:
         """How to count a model's tokens. Raises ModelNotReady."""
         tokens = self._tokens.get(model)
+        if tokens is None and model in self._unusable:
+            raise ModelNotReady(f"The model `{model}` cannot be served: {self._unusable[model]}.")
         if tokens is None:
             raise ModelNotReady(f"The model `{model}` is not ready: no worker has published its tokenizer yet.")
         return tokens
@@ -92,6 +94,11 @@ class ModelCatalog:
     def not_ready(self) -> list[str]:
         """The configured models whose tokens cannot be counted yet."""
         return [model for model in self._models if model not in self._tokens]
+
+    @property
+    def unusable(self) -> Mapping[str, str]:
+        """The models whose last card cannot be used, and why."""
+        return self._unusable
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -113,7 +120,9 @@ class ModelCatalog:
             await self._load_stale()
 
     def close(self) -> None:
-        """End the encoder threads."""
+        """End the encoder threads, and the processes that render."""
+        for tokens in self._tokens.values():
+            tokens.close()
         self._pool.close()
 
     async def _wait(self, limit_s: float | None) -> None:
@@ -135,17 +144,34 @@ class ModelCatalog:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     async def _load_stale(self) -> None:
-        for model in sorted(self._stale):
-            try:
-                await self._load(model)
-            except BusError as error:  # stays stale: tried again
-                log.warning("model %s: %s", model, error)
-            except (ProtocolError, TokenizerError, jinja2.TemplateSyntaxError) as error:
-                log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake
-                self._stale.discard(model)  # until its next card
-            else:
-                if model in self._tokens:  # else look again: the news of a card may be here before the card is stored
-                    self._stale.discard(model)
+        # At the same time: a card that takes long to be refused holds up no other.
+        await asyncio.gather(*map(self._judge, sorted(self._stale)))
+
+    async def _judge(self, model: str) -> None:
+        try:
+            await self._load(model)
+        except BusError as error:  # stays stale: tried again
+            log.warning("model %s: %s", model, error)
+        except (ProtocolError, TokenizerError, UnusableCard) as error:
+            log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake
+            self._refuse(model, str(error))
+        except Exception as error:  # a card that does what nobody foresaw: it must not end the gateway
+            log.exception("model %s cannot be served", model)
+            self._refuse(model, f"{type(error).__name__}: {error}")
+        else:
+            if model in self._tokens:  # else look again: the news of a card may be here before the card is stored
+                self._stale.discard(model)
+
+    def _refuse(self, model: str, reason: str) -> None:
+        """Serve a model no more, until its next card."""
+        self._stale.discard(model)
+        self._forget(self._tokens.pop(model, None))
+        self._cards.pop(model, None)
+        self._unusable[model] = reason
+
+    def _forget(self, tokens: ModelTokens | None) -> None:
+        if tokens is not None:
+            tokens.close()
 
     async def _load(self, model: str) -> None:
         settings = self._models[model]
@@ -156,9 +182,12 @@ class ModelCatalog:
         encoder, template_source, special_tokens = await self._parts(settings, card)
         if encoder is None or context_length is None:
             return  # nobody knows yet; a card will come
-        template = ChatTemplate(template_source, special_tokens) if template_source else None
+        check_context_length(context_length)
+        template = await usable_template(model, template_source, special_tokens) if template_source else None
         tool_source = card.tool_template if card else None
-        tool_template = ChatTemplate(tool_source, special_tokens) if tool_source else None
+        tool_template = await usable_template(model, tool_source, special_tokens) if tool_source else None
+        self._forget(self._tokens.get(model))
+        self._unusable.pop(model, None)
         self._tokens[model] = ModelTokens(
             model,
             encoder,
@@ -194,6 +223,7 @@ class ModelCatalog:
         if card is None:
             return None, None, {}
         data = await self._tokenizer_json(card.tokenizer_object)
+        check_tokenizer_size(len(data))
         return await asyncio.to_thread(HuggingFaceEncoder, data), source, special_tokens
 
     async def _tokenizer_json(self, name: str) -> bytes:

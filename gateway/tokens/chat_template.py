@@ -5,9 +5,9 @@ their input, which is plain JSON data.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 from jinja2 import meta, nodes
@@ -16,6 +16,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.api.errors import InvalidParameter
+
+MAX_RENDERED_CHARS: Final = 32 * 1024 * 1024  # several times what the largest body holds
 
 
 class _GenerationBlocks(Extension):
@@ -26,11 +28,7 @@ class _GenerationBlocks(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         """Render the body as it is."""
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    def _render(self, caller: Callable[[], str]) -> str:
-        return caller()
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 def _raise_exception(message: str) -> None:
@@ -59,6 +57,33 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object, and where a template joins them to a text, as DeepSeek's do, its JSON."""
+
+    def __radd__(self, text: str) -> str:
+        return text + json.dumps(self, ensure_ascii=False)
+
+
+def _counted(pieces: Iterator[str]) -> str:
+    """What a template writes, as long as it is not too much: for each message it may have written all tools."""
+    written, chars = [], 0
+    for piece in pieces:
+        written.append(piece)
+        chars += len(piece)
+        if chars > MAX_RENDERED_CHARS:
+            raise jinja2.TemplateError(f"it would have more than {MAX_RENDERED_CHARS} characters")
+    return "".join(written)
+
+
+def parsed(source: str) -> nodes.Template:
+    """The syntax tree of a template, nothing of which has run. Raises jinja2.TemplateSyntaxError and RecursionError."""
+    return _environment().parse(source)
+
+
+class BeyondLimits(InvalidParameter):
+    """A template needs more memory or depth for a conversation than there is."""
 
 
 class ChatTemplate:
@@ -95,10 +120,13 @@ class ChatTemplate:
             if name in fixed:
                 raise InvalidParameter(f"'{name}' cannot be set here.", param=f"chat_template_kwargs.{name}")
         try:
-            return self._template.render(fixed, **(variables or {}))
+            return _counted(self._template.generate(fixed, **(variables or {})))
         except jinja2.TemplateError as error:
             raise InvalidParameter(f"The model's chat template refuses this: {error}", param="messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (RecursionError, MemoryError) as error:
+            message = f"The model's chat template cannot render this: {type(error).__name__}: {error}"
+            raise BeyondLimits(message, param="messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
             # A template is a program; what it does with data it did not expect is the data's fault, not ours.
             message = f"The model's chat template cannot render this: {type(error).__name__}: {error}"
             raise InvalidParameter(message, param="messages") from error

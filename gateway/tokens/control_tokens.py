@@ -12,7 +12,7 @@ back after it, when the template's own tokens have got names that nobody can kno
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, TypeVar
 
 from gateway.tokens.encoders import Encoder
@@ -61,8 +61,8 @@ class ControlTokens:
                 return self._any_text.sub(lambda found: self._marks[found.group()], value)
             if isinstance(value, dict):  # of its own kind: arguments of calls are more than a dict
                 return type(value)({replace(key): replace(one) for key, one in value.items()})
-            if isinstance(value, Sequence):
-                return [replace(one) for one in value]
+            if isinstance(value, list | tuple):
+                return type(value)(map(replace, value))
             return value
 
         return replace(value)  # type: ignore[no-any-return]

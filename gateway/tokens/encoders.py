@@ -1,5 +1,6 @@
 """Text to token ids and back, by the library that the model's tokenizer is made for."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -57,6 +58,11 @@ class Encoder(Protocol):
         """The most characters that one token can stand for; None: there is no such bound."""
         ...
 
+    @property
+    def may_backtrack(self) -> bool:
+        """Whether even a short text may take long: half a second, after which the library gives up."""
+        ...
+
     def renamed(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
         """What encodes texts in which these added tokens go by other names, and by these only.
 
@@ -74,15 +80,22 @@ class HuggingFaceEncoder:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # the library raises bare Exceptions
             raise TokenizerError(f"unusable tokenizer.json: {error}") from error
+        except BaseException as error:
+            raise _of_panic(error) from error
         # A file may ask for these; they would change a prompt silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         longest = max(map(len, self._tokenizer.get_vocab()), default=0)  # in bytes or characters, which are fewer
-        self.most_chars = _most_chars(msgspec.json.decode(tokenizer_json, type=_Parts), longest)
+        parts = msgspec.json.decode(tokenizer_json, type=_Parts)
+        self.most_chars = _most_chars(parts, longest)
+        self.may_backtrack = _may_backtrack(parts)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """See Encoder. ``encode`` holds the GIL, the batch call does not, and the fast one computes no offsets."""
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            raise _of_panic(error) from error
 
     def encode_inputs(self, texts: list[str], *, add_special_tokens: bool, most_tokens: int | None) -> list[list[int]]:
         """See Encoder."""
@@ -147,6 +160,13 @@ class HuggingFaceEncoder:
 
     def _bare(self, text: str) -> tokenizers.Encoding:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _of_panic(error: BaseException) -> TokenizerError:
+    """What to raise for a panic of the library, which is no Exception; raises all else as it is."""
+    if type(error).__name__ != "PanicException":
+        raise error
+    return TokenizerError(f"the tokenizer cannot encode this: {error}")
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
@@ -233,6 +253,17 @@ def _most_chars(parts: _Parts, longest: int) -> int | None:
     return longest or None
 
 
+_CHARACTER_CLASS: Final = re.compile(r"\[(?:\\.|[^\]\\])*\]")
+_REPEATED_GROUP: Final = re.compile(r"(?<!\\)\)[*+{]")
+
+
+def _may_backtrack(parts: _Parts) -> bool:
+    """Whether it splits texts by a pattern that repeats a group: what is repeated within it may be tried in any way."""
+    patterns = [part.pattern for part in (*_flat(parts.normalizer), *_flat(parts.pre_tokenizer))]
+    texts = [pattern["Regex"] for pattern in patterns if isinstance(pattern, dict) and "Regex" in pattern]
+    return any(_REPEATED_GROUP.search(_CHARACTER_CLASS.sub("", text)) for text in texts)
+
+
 def _keeps_length(part: _Part) -> bool:
     """Whether it replaces a text by one at least as long."""
     replaced = part.pattern.get("String") if isinstance(part.pattern, dict) else None
@@ -280,6 +311,7 @@ class TiktokenEncoder:
             raise TokenizerError(f"tiktoken encoding {encoding_name!r}: {error}") from error
         added = map(len, self._encoding.special_tokens_set)
         self.most_chars: int | None = max([*map(len, self._encoding.token_byte_values()), *added])
+        self.may_backtrack = False
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """See Encoder. tiktoken's encodings add no tokens of their own."""

@@ -10,6 +10,7 @@ from gateway.tokens.chat_template import ChatTemplate, up_to_content
 from gateway.tokens.control_tokens import ControlTokens
 from gateway.tokens.encoder_pool import EncoderPool
 from gateway.tokens.encoders import EncodedPair, Encoder
+from gateway.tokens.renderer import Renderer
 from gateway.tools.dialect import Dialect
 from protocol.pooling import PoolingCard
 
@@ -17,6 +18,8 @@ INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thr
 END_TOKENS: Final = 16  # of a prompt: enough to hold a mark that begins reasoning, also where it is spelled out
 
 Messages = Sequence[Mapping[str, Any]]  # of a conversation, and its tools: as chat templates expect them
+Conversation = tuple[Messages, Messages, Mapping[str, Any] | None]  # with its tools, and the template's variables
+AnyTemplate = ChatTemplate | Renderer
 _Result = TypeVar("_Result")
 
 
@@ -27,13 +30,13 @@ class ModelTokens:
         self,
         model: str,
         encoder: Encoder,
-        template: ChatTemplate | None,
+        template: AnyTemplate | None,
         context_length: int,
         pool: EncoderPool,
         *,
         add_special_tokens: bool = True,
         pooling: PoolingCard | None = None,
-        tool_template: ChatTemplate | None = None,
+        tool_template: AnyTemplate | None = None,
         dialect: Dialect | None = None,
         control_tokens_in_content: bool = False,
         lenient_schemas: bool = False,
@@ -56,6 +59,12 @@ class ModelTokens:
         tokens = object.__new__(ModelTokens)
         tokens.__dict__.update(self.__dict__, _tenant=tenant)  # per request: copy.copy takes ten times as long
         return tokens
+
+    def close(self) -> None:
+        """End the processes that render its templates."""
+        for template in (self._template, self._tool_template):
+            if isinstance(template, Renderer):
+                template.kill()
 
     async def encode_text(
         self, text: str, *, add_special_tokens: bool | None = None, within_context: str | None = None
@@ -93,24 +102,39 @@ class ModelTokens:
         values = [value for message in messages for value in message.values()] + [tools, variables or ""]
         texts = [value if isinstance(value, str) else str(value) for value in values]
 
-        def rendered(messages: Messages, tools: Messages, variables: Mapping[str, Any] | None) -> str:
-            text = template.render(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
-            )
-            return up_to_content(text, messages[-1].get("content") or "") if continue_final_message else text
-
-        def render_and_encode() -> list[int]:
-            control = self._control_tokens
+        def marked() -> tuple[bool, Conversation]:
+            control, given = self._control_tokens, (messages, tools, variables)
             if control is not None and control.are_in(texts):
-                marked = rendered(*control.marked((messages, tools, variables)))
-                self._refuse_unread(control.unmarked(marked), within_context)
-                return self._fitting(control.encode(marked), within_context)
-            text = rendered(messages, tools, variables)
+                return True, control.marked(given)
+            return False, given
+
+        def encoded(text: str, conversation: Conversation, *, is_marked: bool) -> list[int]:
+            if continue_final_message:
+                text = up_to_content(text, conversation[0][-1].get("content") or "")
+            control = self._control_tokens
+            if control is not None and is_marked:
+                self._refuse_unread(control.unmarked(text), within_context)
+                return self._fitting(control.encode(text), within_context)
             self._refuse_unread(text, within_context)
             # The template has written all special tokens.
             return self._fitting(self._encoder.encode(text, add_special_tokens=False), within_context)
 
-        return await self._run(sum(map(len, texts)), render_and_encode)
+        def rendered_and_encoded(template: ChatTemplate) -> list[int]:
+            is_marked, given = marked()
+            text = template.render(
+                given[0], add_generation_prompt=add_generation_prompt, tools=given[1], variables=given[2]
+            )
+            return encoded(text, given, is_marked=is_marked)
+
+        size = sum(map(len, texts))
+        if isinstance(template, ChatTemplate):
+            here = template
+            return await self._run(size, lambda: rendered_and_encoded(here))
+        is_marked, given = await self._run(size, marked)
+        text = await template.render(
+            given[0], add_generation_prompt=add_generation_prompt, tools=given[1], variables=given[2]
+        )
+        return await self._run(len(text), lambda: encoded(text, given, is_marked=is_marked))
 
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template, or the one for conversations with tools, makes use of a variable."""
@@ -150,7 +174,9 @@ class ModelTokens:
         return await self._run(len(token_ids), lambda: self._encoder.decode(token_ids))
 
     async def _run(self, size: int, work: Callable[[], _Result]) -> _Result:
-        return work() if size <= INLINE_CHARS else await self._pool.run(self._tenant, size, work)
+        if size <= INLINE_CHARS and not self._encoder.may_backtrack:
+            return work()
+        return await self._pool.run(self._tenant, size, work)
 
     def _refuse_unread(self, text: str, field: str | None) -> None:
         """Raise ContextLengthExceeded for a text that is too long however it is encoded, which would take seconds."""

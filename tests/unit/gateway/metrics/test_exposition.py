@@ -109,6 +109,7 @@ def moment(series: RequestSeries | None = None, *workers: Heartbeat, models: tup
         counts=(series or RequestSeries()).snapshot(),
         workers=workers,
         models=models,
+        unusable_models=models[1:],
         in_flight=4,
         queued=(("m", "h0", 6), ("m", "low", 0)),
         oldest_waits_s=(("m", 1.5),),
@@ -227,6 +228,7 @@ async def test_a_workers_clock_and_the_oldest_job_are_shown() -> None:
     found = await scrape(moment(None, beat(sent_unix_ms=1_700_000_000_500)))
     assert found.values("spillway_worker_heartbeat_timestamp_seconds", worker_id="w1") == [1_700_000_000.5]
     assert found.values("spillway_queue_oldest_seconds", model_name="m") == [1.5]
+    assert found.values("spillway_model_unusable", model_name="m") == [0]
 
 
 async def test_a_requests_phases_make_up_its_whole() -> None:
@@ -318,7 +320,7 @@ async def test_the_gateways_own_state() -> None:
     assert found.value("spillway_usage_spooled_bytes") == 3
     assert found.value("spillway_payloads_total", outcome="lost") == 1
     assert found.value("spillway_ledger_backlog_messages") == 3
-    unknown = await scrape(Moment(RequestSeries().snapshot(), (), (), 0, (), (), False, 0.0, 0, 0, None, {}))
+    unknown = await scrape(Moment(RequestSeries().snapshot(), (), (), (), 0, (), (), False, 0.0, 0, 0, None, {}))
     assert unknown.values("spillway_ledger_backlog_messages") == []
     assert unknown.values("spillway_bus_connected") == [0]
 

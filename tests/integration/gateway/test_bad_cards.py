@@ -1,0 +1,144 @@
+"""A bad model card hurts its own model, and nothing else: what it says is judged before it is used."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from msgspec.structs import replace
+
+from gateway.settings import ModelSettings
+from protocol import artifacts
+from protocol.bus import Bus
+from protocol.messages import ModelCard
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card, until_async
+from tests.small_tokenizer import byte_tokenizer_json
+
+BAD = "test/bad"
+HELLO = [{"role": "user", "content": "Hi"}]
+RECURSIVE = "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}"
+NESTED = (
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+LARGE = "{% set a = 'a' * 1000 %}" + "{% set a = a ~ a %}" * 30
+AT_COMPILATION = "{{ 9 ** (9 ** 9) }}"
+TRAP = "{% if messages[0].content == 'boom' %}" + NESTED + "{% endif %}fine"
+
+
+async def start(start_gateway: Start, bus: Bus, **changes: Any) -> GatewayUnderTest:
+    """A gateway of a good model, and of one whose card is bad."""
+    gateway = await start_gateway(models={MODEL: ModelSettings(aliases=("short",)), BAD: ModelSettings()})
+    await publish(bus, **changes)
+    return gateway
+
+
+async def publish(bus: Bus, data: bytes = b"", **changes: Any) -> None:
+    data = data or byte_tokenizer_json()
+    bad: ModelCard = replace(card(), model=BAD, tokenizer_object=artifacts.tokenizer_object_name(data), **changes)
+    await artifacts.publish_model_card(bus, bad, data)
+
+
+async def readiness(gateway: GatewayUnderTest) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        answer: dict[str, Any] = (await client.get("/readyz")).json()
+        return answer
+
+
+async def until_judged(gateway: GatewayUnderTest) -> None:
+    async def is_judged() -> bool:
+        told = await readiness(gateway)
+        return BAD in told["models_unusable"] or BAD not in told["models_not_ready"]
+
+    await until_async(is_judged)
+
+
+async def the_good_one_answers(gateway: GatewayUnderTest) -> None:
+    answer = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3)
+    assert answer.choices[0].message.content is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"chat_template": RECURSIVE}, "RecursionError"),
+        ({"chat_template": NESTED}, "time or memory"),
+        ({"chat_template": LARGE}, "MemoryError"),
+        ({"chat_template": AT_COMPILATION}, "time or memory"),
+        ({"chat_template": "{% if %}"}, "is none"),
+        ({"chat_template": "x" * 300_000}, "300000 characters"),
+        ({"tool_template": NESTED}, "time or memory"),
+        ({"context_length": 10**12}, "context length"),
+        ({"data": b"{}"}, "tokenizer"),
+    ],
+)
+async def test_its_model_alone_is_not_served(
+    start_gateway: Start, bus: Bus, changes: dict[str, Any], reason: str
+) -> None:
+    """A recursive template ended every gateway, a nested loop held up all chats and the end of the process."""
+    gateway = await start(start_gateway, bus, **changes)
+    await gateway.add_worker()
+    await until_judged(gateway)
+    client = gateway.client()
+    with pytest.raises(openai.InternalServerError) as refused:
+        await client.chat.completions.create(model=BAD, messages=HELLO)
+    assert (refused.value.status_code, refused.value.code) == (503, "model_not_ready")
+    assert reason in refused.value.message
+    assert reason in (await readiness(gateway))["models_unusable"][BAD]
+    await the_good_one_answers(gateway)
+    await publish(bus)  # the next card helps
+
+    async def is_served() -> bool:
+        return not (await readiness(gateway))["models_unusable"]
+
+    await until_async(is_served)
+
+
+async def test_a_conversation_that_takes_too_long(start_gateway: Start, bus: Bus) -> None:
+    """The card was judged by another conversation; this one ends its renderer, and the next gets a new one."""
+    gateway = await start(start_gateway, bus, chat_template=TRAP)
+    await gateway.add_worker()
+    await until_judged(gateway)
+    assert (await readiness(gateway))["models_unusable"] == {}
+    boom = [{"role": "user", "content": "boom"}]
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+        client.headers["authorization"] = f"Bearer {gateway.key}"
+
+        async def tokenized(messages: list[dict[str, str]]) -> httpx.Response:
+            return await client.post("/tokenize", json={"model": BAD, "messages": messages})
+
+        hanging = asyncio.create_task(tokenized(boom))
+        await the_good_one_answers(gateway)
+        refused = await hanging
+        assert refused.status_code == 400
+        assert "time or memory" in refused.text
+        assert (await tokenized(HELLO)).json()["tokens"] == [69, 72, 77, 68]
+
+
+async def test_the_process_ends_while_one_hangs(start_gateway: Start, bus: Bus) -> None:
+    """It ignored SIGTERM for as long as the template ran."""
+    gateway = await start(start_gateway, bus, chat_template=TRAP)
+    await until_judged(gateway)
+    boom = [{"role": "user", "content": "boom"}]
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+        client.headers["authorization"] = f"Bearer {gateway.key}"
+        hanging = asyncio.create_task(client.post("/tokenize", json={"model": BAD, "messages": boom}))
+        await asyncio.sleep(0.1)
+        await gateway.end()
+        await asyncio.gather(hanging, return_exceptions=True)
+
+
+async def test_a_tokenizer_that_gives_up(start_gateway: Start, bus: Bus) -> None:
+    """The library panics, which is no Exception: that ended what it was called by."""
+    document = json.loads(byte_tokenizer_json())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, document["pre_tokenizer"]]}
+    gateway = await start(start_gateway, bus, data=json.dumps(document).encode())
+    await gateway.add_worker()
+    await until_judged(gateway)
+    with pytest.raises(openai.APIStatusError):
+        await gateway.client().chat.completions.create(
+            model=BAD, messages=[{"role": "user", "content": "a" * 40 + "!"}]
+        )
+    await the_good_one_answers(gateway)
