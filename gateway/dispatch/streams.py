@@ -41,6 +41,7 @@ class Streams:
         """Make again what has been missed; never returns."""
         while True:
             await self._missed.wait()
+            log.warning("a stream is missing: what is not there is made")
             for wait_s in backoff_s(LONGEST_REPAIR_WAIT_S):
                 if await self.restore():
                     break

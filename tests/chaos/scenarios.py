@@ -52,7 +52,7 @@ SCENARIOS = {
         "a gateway that hears, or says, nothing any more, or neither, or all of them",
         {"deaf": 1, "mute": 1, "silent": 1, "all_silent": 1},
         20,
-        1.0,
+        4.0,  # streams recover in between
         Shape(gateways=2, gateways_proxied=True),
     ),
     "host": Scenario("SIGKILL a gateway and half of the workers at once", {"host": 1}, 20, 2.0, Shape(gateways=2)),

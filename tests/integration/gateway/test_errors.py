@@ -207,5 +207,7 @@ async def test_in_flight_limit(start_gateway: Start) -> None:
     response = await send(gateway, json={"model": MODEL, "messages": HELLO})
     assert error_of(response) == (503, "overloaded", None)
     assert response.headers["retry-after"]
+    ready = await send(gateway, "/readyz", method="GET")  # it says itself what it cannot hold
+    assert (ready.status_code, ready.json()["status"], ready.json()["missing"]) == (200, "degraded", ["overloaded"])
     await stream.close()
     await until(worker.attempts[0].cancelled.is_set)
