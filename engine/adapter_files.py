@@ -22,8 +22,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedModel
 from engine.types import AdapterInfo
+from engine.weights import ADAPTER_PICKLE_NAMES, digest_of, refuse_pickles, sha256_of
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
@@ -72,15 +73,19 @@ def load_adapter(name: str, path: str, model: PreTrainedModel) -> Adapter:
     """
     try:
         config = json.loads(_file(path, CONFIG_NAME).read_text())
-        tensors = load_file(_file(path, WEIGHTS_NAME))
+        refuse_pickles(path, ADAPTER_PICKLE_NAMES, unless=WEIGHTS_NAME)
+        weights_file = _file(path, WEIGHTS_NAME)
+        tensors = load_file(weights_file)
         tokenizer = _own_tokenizer(path)
         _check_config(config)
         weights = _weights(config, tensors, model)
-    except (OSError, ValueError, SafetensorError) as error:
+        digest = digest_of(json.dumps(config, sort_keys=True), sha256_of(weights_file))
+    except (OSError, ValueError, SafetensorError, UnsupportedModel) as error:
         raise ConfigError(f"adapters.{name}", f"{path}: {error}") from error
     ranks = [a.shape[1] for a, _ in weights.values()]
     size = sum(matrix.nbytes for pair in weights.values() for matrix in pair)
-    return Adapter(AdapterInfo(name, (min(ranks), max(ranks)), len(weights), size), weights, tokenizer)
+    info = AdapterInfo(name, (min(ranks), max(ranks)), len(weights), size, digest)
+    return Adapter(info, weights, tokenizer)
 
 
 def _file(path: str, name: str) -> Path:

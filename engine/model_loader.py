@@ -35,6 +35,7 @@ from engine.panel_kernel import PANELS_SOURCE
 from engine.projections import make_fast, watch_siblings
 from engine.row_modules import ROWS_SOURCE, speed_up_rows
 from engine.torch_attention import AttentionOptions
+from engine.weights import weight_files
 
 _OTHER_ENGINE = "use a pool of another engine (vLLM, or a remote server) for it"
 _PROBE_TOKENS = 12
@@ -46,16 +47,19 @@ _QUANTIZED_TOLERANCE = 0.4
 def load_model(name: str, config: EngineConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load weights and tokenizer by hub name or local path.
 
-    Raises OSError (transformers) if they cannot be found, UnsupportedModel if there is no causal model of that type,
-    ConfigError if the device is not there.
+    Raises OSError (transformers) if they cannot be found, UnsupportedModel if there is no causal model of that type or
+    its weights are no safetensors, ConfigError if the device is not there.
     """
+    weight_files(name)
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     if device.type == "cpu" and dtype is torch.float32:
         for source in (ROWS_SOURCE, PANELS_SOURCE):
             compiling(source)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation="eager", use_safetensors=True
+        )
     except ValueError as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     return model, AutoTokenizer.from_pretrained(name)

@@ -31,6 +31,7 @@ from engine.errors import ConfigError, UnsupportedModel
 from engine.model_loader import max_model_len
 from engine.pooling_folder import PoolingFolder, matryoshka_of, read_pooling_folder, score_activation
 from engine.pooling_types import PoolingInfo, PoolingInput, PoolingKind, PoolingTask
+from engine.weights import weight_files
 
 _PROBE_LENGTHS = (3, 11)
 # Differences that rounding explains, relative to the vectors' length.
@@ -121,11 +122,12 @@ def load_pooled_model(
 
     Raises OSError (transformers) if it cannot be found, UnsupportedModel, or ConfigError.
     """
+    weight_files(name)
     folder = read_pooling_folder(name)
     device = choose_device(config)
     kind = AutoModelForSequenceClassification if task == "score" else AutoModel
     try:
-        model = kind.from_pretrained(name, dtype=choose_dtype(config, device)).to(device)
+        model = kind.from_pretrained(name, dtype=choose_dtype(config, device), use_safetensors=True).to(device)
     except ValueError as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     if model.config.is_encoder_decoder:

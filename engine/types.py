@@ -160,6 +160,7 @@ class AdapterInfo:
     ranks: tuple[int, int]  # the least and the greatest of its layers
     layers: int  # linear layers that it changes
     bytes: int  # of its weights, as they are held
+    digest: str  # of its files
 
 
 @dataclass(frozen=True, slots=True)

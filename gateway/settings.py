@@ -100,6 +100,8 @@ class TimeoutSettings(Settings):
     first_token_s: PositiveSeconds = 300.0  # accepted → first token
     inter_token_s: PositiveSeconds = 60.0
     total_s: PositiveSeconds = 3600.0
+    # A stream whose worker is lost goes on with the same weights only: so long it waits for them while others run.
+    revision_wait_s: PositiveSeconds = 30.0
     headers_grace_s: PositiveSeconds = 0.5  # streaming: how long a refusal by the worker may still become a 4xx
     # Period of ": queued position=… eta=…" comments; load balancers cut silence at 60-100 s. 0: none, for parsers that
     # choke on them.

@@ -10,6 +10,7 @@ import time
 from engine.types import SequenceTimings
 from pool_worker.credit import Cost
 from pool_worker.generation import prompt_tokens_of
+from pool_worker.settings import WorkerSettings
 from protocol.clock import unix_now_ms
 from protocol.logprobs import PromptLogprob
 from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, TokenLogprob, Tokens, Vector, encode
@@ -119,11 +120,11 @@ class Attempt:
 
     # --- frames: each takes the next sequence number -----------------------------------------------------------------
 
-    def accepted(self, worker_id: str, pool: str, provider: str, region: str, tier: str) -> bytes:
+    def accepted(self, settings: WorkerSettings, revision: str) -> bytes:
         """Make the first frame."""
         job = self.job
-        frame = Accepted(job.request_id, job.attempt, 0, worker_id, pool, provider, region, self.queue_ms, tier)
-        return self.add(frame)
+        names = (settings.worker_id, settings.pool, settings.provider, settings.region)
+        return self.add(Accepted(job.request_id, job.attempt, 0, *names, self.queue_ms, settings.tier, revision))
 
     def tokens(
         self,

@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+from typing import Final
 
 from pool_worker.engines.base import Engine
-from protocol.artifacts import publish_model_card
+from protocol.artifacts import publish_model_card, revision_of
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import BusError
+
+AGAIN_AFTER_S: Final = 1.0  # at the earliest
 
 log = logging.getLogger(__name__)
 
@@ -18,10 +21,11 @@ class ModelCards:
     def __init__(self, bus: Bus, engine: Engine, models: tuple[str, ...]) -> None:
         self._bus = bus
         self._cards = [engine.model_card(model) for model in models]
+        self.revisions = {card.model: revision_of(card) for card, _ in self._cards}
         self._is_due = asyncio.Event()
 
     def publish_again(self) -> None:
-        """After a reconnect: publish all cards soon."""
+        """Publish all cards soon: the buckets may have been lost, or somebody else's card be there who has left."""
         self._is_due.set()
 
     async def run(self) -> None:
@@ -30,6 +34,7 @@ class ModelCards:
             await self._is_due.wait()
             self._is_due.clear()
             await self.publish()
+            await asyncio.sleep(AGAIN_AFTER_S)
 
     async def publish(self) -> None:
         """Publish all cards, however long it takes until the buckets are there."""

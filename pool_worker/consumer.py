@@ -120,14 +120,19 @@ class Consumer:
         outbox: Outbox,
         gate: Gate,
         must_look: asyncio.Event,
+        on_foreign_tokens: Callable[[], None],
     ) -> None:
-        """Make a consumer that has asked for nothing; setting ``must_look`` makes it look at room and gate again."""
+        """Make a consumer that has asked for nothing; setting ``must_look`` makes it look at room and gate again.
+
+        ``on_foreign_tokens`` is called when a job's token ids are of a tokenizer that no worker has.
+        """
         self._bus = bus
         self._executor = executor
         self._credit = credit
         self._outbox = outbox
         self._gate = gate
         self._must_look = must_look
+        self._on_foreign_tokens = on_foreign_tokens
         self._shares = LaneShares()
         self._lanes = {
             (model, name): LanePulls(
@@ -172,6 +177,12 @@ class Consumer:
             await self._leave_to_others(pulls, delivery, error)
         else:
             if not self._executor.knows(job):
+                if self._executor.is_foreign(job):
+                    pulls.rests_until_s = time.monotonic() + AVOID_REST_S
+                    await pull.nak(self._bus, delivery, _delay_s(delivery))
+                    if self._executor.is_nobodys(job):
+                        self._on_foreign_tokens()
+                    return
                 if not self._has_place(lane):
                     await pull.nak(self._bus, delivery)
                     return
@@ -195,8 +206,7 @@ class Consumer:
             return
         if delivery.deliveries < STRANGE_DELIVERIES:
             pulls.rests_until_s = time.monotonic() + STRANGE_REST_S
-            delay_s = min(STRANGE_LONGEST_DELAY_S, AVOID_DELAY_S * 2.0 ** (delivery.deliveries // 4))
-            await pull.nak(self._bus, delivery, delay_s)
+            await pull.nak(self._bus, delivery, _delay_s(delivery))
         else:
             log.error("request %s is declined, no worker has understood it: %s", head.request_id, error)
             self._executor.decline(head, delivery, ErrorCode.NO_WORKERS, f"no worker understands the request: {error}")
@@ -292,6 +302,11 @@ class Consumer:
             is_wanted = has_batch_room or lane.lane.rank != LOW_RANK
             if is_wanted and not lane.lane.waiting and not lane.coming():
                 await lane.watch(places // len(lanes))
+
+
+def _delay_s(delivery: Delivery) -> float:
+    """How long a job that only others can run is not offered again: longer each time."""
+    return min(STRANGE_LONGEST_DELAY_S, AVOID_DELAY_S * 2.0 ** min(delivery.deliveries // 4, 16))
 
 
 async def wait_for_consumer(bus: Bus, name: str) -> None:

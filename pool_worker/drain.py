@@ -28,7 +28,7 @@ class Drain:
     """Ends or hands back everything that an executor holds."""
 
     def __init__(self, executor: Executor, others_serving: Callable[[str], bool]) -> None:
-        """``others_serving`` tells whether another live worker serves a model."""
+        """``others_serving`` tells whether another live worker of the same revision serves a model."""
         self._executor = executor
         self._others_serving = others_serving
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.types import PromptLogprob as EnginePromptLogprob
@@ -30,7 +30,7 @@ from protocol.artifacts import get_object
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.logprobs import PromptLogprob
-from protocol.messages import Failed, Job, JobHead, Resend, TokenLogprob, encode, unpack_token_ids
+from protocol.messages import Failed, Job, JobHead, Resend, Revision, TokenLogprob, encode, unpack_token_ids
 from protocol.outbox import Outbox
 from protocol.pull import Delivery
 
@@ -58,17 +58,19 @@ class Executor:
         publisher: Publisher,
         outbox: Outbox,
         peers: Peers,
+        revisions: Mapping[str, Revision],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         on_end: Callable[[Attempt], None],
         traces: "AttemptTraces | None" = None,
     ) -> None:
-        """Make an executor that holds nothing.
+        """Make an executor that holds nothing; ``revisions`` are those of its models.
 
         ``spawn`` runs a coroutine in a supervised task; ``on_end`` gets each attempt that was accepted when it has
         ended and its credit is free again; ``traces`` makes their spans, if any are to be made.
         """
         self._settings = settings
         self._adapters = settings.adapters
+        self._revisions = revisions
         self._bus = bus
         self._engine = engine
         self._credit = credit
@@ -119,7 +121,17 @@ class Executor:
     def should_avoid(self, job: Job, delivery: Delivery) -> bool:
         """Whether it failed here before, and another worker may still be found for it."""
         is_unwanted = self._settings.worker_id in job.avoid and delivery.deliveries <= AVOID_DELIVERIES
-        return is_unwanted and self._peers.others_serving(job.model)
+        return is_unwanted and self._peers.others_serving(job.model, job.revision.weights)
+
+    def is_foreign(self, job: Job) -> bool:
+        """Whether the answer was begun with other weights, or the prompt's tokens mean something else here."""
+        own = self._revisions[job.model]
+        return not (_agree(job.revision.weights, own.weights) and _agree(job.revision.tokenizer, own.tokenizer))
+
+    def is_nobodys(self, job: Job) -> bool:
+        """Whether nobody's tokenizer is the one that has made the prompt's token ids: a gateway has an old card."""
+        own, asked = self._revisions[job.model].tokenizer, job.revision.tokenizer
+        return not (_agree(asked, own) or self._peers.others_reading(job.model, asked))
 
     def offer(self, job: Job, delivery: Delivery) -> bool:
         """Take a pulled job: run it, let it wait for credit, leave it to others, or tell its gateway why not.
@@ -166,9 +178,7 @@ class Executor:
         self._held[attempt.id] = attempt
         self.jobs_taken += 1
         self.is_idle.clear()
-        settings = self._settings
-        frame = attempt.accepted(settings.worker_id, settings.pool, settings.provider, settings.region, settings.tier)
-        self._publisher.send(job.reply_subject, frame)
+        self._publisher.send(job.reply_subject, attempt.accepted(self._settings, self._revisions[job.model].weights))
         self._publisher.ack(delivery)  # from here on the gateway watches over it
         self._waiting.append(attempt)
         self._start_what_fits()
@@ -375,6 +385,10 @@ class Executor:
         if not self._held:
             self.is_idle.set()
         self._on_end(attempt)
+
+
+def _agree(asked: str, own: str) -> bool:
+    return not (asked and own) or asked == own
 
 
 def _wire_logprob(logprob: EngineLogprob) -> TokenLogprob:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from pool_worker.credit import Credit
@@ -15,7 +16,7 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, encode
+from protocol.messages import PROTOCOL_VERSION, Heartbeat, Revision, encode
 from protocol.topology import HEARTBEAT_PERIOD_S
 
 # How NATS' key-value buckets mark an entry as deleted, its history too (ADR-8).
@@ -28,7 +29,15 @@ class Heart:
     """Puts a Heartbeat into the registry again and again, until the entry is removed."""
 
     def __init__(
-        self, settings: WorkerSettings, bus: Bus, engine: Engine, *, executor: Executor, credit: Credit, gate: Gate
+        self,
+        settings: WorkerSettings,
+        bus: Bus,
+        engine: Engine,
+        *,
+        executor: Executor,
+        credit: Credit,
+        gate: Gate,
+        revisions: Mapping[str, Revision],
     ) -> None:
         self._settings = settings
         self._bus = bus
@@ -36,6 +45,7 @@ class Heart:
         self._executor = executor
         self._credit = credit
         self._gate = gate
+        self._revisions = dict(revisions)
         self._subject = subjects.heartbeat_subject(settings.worker_id)
         self._started_unix_ms = unix_now_ms()
         self._beat_s = time.monotonic()
@@ -99,4 +109,5 @@ class Heart:
             tokens_made=self._executor.tokens_made,
             stats=wire_stats(self._engine.stats(), self._executor.waiting_jobs),
             busy_ms=round(self._busy_s * 1000),
+            revisions=self._revisions,
         )

@@ -47,9 +47,14 @@ class Peers:
         """Whether it has been listening for long enough to have heard everybody."""
         return time.monotonic() - self._listening_since_s >= INFORMED_AFTER_S
 
-    def others_serving(self, model: str) -> bool:
-        """Whether another worker, of any tier, can take jobs of this model."""
-        return any(model in peer.models for peer in self._live())
+    def others_serving(self, model: str, revision: str = "") -> bool:
+        """Whether another worker, of any tier, can take jobs of this model; with these weights, if they are named."""
+        return any(_serves(peer, model, revision) for peer in self._live())
+
+    def others_reading(self, model: str, tokenizer: str) -> bool:
+        """Whether another worker that serves this model has this tokenizer."""
+        peers = [peer.revisions[model] for peer in self._live() if model in peer.revisions]
+        return any(revision.tokenizer == tokenizer for revision in peers)
 
     def cheaper_serving(self, model: str, tier: str) -> bool:
         """Whether a worker of a cheaper tier than ``tier`` can take jobs of this model."""
@@ -96,6 +101,11 @@ class Peers:
     def _tell(self) -> None:
         for callback in self._on_change:
             callback()
+
+
+def _serves(peer: Heartbeat, model: str, revision: str) -> bool:
+    told = peer.revisions[model].weights if model in peer.revisions else ""  # by an older worker: it may be the same
+    return model in peer.models and (not (revision and told) or revision == told)
 
 
 def _read(message: Msg) -> Heartbeat | None:

@@ -33,8 +33,11 @@ class LocalEngineSettings(Settings):
     matryoshka: bool = False  # callers may ask for fewer dimensions, even if the model's files do not say so
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # "int8": linear layers in 8-bit integers, on CPUs with AVX-512 VNNI: a quarter of the memory, faster, and slightly
-    # other answers. Give all pools of a model the same: what one began, another may have to go on with.
+    # other answers: a pool without it does not go on with what one with it has begun, unless `revision` says so.
     quantize: Literal["int8"] | None = None
+    # What the weights are called. Workers of one name go on with each other's answers, whatever their precision and
+    # quantisation; None: a digest of the files and of what they are computed in, so that only equal ones do.
+    revision: Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")] | None = None
     device: str = "auto"  # "cpu", "cuda", "cuda:1", …; auto: a GPU if torch can use one
     max_model_len: PositiveInt | None = None
     max_sequences: PositiveInt = 64
@@ -62,6 +65,8 @@ class ScriptedEngineSettings(Settings):
     """The scripted engine: deterministic text, chosen timing, chosen faults. For tests and benchmarks."""
 
     kind: Literal["scripted"] = "scripted"
+    revision: str = ""  # answers differ by it
+    tokenizer: str = ""  # another one than usual: it has one token more, of this name
     task: Task = "generate"
     dimensions: PositiveInt = 8  # of the vectors, if those are its task
     ttft_s: Seconds = 0.0

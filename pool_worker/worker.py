@@ -65,6 +65,8 @@ class Worker:
         self._publisher = Publisher(bus, settings.worker_id)
         self._peers = Peers(bus, settings.worker_id)
         self._outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, OUTBOX_RECORDS)
+        self._cards = ModelCards(bus, engine, settings.models)
+        revisions = self._cards.revisions
         self._executor = Executor(
             settings,
             bus,
@@ -73,6 +75,7 @@ class Worker:
             publisher=self._publisher,
             outbox=self._outbox,
             peers=self._peers,
+            revisions=revisions,
             spawn=tasks.create_task,
             on_end=self._on_attempt_ended,
             traces=traces,
@@ -94,12 +97,14 @@ class Worker:
             outbox=self._outbox,
             gate=self._gate,
             must_look=self._must_look,
+            on_foreign_tokens=self._cards.publish_again,
         )
         self._control = ControlListener(bus, settings.worker_id, self._executor)
-        self._heart = Heart(settings, bus, engine, executor=self._executor, credit=credit, gate=self._gate)
-        self._drain = Drain(self._executor, self._peers.others_serving)
+        self._heart = Heart(
+            settings, bus, engine, executor=self._executor, credit=credit, gate=self._gate, revisions=revisions
+        )
+        self._drain = Drain(self._executor, lambda model: self._peers.others_serving(model, revisions[model].weights))
         self._gateways = GatewayWatch(bus, settings.worker_id, self._executor)
-        self._cards = ModelCards(bus, engine, settings.models)
         bus.on_reconnect(self._on_reconnected)
 
     async def serve(self, stop: Stop, on_ready: OnReady | None) -> None:

@@ -14,10 +14,11 @@ from nats.js.errors import NotFoundError, ObjectNotFoundError
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
-from protocol.messages import ModelCard, decode_model_card, encode
+from protocol.messages import ModelCard, Revision, decode_model_card, encode
 
 MAX_INLINE_PROMPT_BYTES: Final = 256 * 1024  # packed token ids; beyond it the prompt travels by reference
 GET_LIMIT_S: Final = 10.0
+TOKENIZER_NAME_CHARS: Final = 16  # of its digest
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,16 @@ async def delete_object(bus: Bus, bucket: str, name: str) -> None:
 def tokenizer_object_name(tokenizer_json: bytes) -> str:
     """The name under which a tokenizer.json is stored: its SHA-256."""
     return f"tokenizer-{hashlib.sha256(tokenizer_json).hexdigest()}"
+
+
+def revision_of(card: ModelCard) -> Revision:
+    """What jobs, heartbeats and cards call the weights and the tokenizer of a model."""
+    return Revision(card.revision, tokenizer_name(card.tokenizer_object))
+
+
+def tokenizer_name(object_name: str) -> str:
+    """A short name for a tokenizer, from that of its object."""
+    return object_name.removeprefix("tokenizer-")[:TOKENIZER_NAME_CHARS]
 
 
 async def publish_model_card(bus: Bus, card: ModelCard, tokenizer_json: bytes) -> None:

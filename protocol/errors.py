@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     TENANT_IN_FLIGHT = "tenant_in_flight_exceeded"
     TENANT_QUEUED = "tenant_queued_exceeded"
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    MODEL_CHANGED = "model_changed"  # nobody runs the weights any more that the answer, or its prompt's tokens, are of
     # The attempt failed; the request may go on elsewhere.
     ENGINE_ERROR = "engine_error"
     ENGINE_DIED = "engine_died"

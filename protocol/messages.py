@@ -88,6 +88,13 @@ class ResumePoint(Struct, frozen=True, omit_defaults=True):
     finish_reason: str | None = None  # set: this choice is complete and must not be run again
 
 
+class Revision(Struct, frozen=True, array_like=True):
+    """What a worker computes with. Empty: not told, by a worker of an older release."""
+
+    weights: str = ""  # stands for weights, configuration, precision, quantisation, adapter, tokenizer
+    tokenizer: str = ""  # stands for the tokenizer alone: what token ids mean
+
+
 class Origin(Struct, frozen=True, omit_defaults=True):
     """Where a request came in: what its record needs if its gateway dies without leaving one."""
 
@@ -122,6 +129,8 @@ class Job(Struct, frozen=True, omit_defaults=True):
     origin: Origin | None = None
     pooling: Pooling | None = None  # no text is made, and ``sampling`` means nothing
     scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the gateway holds
+    # Only such a worker may take it; of what is empty, any. Its weights where a part of the answer is made already.
+    revision: Revision = Revision()
 
     @property
     def answers(self) -> int:
@@ -154,6 +163,7 @@ class Accepted(Struct, frozen=True, array_like=True, tag="a"):
     region: str
     queue_ms: float  # publish → pull, by the worker's clock against JetStream's time stamp
     tier: str | None = None  # of its pool
+    revision: str = ""  # Revision.weights of what it runs
 
 
 class Tokens(Struct, frozen=True, array_like=True, tag="t"):
@@ -304,6 +314,7 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     tokens_made: int = 0  # output tokens, likewise
     stats: EngineStats | None = None  # None: the engine does not tell
     busy_ms: int = 0  # time with at least one job since it started, as seen from heartbeat to heartbeat
+    revisions: dict[str, Revision] = {}  # of its models
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):
@@ -318,6 +329,7 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
     add_special_tokens: bool = True  # whether plain completions encode with the tokenizer's own special tokens
     pooling: PoolingCard | None = None  # None: it generates text
     tool_template: str | None = None  # for conversations with tools, where the model has one of its own for them
+    revision: str = ""  # Revision.weights of the worker that has published it
 
 
 class _SealedStep(Struct, array_like=True):

@@ -170,7 +170,8 @@ class Endpoint(ABC, Generic[_Call]):
         price = services.prices.of(model, exchange.received_unix_ms)
         if held is not None:
             await check_budget(services.quotas, exchange, principal, held, price)
-        works = await self._works(calls, services.catalog.tokens_of(model).of_tenant(principal.tenant))
+        tokens = services.catalog.tokens_of(model).of_tenant(principal.tenant)
+        works = await self._works(calls, tokens)
         reservations = await reserve(services.quotas, exchange, principal, works, price, held=held)
         admissions = [
             Admission(
@@ -198,6 +199,7 @@ class Endpoint(ABC, Generic[_Call]):
                 do_not_queue=bool(request.do_not_queue),
                 deadline_s=deadline_s,
                 pooling=work.pooling,
+                tokenizer=tokens.tokenizer,
                 reservation=reservation,
                 consent=consent_of(principal),
                 body_bytes=len(body) // len(works),

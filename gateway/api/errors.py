@@ -377,6 +377,7 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.TENANT_IN_FLIGHT: _CONTENDED,
     ErrorCode.TENANT_QUEUED: _CONTENDED,
     ErrorCode.NO_WORKERS: _NO_CAPACITY,
+    ErrorCode.MODEL_CHANGED: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
     ErrorCode.DEADLINE_EXCEEDED: _TOO_SLOW,
     ErrorCode.QUEUE_WAIT_TIMEOUT: _NO_CAPACITY,
     ErrorCode.SHUTTING_DOWN: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),

@@ -37,6 +37,7 @@ from gateway.limits.request_limits import AS_MANY_AS_FIT
 from protocol.grammar import Grammar
 
 MAX_STOP_STRINGS: Final = 16
+MAX_STOP_BYTES: Final = 8192  # of all together
 MAX_LOGPROBS: Final = 20
 MAX_ALLOWED_TOKENS: Final = 65_536
 MAX_BAD_WORDS: Final = 128
@@ -79,6 +80,8 @@ def _stop_strings(stop: object) -> object:
         raise ValueError("must be a string or a list of strings, none of them empty")
     if isinstance(stops, list) and len(stops) > MAX_STOP_STRINGS:
         raise ValueError(f"must hold at most {MAX_STOP_STRINGS} strings")
+    if isinstance(stops, list) and sum(len(text.encode()) for text in stops) > MAX_STOP_BYTES:
+        raise ValueError(f"must hold at most {MAX_STOP_BYTES} bytes in all")
     return stops
 
 

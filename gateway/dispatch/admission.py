@@ -45,6 +45,7 @@ class Admission:
     body_bytes: int = 0
     team_id: str | None = None
     organisation_id: str | None = None
+    tokenizer: str = ""  # that has made the prompt's ids: protocol.messages.Revision.tokenizer; empty: any
     reservation: Reservation | None = None  # of limits; None: its key and team have none
 
     @property

@@ -22,9 +22,25 @@ class Choices:
     def __init__(self, n: int, max_tokens: int, tokens_to_score: int = 0) -> None:
         """``max_tokens``: of each answer; ``tokens_to_score``: how many prompt tokens' logprobs are wanted."""
         self.scored_tokens = 0  # of these: how many are here
+        self.revision = ""  # Revision.weights of whoever has made what is held; empty: not told
         self._max_tokens = max_tokens
         self._tokens_to_score = tokens_to_score
         self._choices = [Choice([]) for _ in range(n)]
+
+    def clear(self) -> None:
+        """Hold nothing again."""
+        self.scored_tokens = 0
+        self._choices = [Choice([]) for _ in self._choices]
+
+    @property
+    def hold_something(self) -> bool:
+        """Whether a part of any answer is made."""
+        return self.scored_tokens > 0 or any(one.token_ids or one.finish_reason for one in self._choices)
+
+    def made_by(self, revision: str) -> None:
+        """Note whose tokens come from now on; of what is held, the first is what counts."""
+        if not self.hold_something:
+            self.revision = revision
 
     def __len__(self) -> int:
         return len(self._choices)

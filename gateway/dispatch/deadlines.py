@@ -9,6 +9,7 @@ from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 
 RESCUE_PATIENCE_S: Final = 5.0  # for an attempt after the first, even if the first has used all patience up
+WITHDRAW_LINGER_S: Final = 2.0  # how long a worker that pulled the job at the last moment may still say so
 ACCEPT_LIMIT_S: Final = 1.0  # within which a worker takes a request that is not to be queued
 
 

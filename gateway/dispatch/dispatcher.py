@@ -28,6 +28,7 @@ from gateway.dispatch.record import dead_letter, lost_attempt_record, settle_lim
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest, State
 from gateway.dispatch.request_log import log_end
+from gateway.dispatch.revisions import LiveRevisions, go_on_without
 from gateway.dispatch.streams import Streams
 from gateway.dispatch.unforeseen import fail_alone
 from gateway.dispatch.unread import UnreadBytes
@@ -121,13 +122,18 @@ class Dispatcher:
             last_s = now_s
             if connected:
                 self._registry.lose_silent(list(self._by_worker), now_s)
+            revisions = LiveRevisions(self._registry.live_beats(now_s)) if connected else None
             for request in list(self._open.values()):
-                self._tick(request, now_s, connected=connected)
+                self._tick(request, now_s, connected=connected, revisions=revisions)
             self._registry.forget_dead(now_s)
 
-    def _tick(self, request: OpenRequest, now_s: float, *, connected: bool) -> None:
+    def _tick(
+        self, request: OpenRequest, now_s: float, *, connected: bool, revisions: LiveRevisions | None = None
+    ) -> None:
         try:
             request.on_tick(now_s, connected=connected)
+            if revisions is not None and request.state is State.QUEUED and revisions.is_changed(request):
+                go_on_without(request, self._settings.timeouts.revision_wait_s, now_s)
         except Exception as mistake:  # noqa: BLE001  # logged there
             fail_alone(request, self, mistake)
 

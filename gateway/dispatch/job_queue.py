@@ -9,6 +9,7 @@ from gateway.dispatch.lookups import Lookups
 from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.record import origin_of
 from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.revisions import needed_revision
 from protocol import subjects
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES, delete_object, put_object
 from protocol.backoff import backoff_s
@@ -106,6 +107,7 @@ class JobQueue:
             origin=origin_of(admission, self._gateway_id),
             pooling=admission.pooling,
             scored_tokens=request.choices.scored_tokens,
+            revision=needed_revision(request),
         )
 
     async def _is_there(self, request: OpenRequest, attempt: int) -> bool:

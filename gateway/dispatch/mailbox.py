@@ -152,6 +152,17 @@ class Mailbox:
         if self.held_bytes:
             self._count(-self.held_bytes)
 
+    def drop(self, request_id: str) -> None:
+        """Throw away what has come of one request, none of which was taken: all of it comes again."""
+        self._events = [one for one in self._events if getattr(one, "request_id", None) != request_id]
+        packed, self._packed = self._packed, deque()
+        for event in packed:
+            content = _decode_held(event) if isinstance(event, bytes) else event
+            if getattr(content, "request_id", None) != request_id:
+                self._packed.append(event)
+            elif isinstance(event, bytes):
+                self._count(-len(event) - PACKED_OVERHEAD_BYTES)
+
     def cut(self) -> None:
         """Throw away what a reader still wants that is too slow; a failure is still told."""
         last = self._last()

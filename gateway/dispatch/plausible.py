@@ -15,7 +15,7 @@ MAX_PREEMPTIONS: Final = 1_000_000
 
 def why_implausible(frame: Accepted) -> str | None:
     """Why nobody can be who accepts like this; None: somebody can."""
-    names = (frame.worker_id, frame.pool, frame.provider, frame.region, frame.tier or "")
+    names = (frame.worker_id, frame.pool, frame.provider, frame.region, frame.tier or "", frame.revision)
     if not all(len(name) <= MAX_NAME_CHARS and name.isprintable() for name in names):
         return "the worker's names are too long or not printable"
     if not 0 <= frame.queue_ms < float("inf"):

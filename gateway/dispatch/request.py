@@ -29,17 +29,16 @@ from gateway.admission.ticket import Ticket
 from gateway.dispatch.actions import Actions
 from gateway.dispatch.attempts import AttemptLog, CurrentAttempt
 from gateway.dispatch.choices import Choices
-from gateway.dispatch.deadlines import Patience, overdue
+from gateway.dispatch.deadlines import WITHDRAW_LINGER_S, Patience, overdue
 from gateway.dispatch.mailbox import Ended, Failure, Mailbox, StillWaiting
 from gateway.dispatch.plausible import plausible_cached_tokens, why_implausible
-from gateway.dispatch.verdicts import is_premature, too_much_unread, verdict_of
+from gateway.dispatch.verdicts import VANISHED, is_premature, too_much_unread, verdict_of
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Unread, Vector
 
 CANCEL_LIMIT_S: Final = 5.0  # how long the exact counts of a stopped attempt are waited for
 CANCEL_REPEAT_S: Final = 1.0
-WITHDRAW_LINGER_S: Final = 2.0  # how long a worker that pulled the job at the last moment may still say so
 
 
 class State(Enum):
@@ -206,6 +205,7 @@ class OpenRequest:
         return None
 
     def _note_worker(self, worker_id: str, frame: Accepted, now_s: float) -> None:
+        self.choices.made_by(frame.revision)
         self.current.worker_id = worker_id
         self.current.accepted = self.accepted = frame
         self.current.accepted_s = self.accepted_s = now_s
@@ -276,10 +276,10 @@ class OpenRequest:
             self._actions.record_lost_attempt(self, self.outcome, self.failure.code if self.failure else None, now_s)
             self._close(now_s)
 
-    def job_vanished(self, attempt: int, now_s: float) -> None:
-        """The attempt's message is gone from the queue although nobody has accepted it."""
+    def job_vanished(self, attempt: int, now_s: float, why: Failure = VANISHED) -> None:
+        """The attempt's message is gone from the queue, or of no use, although nobody has accepted it."""
         if self.waits_for_worker(attempt):
-            self._attempt_failed(ErrorCode.JOB_VANISHED, "the job vanished from the queue", now_s)
+            self._attempt_failed(why.code, why.message, now_s)
 
     def refused(self, attempt: int, failure: Failure, now_s: float) -> None:
         """The queue does not take the attempt."""

@@ -1,4 +1,4 @@
-"""What the caller is told where a worker refuses his request for good."""
+"""What the caller is told where a worker refuses his request for good, and what is noted of an attempt."""
 
 from typing import Final
 
@@ -7,6 +7,7 @@ from gateway.dispatch.mailbox import Failure
 from protocol.errors import ErrorCode
 from protocol.messages import Failed
 
+VANISHED: Final = Failure(ErrorCode.JOB_VANISHED, "the job vanished from the queue")
 CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
 
 

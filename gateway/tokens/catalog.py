@@ -32,7 +32,7 @@ from gateway.tokens.encoders import (
 from gateway.tokens.model_tokens import ModelTokens
 from gateway.tools.dialect import Dialect
 from protocol import subjects
-from protocol.artifacts import get_object, read_model_card, tokenizer_object_name
+from protocol.artifacts import get_object, read_model_card, tokenizer_name, tokenizer_object_name
 from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import ModelCard
@@ -199,6 +199,7 @@ class ModelCatalog:
             tool_template=tool_template,
             control_tokens_in_content=settings.control_tokens_in_content,
             lenient_schemas=settings.lenient_schemas,
+            tokenizer=tokenizer_name(card.tokenizer_object) if card and settings.tokenizer is None else "",
             dialect=Dialect.of(
                 tool_source or template_source or "",
                 encoder.added_tokens(),
@@ -208,7 +209,8 @@ class ModelCatalog:
         )
         if card is not None:
             self._cards[model] = card
-        log.info("model %s is ready: context length %d", model, context_length)
+        revision = card.revision if card else ""
+        log.info("model %s is ready: context length %d, revision %s", model, context_length, revision or "unknown")
 
     async def _parts(
         self, settings: ModelSettings, card: ModelCard | None

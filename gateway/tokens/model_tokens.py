@@ -40,8 +40,10 @@ class ModelTokens:
         dialect: Dialect | None = None,
         control_tokens_in_content: bool = False,
         lenient_schemas: bool = False,
+        tokenizer: str = "",
     ) -> None:
         self.model = model
+        self.tokenizer = tokenizer  # protocol.messages.Revision.tokenizer of the workers that understand its ids
         self.pooling = pooling  # what it makes of its inputs; None: it generates text
         self.context_length = context_length  # prompt + output tokens
         self.dialect = dialect  # how answers to a conversation are written, where they are not mere text

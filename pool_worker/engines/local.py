@@ -23,6 +23,7 @@ from engine.pooling import PoolingEngine
 from engine.pooling_folder import task_of
 from engine.pooling_types import PoolingRequest
 from engine.types import EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput, sequences_that_fit
+from engine.weights import WeightsDigest, digest_of
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.pooling import (
     pooling_capacity,
@@ -61,6 +62,7 @@ class LocalEngine:
         self._loop: asyncio.AbstractEventLoop
         self._loaded: asyncio.Future[tuple[Capacity, _Tokenizers]]
         self._tokenizers: _Tokenizers
+        self._weights = ""  # its revision, without adapters
         self._tokenizer_jsons: dict[str, bytes] = {}  # by object name: most adapters have that of their model
         self._max_model_len = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -90,8 +92,17 @@ class LocalEngine:
             special_tokens=_special_tokens(tokenizer),
             tool_template=templates.get("tool_use"),
             pooling=pooling_card(self._engine.info) if isinstance(self._engine, PoolingEngine) else None,
+            revision=self._revision(model, object_name),
         )
         return card, self._tokenizer_jsons.setdefault(object_name, tokenizer_json)
+
+    def _revision(self, model: str, tokenizer_object: str) -> str:
+        info = self._engine.info
+        adapters = info.adapters if isinstance(info, EngineInfo) else ()
+        digest = next((adapter.digest for adapter in adapters if adapter.name == model), None)
+        if digest is not None:
+            return digest_of(self._weights, digest, tokenizer_object)
+        return self._settings.revision or digest_of(self._weights, tokenizer_object)
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
         """See ``base.Engine``."""
@@ -137,7 +148,7 @@ class LocalEngine:
 
     def _run(self) -> None:
         try:
-            engine = _load(self._settings)
+            engine, self._weights = _load(self._settings)
             started_s = time.monotonic()
             engine.warm_up()
             log.info("warmed up in %.1f s", time.monotonic() - started_s)
@@ -211,15 +222,18 @@ class LocalEngine:
         self._steps_changed.set()
 
 
-def _load(settings: LocalEngineSettings) -> LLMEngine | PoolingEngine:
+def _load(settings: LocalEngineSettings) -> tuple[LLMEngine | PoolingEngine, str]:
+    """Load a model of any kind; return it and the revision of its weights."""
     task = task_of(settings.path, settings.task)
     refuse_settings_of_other_tasks(settings, task)
+    digest = WeightsDigest(settings.path)
     if task == "generate":
-        return load(settings)
+        engine = load(settings)
+        return engine, settings.revision or digest_of(digest.result(), engine.info.dtype, engine.info.quantize or "")
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the worker's output is a log
-    engine = PoolingEngine.from_pretrained(settings.path, task, engine_config(settings), pooling_options(settings))
-    _require_tokenizer_json(engine.tokenizers)
-    return engine
+    pooling = PoolingEngine.from_pretrained(settings.path, task, engine_config(settings), pooling_options(settings))
+    _require_tokenizer_json(pooling.tokenizers)
+    return pooling, settings.revision or digest_of(digest.result(), str(pooling_card(pooling.info)), settings.dtype)
 
 
 def load(settings: LocalEngineSettings) -> LLMEngine:

@@ -175,7 +175,7 @@ class ScriptedEngine:
 
     def __init__(self, settings: ScriptedEngineSettings) -> None:
         self._settings = settings
-        self._script = Script(build_tokenizer())
+        self._script = Script(build_tokenizer(settings.tokenizer), settings.revision)
         self._info = EngineInfo(
             model="scripted",
             max_model_len=settings.max_model_len,
@@ -214,6 +214,7 @@ class ScriptedEngine:
             chat_template=CHAT_TEMPLATE,
             special_tokens={"eos_token": SPECIAL_TOKENS[2], "pad_token": SPECIAL_TOKENS[0]},
             pooling=pooling_card(self._settings),
+            revision=self._settings.revision,
         )
         return card, tokenizer_json
 

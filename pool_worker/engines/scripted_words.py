@@ -41,8 +41,8 @@ _SENTENCE_TOKENS: Final = 12  # every so many tokens, one is a full stop
 _MASK: Final = (1 << 64) - 1
 
 
-def build_tokenizer() -> Tokenizer:
-    """Build the tokenizer; the same every time."""
+def build_tokenizer(further_token: str = "") -> Tokenizer:
+    """Build the tokenizer; the same every time, but for a ``further_token``."""
     vocabulary = {letter: id_ for id_, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
     for word in WORDS:
@@ -55,15 +55,17 @@ def build_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    special = (*SPECIAL_TOKENS, further_token) if further_token else SPECIAL_TOKENS
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
 
 
 class Script:
     """Which token comes at which place of which answer."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, revision: str = "") -> None:
         self.tokenizer = tokenizer
+        self._salt = revision.encode()
         ids = tokenizer.get_vocab()
         self._word_ids = [ids[_SPACE + word] for word in WORDS]
         self._stop_id = ids["."]
@@ -76,8 +78,9 @@ class Script:
         return {id_: self.tokenizer.decode([id_]) for id_ in (*self._word_ids, self._stop_id)}
 
     def answer_seed(self, prompt_ids: Sequence[int], choice: int) -> int:
-        """Return what an answer depends on: the prompt and the number of the choice, and nothing else."""
-        digest = hashlib.blake2b(pack_token_ids(prompt_ids), digest_size=8, person=b"%d" % choice).digest()
+        """Return what an answer depends on: the prompt, the number of the choice, and the revision; nothing else."""
+        told = self._salt + pack_token_ids(prompt_ids)
+        digest = hashlib.blake2b(told, digest_size=8, person=b"%d" % choice).digest()
         return int.from_bytes(digest, "little")
 
     def answer_tokens(self, seed: int) -> int:

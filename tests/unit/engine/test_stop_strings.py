@@ -5,9 +5,61 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.stop_strings import StopStrings
+from engine.stop_strings import Automaton, StopStrings, automaton_of
 
 few_letters = st.text("ab\n", max_size=30)
+few_stops = st.lists(st.text("ab\n", min_size=1, max_size=6), max_size=6)
+
+
+class NaiveStopStrings:
+    """The same, by looking for every string everywhere."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stops = stops
+        self.held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        self.held += text
+        found = [(at, stop) for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda hit: hit[0])
+            return self.held[:at], stop
+        begun = [n for n in range(1, len(self.held) + 1) if any(stop.startswith(self.held[-n:]) for stop in self.stops)]
+        shown = len(self.held) - max(begun, default=0)
+        released, self.held = self.held[:shown], self.held[shown:]
+        return released, None
+
+
+@given(st.lists(st.text("ab\n", max_size=8), max_size=8), few_stops)
+@example(["abab"], ["bab", "abab", "b"])
+@example(["ab", "c"], ["abc", "abd", "b\n"])
+def test_it_finds_what_a_naive_search_finds(texts: list[str], stops: list[str]) -> None:
+    quick, naive = StopStrings(tuple(stops)), NaiveStopStrings(tuple(stops))
+    for text in texts:
+        outcome = quick.push(text)
+        assert outcome == naive.push(text)
+        if outcome[1] is not None:
+            return
+
+
+def test_a_character_costs_a_step_or_two() -> None:
+    """However long the strings are, and however often a text begins like them: once this was quadratic."""
+    looks = 0
+
+    class CountedEdges(dict[str, int]):
+        def get(self, char: str) -> int | None:  # type: ignore[override]
+            nonlocal looks
+            looks += 1
+            return super().get(char)
+
+    stops = tuple("a" * 500 + ending for ending in "bcdefghijklmnopq")
+    automaton: Automaton = automaton_of(stops)
+    automaton.edges = [CountedEdges(edges) for edges in automaton.edges]
+    matcher = StopStrings(stops)
+    text = ("a" * 499 + "x") * 20
+    shown = "".join(matcher.push(char)[0] for char in text)
+    assert shown == text
+    assert looks <= 2 * len(text)
 
 
 @given(few_letters, st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.lists(st.integers(0, 30)))

@@ -22,12 +22,11 @@ def consumer(*, connected: bool = True, draining: bool = False, waiting: str = "
     for number in range(records):
         outbox.put(str(number), b"")
     credit = Credit(Capacity(8, 1000, 100), batch_reserve=0.25)
-    return Consumer(
-        bus, ("m",), "spot", executor=executor, credit=credit, outbox=outbox, gate=gate, must_look=asyncio.Event()
-    )
+    parts: dict[str, Any] = {"executor": executor, "credit": credit, "outbox": outbox, "gate": gate}
+    return Consumer(bus, ("m",), "spot", **parts, must_look=asyncio.Event(), on_foreign_tokens=lambda: None)
 
 
-def test_there_is_room_in_good_times_and_less_for_batch() -> None:
+async def test_there_is_room_in_good_times_and_less_for_batch() -> None:
     assert consumer(records=1).room() == 8
     assert consumer(records=1).room(is_batch=True) == 6
 
@@ -35,11 +34,11 @@ def test_there_is_room_in_good_times_and_less_for_batch() -> None:
 @pytest.mark.parametrize(
     "reason", [{"connected": False}, {"draining": True}, {"waiting": "interactive"}, {"records": 2}], ids=str
 )
-def test_there_is_none(reason: dict[str, Any]) -> None:
+async def test_there_is_none(reason: dict[str, Any]) -> None:
     assert consumer(**reason).room() == 0
     assert consumer(**reason).room(is_batch=True) == 0
 
 
-def test_a_batch_job_that_waits_for_room_stops_only_batch() -> None:
+async def test_a_batch_job_that_waits_for_room_stops_only_batch() -> None:
     assert consumer(waiting="batch").room() == 8
     assert consumer(waiting="batch").room(is_batch=True) == 0

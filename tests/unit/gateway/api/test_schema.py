@@ -182,6 +182,7 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
         ({"n": 1.5}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["ü" * 2048, "ü" * 2049]}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

@@ -1,0 +1,90 @@
+"""Which files a model's weights are in, and what they are: the same text is to mean the same weights.
+
+Only safetensors are read: a pickle (``pytorch_model.bin``) runs whatever code its maker has put into it. A revision is
+the digest of all that decides about a model's answers: the weights themselves, byte for byte, its configurations, and
+what it computes in. Two pools of one revision may go on with what the other has begun.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from transformers.utils.hub import cached_file
+
+from engine.errors import UnsupportedModel
+
+SAFE_NAME: Final = "model.safetensors"
+SAFE_INDEX_NAME: Final = "model.safetensors.index.json"
+PICKLE_NAMES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+ADAPTER_PICKLE_NAMES: Final = ("adapter_model.bin",)
+CONFIG_NAMES: Final = ("config.json", "generation_config.json")  # the second tells which tokens end an answer
+# Keys of configurations that say who has written them, and nothing about the model.
+_NO_MEANING: Final = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+REVISION_CHARS: Final = 16
+HASHING_THREADS: Final = 4  # SHA-256 takes a second for 1 to 2 GB; reading is what the loading does anyway
+
+
+def optional_file(name: str, file_name: str) -> Path | None:
+    """Return a file of a model folder, or of a name on the hub; None if it has none of that name."""
+    found = cached_file(name, file_name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def weight_files(name: str) -> list[Path]:
+    """Return the files that hold a model's weights. Raises UnsupportedModel where they are no safetensors."""
+    if (index := optional_file(name, SAFE_INDEX_NAME)) is not None:
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [path for shard in shards if (path := optional_file(name, shard)) is not None]
+    refuse_pickles(name, PICKLE_NAMES, unless=SAFE_NAME)
+    if (whole := optional_file(name, SAFE_NAME)) is not None:
+        return [whole]
+    raise UnsupportedModel(f"{name} has neither {SAFE_NAME} nor {SAFE_INDEX_NAME}")
+
+
+def refuse_pickles(name: str, file_names: Iterable[str], *, unless: str) -> None:
+    """Raise UnsupportedModel, naming the file, where the weights are in one that could run code.
+
+    ``unless``: nothing is wrong where there is this file, which is read instead.
+    """
+    if optional_file(name, unless) is not None:
+        return
+    for file_name in file_names:
+        if optional_file(name, file_name) is not None:
+            raise UnsupportedModel(
+                f"{name} has its weights in {file_name}, which may run any code when it is read; only safetensors are "
+                f"loaded: convert it (safetensors.torch.save_file), or take a revision of the model that has them"
+            )
+
+
+def digest_of(*parts: str) -> str:
+    """Return a short name for all of these together."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:REVISION_CHARS]
+
+
+class WeightsDigest:
+    """The digest of a model's files, computed beside the loading of them."""
+
+    def __init__(self, name: str) -> None:
+        """Begin. Raises UnsupportedModel as ``weight_files`` does."""
+        threads = ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="weights-digest")
+        self._files = [threads.submit(sha256_of, path) for path in weight_files(name)]
+        self._configs = [_meaning(path) for file_name in CONFIG_NAMES if (path := optional_file(name, file_name))]
+        threads.shutdown(wait=False)
+
+    def result(self) -> str:
+        """Wait for it."""
+        return digest_of(*self._configs, *(file.result() for file in self._files))
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's digest."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _meaning(path: Path) -> str:
+    config = json.loads(path.read_text())
+    return json.dumps({key: value for key, value in config.items() if key not in _NO_MEANING}, sort_keys=True)
