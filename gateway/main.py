@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gateway.traces import RequestTraces
 
 FLUSH_LIMIT_S: Final = 10.0
-INTENT_SPACING_S: Final = 0.005  # between two messages of intents: what may be added to the first token's time
+INTENT_SPACING_S: Final = 0.01  # between two messages of intents: what may be added to the first token's time
 PAYLOAD_FLUSH_LIMIT_S: Final = 3.0
 LISTEN_BACKLOG: Final = 2048
 STATEMENT_LIMIT_S: Final = 10.0  # somebody at a browser waits for it
