@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.simulation.run import Simulation
 
 SLOW_FACTOR = 20
+HEALTH_PERIOD_S = 5.0  # of the check that restarts a queue server which stores nothing more (docker-compose.yml)
 _One = TypeVar("_One")
 
 FAULTS: dict[str, Callable[["Simulation", Fault], Awaitable[None]]] = {}
@@ -200,7 +201,13 @@ async def power(simulation: "Simulation", fault: Fault) -> None:
 
 @fault
 async def disk_full(simulation: "Simulation", fault: Fault) -> None:
-    jetstream = simulation.world.server.jetstream
-    jetstream.is_full = True
+    server = simulation.world.server
+    server.jetstream.is_full = True
     await asyncio.sleep(fault.for_s)
-    jetstream.is_full = False
+    server.jetstream.is_full = False
+    await asyncio.sleep(HEALTH_PERIOD_S)
+    if server.jetstream.is_broken and server.is_up:
+        server.crash()
+        await asyncio.sleep(1.0)
+        if server.host.is_up:
+            server.start()
