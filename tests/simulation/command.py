@@ -15,7 +15,7 @@ from functools import partial
 from rich import progress as rich_progress
 from rich.console import Console
 
-from tests.simulation.plan import DEFAULT, KINDS, MEANING, SWITCHED_OFF, known, plan_of
+from tests.simulation.plan import KINDS, MEANING, known, plan_of
 from tests.simulation.run import Verdict, simulate
 
 EPILOG = """
@@ -37,17 +37,19 @@ INTERRUPTED = 130
 
 
 def parse_arguments() -> argparse.Namespace:
-    off = [f"  {kind:<16} {MEANING[kind]}{' (off by default)' if kind in SWITCHED_OFF else ''}" for kind in KINDS]
+    about = [f"  {kind:<16} {MEANING[kind]}" for kind in KINDS]
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulation",
-        description="Simulate Spillway under faults, thousands of times.\n\nfaults\n" + "\n".join(off),
+        description="Simulate Spillway under faults, thousands of times.\n\nfaults\n" + "\n".join(about),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seeds", type=int, default=100, metavar="N", help="how many simulations (default: 100)")
     parser.add_argument("--first-seed", type=int, default=1, metavar="N", help="the first one's seed (default: 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="this one alone")
-    parser.add_argument("--faults", default=",".join(DEFAULT), help="comma-separated kinds, or 'all' or 'none'")
+    parser.add_argument(
+        "--faults", default="all", metavar="KINDS", help="comma-separated, or 'all' (default) or 'none'"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: cores)")
     parser.add_argument("--trace", action="store_true", help="show all that happens; with --seed")
     arguments = parser.parse_args()
@@ -122,7 +124,7 @@ def _verdict_of(seed: int, kinds: tuple[str, ...]) -> Verdict:
 def _tell(verdicts: list[Verdict], arguments: argparse.Namespace, took_s: float, console: Console) -> int:
     failed = sorted([verdict for verdict in verdicts if verdict.offences], key=lambda one: one.seed)
     faults = "all" if arguments.kinds == KINDS else ",".join(arguments.kinds) or "none"
-    again = "" if arguments.kinds == DEFAULT else f" --faults {faults}"
+    again = "" if arguments.kinds == KINDS else f" --faults {faults}"
     for verdict in failed[:MAX_SHOWN]:
         console.print(f"\nseed {verdict.seed}", style="bold red")
         for offence in verdict.offences:

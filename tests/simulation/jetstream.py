@@ -263,7 +263,7 @@ class JetStream:
         stored = stream.messages[sequence]
         consumer.delivered += 1
         consumer.unanswered[sequence] = Delivered(count, self._redelivery(consumer, sequence))
-        stored_ns = int((EPOCH_S + stored.stored_s) * 1e9)
+        stored_ns = int((EPOCH_S + stored.stored_s + self._server.skew_s) * 1e9)
         pending = len(consumer.fresh) + len(consumer.again)
         name, stream_name = consumer.config["durable_name"], stream.config["name"]
         reply = f"$JS.ACK.{stream_name}.{name}.{count}.{sequence}.{consumer.delivered}.{stored_ns}.{pending}"
@@ -371,7 +371,9 @@ class JetStream:
         return {"config": stream.config, "state": state, **times}
 
     def _time(self, at_s: float) -> str:
-        return dt.datetime.fromtimestamp(EPOCH_S + at_s, dt.UTC).isoformat().replace("+00:00", "Z")
+        return (
+            dt.datetime.fromtimestamp(EPOCH_S + at_s + self._server.skew_s, dt.UTC).isoformat().replace("+00:00", "Z")
+        )
 
     def _stream_info(self, tokens: list[str], body: dict[str, Any]) -> dict[str, Any]:
         stream = self._stream(tokens[4])

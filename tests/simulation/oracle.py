@@ -62,7 +62,7 @@ class Oracle:
             if gateway.quotas is None:
                 continue
             for key, book in gateway.quotas._books.items():
-                if book.slice.expires_s < EPOCH_S + self.world.loop.now_s:
+                if book.slice.expires_s < EPOCH_S + self.world.loop.now_s + self.world.server.skew_s:
                     for one in self.admitted.values():
                         if one.gateway_id == gateway.id and one.request.admission.key_id == key:
                             one.is_presumed_dead = True

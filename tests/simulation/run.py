@@ -43,6 +43,7 @@ class Simulation:
     def __init__(self, plan: Plan, loop: VirtualLoop) -> None:
         self.plan = plan
         self.world = world = World(loop, plan.seed)
+        world.server.skew_s = self._skew_s("queue")
         self.rng = random.Random(f"faults {plan.seed}")
         self.database = sql.Database(world)
         self.oracle = oracle = Oracle(world, plan, self.database)

@@ -28,6 +28,7 @@ class QueueServer:
         self.world = world
         self.host = host
         self.life = 0
+        self.skew_s = 0.0  # of its clock
         self.process = Process(world.loop, "nats-0")
         self.jetstream = JetStream(self)
         self._reset()
