@@ -178,7 +178,7 @@ class Oracle:
             for problem in self._wrong_answer(caller):
                 self.world.offend(f"request {caller.question.number}: {problem}")
         self._judge_money()
-        for complaint in self.world.loop.complaints:
+        for complaint in (*self.world.loop.complaints, *self.world.loop.unheard_errors()):
             self.world.complain(complaint)
 
     @staticmethod

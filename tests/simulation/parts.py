@@ -357,9 +357,8 @@ class PoolWorker(Part):
 
 
 class Ledger(Part):
-    def __init__(self, world: World, host: Host, skew_s: float, database: sql.Database) -> None:
+    def __init__(self, world: World, host: Host, skew_s: float) -> None:
         super().__init__(world, "ledger", host, skew_s)
-        self._database = database
         self._stopping: asyncio.Event | None = None
 
     async def main(self, process: Process) -> None:
@@ -374,9 +373,6 @@ class Ledger(Part):
         if self.is_alive and self._stopping is not None:
             self.world.log("stop", self.id)
             self._stopping.set()
-
-    def on_gone(self) -> None:
-        self._database.crash()
 
 
 def body_of(**fields: Any) -> bytes:

@@ -47,7 +47,7 @@ class Simulation:
         self.rng = random.Random(f"faults {plan.seed}")
         self.database = sql.Database(world)
         self.oracle = oracle = Oracle(world, plan, self.database)
-        self.ledger = Ledger(world, self._host("ledger"), self._skew_s("ledger"), self.database)
+        self.ledger = Ledger(world, self._host("ledger"), self._skew_s("ledger"))
         self.gateways = oracle.gateways
         self.workers = oracle.workers
         for number in range(plan.gateways):

@@ -39,11 +39,11 @@ class Database:
         self.raw.deserialize(_template())
         Database.current = self
 
-    def crash(self) -> None:
-        """Whoever was writing is dead."""
-        if self.raw.in_transaction:
+    def forget_the_dead(self) -> None:
+        """Whoever was writing may have died in the middle of it."""
+        if self.writer is not None and self.writer.is_dead:
             self.raw.rollback()
-        self.writer = None
+            self.writer = None
 
     def rows(self, statement: str, *values: Any) -> list[dict[str, Any]]:
         cursor = self.raw.execute(statement, values)
@@ -103,14 +103,19 @@ class _Connection:
         self._connection = self
         self.isolation_level = None
 
+    @property
+    def is_dead(self) -> bool:
+        return self._process is not None and self._process.is_dead
+
     def check(self) -> None:
-        if self.database.is_away or (self._process is not None and self._process.is_dead):
+        if self.database.is_away or self.is_dead:
             raise sqlite3.OperationalError("the simulated database is away")
 
     async def begin(self) -> None:
         """Wait for one's turn."""
         for _ in range(int(LOCK_LIMIT_S / LOCK_LOOK_S)):
             self.check()
+            self.database.forget_the_dead()
             if self.database.writer is None:
                 self.database.writer = self
                 return

@@ -21,6 +21,7 @@ from typing import Any
 
 EPOCH_S = 1_790_000_000.0  # what clocks that are right say when a simulation begins
 MAX_HANDLES = 40_000_000  # of one simulation: past it, something spins
+MAX_KEPT_TASKS = 2000
 THREAD_S = 0.002  # until it is known what became of something done in a thread
 TURN_S = 1e-6  # how long one turn of the loop takes: what waits for a time by spinning gets there
 
@@ -105,6 +106,8 @@ class _Task(asyncio.Task[Any]):
 
     def __init__(self, coro: Any, *, loop: "VirtualLoop", number: int, **rest: Any) -> None:
         self._number = number
+        context = rest.get("context")
+        self.process = CURRENT.get() if context is None else context.get(CURRENT)
         super().__init__(coro, loop=loop, **rest)
 
     def __hash__(self) -> int:
@@ -112,6 +115,11 @@ class _Task(asyncio.Task[Any]):
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+def _is_unheard(task: _Task) -> bool:
+    is_dead = task.process is not None and task.process.is_dead
+    return bool(task._log_traceback) and not is_dead  # type: ignore[attr-defined]
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -139,9 +147,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._numbers += 1
         task = _Task(coro, loop=self, number=self._numbers, **rest)
         self._kept.append(task)
-        if len(self._kept) > 2000:
-            self._kept = [task for task in self._kept if not task.done()]
+        if len(self._kept) > MAX_KEPT_TASKS:
+            self._kept = [task for task in self._kept if not task.done() or _is_unheard(task)]
         return task
+
+    def unheard_errors(self) -> list[str]:
+        """Of tasks that failed without anybody to be told."""
+        return [f"{task.get_coro()} failed: {task._exception!r}" for task in self._kept if _is_unheard(task)]  # type: ignore[attr-defined]
 
     def _complain(self, _loop: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")
