@@ -76,7 +76,7 @@ class Caller:
             return
         self.asked_s = loop.now_s
         self.world.log("ask", self.question.number, gateway.id)
-        gateway.callers.add(self)
+        gateway.callers[self] = None
         assert gateway.process is not None
         gateway.process.run(self._serve(gateway))
         leaves = self.question.leaves_after_s
@@ -87,7 +87,7 @@ class Caller:
             self.has_left = True
             self.world.log("leave", self.question.number)
             self._gone.set()
-        gateway.callers.discard(self)
+        gateway.callers.pop(self, None)
         self.ended_s = loop.now_s
         self.world.log("answered", self.question.number, self.status, self.is_complete, len(self.body))
 

@@ -192,7 +192,7 @@ class Gateway(Part):
         self._on_open = on_open
         self.disk = Disk()
         self.application: Any = None  # None: nobody listens
-        self.callers: set[Any] = set()  # whose connections it has
+        self.callers: dict[Any, None] = {}  # whose connections it has, in order
         self.dispatcher: Dispatcher | None = None
         self.quotas: Quotas | None = None
         self.outbox: Outbox | None = None
