@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -70,8 +70,19 @@ class Restartable(Protocol):
 class Child:
     """One ``spillway <command>`` process. Its output goes to a rotating log file."""
 
-    def __init__(self, name: str, arguments: list[str], run_dir: Path, log_dir: Path, stop_limit_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        run_dir: Path,
+        log_dir: Path,
+        stop_limit_s: float,
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``environment``: variables besides ours."""
         self.name = name
+        self.environment = dict(environment or {})
         self.stop_limit_s = stop_limit_s
         self.log_path = log_dir / f"{name}.log"
         self._ready_path = run_dir / f"{name}.ready"
@@ -96,7 +107,7 @@ class Child:
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends its children in order
             preexec_fn=die_with_parent,
             limit=LOG_LINE_BYTES,
-            env=child_environment(),
+            env=child_environment() | self.environment,
         )
         assert self._process.stdout is not None  # noqa: S101  # asked for above
         self._copier = asyncio.create_task(self._copy_output(self._process.stdout), name=f"log-{self.name}")

@@ -1,6 +1,6 @@
 """``python -m tests.chaos.limits`` or ``make limits``: every limit at its edge, over three real gateways.
 
-200 callers ask as fast as they are let, each limit with a key of its own:
+200 callers ask as fast as they are let, each limit with a key of its own; the clock of one gateway is 10 s ahead:
 
     admitted <= limit, always, and at least 95 % of it is used;
     a gateway is killed with what it holds: what ran there comes back with its lease;
@@ -48,7 +48,15 @@ LIMITED = {
     "budget": Policy(budget_nano_usd=BUDGET_TOKENS * NANO_USD_PER_TOKEN, budget_period="total"),
     "all": Policy(10**6, 10**8, 400, 10**15, "month"),
 }
-SHAPE = Shape(gateways=3, workers=2, max_sequences=64, limited=LIMITED, price={"completion": NANO_USD_PER_TOKEN / 1000})
+AHEAD_S = 10.0  # the clock of one of the gateways: limits go by the queue server's
+SHAPE = Shape(
+    gateways=3,
+    workers=2,
+    max_sequences=64,
+    limited=LIMITED,
+    price={"completion": NANO_USD_PER_TOKEN / 1000},
+    clocks_ahead_s=(0.0, AHEAD_S),
+)
 PATIENCE = Patience(idle_s=30.0, total_s=60.0)
 READY_LIMIT_S = 60.0
 FREE_LIMIT_S = 15.0
@@ -246,6 +254,8 @@ async def run(folder: Path, *, seed: int, seconds: float, count: int, kill: bool
         await edges(storm, findings, seconds)
         await concurrency(storm, findings, seconds, kill=kill)
         await cancels(storm, findings, count)
+        if not system.log_lines("s ahead of the queue server's"):
+            findings.offences.append("a gateway's clock is wrong, and its log does not say so")
         findings.offences += system.log_lines('"critical"')
         findings.offences += system.log_lines("Traceback")
         findings.offences += await _died(system.gateways[1 if kill else 0 :])

@@ -55,6 +55,13 @@ SCENARIOS = {
         4.0,  # streams recover in between
         Shape(gateways=2, gateways_proxied=True),
     ),
+    "skew": Scenario(
+        "one of two gateways has a clock 10 s ahead, the other one 10 s behind, while workers and gateways are lost",
+        {"kill": 6, "drain": 3, "gateway": 1},
+        50,
+        0.5,
+        Shape(gateways=2, clocks_ahead_s=(10.0, -10.0)),
+    ),
     "host": Scenario("SIGKILL a gateway and half of the workers at once", {"host": 1}, 20, 2.0, Shape(gateways=2)),
     "power": Scenario("SIGKILL everything at once", {"power": 1}, 50, 2.0, Shape(gateways=2, postgres=True)),
     "disk-full": Scenario("no room on the queue server's disk for seconds", {"disk_full": 1}, 10, 3.0),

@@ -31,6 +31,7 @@ from tests.shipped import HAProxy, ShippedCluster, ShippedNats
 
 MODEL = "chaos"
 STOP_LIMIT_S = 45.0
+WRONG_CLOCK = Path(__file__).with_name("wrong_clock")  # Python imports what is in there before anything else
 SHUTDOWN_S = 1.0  # of gateways: callers are only left at the end of a run that is interrupted
 EngineKind = Literal["scripted", "spillway"]
 
@@ -55,6 +56,7 @@ class Shape:
     tenants: dict[str, float] = field(default_factory=dict)  # further API keys and their weights
     limited: dict[str, Policy] = field(default_factory=dict)  # further API keys and their limits
     price: dict[str, float] | None = None  # of the model's tokens
+    clocks_ahead_s: tuple[float, ...] = ()  # of the gateways, in order; the others' are right
     other_models: tuple[str, ...] = ()  # that no worker serves
 
 
@@ -112,7 +114,8 @@ class System:
             self.key_ids[name] = key.key_id
         self.ledger = await self._start_child("ledger", ["ledger"], 0)
         self.gateways = [
-            await self._start_child(f"gateway-{number}", ["gateway"], number) for number in range(self.shape.gateways)
+            await self._start_child(f"gateway-{number}", ["gateway"], number, self._clock_of(number))
+            for number in range(self.shape.gateways)
         ]
         for child in (*self.gateways, self.ledger):  # a ledger writer waits for what gateways make
             await child.wait_ready()
@@ -203,9 +206,17 @@ class System:
     def _config_path(self, number: int) -> Path:
         return self.folder / f"config-{number}.json"
 
-    async def _start_child(self, name: str, command: list[str], number: int) -> Child:
+    def _clock_of(self, number: int) -> dict[str, str]:
+        """The environment of a gateway whose clock is wrong."""
+        if number >= len(self.shape.clocks_ahead_s):
+            return {}
+        return {"PYTHONPATH": str(WRONG_CLOCK), "CLOCK_AHEAD_S": str(self.shape.clocks_ahead_s[number])}
+
+    async def _start_child(
+        self, name: str, command: list[str], number: int, environment: dict[str, str] | None = None
+    ) -> Child:
         arguments = [*command, "--config", str(self._config_path(number))]
-        child = Child(name, arguments, self.folder, self.logs, STOP_LIMIT_S)
+        child = Child(name, arguments, self.folder, self.logs, STOP_LIMIT_S, environment=environment)
         await child.start()
         self._stack.push_async_callback(child.stop)
         return child
