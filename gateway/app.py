@@ -1,5 +1,6 @@
 """The gateway's ASGI application: the hot routes in plain ASGI, everything else through FastAPI."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -10,7 +11,7 @@ from gateway.admin.routes import add_admin_answers, admin_router
 from gateway.api.calls import ChatCall, CompletionCall
 from gateway.api.endpoint import HotRoute
 from gateway.api.errors import InvalidParameter
-from gateway.api.exchange import Exchange, Receive, Scope, Send
+from gateway.api.exchange import UNREAD_LIMIT_S, Exchange, Receive, Scope, Send
 from gateway.api.generation import GenerationEndpoint
 from gateway.api.metrics import metrics_router
 from gateway.api.openapi import add_openapi
@@ -103,14 +104,21 @@ class GatewayApp:
         exchange = scope["spillway.exchange"] = Exchange(scope, receive, send)
         is_head = scope["method"] == "HEAD"
 
+        async def send_in_time(message: Scope) -> None:
+            try:
+                async with asyncio.timeout(UNREAD_LIMIT_S):
+                    await send(message)
+            except TimeoutError:
+                exchange.abort()
+
         async def send_with_headers(message: Scope) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *exchange.common_headers()]
-                await send(message)
+                await send_in_time(message)
                 if is_head:  # that is all, also where a body would never end
-                    await send({"type": "http.response.body"})
+                    await send_in_time({"type": "http.response.body"})
             elif not is_head:
-                await send(message)
+                await send_in_time(message)
 
         try:
             if "\0" in scope["path"] or b"%00" in scope["query_string"]:  # PostgreSQL takes none in a text

@@ -10,6 +10,7 @@ request that comes just as an idle connection is closed, and refusals that nothi
 
 import asyncio
 import fcntl
+import logging
 import termios
 from collections import deque
 from typing import Any, Final
@@ -33,6 +34,9 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 NO_INT: Final = bytes(4)  # where FIONREAD writes its answer
 # Headers that say one thing. Where there are two of one, whoever stands in front may have read the other one.
 SINGLE_HEADERS: Final = (b"host", b"authorization", b"content-type", b"content-encoding", b"idempotency-key")
+
+
+log = logging.getLogger(__name__)
 
 
 class Connection(HttpToolsProtocol):
@@ -84,8 +88,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:  # the request is answered, and the protocol stays
             pass
         except httptools.HttpParserError as error:
-            cause = error.__context__
-            self._refuse(cause if isinstance(cause, ApiError) else MalformedHttp())
+            self._refuse(_refusal_of(error))
             return
         if self._in_head or self._answering is None or self._answering.response_complete:
             self._wait_for_head()
@@ -125,7 +128,7 @@ class Connection(HttpToolsProtocol):
     def shutdown(self) -> None:
         """End, when all that has come is answered: also what still lies in the socket."""
         if not self._is_answering and not self._has_unread():
-            self.transport.close()
+            self._close()
         elif self.cycle is not None:
             self.cycle.keep_alive = False
 
@@ -221,12 +224,13 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Take the next one that has come, or wait for one."""
         if self.transport.is_closing():
+            self._close()
             return
         self.flow.resume_reading()
         if self._waiting:
             self._answer(self._waiting.popleft())
         elif self._is_refused or self._has_finished:
-            self.transport.close()
+            self._close()
         elif not self._in_head:
             self._wait_in(self._connections.heads if self.cycle.more_body else self._connections.idle)
 
@@ -293,15 +297,25 @@ class Connection(HttpToolsProtocol):
             limit_s = self._connections.settings.head_s
             self._refuse(RequestTooSlow(f"The request's headers did not arrive within {limit_s:g} s."))
         else:
-            self.transport.close()
+            self._close()
 
     def end_idle(self) -> None:
         """Close an idle connection. One on which something has come is not idle: it only has not been read yet."""
-        self._wait_in(self._connections.heads if self._has_unread() else None)
-        if self._waits_in is None:
-            self.transport.close()
+        if self.transport.get_write_buffer_size():  # in all this time the client has not read its answer
+            self.transport.abort()
+        elif self._has_unread():
+            self._wait_in(self._connections.heads)
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        """Close when all is sent that was written, or after a while without."""
+        self.transport.close()
+        self._wait_in(self._connections.idle if self.transport.get_write_buffer_size() else None)
 
     def _has_unread(self) -> bool:
+        if self.transport.is_closing():
+            return False
         number = self.transport.get_extra_info("socket").fileno()
         return fcntl.ioctl(number, termios.FIONREAD, NO_INT) != NO_INT
 
@@ -318,7 +332,7 @@ class Connection(HttpToolsProtocol):
         lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
         lines += [b"%b: %b" % header for header in error.headers()]
         self.transport.write(STATUS_LINE[error.status] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
-        self.transport.close()
+        self._close()
 
     def _tell(self, error: ApiError | None, path: bytes) -> None:
         shown = path.partition(b"?")[0][:MAX_PATH_CHARS].decode("latin-1")
@@ -338,6 +352,17 @@ class Connection(HttpToolsProtocol):
 
 def _too_large(max_bytes: int, max_headers: int) -> HeadTooLarge:
     return HeadTooLarge(f"The request's headers may have at most {max_bytes} bytes and be at most {max_headers}.")
+
+
+def _refusal_of(error: httptools.HttpParserError) -> ApiError:
+    """What the client is told of an error of the parser, or of one of the methods that it calls."""
+    cause = error.__context__
+    if isinstance(cause, ApiError):
+        return cause
+    if cause is not None and not isinstance(cause, (httptools.HttpParserInvalidURLError, UnicodeDecodeError)):
+        log.error("a request's head could not be taken", exc_info=cause)
+        return ApiError()
+    return MalformedHttp()
 
 
 def _check_singles(headers: list[tuple[bytes, bytes]]) -> None:

@@ -4,12 +4,14 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
@@ -288,6 +290,38 @@ async def test_a_thousand_requests_in_one_piece_do_not_all_wait(start_gateway: S
         await client.send(chat(gateway) + LIVE * 1000)
         whole = await client.rest()
         assert 1 < whole.count(b"HTTP/1.1 200") <= 102
+
+
+MANY = 60  # descriptions: more than the sockets hold
+
+
+async def small_window(gateway: GatewayUnderTest) -> Client:
+    """A client that takes little at a time."""
+    address = urlsplit(gateway.url)
+    wire = socket.socket()
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    wire.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(wire, (address.hostname, address.port))
+    return Client(*await asyncio.open_connection(sock=wire, limit=1024))
+
+
+async def test_answers_that_nobody_reads_are_not_kept_for_ever(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.app.UNREAD_LIMIT_S", 0.2)
+    gateway = await start_gateway(connections={"keep_alive_s": 0.3})
+    many = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * MANY
+    body = json.dumps({"model": MODEL, "prompt": "x" * 2_000_000}).encode()
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\nConnection: close\r\n"
+    one = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    for requests in (many, one):
+        client = await small_window(gateway)
+        await client.send(requests)
+        client.writer.transport.pause_reading()
+        mine = client.writer.get_extra_info("sockname")
+        await until(lambda mine=mine: mine not in {found.raddr for found in psutil.Process().net_connections("tcp")})
+        client.writer.transport.abort()
 
 
 # --- what is left of them ---------------------------------------------------------------------------------------------
