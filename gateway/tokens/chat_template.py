@@ -5,6 +5,7 @@ their input, which is plain JSON data.
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
@@ -17,6 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.api.errors import InvalidParameter
 
+RENDER_LIMIT_S: Final = 10.0
+PIECES_AT_A_TIME: Final = 16  # between two looks at the clock
 MAX_RENDERED_CHARS: Final = 32 * 1024 * 1024  # several times what the largest body holds
 
 
@@ -67,13 +70,19 @@ class Arguments(dict[str, Any]):
 
 
 def _counted(pieces: Iterator[str]) -> str:
-    """What a template writes, as long as it is not too much: for each message it may have written all tools."""
-    written, chars = [], 0
+    """What a template writes, as long as it is not too much: it may write anything for each message, and nothing long.
+
+    The proof of a template (``template_proof``) rests upon these limits.
+    """
+    written: list[str] = []
+    chars, deadline_s = 0, time.monotonic() + RENDER_LIMIT_S
     for piece in pieces:
         written.append(piece)
         chars += len(piece)
         if chars > MAX_RENDERED_CHARS:
             raise jinja2.TemplateError(f"it would have more than {MAX_RENDERED_CHARS} characters")
+        if not len(written) % PIECES_AT_A_TIME and time.monotonic() > deadline_s:
+            raise jinja2.TemplateError(f"it takes longer than {RENDER_LIMIT_S:g} s")
     return "".join(written)
 
 

@@ -8,11 +8,13 @@ from typing import Any, Final
 from jinja2 import nodes
 
 from gateway.tokens.template_values import (
+    AS_TEXT,
     NUMBER,
     ROWS,
     TOOLS,
     Unproven,
     Value,
+    as_text,
     either,
     growth_by_replacing,
     is_plain_pattern,
@@ -26,14 +28,13 @@ from gateway.tokens.template_values import (
 MAX_WEIGHT: Final = 64.0
 MAX_STEPS: Final = 50_000  # of the proof itself: macros are looked through at each call
 _TIME_CHARS: Final = 100  # that a time is written in
-_JSON: Final = 7.0  # how many times as long a text may be as JSON: escapes, and what is between values
 
 _NUMBERS: Final = {"length", "count", "int", "abs"}
-_FREE_FILTERS: Final = _NUMBERS | {"first", "last", "default", "d", "safe", "items"}
+_FREE_FILTERS: Final = {"first", "last", "default", "d", "safe", "items"}
 _LISTS: Final = {"map": 0, "select": 0, "reject": 0, "selectattr": 1, "rejectattr": 1}  # where the applied one stands
 _TEXTS: Final = {"trim", "upper", "lower", "capitalize", "title", "string"}
 _CHEAP_FILTERS: Final = _TEXTS | {"list", "reverse", *_LISTS}
-_HEAVY_FILTERS: Final = {"tojson": _JSON, "join": 2.0, "dictsort": 1.0, "sort": 1.0, "unique": 1.0}
+_HEAVY_FILTERS: Final = {"tojson": AS_TEXT, "join": AS_TEXT + 1, "dictsort": 1.0, "sort": 1.0, "unique": 1.0}
 _FREE_METHODS: Final = {"get", "items", "keys", "values"}
 _CHEAP_METHODS: Final = {
     "split", "rsplit", "strip", "lstrip", "rstrip", "startswith", "endswith", "upper", "lower", "title", "capitalize",
@@ -73,7 +74,9 @@ class Expressions:
             nodes.Or: lambda node: either([self.value(node.left), self.value(node.right)]),
             nodes.CondExpr: self._choice,
             nodes.Add: lambda node: self._sum([self.value(node.left), self.value(node.right)]),
-            nodes.Concat: lambda node: replace(self._sum(list(map(self.value, node.nodes))), is_number=False),
+            nodes.Concat: lambda node: replace(
+                self._sum([as_text(self.value(one)) for one in node.nodes]), is_number=False
+            ),
             nodes.Sub: self._arithmetic,
             nodes.Mod: self._arithmetic,
             nodes.Mul: self._arithmetic,
@@ -137,24 +140,28 @@ class Expressions:
         return self._cheap(value)
 
     def _collection(self, items: Sequence[nodes.Node]) -> Value:
-        return replace(self._grown(joined(map(self.value, items))), is_number=False)
+        return replace(self._grown(joined(map(self.value, items))), is_number=False, is_text=False)
 
     def _grown(self, value: Value) -> Value:
         return replace(value, is_grown=True) if value.gathered else value
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
-    def _truth(self, *of: nodes.Node) -> Value:
-        for node in of:
-            self.value(node)
+    def _truth(self, node: nodes.Node) -> Value:
+        self.value(node)
         return NUMBER
 
     def _comparison(self, node: nodes.Compare) -> Value:
-        self.value(node.expr)
-        for operand in node.ops:
-            side = self.value(operand.expr)
+        sides = [self.value(node.expr), *[self.value(operand.expr) for operand in node.ops]]
+        for operand, side in zip(node.ops, sides[1:], strict=True):
             if operand.op in {"in", "notin"}:
                 self._cheap(side)
+        return self._compared(sides)
+
+    def _compared(self, sides: Sequence[Value]) -> Value:
+        # Two are compared no further than the shorter one goes.
+        if not any(map(self._is_own, sides)):
+            self._cheap(joined(sides))
         return NUMBER
 
     def _choice(self, node: nodes.CondExpr) -> Value:
@@ -168,6 +175,8 @@ class Expressions:
         added = joined(part for part in parts if not part.gathered)
         # What is gathered is copied for each turn; what is put to it must be a part of what the loop is at.
         self._cheap(added if value.gathered else value)
+        if value.gathered and self.loops not in ([], [True]) and not self.is_written:
+            raise Unproven("a loop within another one gathers in a namespace")
         if self.loops and value.gathered and not self._is_own(added):
             return replace(value, is_grown=True)
         return value
@@ -185,7 +194,10 @@ class Expressions:
     def _test(self, node: nodes.Test) -> Value:
         if node.name not in _TESTS:
             raise Unproven(f"the test {node.name} is not known")
-        return self._truth(node.node, *(node.args or ()))
+        sides = [self.value(one) for one in (node.node, *(node.args or ()))]
+        if node.name == "in":
+            self._cheap(joined(sides[1:]))
+        return self._compared(sides) if len(sides) > 1 else NUMBER
 
     # --- filters and calls --------------------------------------------------------------------------------------------
 
@@ -196,17 +208,22 @@ class Expressions:
         arguments = [*node.args, *[keyword.value for keyword in node.kwargs]]
         given = list(map(self.value, arguments))
         if node.name in _NUMBERS:
+            if node.name in {"int", "abs"}:  # a text is looked through
+                self._cheap(value)
             return NUMBER
         if node.name in _FREE_FILTERS:
             return either([value, *given])
         if node.name in _HEAVY_FILTERS:
             factor = _HEAVY_FILTERS[node.name] + sum(map(size_of_constant, arguments))
-            return replace(self._heavy(value), weight=value.weight * factor, is_rows=False)
+            is_text = node.name in {"tojson", "join"}
+            return replace(self._heavy(value), weight=value.weight * factor, is_rows=False, is_text=is_text)
         if node.name == "replace":
-            return replace(self._cheap(value), weight=value.weight * growth_by_replacing(arguments))
+            return self._replaced(as_text(value), arguments)
         if node.name not in _CHEAP_FILTERS:
             raise Unproven(f"the filter {node.name} is not known")
         self._check_applied(node, arguments)
+        if node.name in _TEXTS or (node.name == "map" and len(node.args) == 1):
+            value = replace(as_text(value), is_rows=value.is_rows, is_text=node.name in _TEXTS)
         return replace(self._cheap(value), is_rows=value.is_rows and node.name not in _TEXTS)
 
     def _check_applied(self, node: nodes.Filter, arguments: Sequence[nodes.Expr]) -> None:
@@ -236,19 +253,23 @@ class Expressions:
     def _method(self, method: nodes.Getattr, arguments: Sequence[nodes.Expr], given: Sequence[Value]) -> Value:
         value = replace(self.value(method.node), is_rows=False)
         if method.attr == "replace":
-            return replace(self._cheap(value), weight=value.weight * growth_by_replacing(arguments))
+            return self._replaced(value, arguments)
         if method.attr in _FREE_METHODS:
             return either([value, *given])
         if method.attr not in _CHEAP_METHODS:
             raise Unproven(f"the method {method.attr} is not known")
         return self._cheap(value)
 
+    def _replaced(self, value: Value, arguments: Sequence[nodes.Expr]) -> Value:
+        return replace(self._cheap(value), weight=value.weight * growth_by_replacing(arguments), is_text=True)
+
     def _function(self, name: str, arguments: Sequence[nodes.Expr]) -> Value:
         if name == "raise_exception" or (name == "namespace" and not arguments):
             return Value()
         if name == "strftime_now" and len(arguments) == 1 and is_plain_pattern(arguments[0]):
             return of_text(" " * _TIME_CHARS)
-        if name == "range" and not self.loops and all(map(is_short, arguments)):
+        is_known = all(self.names[one].is_rows for one in ROWS & self.names.keys())
+        if name == "range" and not self.loops and is_known and all(map(is_short, arguments)):
             return replace(of_input(), is_rows=True)
         raise Unproven(f"the function {name} is not known")
 

@@ -24,6 +24,7 @@ from gateway.tokens.template_values import (
     NUMBER,
     Unproven,
     Value,
+    as_text,
     either,
     is_call_of,
     joined,
@@ -116,7 +117,7 @@ class _Proof(Expressions):
                 raise Unproven("a loop gathers what is not its own")
             if value.level == inf:  # the template's own text, as often as the conversation has characters
                 value = replace(value, weight=max(1.0, size_of_text(node)))
-        written.append(value)
+        written.append(as_text(value))
 
     def _captured(self, body: Sequence[nodes.Node]) -> Value:
         written: list[Value] = []
@@ -125,7 +126,7 @@ class _Proof(Expressions):
         self._scoped(body)
         self.is_written = was_written
         self._captures.pop()
-        return self.limited(replace(joined(written), is_number=False))
+        return self.limited(replace(joined(written), is_number=False, is_text=True))
 
     def macro_call(self, macro: nodes.Macro, given: Sequence[Value], keywords: dict[str, Value]) -> Value:
         """See Expressions."""
@@ -135,6 +136,8 @@ class _Proof(Expressions):
         if len(given) > len(names) or not keywords.keys() <= set(names):
             raise Unproven("a macro has other arguments than it says")
         before = dict(self.names)
+        # It does not see what its caller sees: these names are others there, perhaps of the conversation.
+        self.names = {name: replace(value, level=0.0, weight=max(1.0, value.weight)) for name, value in before.items()}
         defaults = dict(zip(names[len(names) - len(macro.defaults) :], macro.defaults, strict=True))
         arguments = {name: self.value(defaults[name]) if name in defaults else Value() for name in names}
         self.names |= arguments | dict(zip(names, given, strict=False)) | keywords

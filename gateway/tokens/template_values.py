@@ -9,6 +9,7 @@ from jinja2 import nodes
 
 MAX_RANGE: Final = 2048  # turns of a loop that only counts
 MAX_PATTERN_CHARS: Final = 40
+AS_TEXT: Final = 4.0  # how many times as long as in the request's body something may be, as a text or as JSON
 TOOLS: Final = "tools"  # at most 128 of them: the one thing that may be gone over for each message
 ROWS: Final = frozenset({"messages", TOOLS})
 
@@ -24,6 +25,7 @@ class Value:
     weight: float = 0.0
     level: float = math.inf  # it is a part of what the loop of this depth is at; inf: it is in the template itself
     is_number: bool = False
+    is_text: bool = False
     is_rows: bool = False  # one of the lists whose length the gateway bounds
     of_tools: bool = False
     is_repeated: bool = False  # a part of the tools, while each message goes over them
@@ -41,6 +43,7 @@ def joined(given: Iterable[Value]) -> Value:
         sum(value.weight for value in values),
         min((value.level for value in values), default=math.inf),
         is_number=bool(values) and all(value.is_number for value in values),
+        is_text=any(value.is_text for value in values),
         is_repeated=any(value.is_repeated for value in values),
         gathered=tuple(name for value in values for name in value.gathered),
         is_grown=any(value.is_grown for value in values),
@@ -49,7 +52,8 @@ def joined(given: Iterable[Value]) -> Value:
 
 def either(values: Sequence[Value]) -> Value:
     """One of several values."""
-    return replace(joined(values), weight=max(value.weight for value in values), is_number=False)
+    is_text = all(value.is_text for value in values)
+    return replace(joined(values), weight=max(value.weight for value in values), is_number=False, is_text=is_text)
 
 
 def of_input() -> Value:
@@ -59,7 +63,16 @@ def of_input() -> Value:
 
 def of_text(text: str) -> Value:
     """A text of the template's own."""
-    return Value(weight=len(text) / 4096)  # templates are longer than their texts, and conversations have some size
+    return Value(
+        weight=len(text) / 4096, is_text=True
+    )  # templates are longer than their texts, and conversations have some size
+
+
+def as_text(value: Value) -> Value:
+    """A value as it is written: a list or an object as Python's own notation, which escapes."""
+    if value.is_text or value.is_number:
+        return value
+    return replace(value, weight=value.weight * AS_TEXT, is_text=True, is_rows=False)
 
 
 def names_of(target: nodes.Node) -> list[str]:

@@ -19,6 +19,7 @@ from tests.small_tokenizer import byte_tokenizer_json
 BAD = "test/bad"
 HELLO = [{"role": "user", "content": "Hi"}]
 RECURSIVE = "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}"
+DEEP = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"  # its very reading ended the gateway
 NESTED = (
     "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 )
@@ -62,6 +63,7 @@ async def the_good_one_answers(gateway: GatewayUnderTest) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"chat_template": DEEP}, "RecursionError"),
         ({"chat_template": RECURSIVE}, "RecursionError"),
         ({"chat_template": NESTED}, "time or memory"),
         ({"chat_template": LARGE}, "MemoryError"),

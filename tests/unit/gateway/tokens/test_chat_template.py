@@ -148,3 +148,17 @@ def test_callers_cannot_replace_what_the_gateway_sets() -> None:
         with pytest.raises(InvalidParameter) as caught:
             template.render(CONVERSATION, variables={name: "x"})
         assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_what_is_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each message a template may write all tools, or look through all messages and write nothing."""
+    monkeypatch.setattr("gateway.tokens.chat_template.MAX_RENDERED_CHARS", 1000)
+    long = ChatTemplate("{% for m in messages %}{{ messages[0].content }}{% endfor %}", {})
+    assert len(long.render([{"content": "x" * 100}] * 10)) == 1000
+    with pytest.raises(InvalidParameter, match="more than 1000 characters"):
+        long.render([{"content": "x" * 100}] * 11)
+    monkeypatch.setattr("gateway.tokens.chat_template.RENDER_LIMIT_S", 0.0)
+    slow = ChatTemplate("{% for m in messages %}{{ (messages | tojson)[:0] }}{% endfor %}", {})
+    assert slow.render([{"content": "x"}]) == ""
+    with pytest.raises(InvalidParameter, match="takes longer"):
+        slow.render([{"content": "x"}] * 16)
