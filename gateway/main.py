@@ -34,7 +34,7 @@ from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.prices import CurrentPrices
 from gateway.quotas.quotas import Quotas
 from gateway.quotas.seeds import RollupLedger
-from gateway.settings import GatewaySettings
+from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.tokens.catalog import ModelCatalog
 from gateway.web.login import Login
 from protocol import subjects
@@ -175,7 +175,7 @@ async def _serve(
         log.info("shutting down: %d requests in flight", services.dispatcher.in_flight)
         connections.is_gateway_leaving = True
         timeouts = services.settings.timeouts
-        await services.dispatcher.leave(timeouts.leave_s, hurry)
+        await services.dispatcher.leave(LEAVE_S if timeouts.leave_s is None else timeouts.leave_s, hurry)
         await services.dispatcher.drain(timeouts.shutdown_s, hurry)
         server.should_exit = True
         await serving

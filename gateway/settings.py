@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -92,6 +92,9 @@ class LimitSettings(Settings):
     max_unpublished_usage: PositiveInt = 50_000  # records kept in memory while the queue server is away
 
 
+LEAVE_S: Final = 5.0  # longer than a load balancer takes that looks every two seconds, twice
+
+
 class TimeoutSettings(Settings):
     """How long a request may take in each state; each has its own error."""
 
@@ -107,7 +110,7 @@ class TimeoutSettings(Settings):
     # choke on them.
     queued_comment_s: Annotated[float, Field(ge=0)] = 12.0
     # After SIGTERM, while /readyz says no, new requests are still taken for so long: load balancers turn away first.
-    leave_s: Annotated[float, Field(ge=0, le=600)] = 5.0
+    leave_s: Annotated[float, Field(ge=0, le=600)] | None = None  # default: LEAVE_S; of `spillway up`: 0
     shutdown_s: PositiveSeconds = 30.0  # how long running requests may go on after that
 
 

@@ -127,7 +127,7 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
     """Fix what was left open (ports, URLs), and write it down for the children and for other commands."""
     _check_port_is_free(config.gateway.host, config.gateway.port)
     gateway = config.gateway.model_copy(update={"port": config.gateway.port or free_port()})
-    if "leave_s" not in gateway.timeouts.model_fields_set:  # with a single gateway no load balancer can turn away
+    if gateway.timeouts.leave_s is None:  # with a single gateway no load balancer can turn away
         gateway = gateway.model_copy(update={"timeouts": gateway.timeouts.model_copy(update={"leave_s": 0.0})})
     nats = config.nats.model_copy(update={"urls": nats_urls})
     database = config.database.model_copy(update={"url": config.database_url})
@@ -207,7 +207,7 @@ def _children(config: Config) -> list[Child]:
         return Child(name, [*command, *config_arguments], run_dir, log_dir, stop_limit_s)
 
     timeouts = config.gateway.timeouts
-    gateway_limit_s = timeouts.leave_s + timeouts.shutdown_s + GATEWAY_STOP_MARGIN_S
+    gateway_limit_s = (timeouts.leave_s or 0.0) + timeouts.shutdown_s + GATEWAY_STOP_MARGIN_S
     workers = [
         child(f"worker-{pool_name}-{number}", ["worker", "--pool", pool_name], pool.drain_s + GATEWAY_STOP_MARGIN_S)
         for pool_name, pool in config.pools.items()

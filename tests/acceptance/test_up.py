@@ -1,5 +1,6 @@
 """``spillway up`` as a newcomer meets it."""
 
+import json
 import re
 import signal
 import subprocess
@@ -24,6 +25,8 @@ def test_usage_keys_and_the_password_survive_a_restart_and_ctrl_c_ends_every_chi
     try:
         key = system.api_key
         assert ask(system).status_code == 200
+        resolved = json.loads((system.data_dir / "run" / "config.json").read_text())
+        assert resolved["gateway"]["timeouts"]["leave_s"] == 0  # there is no load balancer that would have to notice
         password = check_the_login(system)
         assert system.stop(signal.SIGINT) == 0
         kept = "".join(path.read_text(errors="replace") for path in system.data_dir.rglob("*.log"))

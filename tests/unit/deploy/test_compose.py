@@ -248,6 +248,7 @@ def test_threads_of_the_engine_follow_the_cores_of_the_worker() -> None:
 def test_nobody_is_killed_while_still_allowed_to_finish() -> None:
     config = config_of("gateway-1")
     grace_s = {name: seconds(service.get("stop_grace_period", "10s")) for name, service in services().items()}
+    assert config.gateway.timeouts.leave_s is not None
     gateway_s = config.gateway.timeouts.leave_s + config.gateway.timeouts.shutdown_s
     assert grace_s["gateway-1"] >= gateway_s + STOP_MARGIN_S
     assert grace_s["gateway-2"] >= gateway_s + STOP_MARGIN_S

@@ -8,10 +8,12 @@ import pytest
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
+from protocol import subjects
 from protocol.bus import Bus
+from protocol.errors import BusError
 from protocol.topology import QueueBounds, apply, streams
 from spillway.config import load_config
-from tests.shipped import CLUSTER_CONFIG, NATS_CONFIG, ShippedNats, nats_environment
+from tests.shipped import CLUSTER_CONFIG, NATS_CONFIG, ShippedNats, nats_environment, with_ours
 from tests.unit.deploy.description import ENVIRONMENT, ROOT, services, tool
 
 
@@ -50,6 +52,31 @@ def server(tmp_path: Path) -> Iterator[ShippedNats]:
     server.start()
     yield server
     server.stop()
+
+
+class TightNats(ShippedNats):
+    """With room for one set of our streams in memory, and not for a second."""
+
+    def _write_config(self) -> Path:
+        config = super()._write_config()
+        config.write_text(with_ours(config.read_text(), {"max_memory_store: 2GB": "max_memory_store: 900MB"}))
+        return config
+
+
+async def test_what_is_there_is_not_reserved_again(tmp_path: Path) -> None:
+    """The server asks for a stream's memory before it sees that the stream is there."""
+    server = TightNats(tmp_path)
+    server.start()
+    bus = await Bus.connect(server.url, name="test")
+    try:
+        for bounds in (QueueBounds(), QueueBounds(), QueueBounds(max_jobs=7)):
+            await apply(bus, ["spillway-demo"], bounds)
+        assert (await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}"))["config"]["max_msgs"] == 7
+        with pytest.raises(BusError, match="insufficient memory"):  # it does not fit twice
+            await apply(bus, ["spillway-demo"], QueueBounds(max_bytes=2 * QueueBounds().max_bytes))
+    finally:
+        await bus.close()
+        server.stop()
 
 
 async def test_configured_streams_fit_and_strangers_are_refused(server: ShippedNats) -> None:
