@@ -55,7 +55,7 @@ async def test_killing_the_queues_leader_fails_nothing_and_pauses_no_stream(
         await attempt.accept()
         while not enough.is_set():
             await attempt.tokens("x", (3,))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)  # an election takes seconds, and the context has room for some 500 tokens
         await attempt.tokens("", (), finish_reason="stop")
         return await attempt.finish()
 
