@@ -244,6 +244,51 @@ async def restart(chaos: Chaos) -> None:
 
 
 @fault
+async def upgrade(chaos: Chaos) -> None:
+    """Restart everything, one after the other, with another commit's code; then with this one's: in any two orders."""
+    strike = chaos.strike("upgrade")
+    for environment in (chaos.system.older_code(), {}):
+        for kind in chaos.rng.sample(sorted(_CHANGES), len(_CHANGES)):
+            await _CHANGES[kind](chaos, environment)
+    strike.mended_s = time.monotonic()
+
+
+async def _change_gateways(chaos: Chaos, environment: dict[str, str]) -> None:
+    for gateway in chaos.system.gateways:
+        await chaos.system.wait_until_balanced(BALANCED_LIMIT_S)
+        await _change(chaos, gateway, environment)
+
+
+async def _change_ledger(chaos: Chaos, environment: dict[str, str]) -> None:
+    await _change(chaos, chaos.system.ledger, environment)
+
+
+async def _change(chaos: Chaos, child: Child, environment: dict[str, str]) -> None:
+    await child.stop()
+    child.environment = environment
+    await chaos.system.restart(child)
+
+
+async def _change_workers(chaos: Chaos, environment: dict[str, str]) -> None:
+    """The farm's workers run this commit's code; others are processes of their own."""
+    system, farm = chaos.system, chaos.system.farm
+    if environment:
+        for worker in list(farm.live.values()):
+            await system.add_worker_process(worker.slot, environment)
+            farm.retire(worker)
+    else:
+        for slot in list(system.worker_processes):
+            worker = await farm.spawn(slot)
+            async with asyncio.timeout(VICTIM_LIMIT_S):
+                while not system.watcher.has_beaten(worker.worker_id):
+                    await asyncio.sleep(0.05)
+            await system.worker_processes.pop(slot).stop()
+
+
+_CHANGES = {"gateways": _change_gateways, "ledger": _change_ledger, "workers": _change_workers}
+
+
+@fault
 async def frozen(chaos: Chaos) -> None:
     """SIGSTOP one of several gateways for some seconds: its callers wait, and then have all that they should have."""
     await chaos.victim()

@@ -55,6 +55,13 @@ SCENARIOS = {
         4.0,  # streams recover in between
         Shape(gateways=2, gateways_proxied=True),
     ),
+    "upgrade": Scenario(
+        "restart everything, in any order, with an older commit's code, and again with this one's",
+        {"upgrade": 1},
+        6,
+        1.0,
+        Shape(gateways=2, gateway_timeouts={"leave_s": 5.0, "shutdown_s": 30.0}),
+    ),
     "skew": Scenario(
         "one of two gateways has a clock 10 s ahead, the other one 10 s behind, while workers and gateways are lost",
         {"kill": 6, "drain": 3, "gateway": 1},

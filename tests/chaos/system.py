@@ -22,6 +22,7 @@ from migrations import upgrade
 from protocol.bus import Bus
 from spillway.children import Child
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
+from tests.chaos.older import unpack_older
 from tests.chaos.proxy import CutProxy
 from tests.chaos.watcher import Watcher
 from tests.chaos.workers import LiveWorker, WorkerFarm
@@ -82,6 +83,8 @@ class System:
         self.queue_servers: list[NatsServer] = []
         self.bus: Bus
         self.ledger: Child
+        self.worker_processes: dict[int, Child] = {}  # by slot: those that are none of the farm's
+        self._older: dict[str, str] | None = None
         self.farm: WorkerFarm
         self._stack = AsyncExitStack()
 
@@ -220,6 +223,19 @@ class System:
         await child.start()
         self._stack.push_async_callback(child.stop)
         return child
+
+    def older_code(self) -> dict[str, str]:
+        """The environment of another commit's code."""
+        if self._older is None:
+            self._older = unpack_older(self.folder / "older")
+        return self._older
+
+    async def add_worker_process(self, slot: int, environment: dict[str, str]) -> None:
+        """Start a worker as it is started outside tests; it stays until it is stopped."""
+        command = ["worker", "--pool", MODEL]
+        child = await self._start_child(f"worker-{slot}", command, 0, environment)
+        self.worker_processes[slot] = child
+        await child.wait_ready()
 
     async def _start_workers(self, config: Config) -> None:
         url_of_slot = None

@@ -66,6 +66,7 @@ class WorkerFarm:
         self._numbers = itertools.count(1)
         self._by_slot: dict[int, LiveWorker] = {}
         self._all: list[LiveWorker] = []
+        self._retired: set[str] = set()
         self._respawns: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -102,10 +103,15 @@ class WorkerFarm:
         worker.process.join()
         if self._by_slot.get(worker.slot) is worker:
             del self._by_slot[worker.slot]
-        if replace and not self._stopping:
+        if replace and not self._stopping and worker.worker_id not in self._retired:
             task = asyncio.create_task(self._respawn(worker.slot))
             self._respawns.add(task)
             task.add_done_callback(self._respawns.discard)
+
+    def retire(self, worker: LiveWorker) -> None:
+        """SIGTERM one for good."""
+        self._retired.add(worker.worker_id)
+        worker.send(signal.SIGTERM)
 
     async def _respawn(self, slot: int) -> None:
         await self.spawn(slot)

@@ -1,0 +1,31 @@
+"""Another commit's code, to run beside this one's: unpacked where it is asked for, with this one's dependencies."""
+
+import re
+import subprocess
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+from gateway.db.schema import SCHEMA_VERSION
+
+OLDER_COMMIT = "f364b7c"  # knows neither intents nor parked payloads, and its schema is two revisions older
+ROOT = Path(__file__).parents[2]
+
+
+def unpack_older(folder: Path) -> dict[str, str]:
+    """The environment in which Python runs the older commit's code, unpacked into ``folder``."""
+    archive = subprocess.run(["git", "archive", OLDER_COMMIT], cwd=ROOT, capture_output=True, check=False)
+    assert archive.returncode == 0, f"the older commit is needed: {archive.stderr.decode()}"
+    with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    # It insists on the schema that it was written for; later ones take a newer one.
+    schema = folder / "gateway/db/schema.py"
+    schema.write_text(
+        re.sub(
+            r'^SCHEMA_VERSION: Final = "\d+"',
+            f'SCHEMA_VERSION: Final = "{SCHEMA_VERSION}"',
+            schema.read_text(),
+            flags=re.MULTILINE,
+        )
+    )
+    return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
