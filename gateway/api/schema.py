@@ -27,7 +27,6 @@ from gateway.limits.body import check_values
 from gateway.limits.fields import (
     MAX_BIASED_TOKENS,
     MAX_NAME_CHARS,
-    MAX_STOP_CHARS,
     SMALLEST_BYTES,
     check_items,
     check_object,
@@ -372,8 +371,6 @@ def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
 
 def _check_sizes(request: GenerationRequest) -> None:
     check_text(request.user, "user", MAX_NAME_CHARS)
-    for number, stop in enumerate(request.stop or ()):
-        check_text(stop, f"stop[{number}]", MAX_STOP_CHARS)
     check_items(len(request.logit_bias or ()), "logit_bias", MAX_BIASED_TOKENS)
     check_object(request.metadata, "metadata")
 

@@ -8,12 +8,11 @@ from gateway.api.errors import InvalidParameter
 from protocol.grammar import Grammar
 
 MAX_GRAMMAR_CHARS: Final = 200_000  # of a schema, pattern or grammar; the engine takes no more either
-MAX_STOP_CHARS: Final = 1024  # of each stop string
 MAX_BIASED_TOKENS: Final = 16_384  # named by logit_bias
 MAX_OBJECT_BYTES: Final = 64 * 1024  # of metadata, of chat_template_kwargs, as JSON
 MAX_NAME_CHARS: Final = 1024  # of what is one name: user
 
-SMALLEST_BYTES: Final = min(MAX_STOP_CHARS, MAX_NAME_CHARS)  # no smaller body can have a field that is too large
+SMALLEST_BYTES: Final = MAX_NAME_CHARS  # no smaller body can have a field that is too large
 
 _encode_json = msgspec.json.Encoder().encode
 

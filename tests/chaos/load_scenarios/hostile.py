@@ -124,7 +124,7 @@ def _attacks(crowd: Crowd) -> dict[str, Callable[[], Awaitable[None]]]:
         "count, limited": _raw("/tokenize", limited, json.dumps({"model": MODEL, "prompt": text}).encode()),
         "too long": _raw(chat, key, json.dumps(_body(messages=[{"role": "user", "content": text}])).encode()),
         "countless lists": _raw(chat, key, b'{"x": [' + b"[]," * (BODY_BYTES // 3) + b"0]}"),
-        "long stop strings": _raw(chat, key, json.dumps(_body(stop=["ab" * 512] * 16, max_tokens=50)).encode()),
+        "long stop strings": _raw(chat, key, json.dumps(_body(stop=["ab" * 256] * 16, max_tokens=50)).encode()),
         "poisoned": _raw(chat, key, json.dumps(_body(model=POISONED)).encode()),
         "large head": f"GET / HTTP/1.1\r\nHost: x\r\nX: {'a' * BODY_BYTES}\r\n\r\n".encode(),
     }

@@ -425,7 +425,6 @@ def test_legacy_functions_are_tools() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"stop": ["a", "b" * 1025]}, "stop[1]"),
         ({"user": "u" * 1025}, "user"),
         ({"metadata": {"x": "y" * 65_536}}, "metadata"),
         ({"chat_template_kwargs": {"x": "y" * 65_536}}, "chat_template_kwargs"),
