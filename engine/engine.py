@@ -165,7 +165,7 @@ class LLMEngine:
         """Start the requests whose grammar is compiled; wait a little for one if there is nothing else to do."""
         if not (self._choices or self._ready):
             wait([one.grammar.outcome for one in self._compiling.values()], COMPILING_WAIT_S, FIRST_COMPLETED)
-        for id_, one in [(id_, one) for id_, one in self._compiling.items() if one.grammar.outcome.done()]:
+        for id_, one in [(id_, one) for id_, one in self._compiling.items() if one.grammar.is_ready]:
             del self._compiling[id_]
             try:
                 self._start(one.request, one.grammar)

@@ -67,11 +67,31 @@ class Budget:
         return self._left_s >= 0
 
 
+class Family:
+    """What all matchers of one compiled grammar share: in llguidance, a lock.
+
+    While one of them makes a mask, another that takes a token waits for it, and with it the whole batch.
+    """
+
+    def __init__(self) -> None:
+        self.is_slow = False  # its latest mask was
+        self.making: list[Future[None]] = []  # masks in the thread for slow ones
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a slow mask is being made."""
+        self.making = [one for one in self.making if not one.done()]
+        return bool(self.making)
+
+
 class Matcher:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, field: str, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(
+        self, matcher: LLMatcher, field: str, family: Family, clock: Callable[[], float] = time.thread_time
+    ) -> None:
         """``field`` of the request is where the grammar came from; ``clock`` tells the calling thread's CPU time."""
+        self.family = family
         self._matcher = matcher
         self._field = field
         self._clock = clock
@@ -79,7 +99,6 @@ class Matcher:
         self._tokens = Budget(TOKENS_ALLOWANCE_S, TOKENS_PER_TOKEN_S)
         self._mask: NDArray[np.float32] | GrammarError | GrammarTooComplex | None = None  # None: not made yet
         self.making: Future[None] | None = None  # of the mask for the next token, in another thread
-        self.is_slow = False
 
     @property
     def is_complete(self) -> bool:
@@ -88,8 +107,8 @@ class Matcher:
 
     @property
     def is_ready(self) -> bool:
-        """Whether nothing is made for it in another thread."""
-        return self.making is None or self.making.done()
+        """Whether it can be used without waiting for another thread."""
+        return (self.making is None or self.making.done()) and not self.family.is_busy
 
     @property
     def too_complex(self) -> GrammarTooComplex | None:
@@ -101,7 +120,7 @@ class Matcher:
         began_s = self._clock()
         mask = self._matcher.compute_bitmask()
         cost_s = self._clock() - began_s
-        self.is_slow = cost_s > SLOW_MASK_S
+        self.family.is_slow = cost_s > SLOW_MASK_S
         if self._matcher.is_error():  # one of its own limits: whatever else may be wrong shows before
             self._mask = self._give_up(self._matcher.get_error())
         elif not self._masks.spend(cost_s) or cost_s > MASK_LIMIT_S:
@@ -126,7 +145,7 @@ class Matcher:
 
     def give_up_mask(self) -> None:
         """Nobody wants the next token any more; a mask that is made together with others' is made all the same."""
-        if self.is_slow and self.making is not None:
+        if self.making in self.family.making:
             self.making.cancel()
 
     def consume(self, token_id: int) -> None:
@@ -151,12 +170,18 @@ class CompiledGrammar:
 
     grammar: Grammar
     outcome: Future[LLMatcher | RequestRejected]  # at the beginning of an answer; or why there is none
+    family: Family
 
     @property
     def is_good(self) -> bool:
-        """Whether it is compiled by now, without an error."""
-        done = self.outcome.done() and self.outcome.exception() is None
+        """Whether it is compiled by now, without an error, and a matcher can be made without waiting."""
+        done = self.is_ready and self.outcome.exception() is None
         return done and not isinstance(self.outcome.result(), RequestRejected)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known if it can be compiled, and a matcher can be made without waiting."""
+        return self.outcome.done() and not self.family.is_busy
 
     def matcher(self) -> Matcher:
         """Return a matcher for one answer, as soon as it is there.
@@ -168,7 +193,7 @@ class CompiledGrammar:
             raise type(outcome)(
                 outcome.field, outcome.message
             )  # anew: one that is raised again keeps all that raised it
-        return Matcher(outcome.deep_copy(), self.grammar.field)
+        return Matcher(outcome.deep_copy(), self.grammar.field, self.family)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +215,14 @@ class MaskMaker:
     def begin(self, matchers: Sequence[Matcher]) -> None:
         """Start on masks for the next tokens. Until each is used, its matcher must not be told of a token."""
         matchers = [matcher for matcher in matchers if matcher.making is None]  # else preempted while it was made
-        usual = [matcher for matcher in matchers if not matcher.is_slow]
+        usual = [matcher for matcher in matchers if not matcher.family.is_slow]
         if usual:
             making = self._thread.submit(_make_masks, usual)
             for matcher in usual:
                 matcher.making = making
-        for matcher in matchers:
-            if matcher.is_slow:
-                matcher.making = self._slow_thread.submit(matcher.make_mask)
+        for matcher in [matcher for matcher in matchers if matcher not in usual]:
+            matcher.making = self._slow_thread.submit(matcher.make_mask)
+            matcher.family.making.append(matcher.making)
 
 
 def _make_masks(matchers: Sequence[Matcher]) -> None:
@@ -236,7 +261,7 @@ class GrammarCompiler:
             raise RequestRejected(grammar.field, f"the {grammar.kind} has more than {MAX_SOURCE_CHARS} characters")
         if grammar not in self._compiled:
             outcome = self._threads.submit(self._compile, grammar, self._tokenizer, self._check)
-            self._compiled[grammar] = CompiledGrammar(grammar, outcome)
+            self._compiled[grammar] = CompiledGrammar(grammar, outcome, Family())
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)

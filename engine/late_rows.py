@@ -46,7 +46,7 @@ class LateRows:
         for sequence in [sequence for sequence in self._rows if sequence.pending_tokens]:
             del self._rows[sequence]  # it gave way meanwhile: its tokens are computed again, this one too
         matchers = [matcher_of(chunk.sequence) for chunk in chunks]
-        wait([one.making for one in matchers if one and one.making and not one.is_slow], MASKS_WAIT_S)
+        wait([one.making for one in matchers if one and one.making and not one.family.is_slow], MASKS_WAIT_S)
         ready = self._take_ready(is_idle=logits is None)
         if logits is not None:
             if not ready and all(one is None or one.is_ready for one in matchers):

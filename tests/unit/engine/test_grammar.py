@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig, PreTrainedModel
 
 from engine import GenerationRequest, LLMEngine, RequestRejected, ResumePoint, SamplingParams, SequenceOutput
-from engine.grammar import COMPILING_THREADS, CompiledGrammar, GrammarCompiler, Matcher
+from engine.grammar import COMPILING_THREADS, CompiledGrammar, Family, GrammarCompiler, Matcher
 from engine.types import Grammar, GrammarKind, Refusal
 from tests.unit.engine.tiny_models import (
     EOS_ID,
@@ -357,7 +357,9 @@ def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
 def test_where_no_token_may_follow_only_that_answer_fails(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a vocabulary that has not every byte."""
     nothing = SimpleNamespace(compute_bitmask=lambda: bytes(len(VOCABULARY) // 8 + 1), is_error=lambda: False)
-    monkeypatch.setattr(CompiledGrammar, "matcher", lambda _grammar: Matcher(cast("Any", nothing), "guided_regex"))
+    monkeypatch.setattr(
+        CompiledGrammar, "matcher", lambda _grammar: Matcher(cast("Any", nothing), "guided_regex", Family())
+    )
     answers = run(engine, request("bound", "regex", "x", logprobs=1), free("free", max_tokens=10))
     assert answers["bound", 0].finish_reason == "error"
     assert "no token" in str(answers["bound", 0].error)

@@ -160,7 +160,7 @@ def test_nobodys_mask_waits_for_one_that_is_known_to_be_slow(
 
     def start_slow(matcher: Matcher, *args: Any, **more: Any) -> None:
         started(matcher, *args, **more)
-        matcher.is_slow = matcher._field == "guided_grammar"
+        matcher.family.is_slow = matcher._field == "guided_grammar"
 
     monkeypatch.setattr(Matcher, "__init__", start_slow)
     engine = make_engine(model)
@@ -174,6 +174,49 @@ def test_nobodys_mask_waits_for_one_that_is_known_to_be_slow(
     engine.abort("slow")
     assert drain(engine, answers)["slow", 0].finish_reason == "cancelled"
     gate.opened.set()
+
+
+def test_no_token_is_taken_while_a_slow_mask_of_the_same_grammar_is_made(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both take a lock of llguidance's: one request more with the same grammar, and the batch waited after all."""
+    requests = [bound(f"r{number}", "regex", "[ab]{9}", seed=number) for number in range(3)]
+    undisturbed = run(make_engine(model), *requests)
+    make_mask, consume = Matcher.make_mask, Matcher.consume
+    held = threading.Event()
+    opened = threading.Event()
+    made = 0
+
+    def make_slowly(matcher: Matcher) -> None:
+        nonlocal made
+        if made == 4:  # each has had its first token
+            held.set()
+            assert opened.wait(60)
+        made += 1
+        make_mask(matcher)
+        matcher.family.is_slow = True
+
+    def take(matcher: Matcher, token_id: int) -> None:
+        assert opened.is_set() or not held.is_set()
+        consume(matcher, token_id)
+
+    monkeypatch.setattr(Matcher, "make_mask", make_slowly)
+    monkeypatch.setattr(Matcher, "consume", take)
+    engine = make_engine(model)
+    for request in requests:
+        engine.add_request(request)
+    answers = {(name, 0): Answer() for name in ("r0", "r1", "r2", "free", "late")}
+    while not held.is_set():
+        collect(answers, engine.step())
+    engine.add_request(free("free"))
+    engine.add_request(bound("late", "regex", "[ab]{9}"))
+    while answers["free", 0].finish_reason is None:
+        collect(answers, engine.step())
+    assert not opened.is_set()
+    opened.set()
+    drain(engine, answers)
+    assert {id_: answers[id_] for id_ in undisturbed} == undisturbed
+    assert re.fullmatch("[ab]{9}", answers["late", 0].text)
 
 
 def test_masks_that_are_always_late_change_no_answer(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +280,6 @@ def test_a_grammar_that_is_none_is_no_complex_one() -> None:
 def test_an_ordinary_mask_is_not_slow() -> None:
     matcher = matcher_of(Clock(SLOW_MASK_S * 0.5, SLOW_MASK_S * 2))
     matcher.make_mask()
-    assert not matcher.is_slow
+    assert not matcher.family.is_slow
     matcher.make_mask()
-    assert matcher.is_slow
+    assert matcher.family.is_slow
