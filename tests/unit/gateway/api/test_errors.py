@@ -19,7 +19,7 @@ def test_every_code_has_its_status(code: ErrorCode) -> None:
     assert json.loads(error.envelope()) == {
         "error": {"message": "why", "type": FAILURES[code].type, "param": "field", "code": code.value}
     }
-    kinds = {429: "rate_limit_error"} | dict.fromkeys((400, 408), "invalid_request_error")
+    kinds = {429: "rate_limit_error"} | dict.fromkeys((400, 401, 408), "invalid_request_error")
     assert error.type == kinds.get(error.status, "server_error")
     if error.retry_after_s is not None:
         assert 0 < error.retry_after_s <= 60
