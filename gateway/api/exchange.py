@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mutabl
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-from gateway.api.errors import ApiError, DatabaseAway, InvalidApiKey, MissingScope
+from gateway.api.errors import ApiError, DatabaseAway, InvalidApiKey, MissingScope, RequestFailed
 from gateway.auth.keyring import KeyRing
 from gateway.auth.principal import INFERENCE, Principal
 from gateway.dispatch.group import RequestGroup
@@ -28,6 +28,7 @@ ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection 
 HEADERS_KEY: Final = "spillway.headers"  # there, too: the headers by name
 # An accepted request is answered: where neither queue nor disk stores anything, new ones are refused, and this goes on.
 INTENT_LIMIT_S: Final = 10.0
+INTENT_LOOK_S: Final = 0.05  # how soon it is noticed that a request has failed which waits for its intent
 UNREAD_LIMIT_S: Final = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
 PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
 JSON_TYPE: Final = (b"content-type", b"application/json")
@@ -112,7 +113,10 @@ class Exchange:
             pass
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: Answered | None = None) -> None:
-        """Send the head of the answer, with what every answer carries."""
+        """Send the head of the answer, with what every answer carries.
+
+        Raises RequestFailed for a request that has failed before it was sure to have a row: nothing was sent.
+        """
         if request is not None and status < HTTPStatus.BAD_REQUEST:
             await _until_intended(request)
         self.sent_status = status
@@ -188,12 +192,18 @@ class Exchange:
 
 
 async def _until_intended(request: Answered) -> None:
-    """Wait until the request is sure to have a row: only then is its caller told anything. Usually it is by now."""
-    waiting = [intent for intent in request.intents if not intent.done()]
+    """Wait until the request is sure to have a row: only then is its caller told anything. Usually it is by now.
+
+    Raises RequestFailed where it fails meanwhile: its deadline may pass sooner than a queue that hangs is given up.
+    """
+    waiting = {intent for intent in request.intents if not intent.done()}
+    limit_s = time.monotonic() + INTENT_LIMIT_S
+    while waiting and time.monotonic() < limit_s:
+        if request.failure is not None:
+            raise RequestFailed(request.failure)
+        _, waiting = await asyncio.wait(waiting, timeout=INTENT_LOOK_S)
     if waiting:
-        _, late = await asyncio.wait(waiting, timeout=INTENT_LIMIT_S)
-        if late:
-            log.error("%d requests are answered although neither queue nor disk has stored their intents", len(late))
+        log.error("%d requests are answered although neither queue nor disk has stored their intents", len(waiting))
 
 
 def _dispatch_headers(request: Answered, received_s: float) -> list[tuple[bytes, bytes]]:

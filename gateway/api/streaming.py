@@ -68,6 +68,8 @@ class StreamWriter:
                 self._request.on_end = lambda end: limit.reschedule(_last_moment_s(end))
                 self._request.mailbox.on_cut = lambda: limit.reschedule(0.0)
                 await self._write_all(events)
+        except RequestFailed:  # before its head was sent
+            await self._refuse()
         except (TimeoutError, ReaderCut):
             self._exchange.abort()
         finally:  # the limit above is over, whatever ended it

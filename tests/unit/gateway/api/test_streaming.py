@@ -10,6 +10,7 @@ import pytest
 from gateway.api.calls import ChatCall
 from gateway.api.exchange import ABORT_KEY, Exchange
 from gateway.api.streaming import StreamWriter
+from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.request import OpenRequest, State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
@@ -145,3 +146,17 @@ async def test_a_writer_that_breaks_leaves_a_request_that_can_still_be_ended(mon
         await task
     request.cancel(2.0)
     assert request.state is State.STOPPING
+
+
+async def test_a_failure_while_the_intent_is_not_stored_is_a_proper_refusal() -> None:
+    """A queue server that hangs holds the head back for longer than some callers' deadlines."""
+    request, _ = open_request()
+    request.intents = (asyncio.get_running_loop().create_future(),)
+    socket, task = writing(request)
+    await step(request, accepted(), tokens(1, "a"))
+    assert socket.heads == []  # nobody is told anything yet
+    request.fail(Failure(ErrorCode.DEADLINE_EXCEEDED, "too late"), 2.0)
+    await task
+    assert socket.heads[0]["status"] == 504
+    assert json.loads(socket.writes[0])["error"]["code"] == "deadline_exceeded"
+    assert socket.ended
