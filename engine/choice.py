@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from engine.bad_words import BadWords
-from engine.detokenizer import Detokenizer, TokenText
+from engine.detokenizer import TokenText
 from engine.drafts import NgramDrafts
 from engine.grammar import Matcher
+from engine.output_text import OutputText
 from engine.prompt_logprobs import RawPromptLogprob
 from engine.sampler import RawLogprobs, SamplingRow
 from engine.scheduler import Sequence
-from engine.stop_strings import StopStrings
 from engine.types import (
     Candidate,
     FinishReason,
@@ -36,17 +36,11 @@ class Choice:
     params: SamplingParams
     sequence: Sequence
     sampling_row: SamplingRow
-    eos_ids: frozenset[int]  # empty with ignore_eos
     tokens: TokenText
-    detokenizer: Detokenizer
-    stops: StopStrings
+    text: OutputText
     matcher: Matcher | None  # of its grammar
     drafts: NgramDrafts | None
     prompt_error: str | None = None  # why its prompt has no logprobs
-    chars_to_skip: int = 0  # text of a resumed choice that the client already has
-    produced_tokens: int = 0  # output tokens that went through `_read`
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
 
     @classmethod
     def start(
@@ -72,6 +66,7 @@ class Choice:
             adapter=request.adapter,
         )
         eos_ids = frozenset() if params.ignore_eos else eos_ids
+        detokenizer = tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens)
         row = SamplingRow(
             params,
             index,
@@ -88,14 +83,11 @@ class Choice:
             params=params,
             sequence=sequence,
             sampling_row=row,
-            eos_ids=eos_ids,
             tokens=tokens,
-            detokenizer=tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens),
-            stops=StopStrings(params.stop),
+            text=OutputText(params, eos_ids, detokenizer, resume.text_chars),
             matcher=matcher,
             # What a processor does to a token depends on the tokens before it: only plain rows can be sampled ahead.
             drafts=NgramDrafts(sequence.token_ids, draft_tokens) if draft_tokens and row.is_plain else None,
-            chars_to_skip=resume.text_chars,
         )
 
     def replay(self) -> SequenceOutput | None:
@@ -103,9 +95,9 @@ class Choice:
         text = ""
         for token_id in self.sequence.token_ids[self.sequence.prompt_tokens :]:
             text += self._read(token_id)
-            if self.finish_reason is not None:
+            if self.text.finish_reason is not None:
                 break
-        return self._output([], text, None) if text or self.finish_reason else None
+        return self._output([], text, None) if text or self.text.finish_reason else None
 
     def advance(self, token_id: int, logprobs: RawLogprobs | None) -> SequenceOutput:
         """Take a sampled token; return what this step yields for the choice."""
@@ -140,7 +132,7 @@ class Choice:
 
     def end(self, reason: FinishReason, error: str | None = None) -> SequenceOutput:
         """End the choice without a token."""
-        self.finish_reason = reason
+        self.text.finish_reason = reason
         output = self._output([], "", None)
         output.error = error
         output.timings = self.sequence.clock.timings()
@@ -148,55 +140,26 @@ class Choice:
 
     def _output(self, token_ids: list[int], text: str, logprobs: list[TokenLogprob] | None) -> SequenceOutput:
         clock = self.sequence.clock
-        has_ended = self.finish_reason is not None and clock.scheduled_s is not None  # or else by resumed text
+        has_ended = self.text.finish_reason is not None and clock.scheduled_s is not None  # or else by resumed text
         return SequenceOutput(
             self.request_id,
             self.index,
             token_ids,
             text,
             logprobs,
-            self.finish_reason,
-            self.stop_reason,
+            self.text.finish_reason,
+            self.text.stop_reason,
             cached_tokens=self.sequence.cached_tokens or 0,
             timings=clock.timings() if has_ended or clock.has_first_token else None,
         )
 
     def _read(self, token_id: int) -> str:
         """Take one output token into the text state; return new text for the client."""
-        self.produced_tokens += 1
-        if self.matcher is not None:
-            self.matcher.consume(token_id)
-        if token_id in self.eos_ids or token_id in self.params.stop_token_ids:
-            text = self._pass_stops(self.detokenizer.push(token_id)) if self.params.include_stop_str_in_output else ""
-            text += self._flush()
-            self.finish_reason = "stop"
-            self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
-            return self._unseen(text)
-        text = self._pass_stops(self.detokenizer.push(token_id))
-        is_complete = self.matcher is not None and self.matcher.is_complete
-        if self.finish_reason is None and (is_complete or self.produced_tokens >= self.params.max_tokens):
-            text += self._flush()
-            self.finish_reason = self.finish_reason or ("stop" if is_complete else "length")
-        return self._unseen(text)
-
-    def _pass_stops(self, text: str) -> str:
-        if self.produced_tokens <= self.params.min_tokens:
-            return text
-        released, stop = self.stops.push(text)
-        if stop is not None:
-            self.finish_reason, self.stop_reason = "stop", stop
-            if self.params.include_stop_str_in_output:
-                released += stop
-        return released
-
-    def _flush(self) -> str:
-        text = self._pass_stops(self.detokenizer.flush())
-        return text + self.stops.flush()
-
-    def _unseen(self, text: str) -> str:
-        skipped = min(self.chars_to_skip, len(text))
-        self.chars_to_skip -= skipped
-        return text[skipped:]
+        matcher = self.matcher
+        if matcher is None:
+            return self.text.read(token_id)
+        matcher.consume(token_id)
+        return self.text.read(token_id, is_complete=matcher.is_complete)
 
     def _describe(self, token_id: int, raw: RawLogprobs) -> TokenLogprob:
         def named(id_: int, logprob: float) -> Candidate:

@@ -9,13 +9,38 @@ import codecs
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any, Protocol
 
 _CONTEXT_TOKENS = 6  # of the prompt: enough to know about a leading space and an unfinished character
 _MAX_PENDING_TOKENS = 3  # an unfinished UTF-8 character is at most three bytes, each at least part of a token
 _REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """What is needed of transformers' PreTrainedTokenizerBase, which workers of engines elsewhere do without."""
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """Added tokens by their ids."""
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of the tokens that have names, such as eos_token."""
+
+    def __len__(self) -> int:
+        """Return the size of the vocabulary, added tokens included."""
+
+    @property
+    def encode(self) -> Any:  # noqa: ANN401  # transformers' overloads say more than is needed
+        """Text to ids."""
+
+    @property
+    def convert_ids_to_tokens(self) -> Any:  # noqa: ANN401
+        """Ids to the vocabulary's entries."""
+
+    @property
+    def decode(self) -> Any:  # noqa: ANN401
+        """Ids to text."""
 
 
 class Detokenizer(Protocol):
@@ -31,7 +56,7 @@ class Detokenizer(Protocol):
 class TokenText:
     """The text and bytes of single tokens, and the detokenizers made from them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._vocabulary_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder
@@ -104,9 +129,7 @@ class _ByteLevelDetokenizer:
 class _ComparingDetokenizer:
     """For vocabularies whose decoder looks at neighbours: text is what one more token adds to the decoded tail."""
 
-    def __init__(
-        self, tokens: TokenText, tokenizer: PreTrainedTokenizerBase, context: list[int], skip_special_tokens: bool
-    ) -> None:
+    def __init__(self, tokens: TokenText, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool) -> None:
         self._tokens = tokens
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -146,7 +169,7 @@ class _ComparingDetokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
 
 
-def _decoder_kinds(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
     """Return the types of the tokenizer's decoding steps, as its file names them; empty if it has no such file."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):

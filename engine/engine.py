@@ -154,7 +154,7 @@ class LLMEngine:
             for index in range(request.sampling.n)
         ]
         self._ready += [output for choice in choices if (output := choice.replay()) is not None]
-        live = [choice for choice in choices if choice.finish_reason is None]
+        live = [choice for choice in choices if choice.text.finish_reason is None]
         if live:
             self._choices[request.request_id] = live
         for choice in live:
@@ -330,7 +330,7 @@ class LLMEngine:
         draft, sequence.draft = sequence.draft[: chunk.draft_tokens], []
         output = self._advance(choice, samples[0])
         right = 0
-        while choice.finish_reason is None and right < len(draft) and sequence.token_ids[-1] == draft[right]:
+        while choice.text.finish_reason is None and right < len(draft) and sequence.token_ids[-1] == draft[right]:
             right += 1
             self._scheduler.computed(Chunk(sequence, 1))
             output.append(self._advance(choice, samples[right]))
@@ -360,7 +360,7 @@ class LLMEngine:
             output = _refused(choice, error)
         except Exception as error:  # noqa: BLE001 - whatever one request's text does, its batch-mates go on
             output = choice.end("error", f"{type(error).__name__}: {error}")
-        if choice.finish_reason is not None:
+        if choice.text.finish_reason is not None:
             self._retire(choice)
         return output
 

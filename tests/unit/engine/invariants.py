@@ -12,7 +12,7 @@ def check_engine(engine: LLMEngine) -> None:
     choices = [choice for choices in engine._choices.values() for choice in choices]
     assert all(engine._choice_of[choice.sequence] is choice for choice in choices)
     assert len(choices) == len(engine._choice_of) == len(scheduler.running) + len(scheduler.waiting)
-    assert not any(choice.finish_reason for choice in choices), "it has ended, and still holds something"
+    assert not any(choice.text.finish_reason for choice in choices), "it has ended, and still holds something"
     assert not (engine._choices.keys() & engine._compiling.keys())
     check_scheduler(scheduler)
 
