@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from protocol.telemetry import TelemetrySettings
 
@@ -16,6 +16,7 @@ class Settings(BaseModel):
 PositiveInt = Annotated[int, Field(gt=0)]
 HttpAddress = Annotated[str, Field(pattern="^https?://")]
 Seconds = Annotated[float, Field(ge=0, le=31_536_000)]  # a year: timers take no infinity
+PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Task = Literal["generate", "embed", "score"]
 NoticeKind = Literal["none", "aws", "gcp", "azure", "runpod", "salad"]
@@ -78,7 +79,30 @@ class ScriptedEngineSettings(Settings):
     faults_from_prompt: bool = False
 
 
-EngineSettings = Annotated[LocalEngineSettings | ScriptedEngineSettings, Field(discriminator="kind")]
+class ServerEngineSettings(Settings):
+    """An inference server that takes and gives token ids, by its URL (docs/ENGINES.md)."""
+
+    kind: Literal["vllm", "llamacpp", "sglang"]
+    url: HttpAddress
+    tokenizer: str  # the model's folder, or its tokenizer.json: what prompts are counted and answers are read with
+    model: str | None = None  # as the server calls it; None: what it serves
+    # A server does not tell what weights it has: pools of one revision go on with what another of them has begun. None:
+    # those of servers of this kind that call the model so.
+    revision: Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")] | None = None
+    api_key: SecretStr | None = None  # sent as a bearer token
+    # None: what the server tells, and where it does not: 64 sequences, and as many tokens as these can have.
+    max_model_len: PositiveInt | None = None
+    max_sequences: PositiveInt | None = None
+    max_kv_tokens: PositiveInt | None = None
+    ready_s: Seconds = 900.0  # how long a starting server is waited for: it may have to load and compile
+    connect_s: PositiveSeconds = 5.0
+    silence_s: PositiveSeconds = 60.0  # how long a stream may be silent, before its first token too
+    health_limit_s: PositiveSeconds = 10.0  # a server that is not healthy for so long is lost
+
+
+EngineSettings = Annotated[
+    LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings, Field(discriminator="kind")
+]
 
 
 class GateSettings(Settings):

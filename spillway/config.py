@@ -46,6 +46,7 @@ from pool_worker.settings import (
     NoticeKind,
     ScriptedEngineSettings,
     Seconds,
+    ServerEngineSettings,
     Share,
     Tier,
     WorkerSettings,
@@ -57,7 +58,13 @@ DEMO_MODEL_NAME: Final = "spillway-demo"
 DEMO_MODEL_PATH: Final = Path(__file__).resolve().parent.parent / "models" / DEMO_MODEL_NAME
 ENV_PREFIX: Final = "SPILLWAY_"
 
-_ENGINES: Final[dict[str, type[BaseModel]]] = {"spillway": LocalEngineSettings, "scripted": ScriptedEngineSettings}
+_ENGINES: Final[dict[str, type[BaseModel]]] = {
+    "spillway": LocalEngineSettings,
+    "scripted": ScriptedEngineSettings,
+    "vllm": ServerEngineSettings,
+    "llamacpp": ServerEngineSettings,
+    "sglang": ServerEngineSettings,
+}
 
 
 class ConfigError(Exception):

@@ -1,0 +1,111 @@
+"""llama.cpp's own server: ``POST /completion`` with token ids in and out.
+
+Its documentation: https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from pool_worker.engines.formats.base import Ask, Delta, MalformedEvent, Scored, ServerFacts, ServerFailure, ids
+
+_ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
+
+
+class LlamaCppFormat:
+    """See the module."""
+
+    health_path = "/health"
+    facts_path = "/props"
+    generate_path = "/completion"
+    honoured = frozenset(
+        {
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "seed",
+            "ignore_eos",
+            "logprobs",
+        }
+    )
+    grammars = frozenset({"json_schema", "json_object"})
+
+    @staticmethod
+    def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
+        """See WireFormat: one model a server, its context divided among its slots."""
+        settings = answer.get("default_generation_settings")
+        context = settings.get("n_ctx") if isinstance(settings, dict) else None
+        slots = answer.get("total_slots")
+        if not isinstance(context, int) or not isinstance(slots, int):
+            raise MalformedEvent("/props names no n_ctx and total_slots")
+        return ServerFacts(model or str(answer.get("model_alias", "default")), context, slots)
+
+    @staticmethod
+    def body(ask: Ask) -> dict[str, Any]:
+        """See WireFormat. What it would do by itself (top_k 40, min_p 0.05, …) is switched off."""
+        params = ask.params
+        body: dict[str, Any] = {
+            "prompt": list(ask.token_ids),
+            "n_predict": ask.max_tokens,
+            "stream": True,
+            "return_tokens": True,
+            "cache_prompt": True,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repeat_penalty": params.repetition_penalty,
+            "repeat_last_n": len(ask.token_ids) + ask.max_tokens,  # penalties are over the whole text
+            "logit_bias": [[token_id, bias] for token_id, bias in params.logit_bias.items()],
+            "ignore_eos": params.ignore_eos,
+        }
+        if ask.seed is not None:
+            body["seed"] = ask.seed % 2**32
+        if params.logprobs is not None:
+            body["n_probs"] = max(1, params.logprobs)
+        if params.grammar is not None:
+            source = params.grammar.source
+            body["json_schema"] = msgspec.json.decode(source) if source else {"type": "object"}
+        return body
+
+    @staticmethod
+    def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
+        """See WireFormat."""
+        del seen_tokens
+        if "error" in event:
+            raise ServerFailure(str(event["error"]))
+        if event.get("stop") is True:
+            ended_by = _ENDS.get(str(event.get("stop_type")))
+            if ended_by is None:
+                raise MalformedEvent(f"stop_type {event.get('stop_type')!r} is not known")
+            timings = event.get("timings")
+            cached = timings.get("cache_n", 0) if isinstance(timings, dict) else 0
+            return Delta(ended_by=ended_by, cached_tokens=cached)
+        token_ids = ids(event.get("tokens"), "tokens")
+        scored = event.get("completion_probabilities")
+        return Delta(token_ids, None if scored is None else _scored(scored))
+
+
+def _scored(probabilities: object) -> list[Scored]:
+    try:
+        entries = msgspec.convert(probabilities, list[_Entry])
+    except msgspec.ValidationError as error:
+        raise MalformedEvent(f"completion_probabilities: {error}") from error
+    return [Scored(entry.logprob, [(one.id, one.logprob) for one in entry.top_logprobs]) for entry in entries]
+
+
+class _Candidate(msgspec.Struct):
+    id: int
+    logprob: float
+
+
+class _Entry(_Candidate):
+    top_logprobs: list[_Candidate] = []

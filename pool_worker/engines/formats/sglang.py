@@ -1,0 +1,86 @@
+"""SGLang's own endpoint: ``POST /generate`` with ``input_ids``; every event repeats the output from its first token.
+
+Its documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sampling_params.html
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pool_worker.engines.formats.base import Ask, Delta, MalformedEvent, ServerFacts, ServerFailure, ids
+
+
+class SGLangFormat:
+    """See the module."""
+
+    health_path = "/health"
+    facts_path = "/get_model_info"
+    generate_path = "/generate"
+    honoured = frozenset(
+        {
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "min_tokens",
+            "ignore_eos",
+        }
+    )
+    grammars = frozenset({"json_schema", "regex"})
+
+    @staticmethod
+    def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
+        """See WireFormat: one model a server, whose length it does not tell here."""
+        path = answer.get("served_model_name") or answer.get("model_path")
+        if not isinstance(path, str):
+            raise MalformedEvent("/get_model_info names no model_path")
+        return ServerFacts(model or path)
+
+    @staticmethod
+    def body(ask: Ask) -> dict[str, Any]:
+        """See WireFormat."""
+        params = ask.params
+        sampling: dict[str, Any] = {
+            "max_new_tokens": ask.max_tokens,
+            "min_new_tokens": ask.min_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repetition_penalty": params.repetition_penalty,
+            "ignore_eos": params.ignore_eos,
+            "stop_token_ids": list(params.stop_token_ids),
+            "skip_special_tokens": False,
+        }
+        if params.logit_bias:
+            sampling["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+        if params.grammar is not None:
+            sampling["json_schema" if params.grammar.kind == "json_schema" else "regex"] = params.grammar.source
+        return {"input_ids": list(ask.token_ids), "sampling_params": sampling, "stream": True}
+
+    @staticmethod
+    def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
+        """See WireFormat."""
+        if "error" in event:
+            raise ServerFailure(str(event["error"]))
+        told = event.get("meta_info")
+        if not isinstance(told, dict):
+            raise MalformedEvent("an event without meta_info")
+        output = ids(event.get("output_ids"), "output_ids")
+        count = told.get("completion_tokens")
+        # Servers with --stream-output-ids-incremental give only what is new: the count tells which of the two it is.
+        is_whole = len(output) == count if isinstance(count, int) else True
+        new = output[seen_tokens:] if is_whole else output
+        reason = told.get("finish_reason")
+        kind = reason.get("type") if isinstance(reason, dict) else None
+        if kind == "abort":
+            raise ServerFailure(str(reason.get("message") if isinstance(reason, dict) else reason))
+        if kind not in {None, "stop", "length"}:
+            raise MalformedEvent(f"finish_reason {kind!r} is not known")
+        cached = told.get("cached_tokens")
+        return Delta(new, None, kind, cached if isinstance(cached, int) else 0)

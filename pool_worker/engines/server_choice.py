@@ -1,0 +1,125 @@
+"""One choice of a request whose tokens an inference server makes."""
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from engine.detokenizer import TokenText
+from engine.output_text import OutputText
+from engine.step_stats import SequenceClock
+from engine.types import FinishReason, GenerationRequest, ResumePoint, SequenceOutput, TokenLogprob
+from pool_worker.engines.formats.base import Ask, Delta, MalformedEvent, Scored
+
+SEED_STRIDE: Final = 1_000_003  # choices of one seeded request differ
+
+
+class ServerChoice:
+    """Choice ``index``: the tokens it has, the state of its text, and what is still to be asked for."""
+
+    def __init__(self, request: GenerationRequest, index: int, tokens: TokenText, eos_ids: frozenset[int]) -> None:
+        """Make a choice of a checked request, resumed where the request says so; see ``replay``."""
+        params = request.sampling
+        self.request_id = request.request_id
+        self.index = index
+        self.params = params
+        self.prompt_tokens = len(request.prompt_ids)
+        self.clock = SequenceClock(added_s=time.monotonic())
+        self.streamed_tokens = 0  # that have come from the server
+        self._prompt_ids = request.prompt_ids
+        resume = next((point for point in request.resume if point.index == index), ResumePoint(index, (), 0))
+        self._resumed_ids = resume.token_ids
+        self._tokens = tokens
+        self._eos_ids = frozenset() if params.ignore_eos else eos_ids
+        detokenizer = tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        self.text = OutputText(params, self._eos_ids, detokenizer, resume.text_chars)
+        self._cached_tokens = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of its prompt and of its output so far."""
+        return self.prompt_tokens + self.text.produced_tokens
+
+    def replay(self) -> SequenceOutput | None:
+        """Read the resumed tokens; return what the client has not seen of their text, or the end if it is one."""
+        text = ""
+        for token_id in self._resumed_ids:
+            text += self.text.read(token_id)
+            if self.text.finish_reason is not None:
+                break
+        return self._output([], text, None) if text or self.text.finish_reason else None
+
+    def ask(self, model: str) -> Ask:
+        """Return what the server is asked for."""
+        params, done = self.params, len(self._resumed_ids)
+        return Ask(
+            model=model,
+            token_ids=[*self._prompt_ids, *self._resumed_ids],
+            params=params,
+            max_tokens=params.max_tokens - done,
+            min_tokens=max(0, params.min_tokens - done),
+            seed=None if params.seed is None else params.seed + self.index * SEED_STRIDE,
+        )
+
+    def take(self, delta: Delta) -> SequenceOutput | None:
+        """Take what one event says; return what it yields, None if that is nothing. Raises MalformedEvent."""
+        self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
+        token_ids: list[int] = []
+        text = ""
+        for token_id in delta.token_ids:
+            token_ids.append(token_id)
+            text += self.text.read(token_id)
+            if self.text.finish_reason is not None:
+                break
+        self.streamed_tokens += len(delta.token_ids)
+        if delta.ended_by is not None and self.text.finish_reason is None:
+            text += self._end_as_told(delta.ended_by, token_ids)
+        logprobs = self._logprobs(token_ids, delta.scored)
+        if not token_ids and not text and self.text.finish_reason is None:
+            return None
+        return self._output(token_ids, text, logprobs)
+
+    def _end_as_told(self, ended_by: str, token_ids: list[int]) -> str:
+        """End as the server says, where the tokens have not told yet."""
+        if ended_by == "eos" and self._eos_ids:  # it is not among the ids, but is a token like others
+            token_id = min(self._eos_ids)
+            token_ids.append(token_id)
+            return self.text.read(token_id)
+        if ended_by == "length" and self.text.produced_tokens < self.params.max_tokens:
+            raise MalformedEvent(f"it ended for its length after {self.text.produced_tokens} tokens")
+        return self.text.end("length" if ended_by == "length" else "stop")
+
+    def _logprobs(self, token_ids: list[int], scored: Sequence[Scored] | None) -> list[TokenLogprob] | None:
+        wanted = self.params.logprobs
+        if wanted is None:
+            return None
+        scores = list(scored or ())[: len(token_ids)]
+        if len(scores) < len(token_ids):  # of an end token that was not among the ids
+            scores += [Scored(0.0)] * (len(token_ids) - len(scores))
+        return [self._described(token_id, one, wanted) for token_id, one in zip(token_ids, scores, strict=True)]
+
+    def _described(self, token_id: int, scored: Scored, wanted: int) -> TokenLogprob:
+        text_of, bytes_of = self._tokens.text_of, self._tokens.bytes_of
+        top = [(id_, text_of(id_), logprob, bytes_of(id_)) for id_, logprob in list(scored.top)[:wanted]]
+        return TokenLogprob(token_id, text_of(token_id), scored.logprob, bytes_of(token_id), top)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> SequenceOutput:
+        """End the choice without a token."""
+        self.text.finish_reason = reason
+        output = self._output([], "", None)
+        output.error = error
+        output.timings = self.clock.timings()
+        return output
+
+    def _output(self, token_ids: list[int], text: str, logprobs: list[TokenLogprob] | None) -> SequenceOutput:
+        has_ended = self.text.finish_reason is not None and self.clock.scheduled_s is not None
+        return SequenceOutput(
+            self.request_id,
+            self.index,
+            token_ids,
+            text,
+            logprobs,
+            self.text.finish_reason,
+            self.text.stop_reason,
+            cached_tokens=self._cached_tokens,
+            timings=self.clock.timings() if has_ended or self.clock.has_first_token else None,
+        )
