@@ -142,7 +142,7 @@ async def _abandoned_rows(connection: AsyncConnection, request_ids: Sequence[str
 
 def _row(intent: Mapping[str, Any], attempt: RowMapping | None) -> dict[str, Any]:
     """A request's row, as far as its intent and its last attempt tell."""
-    told = _NO_ATTEMPT if attempt is None else _of_attempt(attempt, intent)
+    told = _NO_ATTEMPT if attempt is None else _of_attempt(attempt, intent["received_unix_ms"])
     tokens = max(intent["completion_tokens"], told["completion_tokens"])
     return {
         **intent,
@@ -155,14 +155,12 @@ def _row(intent: Mapping[str, Any], attempt: RowMapping | None) -> dict[str, Any
     }
 
 
-def _of_attempt(attempt: RowMapping, intent: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a worker says, as far as the gateway has not said it: how long the prompt was, it has counted itself."""
-    copied = "pool provider region tier engine_queue_ms prefill_ms decode_ms preemptions"
-    started_ms = max(0.0, attempt["started_unix_ms"] - intent["received_unix_ms"])
+def _of_attempt(attempt: RowMapping, received_unix_ms: int) -> Mapping[str, Any]:
+    copied = "prompt_tokens cached_tokens pool provider region tier engine_queue_ms prefill_ms decode_ms preemptions"
+    started_ms = max(0.0, attempt["started_unix_ms"] - received_unix_ms)
     ended = ends_its_request(attempt["outcome"], attempt["error_code"])
     return {name: attempt[name] for name in copied.split()} | {
         "outcome": attempt["outcome"] if ended else "failed",
-        "cached_tokens": min(attempt["cached_tokens"], intent["prompt_tokens"]),
         "completion_tokens": (attempt["resumed_tokens"] or 0) + attempt["completion_tokens"],
         "attempts": attempt["attempt"],
         "queue_ms": started_ms,

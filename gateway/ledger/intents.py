@@ -75,7 +75,7 @@ class Intents:
             ):
                 break
             due.append(held)
-            rows = {row["request_id"]: row for row in reversed(held.rows)} | rows  # the first is the gateway's own word
+            rows |= {row["request_id"]: row for row in held.rows}
         if rows:
             await self._write(rows)
         for held in due:

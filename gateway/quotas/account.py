@@ -90,16 +90,6 @@ def recounted(
     return replace(account, spent_nano_usd=max(told, ledger_nano_usd), presumed_nano_usd=0, vanished={})
 
 
-def restored(account: Account, gateway_id: str, now_s: float) -> Account:
-    """A gateway's copy of an account that is lost: others have what they had, until they had time to say otherwise."""
-    least_ms = int((now_s + LEASE_S) * 1000)
-    leases = {
-        one: replace(lease, expires_unix_ms=max(lease.expires_unix_ms, least_ms)) if one != gateway_id else lease
-        for one, lease in account.leases.items()
-    }
-    return replace(account, leases=leases)
-
-
 def merged(account: Account, known: Account) -> Account:
     """An account made anew of an older copy, with what a newer one says was used and spent: it was, at least."""
     used = tuple(

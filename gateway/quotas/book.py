@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gateway.quotas.account import EMPTY, Exchanged, Report, as_of, exchange, free_amounts, merged, restored
+from gateway.quotas.account import EMPTY, Exchanged, Report, as_of, exchange, free_amounts, merged
 from gateway.quotas.refusals import RateStatus, Refusal, rate_status, shortage
 from gateway.quotas.seeds import FRESH_S as SEED_FRESH_S
 from gateway.quotas.seeds import Seed, Unseeded
@@ -100,10 +100,6 @@ class Book:
                 return
         raise BusError(f"the quota account {self.account_id} changes all the time")
 
-    def doubt_entry(self) -> None:
-        """The bucket was made anew: the account is not what it was."""
-        self._entry = None
-
     async def _read(self, vault: Vault) -> None:
         before = self.account
         self.account, self._entry = await vault.load(self.account_id) or (self._restored(), 0)
@@ -129,8 +125,7 @@ class Book:
         needs_ledger = self.terms.limits[Kind.MONEY] is not None
         if (needs_ledger or self.account is EMPTY) and (self.seed is None or now_s - self.seed.at_s > SEED_FRESH_S):
             raise Unseeded
-        account = restored(self.account, self._gateway_id, now_s)
-        account = as_of(account, self.terms, now_s, but=self._gateway_id)
+        account = as_of(self.account, self.terms, now_s, but=self._gateway_id)
         spent = 0 if self.seed is None else self.seed.spent_nano_usd
         return replace(account, spent_nano_usd=max(account.spent_nano_usd, spent))
 

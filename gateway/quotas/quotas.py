@@ -18,7 +18,7 @@ from gateway.quotas.account import EMPTY, LEASE_S
 from gateway.quotas.book import Book
 from gateway.quotas.refusals import Refusal, too_large
 from gateway.quotas.reservation import Estimate, Reservation
-from gateway.quotas.seeds import Ledger, Seed, Unseeded, bucket_made_s, check_ledger_is_current, check_nobody_holds
+from gateway.quotas.seeds import Ledger, Seed, Unseeded, check_ledger_is_current, check_nobody_holds
 from gateway.quotas.terms import Terms, minus, plus, terms_of
 from gateway.quotas.vault import Vault
 from protocol import subjects
@@ -33,7 +33,6 @@ REPORT_PERIOD_S: Final = 1.0  # how old what others know of our use may be; a pa
 RENEW_S: Final = LEASE_S / 3
 TICK_S: Final = 0.25
 FORGET_S: Final = 120.0  # books that nobody has asked for and that hold nothing
-WATCH_PERIOD_S: Final = LEASE_S / 5
 MAX_SEEDS: Final = 4  # accounts that the ledger is asked about at once
 SEED_LIMIT_S: Final = 5.0
 MAX_EXCHANGES: Final = 32  # at once, over all accounts
@@ -78,13 +77,13 @@ class Quotas:
         """Learn the time, and listen to what others miss. Raises BusError."""
         await self._clock.measure()
         self._started_s = self._clock.now_s()
+        self._bus.on_reconnect(self._on_reconnected)
         await self._bus.subscribe(subjects.QUOTA_WANTED, self._on_wanted)
 
     async def run(self) -> None:
         """Report what was used, renew leases, give back what is not needed; never returns."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._clock.run(), name="server clock")
-            group.create_task(self._watch_bucket(), name="bucket of accounts")
             await self._run()
 
     async def _run(self) -> None:
@@ -102,22 +101,11 @@ class Quotas:
         if now_s - self._asked_s[account_id] > FORGET_S and account_id not in self._exchanging:
             del self._books[account_id], self._asked_s[account_id]
 
-    async def _watch_bucket(self) -> None:
-        """Put what we know into a bucket that was made anew, before those who know nothing may begin (``seeds``)."""
-        made_s = 0.0
-        while True:
-            try:
-                found_s = await bucket_made_s(self._bus)
-            except BusError as error:
-                log.debug("the bucket of limits cannot be looked at: %s", error)
-            else:
-                if made_s and found_s != made_s:
-                    log.warning("the accounts of limits were lost; what is known here is put back")
-                    for book in self._books.values():
-                        book.doubt_entry()
-                        self._exchange_soon(book)
-                made_s = found_s
-            await asyncio.sleep(WATCH_PERIOD_S)
+    async def _on_reconnected(self) -> None:
+        # The bucket may have been lost: what we know of it is to be there again before others begin without.
+        for book in self._books.values():
+            if not book.slice.is_empty:
+                self._exchange_soon(book)
 
     async def close(self) -> None:
         """Report everything and give back what is idle, within ``CLOSE_LIMIT_S``; what is not ends with its lease."""

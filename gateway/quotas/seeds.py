@@ -73,15 +73,10 @@ class RollupLedger:
             raise DatabaseUnavailable(describe(error)) from error
 
 
-async def bucket_made_s(bus: Bus) -> float:
-    """When the bucket was made, by the queue server's clock. Raises BusError."""
-    created = (await bus.api(f"STREAM.INFO.KV_{subjects.QUOTAS_BUCKET}"))["created"]
-    return datetime.fromisoformat(created).timestamp()
-
-
 async def check_nobody_holds(bus: Bus, started_s: float) -> None:
     """Raise BusError if the bucket was lost while we ran, and others may still hold leases of what was in it."""
-    created_s = await bucket_made_s(bus)
+    created = (await bus.api(f"STREAM.INFO.KV_{subjects.QUOTAS_BUCKET}"))["created"]
+    created_s = datetime.fromisoformat(created).timestamp()
     left_s = created_s + LEASE_S + CLOCK_SLACK_S - bus.clock.now_s()
     if created_s > started_s and left_s > 0:
         raise BusError(f"the accounts of limits were lost; those not known here begin anew in {left_s:.1f} s")

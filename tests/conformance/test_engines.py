@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +15,11 @@ from engine import LLMEngine
 from engine.types import GenerationRequest, Refusal, ResumePoint, SamplingParams, SequenceOutput, SequenceTimings
 from pool_worker import engines
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
-from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings
+from pool_worker.engines.formats import FORMATS
+from pool_worker.engines.server import ServerEngine
+from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, ServerEngineSettings
 from protocol.artifacts import tokenizer_object_name
+from tests.conformance.server_replay import Replay, running
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
 
 WAIT_S = 60
@@ -75,6 +79,12 @@ class Driver:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what no output of the engine tells."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
     async def end_of(self, *ids: str, n: int = 1) -> list[Answer]:
         answers = [self.answers[id_, index] for id_ in ids for index in range(n)]
         await self.wait(lambda: all(answer.finish_reason for answer in answers))
@@ -102,8 +112,36 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(params=["scripted", "spillway"])
-def settings(request: pytest.FixtureRequest) -> EngineSettings:
+SERVERS = ("vllm", "llamacpp", "sglang")
+
+
+# "kind url tokenizer" of a real server (tests/conformance/real_servers.py), or nothing.
+REAL_SERVER = os.environ.get("SPILLWAY_TEST_SERVER", "").split()
+
+
+@pytest.fixture(params=["real"] if REAL_SERVER else ["scripted", "spillway", *SERVERS])
+def settings(request: pytest.FixtureRequest) -> Iterator[EngineSettings]:
+    if request.param == "real":
+        kind, url, tokenizer = REAL_SERVER
+        yield ServerEngineSettings(
+            kind=kind, url=url, tokenizer=tokenizer, max_sequences=MAX_SEQUENCES, max_model_len=MAX_MODEL_LEN
+        )
+        return
+    if request.param not in SERVERS:
+        yield _own_settings(request)
+        return
+    with running(Replay(request.param, token_s=0.003)) as replay:
+        folder = request.getfixturevalue("model_folder")
+        yield ServerEngineSettings(
+            kind=request.param,
+            url=replay.url,
+            tokenizer=folder,
+            max_sequences=MAX_SEQUENCES,
+            max_model_len=MAX_MODEL_LEN if request.param == "sglang" else None,  # the others tell
+        )
+
+
+def _own_settings(request: pytest.FixtureRequest) -> EngineSettings:
     if request.param == "scripted":
         return ScriptedEngineSettings(
             max_sequences=MAX_SEQUENCES, max_model_len=MAX_MODEL_LEN, max_kv_tokens=1000, faults_from_prompt=True
@@ -131,6 +169,16 @@ async def driving(settings: EngineSettings) -> AsyncIterator[Driver]:
 async def driver(settings: EngineSettings) -> AsyncIterator[Driver]:
     async with driving(settings) as driver:
         yield driver
+
+
+async def refuses(driver: Driver, **params: Any) -> bool:
+    """Whether the engine does not honour what is asked for: then it says so by name, and never drops it silently."""
+    (name,) = params
+    if not isinstance(driver.engine, ServerEngine) or name in FORMATS[driver.engine.name].honoured:
+        return False
+    refused = await driver.answer(request(f"with {name}", **params))
+    assert (refused.finish_reason, driver.refusals[f"with {name}"].param) == ("error", name)
+    return True
 
 
 def test_the_registry_makes_what_the_settings_name(settings: EngineSettings) -> None:
@@ -175,6 +223,8 @@ async def test_no_token_at_all(driver: Driver) -> None:
 
 
 async def test_choices_are_numbered_and_end_each(driver: Driver) -> None:
+    if await refuses(driver, seed=5):
+        return
     driver.engine.submit(request("r", n=3, temperature=1.0, seed=5))
     answers = await driver.end_of("r", n=3)
     assert [answer.finish_reason for answer in answers] == ["length"] * 3
@@ -215,13 +265,16 @@ async def test_a_stop_token_ends_the_choice(driver: Driver) -> None:
 
 
 async def test_logprobs_come_with_every_token(driver: Driver) -> None:
+    if await refuses(driver, logprobs=3):
+        return
     answer = await driver.answer(request(logprobs=3))
     assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
     for entry in answer.logprobs:
         assert entry.logprob <= 0
         assert len(entry.top) == 3
         assert [candidate[2] for candidate in entry.top] == sorted((c[2] for c in entry.top), reverse=True)
-        assert entry.top[0][0] == entry.token_id  # greedy
+        # Greedy; but where end tokens are to be ignored, llama.cpp bans them instead.
+        assert entry.token_id == next(one[0] for one in entry.top if REAL_SERVER[:1] != ["llamacpp"] or one[0] > 2)
         assert entry.bytes.decode(errors="replace") == entry.text
 
 
@@ -259,6 +312,8 @@ async def test_cancelling_the_unknown_changes_nothing(driver: Driver) -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"stop": (" zzz", "never")}, {"temperature": 1.0, "seed": 3}], ids=str)
 async def test_resuming_anywhere_equals_the_undisturbed_answer(driver: Driver, sampling: dict[str, Any]) -> None:
+    if "seed" in sampling and isinstance(driver.engine, ServerEngine):
+        return  # a server draws anew for what it continues: other tokens, none lost or repeated
     whole = await driver.answer(request("whole", **sampling))
     for done in (1, 5, 12, len(whole.token_ids) - 1):
         seen = whole.chars_by_token[done - 1]
@@ -417,7 +472,8 @@ async def test_its_statistics_are_what_it_did(driver: Driver) -> None:
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
     assert stats.counters.generated_tokens == 10 * (MAX_SEQUENCES + 2)
     assert stats.counters.prompt_tokens == (len(PROMPT) + 1) * (MAX_SEQUENCES + 2)
-    assert sum(stats.inter_token_s.counts) == 9 * (MAX_SEQUENCES + 2)
+    gaps = sum(stats.inter_token_s.counts)
+    assert gaps == 9 * (MAX_SEQUENCES + 2) or (REAL_SERVER and gaps > 0)  # vLLM may tell of several tokens at once
     assert 0 < sum(stats.step_tokens.counts) <= stats.step_tokens.total
 
 

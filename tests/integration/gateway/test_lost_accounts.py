@@ -14,13 +14,12 @@ from gateway.ledger.store import store_records
 from gateway.quotas.quotas import Quotas, Refused, Unavailable
 from gateway.quotas.reservation import Estimate, Reservation
 from gateway.quotas.seeds import RollupLedger
-from gateway.quotas.vault import Vault
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.messages import encode
 from protocol.quotas import Kind
 from protocol.usage import encode_usage
-from tests.integration.gateway.conftest import until, until_async
+from tests.integration.gateway.conftest import until
 from tests.integration.gateway.test_quotas import (
     Start,
     ask,
@@ -114,12 +113,6 @@ async def test_places_and_rates_are_not_given_twice(start: Start, bus: Bus, poli
             if one := await ask_patiently(quotas, policy, Estimate(1, 1)):
                 held.append(one)
     assert len(held) == 8
-    vault = Vault(bus)
-
-    async def is_back() -> bool:
-        return await vault.load("key_1") is not None
-
-    await until_async(is_back)
     account = await the_account(bus)
     assert sum(lease.held[Kind.CONCURRENT] for lease in account.leases.values()) in {0, 8}
 

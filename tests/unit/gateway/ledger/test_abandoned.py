@@ -116,13 +116,6 @@ async def test_an_intent_tells_what_nobody_else_can(bus: Bus, engine: AsyncEngin
     assert await open_requests(engine) == 0
 
 
-async def test_a_worker_does_not_say_how_long_the_prompt_was(bus: Bus, engine: AsyncEngine) -> None:
-    await write(engine, intent("r", prompt_tokens=12), tried("r", prompt_tokens=10**6, cached_tokens=10**5))
-    await look_and_record(bus, engine)
-    row = (await rows(engine))["r"]
-    assert (row["prompt_tokens"], row["cached_tokens"], row["pool"]) == (12, 12, "local")
-
-
 async def test_a_request_that_its_gateway_still_has_is_left_alone_and_its_tokens_are_noted(
     bus: Bus, engine: AsyncEngine
 ) -> None:

@@ -1,0 +1,248 @@
+"""What servers do wrong in the field, at every wire format: each ends as an attempt that another pool goes on with.
+
+The tokens that came before a fault are kept, none is repeated, and whoever else the server answers is not disturbed.
+Only what is wrong with the request itself is a refusal, which nobody tries again.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from fastapi import Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+
+from engine.types import Grammar, ResumePoint
+from pool_worker import engines
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.settings import ServerEngineSettings
+from tests.conformance.server_replay import Fault, Replay, llamacpp_events, running, sglang_events, vllm_events
+from tests.conformance.test_engines import MAX_MODEL_LEN, MAX_SEQUENCES, Driver, driving, request
+from tests.unit.engine.tiny_models import byte_level_tokenizer
+
+EVENTS = {"llamacpp": llamacpp_events, "vllm": vllm_events, "sglang": sglang_events}
+SHORT_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_level_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def settings(replay: Replay, tokenizer: str, **more: object) -> ServerEngineSettings:
+    known = {"max_sequences": MAX_SEQUENCES, "max_model_len": MAX_MODEL_LEN, "ready_s": 5.0, **more}
+    return ServerEngineSettings(kind=replay.kind, url=replay.url, tokenizer=tokenizer, **known)
+
+
+@pytest.fixture(params=list(EVENTS))
+async def pair(request: pytest.FixtureRequest, tokenizer: str) -> AsyncIterator[tuple[Driver, Replay]]:
+    with running(Replay(request.param, token_s=0.001)) as replay:
+        async with driving(settings(replay, tokenizer)) as driver:
+            yield driver, replay
+
+
+def streaming(change: Callable[[list[str]], list[str]], kind: str) -> Fault:
+    """Answer as always, but with the events changed."""
+
+    def answer(request: Request) -> Response:
+        body = request._json  # read by the route already
+        return StreamingResponse(iter(change(EVENTS[kind](body))), media_type="text/event-stream")
+
+    return answer
+
+
+CUTS: dict[str, Callable[[list[str]], list[str]]] = {
+    "no end": lambda events: events[:5],
+    "cut in an event": lambda events: [*events[:5], events[5][: len(events[5]) // 2]],
+    "malformed": lambda events: [*events[:5], "data: {not json\n\n", *events[5:]],
+    "a list": lambda events: [*events[:5], "data: [1, 2]\n\n", *events[5:]],
+    "an error in the stream": lambda events: [*events[:5], 'data: {"error": {"message": "CUDA out of memory"}}\n\n'],
+    "ids that are none": lambda events: [*events[:5], events[5].replace("[", '["x", ', 1)],
+    "an endless event": lambda events: [*events[:5], "data: " + "x" * 3_000_000],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(pair: tuple[Driver, Replay], cut: str) -> None:
+    driver, replay = pair
+    whole = await driver.answer(request("whole"))
+    driver.engine.submit(request("beside", max_tokens=100))
+    await driver.wait(lambda: bool(driver.answers["beside", 0].token_ids))
+    replay.faults.append(streaming(CUTS[cut], replay.kind))
+    answer = await driver.answer(request("faulty"))
+    assert answer.finish_reason == "error"
+    assert answer.error
+    assert answer.token_ids == whole.token_ids[:5]
+    assert not driver.refusals
+    (beside,) = await driver.end_of("beside")
+    assert beside.finish_reason == "length"
+    assert (await driver.answer(request("after"))).facts() == whole.facts()
+
+
+async def test_a_stream_without_a_token_fails(pair: tuple[Driver, Replay]) -> None:
+    driver, replay = pair
+    replay.faults.append(lambda _: Response(b"", media_type="text/event-stream"))
+    answer = await driver.answer(request())
+    assert (answer.finish_reason, answer.token_ids) == ("error", [])
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410, 500, 502])
+async def test_what_is_wrong_with_the_server_or_its_key_is_not_the_clients_mistake(
+    pair: tuple[Driver, Replay], status: int
+) -> None:
+    driver, replay = pair
+    replay.faults.append(lambda _: JSONResponse({"error": "x" * 10_000}, status))
+    answer = await driver.answer(request())
+    assert answer.finish_reason == "error"
+    assert str(status) in (answer.error or "")
+    assert len(answer.error or "") < 1000
+    assert not driver.refusals
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_what_is_wrong_with_the_request_is_refused_for_good(pair: tuple[Driver, Replay], status: int) -> None:
+    driver, replay = pair
+    replay.faults.append(lambda _: JSONResponse({"error": {"message": "context is too long"}}, status))
+    answer = await driver.answer(request())
+    assert "context is too long" in (answer.error or "")
+    assert driver.refusals["r"].param
+    assert (await driver.answer(request("after"))).finish_reason == "length"  # it marks nobody bad
+
+
+@pytest.mark.parametrize(("status", "headers"), [(429, {"retry-after": "0.01"}), (503, {"retry-after": "0.01"})])
+async def test_a_busy_server_is_asked_again_when_it_says(
+    pair: tuple[Driver, Replay], status: int, headers: dict[str, str]
+) -> None:
+    driver, replay = pair
+    replay.faults += [lambda _: JSONResponse({}, status, headers)] * 2
+    assert (await driver.answer(request())).finish_reason == "length"
+    assert len(replay.bodies) == 3
+
+
+async def test_retries_have_a_budget_over_all_requests(pair: tuple[Driver, Replay]) -> None:
+    driver, replay = pair
+    busy = 60
+    replay.faults += [lambda _: JSONResponse({}, 429, {"retry-after": "0.01"})] * 200
+    for number in range(busy):
+        driver.engine.submit(request(f"r{number}"))
+    answers = await driver.end_of(*[f"r{number}" for number in range(busy)])
+    assert {answer.finish_reason for answer in answers} == {"error"}
+    assert len(replay.bodies) <= busy * 1.2 + 10 + 1
+
+
+async def test_redirects_are_not_followed(pair: tuple[Driver, Replay]) -> None:
+    driver, replay = pair
+    replay.faults.append(lambda _: RedirectResponse("http://169.254.169.254/latest/meta-data"))
+    answer = await driver.answer(request())
+    assert answer.finish_reason == "error"
+    assert "307" in (answer.error or "")
+
+
+async def test_an_end_for_length_that_comes_too_early_is_no_end(pair: tuple[Driver, Replay]) -> None:
+    driver, replay = pair
+    replay.faults.append(streaming(lambda events: [*events[:6], _ended(replay.kind, events)], replay.kind))
+    answer = await driver.answer(request())
+    assert answer.finish_reason == "error"
+
+
+def _ended(kind: str, events: list[str]) -> str:
+    if kind == "llamacpp":
+        return events[-1]
+    return events[0].replace('"finish_reason": null', '"finish_reason": ' + _LENGTH[kind])
+
+
+_LENGTH = {"vllm": '"length"', "sglang": '{"type": "length"}'}
+
+
+async def test_a_silent_stream_fails_and_its_neighbours_go_on(tokenizer: str) -> None:
+    with running(Replay("llamacpp", token_s=0.002)) as replay:
+        async with driving(settings(replay, tokenizer, silence_s=SHORT_S)) as driver:
+
+            async def silent() -> AsyncIterator[str]:
+                yield ": hello\n\n"
+                await asyncio.Event().wait()
+
+            replay.faults.append(lambda _: StreamingResponse(silent(), media_type="text/event-stream"))
+            driver.engine.submit(request("silent"))
+            await driver.wait_until(lambda: not replay.faults)
+            keeping = asyncio.create_task(_keep_busy(driver))
+            (answer,) = await driver.end_of("silent")
+            keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeping
+            assert answer.finish_reason == "error"
+            assert (await driver.answer(request("after"))).finish_reason == "length"
+
+
+async def _keep_busy(driver: Driver) -> None:
+    for number in range(1000):
+        await driver.answer(request(f"busy{number}"))
+
+
+async def test_a_server_that_makes_no_tokens_at_all_is_lost(tokenizer: str) -> None:
+    """Its health page answers, and its streams are silent: the worker leaves, and its jobs go elsewhere."""
+    with running(Replay("vllm", token_s=3600.0)) as replay:
+        engine = engines.create(settings(replay, tokenizer, silence_s=SHORT_S))
+        driver = Driver(engine, await engine.start())
+        engine.submit(request())
+        with pytest.raises(EngineDiedError, match="makes no tokens"):
+            await driver.run()
+        await engine.stop()
+
+
+async def test_an_unhealthy_server_is_lost(tokenizer: str) -> None:
+    with running(Replay("vllm")) as replay:
+        engine = engines.create(settings(replay, tokenizer, health_limit_s=SHORT_S))
+        driver = Driver(engine, await engine.start())
+        replay.is_healthy = False
+        with pytest.raises(EngineDiedError, match="500"):
+            await driver.run()
+        await engine.stop()
+
+
+async def test_a_server_that_never_comes_is_said_so(tokenizer: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    replay = Replay("vllm", url=f"http://127.0.0.1:{port}")
+    engine = engines.create(settings(replay, tokenizer, ready_s=0.1))
+    with pytest.raises(EngineDiedError, match="is not ready"):
+        await engine.start()
+    await engine.stop()
+
+
+async def test_a_server_without_the_model_is_said_so(tokenizer: str) -> None:
+    with running(Replay("vllm")) as replay:
+        engine = engines.create(settings(replay, tokenizer, model="another"))
+        with pytest.raises(EngineDiedError, match="does not serve 'another'; it serves: replay"):
+            await engine.start()
+        await engine.stop()
+
+
+async def test_a_folder_without_a_tokenizer_is_said_so(tmp_path: Path) -> None:
+    engine = engines.create(settings(Replay("vllm", url="http://127.0.0.1:9"), str(tmp_path)))
+    with pytest.raises(EngineDiedError, match=r"engine\.tokenizer: cannot read .*tokenizer\.json"):
+        await engine.start()
+    await engine.stop()
+
+
+async def test_leaving_ends_the_servers_work(pair: tuple[Driver, Replay]) -> None:
+    driver, replay = pair
+    replay.token_s = 0.05
+    driver.engine.submit(request("left", max_tokens=150))
+    await driver.wait(lambda: bool(driver.answers["left", 0].token_ids))
+    driver.engine.cancel("left")
+    await driver.end_of("left")
+    await driver.wait_until(lambda: replay.streams == 0)
+
+
+async def test_a_half_made_answer_to_a_grammar_is_left_to_others(pair: tuple[Driver, Replay]) -> None:
+    """A server begins a grammar anew in the middle of the answer, and so would corrupt it."""
+    driver, _ = pair
+    grammar = Grammar("json_schema", '{"type": "object"}')
+    resumed = request("resumed", grammar=grammar, resume=(ResumePoint(0, (60, 61), 2),))
+    assert (await driver.answer(resumed)).finish_reason == "error"
+    assert driver.refusals["resumed"].param == "response_format"
