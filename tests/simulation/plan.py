@@ -1,6 +1,7 @@
 """What happens in a simulation: drawn from its seed, and from nothing else."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +132,6 @@ def plan_of(seed: int, kinds: tuple[str, ...] = KINDS) -> Plan:
     """Draw a simulation with faults of these kinds."""
     rng = random.Random(f"plan {seed}")
     gateways, workers = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 2, 3))
-    faults, skews_s = _faults(random.Random(f"faults {seed}"), kinds, gateways, workers)
     span_s = rng.uniform(2.0, 15.0)
     keys = {
         "free": Policy(),
@@ -144,6 +144,8 @@ def plan_of(seed: int, kinds: tuple[str, ...] = KINDS) -> Plan:
         _question(rng, number, span_s, gateways, rng.choice((favourite, rng.choice(tuple(keys)))))
         for number in range(rng.randint(5, 20))
     )
+    asked_s = [question.at_s for question in questions]
+    faults, skews_s = _faults(random.Random(f"faults {seed}"), kinds, gateways, workers, asked_s)
     return Plan(
         seed=seed,
         layout=rng.choice(("one", "front", "front", "apart", "apart")),
@@ -177,15 +179,14 @@ def _question(rng: random.Random, number: int, span_s: float, gateways: int, key
 
 
 def _faults(
-    rng: random.Random, kinds: tuple[str, ...], gateways: int, workers: int
+    rng: random.Random, kinds: tuple[str, ...], gateways: int, workers: int, asked_s: Sequence[float]
 ) -> tuple[tuple[Fault, ...], dict[str, float]]:
     drawn: list[Fault] = []
     skews_s: dict[str, float] = {}
     weights = [WEIGHTS[kind] for kind in kinds]
     for kind in rng.choices(kinds, weights, k=rng.randint(1, 4)) if kinds else ():
-        fault = Fault(
-            kind, FIRST_AT_S + rng.uniform(0.0, 15.0), rng.choice((0.3, 2.0, 8.0)) * rng.uniform(0.5, 1.5), rng.random()
-        )
+        lasts_s = rng.choice((0.3, 2.0, 8.0)) * rng.uniform(0.5, 1.5)
+        fault = Fault(kind, _moment_s(rng, drawn, asked_s), lasts_s, rng.random())
         if kind == "skew":
             names = [*[f"g{n}" for n in range(gateways)] * 2, *[f"w{n}" for n in range(workers)], "ledger", "queue"]
             skews_s[rng.choice(names)] = rng.choice(WRONG_BY_S)
@@ -196,6 +197,17 @@ def _faults(
         else:
             drawn.append(fault)
     return tuple(sorted(drawn, key=lambda one: one.at_s)), skews_s
+
+
+def _moment_s(rng: random.Random, drawn: Sequence[Fault], asked_s: Sequence[float]) -> float:
+    """When a fault strikes: often just after something is asked, or while another fault lasts."""
+    how = rng.random()
+    if how < 0.4:
+        return rng.choice(asked_s) + rng.choice((0.01, 0.1, 1.0)) * rng.random()
+    if how < 0.7 and drawn:
+        other = rng.choice(drawn)
+        return other.at_s + rng.choice((0.05, 0.5, other.for_s)) * rng.random()
+    return FIRST_AT_S + rng.uniform(0.0, 15.0)
 
 
 def known(names: list[str]) -> tuple[str, ...]:
