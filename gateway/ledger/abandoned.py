@@ -25,7 +25,6 @@ from gateway.ledger.intents import delete_open, delete_recorded, ends_its_reques
 from gateway.ledger.store import is_one_of, received_with, write_requests
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ErrorCode, NobodyListens, ProtocolError
 from protocol.open_requests import MAX_ASKED, AskOpen, decode_answer, encode
 
@@ -58,7 +57,7 @@ class AbandonedRequests:
             if still_open is None:
                 continue  # nobody knows: their time begins anew
             await self._note_progress({name: n for name, n in still_open.items() if n > known.get(name, n)})
-            now_unix_ms = unix_now_ms()
+            now_unix_ms = int(self._bus.clock.now_s() * 1000)  # by the stream's clock, as what is compared with it
             missed |= {name: self._missed.get(name, now_unix_ms) for name in known if name not in still_open}
         self._missed = missed
 

@@ -84,6 +84,7 @@ class LedgerWriter:
         await self._consumer.start()
         await self._machine_time.start()
         self._bus.on_reconnect(self._on_reconnected)
+        await self._learn_the_time()
         if on_ready is not None:
             on_ready()
         try:
@@ -155,7 +156,7 @@ class LedgerWriter:
     async def _write_batch(self) -> None:
         deliveries = [self._held.popleft() for _ in range(min(len(self._held), self._batch_records))]
         if not deliveries and self._bus.connected and self._consumer.outstanding():
-            self._written_until_unix_ms = unix_now_ms()  # whatever there is would have come
+            self._written_until_unix_ms = int(self._bus.clock.now_s() * 1000)  # whatever there is would have come
         entries = [await self._decoded(delivery) for delivery in deliveries]
         if entries:
             await self._store(entries)
@@ -184,11 +185,19 @@ class LedgerWriter:
     async def _look_for_abandoned(self) -> None:
         """Now and then, write the rows of requests that no gateway has any more."""
         while not await wait_for(self._stopping, ABANDONED_PERIOD_S):
+            await self._learn_the_time()
             try:
                 await self._abandoned.look()
                 await self._abandoned.record_overdue(self._written_until_unix_ms)
             except DatabaseUnavailable as error:
                 log.warning("requests of gateways that died could not be recorded, will try again: %s", error)
+
+    async def _learn_the_time(self) -> None:
+        """Ask for the stream's: by a clock a minute behind it, requests would count as abandoned at once."""
+        try:
+            await self._bus.clock.measure()
+        except BusError as error:
+            log.warning("the queue server's time is unknown: %s", error)
 
     async def _record_machine_time(self) -> None:
         """Now and then, write down for how long workers have been up."""

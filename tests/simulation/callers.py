@@ -107,7 +107,8 @@ class Caller:
     # --- within the gateway -------------------------------------------------------------------------------------------
 
     async def _serve(self, gateway: Gateway) -> None:
-        headers = [(b"authorization", f"Bearer {self.question.key}".encode())]
+        length = str(len(self.question.body())).encode()
+        headers = [(b"authorization", f"Bearer {self.question.key}".encode()), (b"content-length", length)]
         if self.question.deadline_ms is not None:
             headers.append((b"x-spillway-deadline-ms", str(self.question.deadline_ms).encode()))
         scope = {
