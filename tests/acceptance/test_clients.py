@@ -103,7 +103,7 @@ def test_the_demo_model_calls_tools(client: openai.OpenAI, demo: System) -> None
     city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"]}
     function = {"name": "get_weather", "parameters": {**city, "additionalProperties": False}}
     tools = [{"type": "function", "function": function}]
-    ask = {"model": demo.model, "messages": QUESTION, "tools": tools, "max_tokens": 100}
+    ask = {"model": demo.model, "messages": QUESTION, "tools": tools, "max_tokens": 100, "temperature": 0}
     assert client.chat.completions.create(**ask).choices[0].finish_reason
     [choice] = client.chat.completions.create(**ask, tool_choice="required", parallel_tool_calls=False).choices
     assert choice.finish_reason == "tool_calls"

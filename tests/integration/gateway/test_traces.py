@@ -14,7 +14,7 @@ import pytest
 
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol.bus import Bus
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, has_context_length, until, until_async
 from tests.integration.gateway.scripted_worker import wait_for_consumer
 from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.nats_server import free_port
@@ -41,7 +41,8 @@ class Workers:
         self._telemetry = telemetry
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
-    async def add(self, worker_id: str, **engine: Any) -> None:
+    async def add(self, gateway: GatewayUnderTest, worker_id: str, **engine: Any) -> None:
+        """Start one; return once the gateway counts with its tokenizer."""
         await wait_for_consumer(self._bus, MODEL)
         settings = WorkerSettings(
             worker_id=worker_id,
@@ -55,6 +56,8 @@ class Workers:
         process = self.processes[worker_id] = start_process(settings)
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+        client = gateway.client()
+        await until_async(lambda: has_context_length(client))
 
     def kill(self, worker_id: str) -> None:
         os.kill(self.processes[worker_id].pid, signal.SIGKILL)
@@ -101,8 +104,8 @@ async def test_a_request_is_one_tree_over_both_processes(
 ) -> None:
     caplog.set_level(logging.INFO)
     settings = telemetry(collector, headers={"x-api-key": "k"}, resource_attributes={"deployment.environment": "test"})
-    gateway = await start_gateway(telemetry=settings)
-    await workers.add("w1", inter_token_s=0.002)
+    gateway = await start_gateway(with_card=False, telemetry=settings)
+    await workers.add(gateway, "w1", inter_token_s=0.002)
     response = await ask(gateway, "[[tokens=5]]", {"traceparent": CALLER})
     assert response.status_code == 200
     request_id = response.headers["x-request-id"]
@@ -162,11 +165,11 @@ async def test_a_request_is_one_tree_over_both_processes(
 async def test_a_rescue_is_linked_to_the_attempt_that_was_lost(
     start_gateway: Start, collector: Collector, workers: Workers
 ) -> None:
-    gateway = await start_gateway(telemetry=telemetry(collector))
-    await workers.add("w1")
+    gateway = await start_gateway(with_card=False, telemetry=telemetry(collector))
+    await workers.add(gateway, "w1")
     asking = asyncio.create_task(ask(gateway, "[[tokens=20]] [[stall after=5]]"))
     await until(lambda: collector.named("queue"))  # the worker has accepted
-    await workers.add("w2", inter_token_s=0.001)
+    await workers.add(gateway, "w2", inter_token_s=0.001)
     workers.kill("w1")
     response = await asking
     assert response.status_code == 200
@@ -194,8 +197,8 @@ async def test_a_rescue_is_linked_to_the_attempt_that_was_lost(
 async def test_failed_refused_and_cancelled_requests_say_so(
     start_gateway: Start, collector: Collector, workers: Workers
 ) -> None:
-    gateway = await start_gateway(telemetry=telemetry(collector), max_attempts=1)
-    await workers.add("w1", inter_token_s=0.002)
+    gateway = await start_gateway(with_card=False, telemetry=telemetry(collector), max_attempts=1)
+    await workers.add(gateway, "w1", inter_token_s=0.002)
     failed = await ask(gateway, "[[fail after=0]]")
     assert failed.status_code >= 500
     failed_id = failed.headers["x-request-id"]
@@ -228,8 +231,8 @@ async def test_failed_refused_and_cancelled_requests_say_so(
 async def test_the_callers_decision_and_then_the_ratio_say_what_is_sampled(
     start_gateway: Start, collector: Collector, workers: Workers
 ) -> None:
-    gateway = await start_gateway(telemetry=telemetry(collector, sample_ratio=0.0))
-    await workers.add("w1")
+    gateway = await start_gateway(with_card=False, telemetry=telemetry(collector, sample_ratio=0.0))
+    await workers.add(gateway, "w1")
     await ask(gateway, "", {"traceparent": CALLER_UNSAMPLED})
     await ask(gateway, "")
     await ask(gateway, "", {"traceparent": "malformed"})
@@ -267,8 +270,8 @@ async def test_a_collector_that_fails_costs_no_request(start_gateway: Start, col
 
 
 async def test_several_prompts_are_one_tree(start_gateway: Start, collector: Collector, workers: Workers) -> None:
-    gateway = await start_gateway(telemetry=telemetry(collector))
-    await workers.add("w1")
+    gateway = await start_gateway(with_card=False, telemetry=telemetry(collector))
+    await workers.add(gateway, "w1")
     completions = gateway.client().completions.with_raw_response
     answer = await completions.create(model=MODEL, prompt=["[[tokens=2]]", "[[tokens=3]]"], max_tokens=9)
     request_id = answer.headers["x-request-id"]

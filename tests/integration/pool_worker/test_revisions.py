@@ -97,3 +97,4 @@ async def test_a_worker_that_leaves_keeps_what_only_other_weights_could_take(
             many = len(gateway.token_ids(attempt)) + 20
             await gateway.wait(lambda: gateway.is_over(attempt) or len(gateway.token_ids(attempt)) >= many)
             assert not gateway.is_over(attempt)
+            stop.request(0.0)  # the provider takes the machine now
