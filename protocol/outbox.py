@@ -52,8 +52,13 @@ class Outbox:
         *,
         spool: Spool | None = None,
         spacing_s: float = MESSAGE_SPACING_S,
+        window: int = WINDOW,
     ) -> None:
-        """Make an outbox that calls itself full from ``capacity`` records, or ``CAPACITY_BYTES``, on."""
+        """Make an outbox that calls itself full from ``capacity`` records, or ``CAPACITY_BYTES``, on.
+
+        Where clients wait for the records, ``spacing_s`` is 0 and the ``window`` small: while few messages are in
+        flight the next leaves at once, and what comes meanwhile shares it.
+        """
         self._bus = bus
         self._subject = subject
         self._capacity = capacity
@@ -63,7 +68,7 @@ class Outbox:
         self._in_flight = 0  # records
         self._bytes = 0  # of both
         self._left_s = 0.0  # when the last message left; monotonic clock
-        self._window = asyncio.Semaphore(WINDOW)
+        self._window = asyncio.Semaphore(window)
         self._has_waiting = asyncio.Event()
         self._in_a_hurry = asyncio.Event()  # a full message waits, or somebody flushes
         self._is_empty = asyncio.Event()
