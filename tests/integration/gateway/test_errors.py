@@ -6,7 +6,8 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
+from protocol import subjects
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 
 CHAT = "/v1/chat/completions"
@@ -144,11 +145,17 @@ async def test_error_after_the_first_byte_breaks_the_stream_off(start_gateway: S
     assert [(r.outcome, r.http_status, r.completion_tokens) for r in records] == [("failed", 200, 1)] * 2
 
 
+async def is_queue_empty(gateway: GatewayUnderTest) -> bool:
+    info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
+    return not info["state"]["messages"]
+
+
 async def test_queue_wait_timeout(start_gateway: Start) -> None:
     gateway = await start_gateway(timeouts={"queue_wait_s": 0.5})
     response = await send(gateway, json={"model": MODEL, "messages": HELLO})
     assert error_of(response) == (503, "queue_wait_timeout", None)
     assert response.headers["retry-after"]
+    await until_async(lambda: is_queue_empty(gateway))  # or else the worker may take it at the last moment
     await gateway.add_worker()
     [record] = await gateway.records()
     assert (record.outcome, record.error_code, record.completion_tokens) == ("failed", "queue_wait_timeout", 0)
