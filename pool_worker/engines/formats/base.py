@@ -17,6 +17,21 @@ DONE_HERE: Final = frozenset(
     {"n", "stop", "stop_token_ids", "max_tokens", "skip_special_tokens", "include_stop_str_in_output"}
 )
 
+# What every server here honours.
+SAMPLING: Final = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "ignore_eos",
+    }
+)
+
 
 class MalformedEvent(Exception):
     """An event of a stream is not what its format says; the server's answer cannot be trusted any further."""

@@ -8,7 +8,16 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import Ask, Delta, MalformedEvent, Scored, ServerFacts, ServerFailure, ids
+from pool_worker.engines.formats.base import (
+    SAMPLING,
+    Ask,
+    Delta,
+    MalformedEvent,
+    Scored,
+    ServerFacts,
+    ServerFailure,
+    ids,
+)
 
 _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
 
@@ -19,21 +28,7 @@ class LlamaCppFormat:
     health_path = "/health"
     facts_path = "/props"
     generate_path = "/completion"
-    honoured = frozenset(
-        {
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "seed",
-            "ignore_eos",
-            "logprobs",
-        }
-    )
+    honoured = SAMPLING | {"seed", "logprobs"}
     grammars = frozenset({"json_schema", "json_object"})
 
     @staticmethod

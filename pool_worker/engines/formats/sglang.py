@@ -6,7 +6,7 @@ Its documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sa
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import Ask, Delta, MalformedEvent, ServerFacts, ServerFailure, ids
+from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, MalformedEvent, ServerFacts, ServerFailure, ids
 
 
 class SGLangFormat:
@@ -15,20 +15,7 @@ class SGLangFormat:
     health_path = "/health"
     facts_path = "/get_model_info"
     generate_path = "/generate"
-    honoured = frozenset(
-        {
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "min_tokens",
-            "ignore_eos",
-        }
-    )
+    honoured = SAMPLING | {"min_tokens"}
     grammars = frozenset({"json_schema", "regex"})
 
     @staticmethod

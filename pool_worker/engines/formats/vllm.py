@@ -8,7 +8,16 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import Ask, Delta, MalformedEvent, Scored, ServerFacts, ServerFailure, ids
+from pool_worker.engines.formats.base import (
+    SAMPLING,
+    Ask,
+    Delta,
+    MalformedEvent,
+    Scored,
+    ServerFacts,
+    ServerFailure,
+    ids,
+)
 
 _ID_PREFIX: Final = "token_id:"
 
@@ -19,24 +28,7 @@ class VllmFormat:
     health_path = "/health"
     facts_path = "/v1/models"
     generate_path = "/v1/completions"
-    honoured = frozenset(
-        {
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "seed",
-            "min_tokens",
-            "ignore_eos",
-            "logprobs",
-            "allowed_token_ids",
-            "bad_words",
-        }
-    )
+    honoured = SAMPLING | {"seed", "min_tokens", "logprobs", "allowed_token_ids", "bad_words"}
     grammars = frozenset({"json_schema", "json_object", "regex"})
 
     @staticmethod
