@@ -6,7 +6,7 @@ limits and the faults are ``pool_worker.engines.server``'s.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Final, Protocol
 
 from engine.errors import RequestRejected
@@ -78,7 +78,6 @@ class Ask:
     max_tokens: int  # still to come
     min_tokens: int  # likewise
     seed: int | None  # of this choice
-    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class WireFormat(Protocol):
