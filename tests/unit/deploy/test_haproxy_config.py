@@ -31,6 +31,12 @@ def test_servers_are_the_gateways_of_the_compose_file() -> None:
     assert "http://127.0.0.1:8404/ready" in services()["load-balancer"]["healthcheck"]["test"]
 
 
+def test_no_token_waits_for_the_next_one() -> None:
+    """Without it the median first token of a stream came 200 ms later; a delay is nothing that a test can judge."""
+    defaults = HAPROXY_CONFIG.read_text().partition("\ndefaults\n")[2].partition("\nresolvers ")[0]
+    assert "\n    option http-no-delay\n" in defaults
+
+
 class Gateway:
     """Stands in for a gateway: streams one event and then falls silent, and notices when its caller has gone."""
 
