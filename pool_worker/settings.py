@@ -79,25 +79,30 @@ class ScriptedEngineSettings(Settings):
     faults_from_prompt: bool = False
 
 
-class ServerEngineSettings(Settings):
+class ConnectionSettings(Settings):
+    """The way to an inference server, and the limits of waiting for it."""
+
+    url: HttpAddress
+    api_key: SecretStr | None = None  # sent as a bearer token
+    max_sequences: PositiveInt | None = None  # None: what the server tells, and where it does not, 64
+    ready_s: Seconds = 900.0  # how long a starting server is waited for: it may have to load and compile
+    connect_s: PositiveSeconds = 5.0
+    silence_s: PositiveSeconds = 60.0  # how long a stream may be silent, before its first token too
+    health_limit_s: PositiveSeconds = 10.0  # a server that is not healthy for so long is lost
+
+
+class ServerEngineSettings(ConnectionSettings):
     """An inference server that takes and gives token ids, by its URL (docs/ENGINES.md)."""
 
     kind: Literal["vllm", "llamacpp", "sglang"]
-    url: HttpAddress
     tokenizer: str  # the model's folder, or its tokenizer.json: what prompts are counted and answers are read with
     model: str | None = None  # as the server calls it; None: what it serves
     # A server does not tell what weights it has: pools of one revision go on with what another of them has begun. None:
     # those of servers of this kind that call the model so.
     revision: Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")] | None = None
-    api_key: SecretStr | None = None  # sent as a bearer token
-    # None: what the server tells, and where it does not: 64 sequences, and as many tokens as these can have.
+    # None: what the server tells, and where it does not, as many tokens as its sequences can have.
     max_model_len: PositiveInt | None = None
-    max_sequences: PositiveInt | None = None
     max_kv_tokens: PositiveInt | None = None
-    ready_s: Seconds = 900.0  # how long a starting server is waited for: it may have to load and compile
-    connect_s: PositiveSeconds = 5.0
-    silence_s: PositiveSeconds = 60.0  # how long a stream may be silent, before its first token too
-    health_limit_s: PositiveSeconds = 10.0  # a server that is not healthy for so long is lost
 
 
 EngineSettings = Annotated[

@@ -4,8 +4,8 @@
 
 The server only makes tokens. Their text, stop strings, the count and the end are made here, as for our own engine, so
 that a choice can go on at any other pool of the model from the very tokens it has. What differs between servers is in
-``formats``. A watch asks for the server's health: one that does not answer, or makes no tokens for any of its streams,
-is lost (EngineDiedError), and the worker's jobs go elsewhere.
+``formats``; the way to it, its limits and faults are in ``server_connection``. A server that does not answer, or that
+makes no tokens for any of its streams, is lost (EngineDiedError), and the worker's jobs go elsewhere.
 """
 
 import asyncio
@@ -13,12 +13,9 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-
-import httpx
-import msgspec
 
 from engine.admission import check_request
 from engine.detokenizer import TokenText
@@ -28,32 +25,18 @@ from engine.step_stats import StepStats
 from engine.types import EngineCounters, EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.formats import FORMATS
-from pool_worker.engines.formats.base import Delta, MalformedEvent, ServerFacts, ServerFailure, refuse_unknown
+from pool_worker.engines.formats.base import Delta, ServerFacts, refuse_unknown
+from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_choice import ServerChoice
+from pool_worker.engines.server_connection import AttemptFailed, ServerConnection
 from pool_worker.engines.tokenizer_folder import TokenizerFolder, TokenizerFolderError
 from pool_worker.settings import ServerEngineSettings
 from protocol.artifacts import tokenizer_object_name
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 
-HEALTH_PERIOD_S: Final = 1.0
-READY_PERIOD_S: Final = 0.5
-BUSY_WAIT_S: Final = 1.0  # after a 429 or 503 without a Retry-After
-MAX_BUSY_WAIT_S: Final = 10.0
-BUSY_TRIES: Final = 3  # of one choice, before the gateway looks for another pool
-RETRY_SHARE: Final = 0.2  # of all choices: how many may be asked for again, so that retries cannot amplify an overload
-MAX_RETRIES_SAVED: Final = 10.0
-MAX_EVENT_BYTES: Final = 1024 * 1024
-MAX_ERROR_CHARS: Final = 500
 MAX_REVISION_CHARS: Final = 64
-BUSY_STATUSES: Final = frozenset({429, 503, 529})
-REFUSED_STATUSES: Final = frozenset({400, 413, 422})  # about this request; all others are about the server or its key
 
 log = logging.getLogger(__name__)
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-class AttemptFailed(Exception):
-    """This server did not answer to the end; another may."""
 
 
 class ServerEngine:
@@ -63,7 +46,7 @@ class ServerEngine:
         self.name: str = settings.kind
         self._settings = settings
         self._format = FORMATS[settings.kind]
-        self._client: httpx.AsyncClient
+        self._connection = ServerConnection(settings, self._lose)
         self._tokenizer: TokenizerFolder
         self._tokens: TokenText
         self._info: EngineInfo
@@ -76,8 +59,6 @@ class ServerEngine:
         self._death: EngineDiedError | None = None
         self._running: set[ServerChoice] = set()
         self._waiting = 0
-        self._heard_s = 0.0  # monotonic clock: the last event of any stream
-        self._retries = MAX_RETRIES_SAVED
         self._counters = EngineCounters()
         self._stats = StepStats()
         self._is_stopped = False
@@ -92,15 +73,11 @@ class ServerEngine:
         except TokenizerFolderError as error:
             raise EngineDiedError(f"engine.tokenizer: {error}") from error
         self._tokens = TokenText(self._tokenizer)
-        key = settings.api_key
-        self._client = httpx.AsyncClient(
-            base_url=settings.url.rstrip("/"),
-            headers={} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"},
-            timeout=httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=settings.max_sequences or 256),
-            trust_env=False,
-        )
-        self._facts = await self._wait_until_ready()
+        answer = await self._connection.wait_until_ready(self._format.health_path, self._format.facts_path)
+        try:
+            self._facts = self._format.facts(answer, settings.model)
+        except MalformedEvent as error:
+            raise EngineDiedError(f"{settings.url} is no {self.name} server: {error}") from error
         length = settings.max_model_len or self._facts.max_model_len
         if length is None:
             raise EngineDiedError(f"engine.max_model_len: required, since {settings.url} does not tell")
@@ -127,36 +104,8 @@ class ServerEngine:
             sequences,
             length,
         )
-        self._watching = asyncio.create_task(self._watch(), name="server health")
+        self._watching = asyncio.create_task(self._connection.watch(self._format.health_path), name="server health")
         return Capacity(sequences, kv_tokens, length)
-
-    async def _wait_until_ready(self) -> ServerFacts:
-        deadline_s = time.monotonic() + self._settings.ready_s
-        while True:
-            try:
-                (await self._client.get(self._format.health_path)).raise_for_status()
-                answer = (await self._client.get(self._format.facts_path)).raise_for_status()
-                return self._format.facts(_decode(answer.content), self._settings.model)
-            except (MalformedEvent, msgspec.DecodeError) as error:
-                raise EngineDiedError(f"{self._settings.url} is no {self.name} server: {error}") from error
-            except httpx.HTTPError as error:
-                if time.monotonic() >= deadline_s:
-                    raise EngineDiedError(f"{self._settings.url} is not ready: {_reason(error)}") from error
-            await asyncio.sleep(READY_PERIOD_S)
-
-    async def _watch(self) -> None:
-        """Ask for the server's health until it is lost."""
-        healthy_s = time.monotonic()
-        while self._death is None:
-            await asyncio.sleep(HEALTH_PERIOD_S)
-            try:
-                answer = await self._client.get(self._format.health_path, timeout=self._settings.health_limit_s)
-                answer.raise_for_status()
-            except httpx.HTTPError as error:
-                if time.monotonic() - healthy_s > self._settings.health_limit_s:
-                    self._lose(_reason(error))
-            else:
-                healthy_s = time.monotonic()
 
     def _lose(self, reason: str) -> None:
         self._death = EngineDiedError(f"{self._settings.url} is lost: {reason}")
@@ -206,8 +155,7 @@ class ServerEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if hasattr(self, "_client"):
-            await self._client.aclose()
+        await self._connection.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -282,21 +230,13 @@ class ServerEngine:
         finally:
             self._waiting -= 1
         with self._place_of(choice):
-            for attempt in range(BUSY_TRIES):
-                wait_s = await self._stream(choice)
-                if wait_s is None:
-                    return
-                if attempt + 1 == BUSY_TRIES or self._retries < 1:
-                    break
-                self._retries -= 1
-                await asyncio.sleep(wait_s)
-            raise AttemptFailed("the server is busy")
+            body = self._format.body(choice.ask(self._facts.model))
+            await self._connection.stream(
+                self._format.generate_path, body, self._format.framing, lambda event: self._read(choice, event)
+            )
 
     @contextlib.contextmanager
     def _place_of(self, choice: ServerChoice) -> Iterator[None]:
-        self._retries = min(MAX_RETRIES_SAVED, self._retries + RETRY_SHARE)
-        if not self._running:
-            self._heard_s = time.monotonic()
         self._running.add(choice)
         choice.clock.scheduled_s = time.monotonic()
         self._counters.prompt_tokens += choice.prompt_tokens
@@ -306,79 +246,17 @@ class ServerEngine:
             self._running.discard(choice)
             self._places.release()
 
-    async def _stream(self, choice: ServerChoice) -> float | None:
-        """Read one stream to the choice's end; return how long to wait where the server is too busy to begin one."""
-        body = msgspec.json.encode(self._format.body(choice.ask(self._facts.model)))
-        headers = {"content-type": "application/json", "accept": "text/event-stream"}
-        try:
-            async with self._client.stream(
-                "POST", self._format.generate_path, content=body, headers=headers
-            ) as response:
-                if response.status_code != httpx.codes.OK:
-                    return await self._refused(response)
-                async for event in _events(response):
-                    self._take(choice, self._format.read(_decode(event), choice.streamed_tokens))
-                    if choice.text.finish_reason is not None:
-                        return None  # the connection is closed, which tells the server to stop
-        except (MalformedEvent, msgspec.DecodeError) as error:
-            raise AttemptFailed(f"the server's answer is malformed: {error}") from error
-        except ServerFailure as error:
-            raise AttemptFailed(f"the server failed: {str(error)[:MAX_ERROR_CHARS]}") from error
-        except httpx.ReadTimeout as error:
-            if time.monotonic() - self._heard_s >= self._settings.silence_s:  # and none of its other streams says more
-                self._lose("it is healthy, and makes no tokens")
-            raise AttemptFailed(f"the server was silent for {self._settings.silence_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise AttemptFailed(f"the connection to the server broke: {_reason(error)}") from error
-        raise AttemptFailed("the server's answer has no end")
-
-    async def _refused(self, response: httpx.Response) -> float:
-        """Return how long to wait for a busy server. Raises RequestRejected or AttemptFailed for all else."""
-        status = response.status_code
-        if status in BUSY_STATUSES:
-            with contextlib.suppress(ValueError):
-                return min(MAX_BUSY_WAIT_S, max(0.0, float(response.headers.get("retry-after", BUSY_WAIT_S))))
-            return BUSY_WAIT_S
-        text = (await _head_of(response)).decode(errors="replace")
-        if status in REFUSED_STATUSES:
-            raise RequestRejected("model", f"this pool's server refused the request: {text}")
-        raise AttemptFailed(f"the server answered {status}: {text}")
+    def _read(self, choice: ServerChoice, event: Mapping[str, Any]) -> bool:
+        """Take one event; return whether the choice has ended."""
+        self._take(choice, self._format.read(event, choice.streamed_tokens))
+        return choice.text.finish_reason is not None
 
     def _take(self, choice: ServerChoice, delta: Delta) -> None:
-        now_s = self._heard_s = time.monotonic()
         output = choice.take(delta)
         if output is None:
             return
         if output.token_ids:
-            self._stats.tokens_came([choice.clock], now_s)
+            self._stats.tokens_came([choice.clock], time.monotonic())
             self._stats.step_tokens.observe(len(output.token_ids))
             self._counters.generated_tokens += len(output.token_ids)
         self._put(output)
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event but ``[DONE]``. Raises MalformedEvent for one that is too long."""
-    rest = b""
-    async for chunk in response.aiter_bytes():
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > MAX_EVENT_BYTES:
-            raise MalformedEvent(f"an event has more than {MAX_EVENT_BYTES} bytes")
-        for line in lines:
-            data = line.strip().removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-            if data and data != b"[DONE]":
-                yield data
-
-
-async def _head_of(response: httpx.Response) -> bytes:
-    """Return the beginning of an error's body."""
-    head = b""
-    with contextlib.suppress(httpx.HTTPError):
-        async for chunk in response.aiter_bytes():
-            head += chunk
-            if len(head) >= MAX_ERROR_CHARS:
-                break
-    return head[:MAX_ERROR_CHARS]
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -8,7 +8,8 @@ from engine.detokenizer import TokenText
 from engine.output_text import OutputText
 from engine.step_stats import SequenceClock
 from engine.types import FinishReason, GenerationRequest, ResumePoint, SequenceOutput, TokenLogprob
-from pool_worker.engines.formats.base import Ask, Delta, MalformedEvent, Scored
+from pool_worker.engines.formats.base import Ask, Delta, Scored
+from pool_worker.engines.framing import MalformedEvent
 
 SEED_STRIDE: Final = 1_000_003  # choices of one seeded request differ
 

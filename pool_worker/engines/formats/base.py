@@ -1,8 +1,8 @@
 """What a wire format is: how one inference server is asked for the next tokens of one choice, and what it answers.
 
 One file a format in this folder, one registry in ``__init__``, and one conformance suite that all must pass
-(``tests/conformance/test_server_engines.py``). A format is pure: it makes bodies and reads events. The connection, the
-limits and the faults are ``pool_worker.engines.server``'s.
+(``tests/conformance/test_engines.py``). A format is pure: it makes bodies and reads events. The connection, the
+limits and the faults are ``pool_worker.engines.server_connection``'s.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from engine.errors import RequestRejected
 from engine.types import SamplingParams
+from pool_worker.engines.framing import Framing, MalformedEvent
 
 # What is done on this side of the wire, whatever the server can do: it gives tokens, and their text is made here.
 DONE_HERE: Final = frozenset(
@@ -31,14 +32,6 @@ SAMPLING: Final = frozenset(
         "ignore_eos",
     }
 )
-
-
-class MalformedEvent(Exception):
-    """An event of a stream is not what its format says; the server's answer cannot be trusted any further."""
-
-
-class ServerFailure(Exception):
-    """The server says in its stream that the request failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +78,8 @@ class WireFormat(Protocol):
 
     health_path: str
     facts_path: str  # GET; see ``facts``
-    generate_path: str  # POST; answers with server-sent events
+    generate_path: str  # POST; answers with a stream of events
+    framing: Framing
     honoured: frozenset[str]  # the fields of SamplingParams that the server honours, beside DONE_HERE
     grammars: frozenset[str]  # the kinds of grammar that it can follow
 

@@ -8,16 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import (
-    SAMPLING,
-    Ask,
-    Delta,
-    MalformedEvent,
-    Scored,
-    ServerFacts,
-    ServerFailure,
-    ids,
-)
+from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Scored, ServerFacts, ids
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
 
@@ -28,6 +20,7 @@ class LlamaCppFormat:
     health_path = "/health"
     facts_path = "/props"
     generate_path = "/completion"
+    framing: Framing = "server-sent events"
     honoured = SAMPLING | {"seed", "logprobs"}
     grammars = frozenset({"json_schema", "json_object"})
 

@@ -6,7 +6,8 @@ Its documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sa
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, MalformedEvent, ServerFacts, ServerFailure, ids
+from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, ServerFacts, ids
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 
 class SGLangFormat:
@@ -15,6 +16,7 @@ class SGLangFormat:
     health_path = "/health"
     facts_path = "/get_model_info"
     generate_path = "/generate"
+    framing: Framing = "server-sent events"
     honoured = SAMPLING | {"min_tokens"}
     grammars = frozenset({"json_schema", "regex"})
 

@@ -8,16 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import (
-    SAMPLING,
-    Ask,
-    Delta,
-    MalformedEvent,
-    Scored,
-    ServerFacts,
-    ServerFailure,
-    ids,
-)
+from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Scored, ServerFacts, ids
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 _ID_PREFIX: Final = "token_id:"
 
@@ -28,6 +20,7 @@ class VllmFormat:
     health_path = "/health"
     facts_path = "/v1/models"
     generate_path = "/v1/completions"
+    framing: Framing = "server-sent events"
     honoured = SAMPLING | {"seed", "min_tokens", "logprobs", "allowed_token_ids", "bad_words"}
     grammars = frozenset({"json_schema", "json_object", "regex"})
 

@@ -1,0 +1,176 @@
+"""The way to an inference server: streams asked of it by HTTP, their limits, and what becomes of its faults.
+
+What a server does wrong is one of three: the request's own fault (RequestRejected: nobody tries again), this attempt's
+(AttemptFailed: another pool goes on), or the server's whole life (``lost``: the worker leaves, its jobs go elsewhere).
+What is asked and what the events mean is the caller's; what cuts a body into events is a ``Framing``.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from engine.errors import RequestRejected
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.framing import FRAMINGS, Framing, MalformedEvent, ServerFailure
+from pool_worker.settings import ConnectionSettings
+
+HEALTH_PERIOD_S: Final = 1.0
+READY_PERIOD_S: Final = 0.5
+BUSY_WAIT_S: Final = 1.0  # after a 429 or 503 without a Retry-After
+MAX_BUSY_WAIT_S: Final = 10.0
+BUSY_TRIES: Final = 3  # of one stream, before the gateway looks for another pool
+RETRY_SHARE: Final = 0.2  # of all streams: how many may be asked for again, so that retries cannot amplify an overload
+MAX_RETRIES_SAVED: Final = 10.0
+MAX_ERROR_CHARS: Final = 500
+BUSY_STATUSES: Final = frozenset({429, 503, 529})
+REFUSED_STATUSES: Final = frozenset({400, 413, 422})  # about this request; all others are about the server or its key
+
+_HEADERS: Final = {"content-type": "application/json", "accept": "text/event-stream, application/x-ndjson"}
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class AttemptFailed(Exception):
+    """This server did not answer to the end; another may."""
+
+
+class ServerConnection:
+    """Streams of one server, and its health. ``lose`` is told once why the server is lost."""
+
+    def __init__(
+        self, settings: ConnectionSettings, lose: Callable[[str], None], auth: httpx.Auth | None = None
+    ) -> None:
+        """Open nothing yet. ``auth`` signs what is sent, where an API key as a bearer token is not enough."""
+        self._settings = settings
+        self._lose = lose
+        key = settings.api_key
+        self._client = httpx.AsyncClient(
+            base_url=settings.url.rstrip("/"),
+            auth=auth,
+            headers={} if key is None or auth is not None else {"authorization": f"Bearer {key.get_secret_value()}"},
+            timeout=httpx.Timeout(settings.silence_s, connect=settings.connect_s, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=settings.max_sequences or 256),
+            trust_env=False,
+        )
+        self._running = 0  # streams
+        self._heard_s = 0.0  # monotonic clock: the last event of any stream
+        self._retries = MAX_RETRIES_SAVED
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._client.aclose()
+
+    # --- health -------------------------------------------------------------------------------------------------------
+
+    async def wait_until_ready(self, health_path: str, facts_path: str) -> dict[str, Any]:
+        """Return what a ready server answers at ``facts_path``. Raises EngineDiedError."""
+        deadline_s = time.monotonic() + self._settings.ready_s
+        while True:
+            try:
+                (await self._client.get(health_path)).raise_for_status()
+                return _decode((await self._client.get(facts_path)).raise_for_status().content)
+            except msgspec.DecodeError as error:
+                raise EngineDiedError(f"{self._settings.url}{facts_path} answers no JSON object: {error}") from error
+            except httpx.HTTPError as error:
+                if time.monotonic() >= deadline_s:
+                    raise EngineDiedError(f"{self._settings.url} is not ready: {_reason(error)}") from error
+            await asyncio.sleep(READY_PERIOD_S)
+
+    async def watch(self, health_path: str) -> None:
+        """Ask for the server's health until it is lost."""
+        healthy_s = time.monotonic()
+        while True:
+            await asyncio.sleep(HEALTH_PERIOD_S)
+            try:
+                answer = await self._client.get(health_path, timeout=self._settings.health_limit_s)
+                answer.raise_for_status()
+            except httpx.HTTPError as error:
+                if time.monotonic() - healthy_s > self._settings.health_limit_s:
+                    self._lose(_reason(error))
+                    return
+            else:
+                healthy_s = time.monotonic()
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], framing: Framing, take: Callable[[dict[str, Any]], bool]
+    ) -> None:
+        """Post a body and hand over each event of the answer, until ``take`` says that it has all.
+
+        A server that is too busy to begin is asked again, within limits. Raises RequestRejected and AttemptFailed;
+        ``take`` may raise MalformedEvent and ServerFailure, which become the latter.
+        """
+        self._retries = min(MAX_RETRIES_SAVED, self._retries + RETRY_SHARE)
+        content = msgspec.json.encode(body)
+        if not self._running:
+            self._heard_s = time.monotonic()
+        self._running += 1
+        try:
+            for attempt in range(BUSY_TRIES):
+                wait_s = await self._stream_once(path, content, framing, take)
+                if wait_s is None:
+                    return
+                if attempt + 1 == BUSY_TRIES or self._retries < 1:
+                    break
+                self._retries -= 1
+                await asyncio.sleep(wait_s)
+        finally:
+            self._running -= 1
+        raise AttemptFailed("the server is busy")
+
+    async def _stream_once(
+        self, path: str, content: bytes, framing: Framing, take: Callable[[dict[str, Any]], bool]
+    ) -> float | None:
+        """Read one stream; return how long to wait where the server is too busy to begin one."""
+        try:
+            async with self._client.stream("POST", path, content=content, headers=_HEADERS) as response:
+                if response.status_code != httpx.codes.OK:
+                    return await _refused(response)
+                async for data in FRAMINGS[framing](response.aiter_bytes()):
+                    self._heard_s = time.monotonic()
+                    if take(_decode(data)):
+                        return None  # the connection is closed, which tells the server to stop
+        except (MalformedEvent, msgspec.DecodeError) as error:
+            raise AttemptFailed(f"the server's answer is malformed: {error}") from error
+        except ServerFailure as error:
+            raise AttemptFailed(f"the server failed: {str(error)[:MAX_ERROR_CHARS]}") from error
+        except httpx.ReadTimeout as error:
+            if time.monotonic() - self._heard_s >= self._settings.silence_s:  # and none of its other streams says more
+                self._lose("it is healthy, and makes no tokens")
+            raise AttemptFailed(f"the server was silent for {self._settings.silence_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise AttemptFailed(f"the connection to the server broke: {_reason(error)}") from error
+        raise AttemptFailed("the server's answer has no end")
+
+
+async def _refused(response: httpx.Response) -> float:
+    """Return how long to wait for a busy server. Raises RequestRejected or AttemptFailed for all else."""
+    status = response.status_code
+    if status in BUSY_STATUSES:
+        with contextlib.suppress(ValueError):
+            return min(MAX_BUSY_WAIT_S, max(0.0, float(response.headers.get("retry-after", BUSY_WAIT_S))))
+        return BUSY_WAIT_S
+    text = (await _head_of(response)).decode(errors="replace")
+    if status in REFUSED_STATUSES:
+        raise RequestRejected("model", f"this pool's server refused the request: {text}")
+    raise AttemptFailed(f"the server answered {status}: {text}")
+
+
+async def _head_of(response: httpx.Response) -> bytes:
+    """Return the beginning of an error's body."""
+    head = b""
+    with contextlib.suppress(httpx.HTTPError):
+        async for chunk in response.aiter_bytes():
+            head += chunk
+            if len(head) >= MAX_ERROR_CHARS:
+                break
+    return head[:MAX_ERROR_CHARS]
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
