@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol import wire
-from protocol.chat import Deltas, Input
+from protocol.chat import Input
 from protocol.engine_stats import EngineStats
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
@@ -241,8 +241,8 @@ class Unread(Struct, frozen=True, array_like=True, tag="?"):
         return self.kind in _FRAME_TAGS
 
 
-Frame = Accepted | Tokens | Deltas | Vector | Finished | Failed | Unread
-_FRAME_TAGS: Final = {kind.__struct_config__.tag for kind in (Accepted, Tokens, Deltas, Vector, Finished, Failed)}
+Frame = Accepted | Tokens | Vector | Finished | Failed | Unread
+_FRAME_TAGS: Final = {kind.__struct_config__.tag for kind in (Accepted, Tokens, Vector, Finished, Failed)}
 
 
 class StepFrame(Struct, frozen=True, array_like=True):

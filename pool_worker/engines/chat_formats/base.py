@@ -3,7 +3,7 @@
 One file a format in this folder, one registry in ``__init__``, and one conformance suite that all must pass
 (``tests/conformance/test_chat_engines.py``). A format is pure: it makes bodies and reads events. The connection, its
 limits and faults are ``pool_worker.engines.server_connection``'s; what cuts a body into events is a ``Framing``, which
-yields one JSON object an event, also where the wire is no text (AWS' event streams).
+yields the JSON object of each event, also where the wire is no text (AWS' event streams).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,7 +58,7 @@ class AnswerReader(Protocol):
 class ChatFormat(Protocol):
     """One API's way to be asked."""
 
-    framing: Framing
+    framing: Framing  # its name: of FRAMINGS
     health_path: str | None  # GET; None: it has none, and only answers tell
     honoured: frozenset[str]  # the fields of SamplingParams that it honours, beside DONE_HERE
     schemas: frozenset[str]  # what of "json_object" and "json_schema" an answer can be made to follow
