@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import itertools
+import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pool_worker import engines, notices
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
-from pool_worker.settings import WorkerSettings
+from pool_worker.settings import ServerEngineSettings, WorkerSettings
+from pool_worker.sidecar.restarts import Restarts
 from pool_worker.stopping import Stop
 from pool_worker.worker import OnReady, Worker
 from protocol import subjects
+from protocol.backoff import wait_for
 from protocol.bus import Bus
 
 if TYPE_CHECKING:
@@ -19,20 +23,51 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
+log = logging.getLogger(__name__)
+
 _Result = TypeVar("_Result")
 
 
 async def run(settings: WorkerSettings, on_ready: OnReady | None = None) -> None:
     """Serve until SIGTERM, SIGINT or a notice, then drain and return; a second signal cuts the drain short.
 
-    ``on_ready`` is called once, with the task of the models, when jobs are about to be pulled. Raises EngineDiedError
-    if the engine does not start or is lost (its jobs have been handed back by then), and BusError if no queue server
-    answers at first.
+    ``on_ready`` is called with the task of the models when jobs are about to be pulled: once, and again after each
+    restart of a server that is ours. Raises EngineDiedError if the engine does not start or is lost, and is not to be
+    started again (its jobs have been handed back by then), and BusError if no queue server answers at first.
     """
     stop = Stop(settings.drain_s, notices.signal_limit_s(settings.notice))
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop.on_signal)
+    try:
+        await _live(settings, stop, on_ready)
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+async def _live(settings: WorkerSettings, stop: Stop, on_ready: OnReady | None) -> None:
+    """Serve with one engine after another, where its server's process is ours and so can be started again."""
+    engine = settings.engine
+    restarts = None
+    if isinstance(engine, ServerEngineSettings) and engine.exec is not None:
+        restarts = Restarts(engine.exec_restarts)
+    for life in itertools.count(1):
+        # Each life is a worker of its own: what is said of the one that died is not meant for the next.
+        own = settings if life == 1 else settings.model_copy(update={"worker_id": f"{settings.worker_id}-{life}"})
+        try:
+            await _live_once(own, stop, on_ready)
+        except EngineDiedError as death:
+            if restarts is None or stop.requested.is_set():
+                raise
+            wait_s = restarts.wait_s_after(death)
+            log.error("%s; starting the server again in %.1f s", death, wait_s)  # noqa: TRY400  # no bug of ours
+            if not await wait_for(stop.requested, wait_s):
+                continue
+        return
+
+
+async def _live_once(settings: WorkerSettings, stop: Stop, on_ready: OnReady | None) -> None:
     engine = engines.create(settings.engine)
     try:
         capacity = await _unless_stopped(stop, engine.start())
@@ -48,8 +83,6 @@ async def run(settings: WorkerSettings, on_ready: OnReady | None = None) -> None
         finally:
             await bus.close()
     finally:
-        for number in STOP_SIGNALS:
-            loop.remove_signal_handler(number)
         await engine.stop()
 
 

@@ -1,8 +1,9 @@
 """What a worker is told: frozen, validated, passed down. Nothing below reads the environment."""
 
-from typing import Annotated, Literal
+import shlex
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from protocol.telemetry import TelemetrySettings
 
@@ -20,6 +21,8 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Task = Literal["generate", "embed", "score"]
 NoticeKind = Literal["none", "aws", "gcp", "azure", "runpod", "salad"]
+DETECTED: Final = "auto"
+PORT_PLACE: Final = "{port}"  # in a server's command and URL
 Tier = Literal["spot", "reserved", "on-demand", "hosted"]
 
 
@@ -94,7 +97,7 @@ class ConnectionSettings(Settings):
 class ServerEngineSettings(ConnectionSettings):
     """An inference server that takes and gives token ids, by its URL (docs/ENGINES.md)."""
 
-    kind: Literal["vllm", "llamacpp", "sglang"]
+    kind: Literal["auto", "vllm", "llamacpp", "sglang"]  # "auto": the server is asked
     tokenizer: str  # the model's folder, or its tokenizer.json: what prompts are counted and answers are read with
     model: str | None = None  # as the server calls it; None: what it serves
     # A server does not tell what weights it has: pools of one revision go on with what another of them has begun. None:
@@ -103,16 +106,23 @@ class ServerEngineSettings(ConnectionSettings):
     # None: what the server tells, and where it does not, as many tokens as its sequences can have.
     max_model_len: PositiveInt | None = None
     max_kv_tokens: PositiveInt | None = None
+    # The command that starts the server, where that is the worker's business; "{port}", here and in `url`, becomes a
+    # free port, which the variable PORT holds, too.
+    exec: str | None = None
+    exec_stop_s: Seconds = 10.0  # between its SIGTERM and its SIGKILL
+    exec_restarts: Annotated[int, Field(ge=0)] = 5  # within half an hour; one more, and the worker ends with an error
 
-
-class ChatEngineSettings(ConnectionSettings):
-    """A server or a hosted API that takes messages and gives no token ids (docs/ENGINES.md)."""
-
-    model: str  # as the server calls it
-    # As ServerEngineSettings.revision; a begun answer goes on by an assistant's message, where the server takes one.
-    revision: Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")] | None = None
-    max_model_len: PositiveInt = 131_072  # prompt and output tokens of one conversation: what the worker pulls up to
-    max_output_tokens: PositiveInt | None = None  # where the caller names no limit; None: the server's own
+    @model_validator(mode="after")
+    def _command_must_fit(self) -> Self:
+        try:
+            words = None if self.exec is None else shlex.split(self.exec)
+        except ValueError as error:
+            raise ValueError(f"exec: {error}") from error
+        if words == []:
+            raise ValueError("exec: names no command")
+        if (PORT_PLACE in self.url) != (PORT_PLACE in (self.exec or "")):
+            raise ValueError(f"url, exec: {PORT_PLACE} must be in both or in neither")
+        return self
 
 
 EngineSettings = Annotated[

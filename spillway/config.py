@@ -61,6 +61,7 @@ ENV_PREFIX: Final = "SPILLWAY_"
 _ENGINES: Final[dict[str, type[BaseModel]]] = {
     "spillway": LocalEngineSettings,
     "scripted": ScriptedEngineSettings,
+    "auto": ServerEngineSettings,
     "vllm": ServerEngineSettings,
     "llamacpp": ServerEngineSettings,
     "sglang": ServerEngineSettings,

@@ -2,7 +2,7 @@
 
 from pool_worker.engines.base import Engine
 from pool_worker.engines.scripted import ScriptedEngine
-from pool_worker.settings import EngineSettings, ScriptedEngineSettings, ServerEngineSettings
+from pool_worker.settings import DETECTED, EngineSettings, ScriptedEngineSettings, ServerEngineSettings
 
 
 def create(settings: EngineSettings) -> Engine:
@@ -10,6 +10,10 @@ def create(settings: EngineSettings) -> Engine:
     if isinstance(settings, ScriptedEngineSettings):
         return ScriptedEngine(settings)
     if isinstance(settings, ServerEngineSettings):
+        if settings.kind == DETECTED or settings.exec is not None:
+            from pool_worker.sidecar.engine import SideCarEngine  # noqa: PLC0415 - as below
+
+            return SideCarEngine(settings, create)
         from pool_worker.engines.server import ServerEngine  # noqa: PLC0415 - brings an HTTP client
 
         return ServerEngine(settings)

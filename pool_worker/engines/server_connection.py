@@ -18,9 +18,10 @@ from engine.errors import RequestRejected
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.framing import FRAMINGS, Framing, MalformedEvent, ServerFailure
 from pool_worker.settings import ConnectionSettings
+from pool_worker.sidecar.readiness import Readiness
+from protocol.backoff import wait_for
 
 HEALTH_PERIOD_S: Final = 1.0
-READY_PERIOD_S: Final = 0.5
 BUSY_WAIT_S: Final = 1.0  # after a 429 or 503 without a Retry-After
 MAX_BUSY_WAIT_S: Final = 10.0
 BUSY_TRIES: Final = 3  # of one stream, before the gateway looks for another pool
@@ -59,6 +60,9 @@ class ServerConnection:
         self._running = 0  # streams
         self._heard_s = 0.0  # monotonic clock: the last event of any stream
         self._retries = MAX_RETRIES_SAVED
+        self._is_watched = False
+        self._is_reachable = asyncio.Event()
+        self._is_reachable.set()
 
     async def close(self) -> None:
         """Close every connection."""
@@ -68,7 +72,7 @@ class ServerConnection:
 
     async def wait_until_ready(self, health_path: str, facts_path: str) -> dict[str, Any]:
         """Return what a ready server answers at ``facts_path``. Raises EngineDiedError."""
-        deadline_s = time.monotonic() + self._settings.ready_s
+        wait = Readiness(self._settings.url, self._settings.ready_s)
         while True:
             try:
                 (await self._client.get(health_path)).raise_for_status()
@@ -76,24 +80,27 @@ class ServerConnection:
             except msgspec.DecodeError as error:
                 raise EngineDiedError(f"{self._settings.url}{facts_path} answers no JSON object: {error}") from error
             except httpx.HTTPError as error:
-                if time.monotonic() >= deadline_s:
-                    raise EngineDiedError(f"{self._settings.url} is not ready: {_reason(error)}") from error
-            await asyncio.sleep(READY_PERIOD_S)
+                await wait.not_yet(_reason(error))
 
     async def watch(self, health_path: str) -> None:
         """Ask for the server's health until it is lost."""
         healthy_s = time.monotonic()
+        self._is_watched = True
+        was_refused = False  # the last time
         while True:
             await asyncio.sleep(HEALTH_PERIOD_S)
             try:
                 answer = await self._client.get(health_path, timeout=self._settings.health_limit_s)
                 answer.raise_for_status()
             except httpx.HTTPError as error:
-                if time.monotonic() - healthy_s > self._settings.health_limit_s:
+                is_refused = isinstance(error, httpx.ConnectError)
+                if (is_refused and was_refused) or time.monotonic() - healthy_s > self._settings.health_limit_s:
                     self._lose(_reason(error))
                     return
+                was_refused = is_refused
             else:
-                healthy_s = time.monotonic()
+                healthy_s, was_refused = time.monotonic(), False
+                self._is_reachable.set()
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -135,17 +142,32 @@ class ServerConnection:
                     self._heard_s = time.monotonic()
                     if take(_decode(data)):
                         return None  # the connection is closed, which tells the server to stop
-        except (MalformedEvent, msgspec.DecodeError) as error:
-            raise AttemptFailed(f"the server's answer is malformed: {error}") from error
-        except ServerFailure as error:
-            raise AttemptFailed(f"the server failed: {str(error)[:MAX_ERROR_CHARS]}") from error
-        except httpx.ReadTimeout as error:
+        except httpx.ConnectError as error:
+            if await self._is_there_again():
+                return 0.0
+            raise AttemptFailed(f"the server cannot be reached: {_reason(error)}") from error
+        except (MalformedEvent, msgspec.DecodeError, ServerFailure, httpx.HTTPError) as error:
+            raise AttemptFailed(self._fault(error)) from error
+        raise AttemptFailed("the server's answer has no end")
+
+    def _fault(self, error: Exception) -> str:
+        """Say what went wrong with one stream; where that is all of the server's, it is lost."""
+        if isinstance(error, ServerFailure):
+            return f"the server failed: {str(error)[:MAX_ERROR_CHARS]}"
+        if isinstance(error, httpx.ReadTimeout):
             if time.monotonic() - self._heard_s >= self._settings.silence_s:  # and none of its other streams says more
                 self._lose("it is healthy, and makes no tokens")
-            raise AttemptFailed(f"the server was silent for {self._settings.silence_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise AttemptFailed(f"the connection to the server broke: {_reason(error)}") from error
-        raise AttemptFailed("the server's answer has no end")
+            return f"the server was silent for {self._settings.silence_s:g} s"
+        if isinstance(error, httpx.HTTPError):
+            return f"the connection to the server broke: {_reason(error)}"
+        return f"the server's answer is malformed: {error}"
+
+    async def _is_there_again(self) -> bool:
+        """Wait for the watch's word: who failed at once where nobody listens would swallow the whole queue."""
+        if not self._is_watched:
+            return False
+        self._is_reachable.clear()
+        return await wait_for(self._is_reachable, self._settings.health_limit_s)
 
 
 async def _refused(response: httpx.Response) -> float:

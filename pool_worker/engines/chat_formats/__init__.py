@@ -1,1 +1,0 @@
-"""Wire formats of servers and hosted APIs that take messages."""

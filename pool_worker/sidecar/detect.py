@@ -1,0 +1,84 @@
+"""Which inference server listens at a URL, from what it tells of itself.
+
+OpenAI-style servers name themselves as the owner of their models; the others have pages of their own.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.settings import ServerEngineSettings
+from pool_worker.sidecar.readiness import Readiness
+
+ANSWER_LIMIT_S: Final = 5.0
+ANSWER_LIMIT_BYTES: Final = 1024 * 1024
+OWNERS: Final[Mapping[str, str]] = {  # `owned_by` in /v1/models → kind
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "llamacpp": "llamacpp",
+    "lmdeploy": "lmdeploy",
+    "tensorrt_llm": "trtllm",
+}
+
+_Answer = Mapping[str, Any]
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def _by_owner(answer: _Answer) -> str | None:
+    models = answer.get("data")
+    first = models[0] if isinstance(models, list) and models else None
+    return OWNERS.get(str(first.get("owned_by"))) if isinstance(first, dict) else None
+
+
+# Asked in this order: who has a page of his own often has an OpenAI-style one, too.
+PROBES: Final[tuple[tuple[str, Callable[[_Answer], str | None]], ...]] = (
+    ("/v1/models", _by_owner),
+    ("/props", lambda answer: "llamacpp" if "total_slots" in answer else None),
+    ("/get_model_info", lambda answer: "sglang" if "model_path" in answer else None),
+    ("/info", lambda answer: "tgi" if {"model_id", "max_total_tokens"} <= set(answer) else None),
+    ("/api/version", lambda answer: "ollama" if "version" in answer else None),
+    ("/v2", lambda answer: "triton" if answer.get("name") == "triton" else None),
+)
+
+
+async def detect(settings: ServerEngineSettings) -> str:
+    """Wait until a server answers; return its kind. Raises EngineDiedError."""
+    url, key = settings.url.rstrip("/"), settings.api_key
+    headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
+    wait = Readiness(url, settings.ready_s)
+    timeout = httpx.Timeout(ANSWER_LIMIT_S, connect=settings.connect_s)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
+        while True:
+            try:
+                kind = await _ask(client)
+            except httpx.HTTPError as error:
+                await wait.not_yet(str(error) or type(error).__name__)
+                continue
+            if kind is None:
+                raise EngineDiedError(f"{url} does not tell what server it is: say so with --engine-kind (engine.kind)")
+            return kind
+
+
+async def _ask(client: httpx.AsyncClient) -> str | None:
+    """Raises httpx.HTTPError where there is no answer, or one that says to come back later."""
+    for path, kind_of in PROBES:
+        async with client.stream("GET", path) as response:
+            if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+                response.raise_for_status()
+            body = b""
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > ANSWER_LIMIT_BYTES:
+                    break
+        if not response.is_success:
+            continue
+        try:
+            kind = kind_of(_decode(body))
+        except msgspec.DecodeError:
+            continue
+        if kind is not None:
+            return kind
+    return None

@@ -1,0 +1,115 @@
+"""An engine that is a server beside us: which kind it is is found out, and its process may be ours.
+
+    start ──> the server's process (where `exec` names one) ──> its kind (where it is not told) ──> the engine for it
+                       └── its end ends the engine, whose worker hands its jobs back and starts a new one
+
+Everything else is the engine's that speaks the server's wire format.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from engine.pooling_types import PoolingRequest
+from engine.types import EngineStats, GenerationRequest, SequenceOutput
+from pool_worker.engines.base import Capacity, Engine, EngineDiedError
+from pool_worker.settings import DETECTED, PORT_PLACE, EngineSettings, ServerEngineSettings
+from pool_worker.sidecar.detect import detect
+from pool_worker.sidecar.process import ServerProcess
+from protocol.messages import ModelCard
+
+
+class SideCarEngine:
+    """See the module; the order of life is that of ``base.Engine``."""
+
+    def __init__(self, settings: ServerEngineSettings, create: Callable[[EngineSettings], Engine]) -> None:
+        """``create`` makes the engine for a server that runs and whose kind is known."""
+        self.name: str = settings.kind
+        self._settings = settings
+        self._create = create
+        self._process = None if settings.exec is None else ServerProcess(settings.exec, settings.exec_stop_s)
+        self._ending: asyncio.Task[None] | None = None
+        self._death: EngineDiedError | None = None
+        self._inner: Engine | None = None
+
+    async def start(self) -> Capacity:
+        """See ``base.Engine``."""
+        if self._process is None:
+            return await self._start_inner()
+        await self._process.start()
+        self._ending = asyncio.create_task(self._end_with(self._process), name="server process")
+        starting = asyncio.create_task(self._start_inner(), name="server start")
+        try:
+            await asyncio.wait({starting, self._ending}, return_when=asyncio.FIRST_COMPLETED)
+            if self._death is not None:
+                raise self._death
+            return starting.result()
+        finally:
+            starting.cancel()
+            await asyncio.wait({starting})
+
+    async def _end_with(self, process: ServerProcess) -> None:
+        """Wait until the process has ended; then nothing more comes of the engine either."""
+        self._death = await process.wait()
+        if self._inner is not None:
+            await self._inner.stop()
+
+    async def _start_inner(self) -> Capacity:
+        settings = self._settings
+        update: dict[str, Any] = {"exec": None}
+        if self._process is not None and self._process.port is not None:
+            update["url"] = settings.url.replace(PORT_PLACE, str(self._process.port))
+        settings = settings.model_copy(update=update)
+        if settings.kind == DETECTED:
+            fields = {name: getattr(settings, name) for name in settings.model_fields_set}
+            try:
+                known: EngineSettings = TypeAdapter(EngineSettings).validate_python(
+                    {**fields, "kind": await detect(settings)}
+                )
+            except ValidationError as error:
+                raise EngineDiedError(f"engine: {error.errors()[0]['msg']}") from error
+        else:
+            known = settings
+        self._inner = self._create(known)
+        self.name = self._inner.name
+        return await self._inner.start()
+
+    async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
+        """See ``base.Engine``."""
+        async for outputs in self._started.steps():
+            yield outputs
+        if self._death is not None:
+            raise self._death
+
+    @property
+    def _started(self) -> Engine:
+        assert self._inner is not None  # noqa: S101  # the order of life
+        return self._inner
+
+    def model_card(self, model: str) -> tuple[ModelCard, bytes]:
+        """See ``base.Engine``."""
+        return self._started.model_card(model)
+
+    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
+        """See ``base.Engine``."""
+        self._started.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        """See ``base.Engine``."""
+        self._started.cancel(request_id)
+
+    def stats(self) -> EngineStats:
+        """See ``base.Engine``."""
+        return self._started.stats()
+
+    async def stop(self) -> None:
+        """See ``base.Engine``; the server ends, too, if it is ours."""
+        if self._ending is not None:
+            self._ending.cancel()
+            await asyncio.wait({self._ending})
+        if self._inner is not None:
+            await self._inner.stop()
+        if self._process is not None:
+            await self._process.stop()

@@ -1,0 +1,147 @@
+"""The server that a pool's ``exec`` names, as a process of ours: its life, its log in ours, and its last words.
+
+    worker ──owns──> keeper ──owns──> server (a group of its own) ──> whatever it starts
+
+The keeper (``keeper.py``) ends the server when we close its input, or are gone.
+"""
+
+import asyncio
+import logging
+import os
+import shlex
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.settings import PORT_PLACE
+
+KEEPER: Final = Path(__file__).with_name("keeper.py")
+KEEPER_MARGIN_S: Final = 5.0  # past the server's own limit, for the keeper to bury it
+READ_BYTES: Final = 64 * 1024
+LOG_LINE_BYTES: Final = 4096  # longer ones are cut
+LOG_LINES_PER_S: Final = 50  # on average; a burst may have so many times the next
+LOG_BURST_S: Final = 10
+LAST_WORDS: Final = 10
+LAST_WORDS_CHARS: Final = 300  # of each
+OWN_VARIABLES: Final = "SPILLWAY_"  # of ours, with the queue's password in them: none of the server's business
+
+log = logging.getLogger(__name__)
+
+
+class ServerProcess:
+    """One life of the server."""
+
+    def __init__(self, command: str, stop_limit_s: float) -> None:
+        """``command``: as for a shell, but none runs it; ``{port}`` in it becomes a free port."""
+        self.port = _free_port() if PORT_PLACE in command else None
+        self._command = [part.replace(PORT_PLACE, str(self.port)) for part in shlex.split(command)]
+        self._stop_limit_s = stop_limit_s
+        self._lines = LogLines()
+        self._keeper: asyncio.subprocess.Process | None = None
+        self._copying: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start it; it is not ready yet. Raises EngineDiedError if there is no such program."""
+        self._keeper = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-S", str(KEEPER), str(self._stop_limit_s), *self._command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for us, who drain first
+            env=_environment(os.environ, self.port),
+        )
+        assert self._keeper.stdout is not None  # noqa: S101  # asked for above
+        self._copying = asyncio.create_task(self._lines.copy(self._keeper.stdout), name="server log")
+        log.info("started the server: %s", shlex.join(self._command))
+
+    async def wait(self) -> EngineDiedError:
+        """Wait until it has ended; return why, with its last words."""
+        assert self._keeper is not None  # noqa: S101  # it has been started
+        code = await self._keeper.wait()
+        if self._copying is not None:
+            await asyncio.wait({self._copying}, timeout=KEEPER_MARGIN_S)  # who inherited the pipe may keep it open
+        return EngineDiedError(f"the server ended with exit code {code}; its last words:\n  {self._lines.last_words()}")
+
+    async def stop(self) -> None:
+        """End it, by SIGTERM or by SIGKILL after its limit. Safe to call in any state."""
+        keeper = self._keeper
+        if keeper is None:
+            return
+        assert keeper.stdin is not None  # noqa: S101  # asked for above
+        keeper.stdin.close()
+        try:
+            async with asyncio.timeout(self._stop_limit_s + KEEPER_MARGIN_S):
+                await keeper.wait()
+        except TimeoutError:
+            log.warning("the server did not end; its keeper is killed")
+            keeper.kill()  # which kills the server
+            await keeper.wait()
+        if self._copying is not None:
+            self._copying.cancel()
+            await asyncio.wait({self._copying})
+
+
+class LogLines:
+    """The server's output as lines of our log: cut where they are long, and left out where there are too many."""
+
+    def __init__(self) -> None:
+        self._last: deque[str] = deque(maxlen=LAST_WORDS)
+        self._allowed = float(LOG_BURST_S * LOG_LINES_PER_S)
+        self._filled_s: float | None = None
+        self._left_out = 0
+
+    def last_words(self) -> str:
+        """Return the last lines."""
+        return "\n  ".join(self._last) or "(none)"
+
+    async def copy(self, stream: asyncio.StreamReader) -> None:
+        """Copy until the end."""
+        head, is_cut = b"", False  # of the line that is being read
+        while chunk := await stream.read(READ_BYTES):
+            *ended, rest = chunk.split(b"\n")
+            for part in ended:
+                self._take(head + part, is_cut=is_cut)
+                head, is_cut = b"", False
+            is_cut = is_cut or len(head) + len(rest) > LOG_LINE_BYTES
+            head = (head + rest)[:LOG_LINE_BYTES]
+        if head:
+            self._take(head, is_cut=is_cut)
+
+    def _take(self, line: bytes, *, is_cut: bool) -> None:
+        text = line[:LOG_LINE_BYTES].decode(errors="replace").rstrip()
+        if is_cut or len(line) > LOG_LINE_BYTES:
+            text += " … (cut)"
+        if not text:
+            return
+        self._last.append(text[:LAST_WORDS_CHARS])
+        if not self._may_log(asyncio.get_running_loop().time()):
+            self._left_out += 1
+            return
+        if self._left_out:
+            log.warning("%d lines of the server's log were left out: more than %d/s", self._left_out, LOG_LINES_PER_S)
+            self._left_out = 0
+        log.info("server: %s", text)
+
+    def _may_log(self, now_s: float) -> bool:
+        passed_s = 0.0 if self._filled_s is None else now_s - self._filled_s
+        self._filled_s = now_s
+        self._allowed = min(LOG_BURST_S * LOG_LINES_PER_S, self._allowed + passed_s * LOG_LINES_PER_S)
+        if self._allowed < 1:
+            return False
+        self._allowed -= 1
+        return True
+
+
+def _environment(ours: Mapping[str, str], port: int | None) -> dict[str, str]:
+    kept = {name: value for name, value in ours.items() if not name.upper().startswith(OWN_VARIABLES)}
+    return kept if port is None else {**kept, "PORT": str(port)}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,34 @@
+"""Waiting for a server that loads and compiles: bounded, and saying now and then why it is not ready yet."""
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+from pool_worker.engines.base import EngineDiedError
+
+PERIOD_S: Final = 0.5
+FIRST_LOG_S: Final = 5.0
+LOG_PERIOD_S: Final = 15.0
+
+log = logging.getLogger(__name__)
+
+
+class Readiness:
+    """One wait for one server."""
+
+    def __init__(self, url: str, limit_s: float) -> None:
+        self._url = url
+        self._limit_s = limit_s
+        self._started_s = time.monotonic()
+        self._next_log_s = FIRST_LOG_S
+
+    async def not_yet(self, reason: str) -> None:
+        """Wait until it may be asked again. Raises EngineDiedError once that has lasted too long."""
+        waited_s = time.monotonic() - self._started_s
+        if waited_s >= self._limit_s:
+            raise EngineDiedError(f"{self._url} is not ready after {waited_s:.0f} s: {reason}")
+        if waited_s >= self._next_log_s:
+            self._next_log_s = waited_s + LOG_PERIOD_S
+            log.info("%s is not ready after %.0f s of at most %.0f s: %s", self._url, waited_s, self._limit_s, reason)
+        await asyncio.sleep(PERIOD_S)

@@ -1,0 +1,116 @@
+"""``spillway worker``: one worker of a pool, described by the configuration, by options, or by both.
+
+Options win over the environment's keys, these over the file. Beside an inference server (a side-car) no file is needed.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from pool_worker.settings import DETECTED, PORT_PLACE
+from spillway import logs
+from spillway.cli.context import ConfigOption, DataOption, ReadyFileOption, fail, resolve_config, run_async, write_ready
+from spillway.config import ENV_PREFIX, Config
+
+SERVER: Final = "An inference server beside the worker"
+POOL: Final = "The pool, where no configuration describes it"
+LOCAL_URL: Final = f"http://127.0.0.1:{PORT_PLACE}"
+
+
+def worker(
+    pool: Annotated[str, typer.Option(envvar="SPILLWAY_POOL", help="Which pool this worker belongs to.")],
+    config: ConfigOption = None,
+    data: DataOption = None,
+    engine_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SPILLWAY_ENGINE_URL", help="Where the server listens: http://localhost:8000.", rich_help_panel=SERVER
+        ),
+    ] = None,
+    engine_kind: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SPILLWAY_ENGINE_KIND",
+            help="What it is: vllm, sglang, llamacpp, … (docs/ENGINES.md). Default: the pool's; else the server is asked.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    exec_: Annotated[
+        str | None,
+        typer.Option(
+            "--exec",
+            metavar="COMMAND",
+            envvar="SPILLWAY_EXEC",
+            help="Start the server, too, and own its life. {port} becomes a free port, here and in --engine-url.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SPILLWAY_TOKENIZER",
+            help="The model's folder, or its tokenizer.json.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="SPILLWAY_MODEL",
+            help="What callers ask for; the gateway's [models] must name it, too. Repeatable.",
+            rich_help_panel=POOL,
+        ),
+    ] = None,
+    nats_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="SPILLWAY_NATS_URL",
+            help="The queue: nats://user:password@host:4222. Repeatable. Better by the variable: a password is no option.",
+            rich_help_panel=POOL,
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any other key of the pool: tier=spot, usd_per_hour=0.34, engine.max_sequences=128, "
+            "engine.revision=llama-8b-v1, watch.max_tpot_ms=60. Repeatable.",
+            rich_help_panel=POOL,
+        ),
+    ] = None,
+    ready_file: ReadyFileOption = None,
+) -> None:
+    """Run one worker of a pool: pulls jobs, runs the pool's engine. Needs an outbound connection to NATS only.
+
+    Beside an inference server that runs already (a side-car):
+
+    spillway worker --pool runpod --engine-url http://localhost:8000
+
+    With the server's life in its hands: it is started, its log is copied, it is
+    started again when it dies or hangs (jobs are handed back meanwhile), and it
+    ends after the last job of a drain:
+
+    spillway worker --pool runpod --exec "vllm serve /model --port {port}"
+
+    Without any configuration file:
+
+    SPILLWAY_NATS_URL=nats://spillway:PASSWORD@queue:4222 spillway worker
+    --pool laptop --model llama-8b --tokenizer /models/llama-8b
+    --engine-url http://localhost:8080
+
+    SIGTERM and SIGINT drain: running jobs end or are handed back; a second one
+    hands them back at once. Exit code 1: the engine is lost, and its jobs have
+    been handed back; whatever runs this should start it again.
+    """
+    from pool_worker.main import run  # noqa: PLC0415 - brings the engines' plug point
+
+    logs.configure(f"worker {pool}")
+    engine = {"url": engine_url, "kind": engine_kind, "exec": exec_, "tokenizer": tokenizer}
+    resolved = _with_options(resolve_config(config, data), engine, model or [], nats_url or [], set_ or [], pool=pool)
+    run_async(
+        lambda: run(
+            resolved.worker_settings(pool), on_ready=lambda task: write_ready(ready_file, {"pool": pool, "task": task})
+        )
+    )

@@ -1,0 +1,78 @@
+"""Which server listens at a URL, from the answers that each one's documentation shows."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.settings import ServerEngineSettings
+from pool_worker.sidecar import readiness
+from pool_worker.sidecar.detect import detect
+from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
+from tests.nats_server import free_port
+
+
+def owned_by(owner: str) -> dict[str, Any]:
+    return {"object": "list", "data": [{"id": "m", "object": "model", "created": 1, "owned_by": owner}]}
+
+
+ANSWERS: dict[str, dict[str, dict[str, Any]]] = {
+    "vllm": {"/v1/models": owned_by("vllm"), "/version": {"version": "0.32.0"}},
+    "sglang": {"/v1/models": owned_by("sglang"), "/get_model_info": {"model_path": "m"}},
+    "llamacpp": {"/v1/models": owned_by("llamacpp"), "/props": {"total_slots": 4}},
+    "lmdeploy": {"/v1/models": owned_by("lmdeploy")},
+    "trtllm": {"/v1/models": owned_by("tensorrt_llm")},
+    "tgi": {"/v1/models": owned_by("m"), "/info": {"model_id": "m", "max_total_tokens": 4096}},
+    "ollama": {"/v1/models": owned_by("library"), "/api/version": {"version": "0.12.0"}},
+    "triton": {"/v2": {"name": "triton", "version": "2.51.0", "extensions": []}},
+}
+
+
+@pytest.fixture
+def server() -> Iterator[MetadataServer]:
+    with MetadataServer() as server:
+        yield server
+
+
+def settings(url: str, **more: Any) -> ServerEngineSettings:
+    return ServerEngineSettings(kind="auto", url=url, tokenizer="", **{"ready_s": 20.0, **more})
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+async def test_each_is_known_by_what_it_tells(server: MetadataServer, kind: str) -> None:
+    server.answers = {f"GET {path}": Answer(200, json.dumps(answer)) for path, answer in ANSWERS[kind].items()}
+    assert await detect(settings(server.url, api_key="secret")) == kind
+    assert {question.headers["authorization"] for question in server.questions} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("body", ["", "[]", "{}", '{"data": []}', '{"data": [7]}', "x" * 2_000_000])
+async def test_who_does_not_tell_is_not_guessed(server: MetadataServer, body: str) -> None:
+    server.answers = {"GET /v1/models": Answer(200, body)}
+    with pytest.raises(EngineDiedError, match="--engine-kind"):
+        await detect(settings(server.url))
+
+
+async def test_a_server_that_loads_is_waited_for_and_the_log_says_why(
+    server: MetadataServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(readiness, "PERIOD_S", 0.01)
+    monkeypatch.setattr(readiness, "FIRST_LOG_S", 0.0)
+    caplog.set_level(logging.INFO)
+    server.answers = {"GET /v1/models": Answer(503, '{"error": {"message": "Loading model"}}')}
+    detecting = asyncio.create_task(detect(settings(server.url)))
+    while len(server.questions) < 3:
+        await asyncio.sleep(0.01)
+    server.answers = {"GET /v1/models": Answer(200, json.dumps(owned_by("llamacpp")))}
+    assert await detecting == "llamacpp"
+    (line,) = [record.getMessage() for record in caplog.records if record.name == readiness.__name__]  # not each time
+    assert "503" in line
+    assert "of at most 20 s" in line
+
+
+async def test_nobody_is_waited_for_no_longer_than_ready_s() -> None:
+    with pytest.raises(EngineDiedError, match=r"is not ready after 0 s: All connection attempts failed"):
+        await detect(settings(f"http://127.0.0.1:{free_port()}", ready_s=0.0))

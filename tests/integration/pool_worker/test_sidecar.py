@@ -1,0 +1,181 @@
+"""A worker that owns its server's process (`exec`), with a server program that misbehaves."""
+
+import asyncio
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pool_worker.settings import ServerEngineSettings, WorkerSettings
+from protocol import messages as m
+from spillway.config import DEMO_MODEL_PATH
+from tests.integration.pool_worker.playing_gateway import MODEL, WAIT_S, Attempt, PlayingGateway
+from tests.integration.pool_worker.worker_process import finish, start_process
+
+PROGRAM = Path(__file__).with_name("misbehaving_server.py")
+PROMPT = m.pack_token_ids(range(40, 50))
+
+
+class Server:
+    """What the program has told of itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def settings(self, nats_url: str, *options: str, drain_s: float = 30.0, **engine: Any) -> WorkerSettings:
+        command = [sys.executable, "-S", str(PROGRAM), str(self.folder), "{port}", *options]
+        return WorkerSettings(
+            worker_id="w1",
+            pool="test",
+            nats_urls=(nats_url,),
+            models=(MODEL,),
+            drain_s=drain_s,
+            engine=ServerEngineSettings(
+                kind="auto",
+                url="http://127.0.0.1:{port}",
+                exec=shlex.join(command),
+                tokenizer=str(DEMO_MODEL_PATH),
+                **{"exec_stop_s": 0.3, **engine},
+            ),
+        )
+
+    def events(self, kind: str) -> list[str]:
+        file = self.folder / "events"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line.removeprefix(kind).strip() for line in lines if line.startswith(kind)]
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in self.events("started") + self.events("grandchild")]
+
+    def is_gone(self) -> bool:
+        alive = [pid for pid in self.pids() if psutil.pid_exists(pid)]
+        return all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in alive)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    yield server
+    for pid in server.pids():
+        if psutil.pid_exists(pid):
+            psutil.Process(pid).kill()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def ask(gateway: PlayingGateway, max_tokens: int = 8) -> Attempt:
+    return await gateway.ask(prompt_ids=PROMPT, max_tokens=max_tokens, ignore_eos=True)
+
+
+async def answer(gateway: PlayingGateway) -> m.Frame:
+    """What a job ends in, tried once more by its gateway where that is worth it."""
+    end = await gateway.end_of(await ask(gateway))
+    if isinstance(end, m.Failed) and end.retryable:
+        end = await gateway.end_of(await ask(gateway))
+    return end
+
+
+async def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        return await finish(process)
+    finally:
+        process.kill()
+
+
+async def test_a_server_that_dies_in_mid_stream_is_started_again(
+    gateway: PlayingGateway, nats_url: str, server: Server
+) -> None:
+    process = start_process(server.settings(nats_url))
+    whole = await ask(gateway)
+    assert isinstance(await gateway.end_of(whole), m.Finished)
+    (server.folder / "die").touch()
+    cut = await ask(gateway)
+    failed = await gateway.end_of(cut)
+    assert isinstance(failed, m.Failed)
+    assert failed.retryable
+    assert 0 < len(gateway.token_ids(cut)) < 8
+    assert isinstance(await answer(gateway), m.Finished)  # by the next life, which serves what waited meanwhile
+    assert gateway.frames[whole][0].worker_id == "w1"  # type: ignore[union-attr]
+    process.send_signal(signal.SIGTERM)
+    code, log = await ended(process)
+    assert code == 0, log
+    assert "CUDA error: out of memory" in log
+    assert len(server.events("started")) == 2
+    assert server.is_gone()
+
+
+async def test_a_server_that_hangs_is_ended_and_started_again(
+    gateway: PlayingGateway, nats_url: str, server: Server
+) -> None:
+    process = start_process(server.settings(nats_url, "--ignore-term", "--grandchild", health_limit_s=0.5))
+    running = await ask(gateway, max_tokens=400)
+    await gateway.tokens_of(running, 3)
+    (server.folder / "hang").touch()
+    failed = await gateway.end_of(running)
+    assert isinstance(failed, m.Failed)
+    assert failed.retryable
+    waiting = await ask(gateway)
+    (server.folder / "hang").unlink()
+    assert isinstance(await gateway.end_of(waiting), m.Finished)
+    process.send_signal(signal.SIGTERM)
+    code, log = await ended(process)
+    assert code == 0, log
+    assert len(server.events("started")) == 2
+    assert server.is_gone()
+
+
+async def test_a_drain_ends_the_jobs_first_and_then_the_server(
+    gateway: PlayingGateway, nats_url: str, server: Server
+) -> None:
+    process = start_process(server.settings(nats_url, exec_stop_s=WAIT_S))
+    running = await ask(gateway, max_tokens=60)
+    await gateway.tokens_of(running, 3)
+    process.send_signal(signal.SIGTERM)
+    assert isinstance(await gateway.end_of(running), m.Finished)
+    code, log = await ended(process)
+    assert code == 0, log
+    assert len(server.events("ended")) == 1
+    assert server.is_gone()
+
+
+async def test_a_server_that_never_starts_ends_the_worker_with_its_last_words(nats_url: str, server: Server) -> None:
+    process = start_process(server.settings(nats_url, "--die-at-start", exec_restarts=2))
+    code, log = await ended(process)
+    assert code == 1
+    last = log[log.rindex("EngineDiedError") :]
+    assert "given up after 3 deaths" in last
+    assert "exit code 3" in last
+    assert "no such model: m" in last
+    assert len(server.events("started")) == 3
+
+
+async def test_a_worker_that_is_killed_takes_the_server_and_its_children_along(
+    gateway: PlayingGateway, nats_url: str, server: Server
+) -> None:
+    process = start_process(server.settings(nats_url, "--ignore-term", "--grandchild"))
+    assert isinstance(await answer(gateway), m.Finished)
+    assert len(server.pids()) == 2
+    assert not server.is_gone()
+    process.kill()
+    await until(server.is_gone)
+    await ended(process)
+
+
+async def test_stopping_while_the_server_starts_ends_both(nats_url: str, server: Server) -> None:
+    (server.folder / "hang").touch()
+    process = start_process(server.settings(nats_url))
+    await until(lambda: server.events("started"))
+    process.send_signal(signal.SIGTERM)
+    code, log = await ended(process)
+    assert code == 0, log
+    assert server.is_gone()

@@ -1,0 +1,108 @@
+"""The server's process: its log in ours, its last words, what it is told, and how often it may die."""
+
+import asyncio
+import logging
+import shlex
+import sys
+
+import pytest
+
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.sidecar import process as process_module
+from pool_worker.sidecar.process import LOG_BURST_S, LOG_LINE_BYTES, LOG_LINES_PER_S, LogLines, ServerProcess
+from pool_worker.sidecar.restarts import WINDOW_S, Restarts
+
+
+async def run(code: str) -> EngineDiedError:
+    process = ServerProcess(shlex.join([sys.executable, "-S", "-c", code]), stop_limit_s=1.0)
+    await process.start()
+    try:
+        return await process.wait()
+    finally:
+        await process.stop()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage().removeprefix("server: ") for record in caplog.records if record.msg == "server: %s"]
+
+
+async def test_a_line_of_100_megabytes_is_cut_and_the_next_is_whole(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    code = "import sys\nfor _ in range(100): sys.stdout.write('x' * 1_000_000)\nprint('\\nthe reason'); sys.exit(4)"
+    death = await run(code)
+    assert "exit code 4" in str(death)
+    assert str(death).endswith("the reason")
+    assert len(str(death)) < 1000
+    long, reason = said(caplog)
+    assert long == "x" * LOG_LINE_BYTES + " … (cut)"
+    assert reason == "the reason"
+
+
+async def test_a_flood_of_lines_is_left_out_of_the_log_but_not_of_the_last_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    death = await run("for n in range(100_000): print('line', n)")
+    assert str(death).endswith("line 99999")
+    assert LOG_BURST_S * LOG_LINES_PER_S <= len(said(caplog)) < 10_000
+
+
+async def test_what_was_left_out_is_counted_when_there_is_room_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    now_s = 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s, raising=False)
+    lines, stream = LogLines(), asyncio.StreamReader()
+    allowed = LOG_BURST_S * LOG_LINES_PER_S
+    stream.feed_data(b"again\n" * (allowed + 7))
+    stream.feed_eof()
+    await lines.copy(stream)
+    assert len(said(caplog)) == allowed
+    now_s, stream = 1.0, asyncio.StreamReader()
+    stream.feed_data(b"after\n\nthe last has no end")
+    stream.feed_eof()
+    await lines.copy(stream)
+    assert said(caplog)[allowed:] == ["after", "the last has no end"]
+    assert any(record.getMessage().startswith("7 lines") for record in caplog.records)
+
+
+async def test_it_is_told_its_port_and_none_of_our_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPILLWAY_NATS__URLS", '["nats://user:secret@queue"]')
+    monkeypatch.setenv("HF_TOKEN", "needed")
+    code = (
+        "import os; ours = [name for name in os.environ if name.startswith('SPILL')]"
+        "; print(ours, os.environ['HF_TOKEN'], os.environ['PORT'] == '{port}')"
+    )
+    assert str(await run(code)).endswith("[] needed True")
+
+
+async def test_a_program_that_does_not_exist_is_said_so() -> None:
+    process = ServerProcess("no-such-server --port 1", stop_limit_s=1.0)
+    await process.start()
+    assert "no-such-server: No such file or directory" in str(await process.wait())
+    await process.stop()
+
+
+async def test_stopping_what_was_never_started() -> None:
+    await ServerProcess("no-such-server", stop_limit_s=1.0).stop()
+
+
+async def test_a_keeper_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "KEEPER_MARGIN_S", 0.1)
+    process = ServerProcess(shlex.join([sys.executable, "-S", "-c", "import time; time.sleep(600)"]), stop_limit_s=0.0)
+    await process.start()
+    await process.stop()
+    assert "exit code" in str(await process.wait())
+
+
+def test_deaths_are_counted_within_a_window() -> None:
+    now_s = 0.0
+    restarts = Restarts(2, lambda: now_s)
+    death = EngineDiedError("CUDA error")
+    first, second = restarts.wait_s_after(death), restarts.wait_s_after(death)
+    assert 0 < first < second + 0.1
+    with pytest.raises(EngineDiedError, match="given up after 3 deaths .* CUDA error"):
+        restarts.wait_s_after(death)
+    now_s = WINDOW_S
+    assert restarts.wait_s_after(death) <= 0.1  # from the beginning
