@@ -8,10 +8,9 @@ their frozen settings from the methods of ``Config``.
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Final, get_args, get_origin
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
@@ -52,6 +51,7 @@ from pool_worker.settings import (
     WorkerSettings,
 )
 from protocol.telemetry import TelemetrySettings
+from spillway.config_problems import explain, keys_of
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
@@ -297,10 +297,17 @@ def process_id(kind: str) -> str:
     return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
-def load_config(path: Path, env: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+def load_config(
+    path: Path,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:
     """Read a TOML file (or the JSON that ``up`` writes for its children), overlay the environment, validate the whole.
 
-    ``overrides`` (from command-line options) win over both. Raises ConfigError naming each key at fault.
+    ``overrides`` (from command-line options) win over both, and both over ``defaults``. Raises ConfigError naming each
+    key at fault.
     """
     source_class = JsonConfigSettingsSource if path.suffix == ".json" else TomlConfigSettingsSource
     if not path.is_file():
@@ -313,7 +320,14 @@ def load_config(path: Path, env: Mapping[str, str] | None = None, overrides: Map
         raise ConfigError(
             f"{path}: payloads.key: does not belong here; use SPILLWAY_PAYLOADS__KEY or payloads.key_file"
         )
-    return _validated(from_file, str(path), env, overrides)
+    return _validated(_merge(defaults or {}, from_file), str(path), env, overrides)
+
+
+def config_without_file(
+    defaults: Mapping[str, Any], env: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None
+) -> Config:
+    """Take all from the environment and ``overrides``, with ``defaults`` below them."""
+    return _validated(defaults, "options", env, overrides)
 
 
 def default_config(
@@ -356,7 +370,9 @@ def _validated(
         merged = _merge(_merge(base, _MappingEnvSource(environment)()), overrides or {})
         return Config(**merged)
     except ValidationError as error:
-        problems = [f"{_place(problem, where, environment)}: {_explain(problem)}" for problem in error.errors()]
+        problems = [
+            f"{_place(problem, where, environment)}: {explain(problem, Config, _ENGINES)}" for problem in error.errors()
+        ]
         raise ConfigError("\n".join(problems)) from error
     except SettingsError as error:
         raise ConfigError(f"environment: {error}") from error
@@ -372,39 +388,8 @@ def _refuse_unknown_sections(env: Mapping[str, str]) -> None:
 
 def _place(problem: Mapping[str, Any], where: str, env: Mapping[str, str]) -> str:
     """The variable that holds the value at fault, or else ``where``."""
-    variable = ENV_PREFIX + "__".join(_keys(problem)).upper()
+    variable = ENV_PREFIX + "__".join(keys_of(problem)).upper()
     return f"environment: {variable}" if variable in env else where
-
-
-def _explain(problem: Mapping[str, Any]) -> str:
-    keys = _keys(problem)
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden":
-        message = f"there is no such key; there are: {', '.join(_keys_beside(problem['loc']))}"
-    elif problem["type"] == "union_tag_not_found":
-        message = f"'kind' is required: {', '.join(_ENGINES)}"
-    return f"{'.'.join(keys)}: {message}" if keys else message
-
-
-def _keys(problem: Mapping[str, Any]) -> list[str]:
-    # A tagged union's tag stands in the location between "engine" and the key; it is no key of the file.
-    parts = problem["loc"]
-    return [str(part) for n, part in enumerate(parts) if n != 3 or parts[0] != "pools" or parts[2] != "engine"]
-
-
-def _keys_beside(location: Sequence[int | str]) -> list[str]:
-    """The keys that exist where the last one of ``location`` does not."""
-    here: Any = Config
-    for part in location[:-1]:
-        if isinstance(here, UnionType):
-            here = _ENGINES[str(part)]
-        elif get_origin(here) is dict:
-            here = get_args(here)[1]
-        else:
-            here = here.model_fields[str(part)].annotation
-            if NoneType in get_args(here):
-                here = get_args(here)[0]
-    return list(here.model_fields)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from spillway.cli import admin, bench, export, keys, limits, payloads, processes
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.parked import parked
 from spillway.cli.usage import usage
+from spillway.cli.worker import worker
 
 app = typer.Typer(
     name="spillway",
@@ -15,7 +16,7 @@ app = typer.Typer(
 )
 app.command("up")(processes.up)
 app.command("gateway")(processes.gateway)
-app.command("worker")(processes.worker)
+app.command("worker")(worker)
 app.command("ledger")(processes.ledger)
 app.command("usage")(usage)
 app.command("dead-letters")(dead_letters)

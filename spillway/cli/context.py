@@ -21,7 +21,7 @@ from pool_worker.engines.base import EngineDiedError
 from protocol.bus import Bus
 from protocol.errors import BusError
 from spillway.children import ChildError
-from spillway.config import DEFAULT_CONFIG_NAME, Config, ConfigError, default_config, load_config
+from spillway.config import DEFAULT_CONFIG_NAME, Config, ConfigError, config_without_file, default_config, load_config
 from spillway.embedded_nats import EmbeddedNatsError
 from spillway.up import UpError, resolved_config_path
 
@@ -46,16 +46,27 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
-def resolve_config(path: Path | None, data: Path | None, overrides: dict[str, Any] | None = None) -> Config:
-    """The configuration that a command works with; ends the command with a clear error if it cannot be used."""
+def resolve_config(
+    path: Path | None,
+    data: Path | None,
+    overrides: dict[str, Any] | None = None,
+    *,
+    defaults: dict[str, Any] | None = None,
+) -> Config:
+    """The configuration that a command works with; ends the command with a clear error if it cannot be used.
+
+    ``defaults`` are for what it does not say; they also stand in for the demo's where there is no file.
+    """
     overrides = dict(overrides or {})
     if data is not None:
         overrides["data_dir"] = data
     try:
         if path is not None:
-            return load_config(path, overrides=overrides)
+            return load_config(path, overrides=overrides, defaults=defaults)
         if Path(DEFAULT_CONFIG_NAME).is_file():
-            return load_config(Path(DEFAULT_CONFIG_NAME), overrides=overrides)
+            return load_config(Path(DEFAULT_CONFIG_NAME), overrides=overrides, defaults=defaults)
+        if defaults is not None:
+            return config_without_file(defaults, overrides=overrides)
         return default_config(overrides=overrides)
     except ConfigError as error:
         raise fail(str(error)) from error

@@ -1,4 +1,4 @@
-"""``spillway up``, ``gateway``, ``worker``, ``ledger``: commands that run until they are told to stop."""
+"""``spillway up``, ``gateway``, ``ledger``: commands that run until they are told to stop."""
 
 import json
 import shutil
@@ -135,24 +135,6 @@ def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: Re
         await run(settings, on_ready=lambda port: write_ready(ready_file, {"port": port}))
 
     run_async(main)
-
-
-def worker(
-    pool: Annotated[str, typer.Option(help="Which of [pools] this worker belongs to.")],
-    config: ConfigOption = None,
-    data: DataOption = None,
-    ready_file: ReadyFileOption = None,
-) -> None:
-    """Run one worker of a pool: pulls jobs, runs the pool's engine. Needs an outbound connection to NATS only."""
-    from pool_worker.main import run
-
-    logs.configure(f"worker {pool}")
-    resolved = resolve_config(config, data)
-    run_async(
-        lambda: run(
-            resolved.worker_settings(pool), on_ready=lambda task: write_ready(ready_file, {"pool": pool, "task": task})
-        )
-    )
 
 
 def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:

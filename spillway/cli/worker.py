@@ -10,8 +10,8 @@ import typer
 
 from pool_worker.settings import DETECTED, PORT_PLACE
 from spillway import logs
-from spillway.cli.context import ConfigOption, DataOption, ReadyFileOption, fail, resolve_config, run_async, write_ready
-from spillway.config import ENV_PREFIX, Config
+from spillway.cli.context import ConfigOption, DataOption, ReadyFileOption, resolve_config, run_async, write_ready
+from spillway.config import Config
 
 SERVER: Final = "An inference server beside the worker"
 POOL: Final = "The pool, where no configuration describes it"
@@ -25,14 +25,16 @@ def worker(
     engine_url: Annotated[
         str | None,
         typer.Option(
-            envvar="SPILLWAY_ENGINE_URL", help="Where the server listens: http://localhost:8000.", rich_help_panel=SERVER
+            envvar="SPILLWAY_ENGINE_URL",
+            help="Where the server listens: http://localhost:8000.",
+            rich_help_panel=SERVER,
         ),
     ] = None,
     engine_kind: Annotated[
         str | None,
         typer.Option(
             envvar="SPILLWAY_ENGINE_KIND",
-            help="What it is: vllm, sglang, llamacpp, … (docs/ENGINES.md). Default: the pool's; else the server is asked.",
+            help="What it is: vllm, sglang, llamacpp, … Default: the pool's; else the server is asked.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -58,7 +60,7 @@ def worker(
         list[str] | None,
         typer.Option(
             envvar="SPILLWAY_MODEL",
-            help="What callers ask for; the gateway's [models] must name it, too. Repeatable.",
+            help="What callers ask for; the gateway must know it, too. Repeatable.",
             rich_help_panel=POOL,
         ),
     ] = None,
@@ -66,7 +68,7 @@ def worker(
         list[str] | None,
         typer.Option(
             envvar="SPILLWAY_NATS_URL",
-            help="The queue: nats://user:password@host:4222. Repeatable. Better by the variable: a password is no option.",
+            help="The queue: nats://user:password@host:4222. Repeatable. With a password, use the variable.",
             rich_help_panel=POOL,
         ),
     ] = None,
@@ -108,9 +110,44 @@ def worker(
 
     logs.configure(f"worker {pool}")
     engine = {"url": engine_url, "kind": engine_kind, "exec": exec_, "tokenizer": tokenizer}
-    resolved = _with_options(resolve_config(config, data), engine, model or [], nats_url or [], set_ or [], pool=pool)
+    overrides = _of_pool(engine, model or [], set_ or [])
+    resolved = _resolve(config, data, pool, overrides, model or [], nats_url or [])
     run_async(
         lambda: run(
             resolved.worker_settings(pool), on_ready=lambda task: write_ready(ready_file, {"pool": pool, "task": task})
         )
     )
+
+
+def _of_pool(engine: dict[str, str | None], models: list[str], settings: list[str]) -> dict[str, Any]:
+    """What the options say of the pool."""
+    said: dict[str, Any] = {"engine": {name: value for name, value in engine.items() if value is not None}}
+    if models:
+        said["models"] = models
+    for text in settings:
+        path, equals, value = text.partition("=")
+        *sections, key = path.split(".")
+        if not equals or not all((*sections, key)):
+            raise typer.BadParameter(f"{text!r} is no KEY=VALUE of a pool's settings", param_hint="--set")
+        place = said
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return {name: value for name, value in said.items() if value}
+
+
+def _resolve(
+    config: Path | None, data: Path | None, pool: str, said: dict[str, Any], models: list[str], nats_urls: list[str]
+) -> Config:
+    overrides: dict[str, Any] = {"pools": {pool: said}} if said else {}
+    if nats_urls:
+        overrides["nats"] = {"urls": nats_urls}
+    engine = said.get("engine", {})
+    if not {"url", "exec"} & set(engine):
+        return resolve_config(config, data, overrides)
+    # What neither the options nor the configuration says of a server.
+    unsaid = {"kind": DETECTED}
+    if PORT_PLACE in engine.get("exec", ""):
+        unsaid["url"] = LOCAL_URL
+    defaults = {"models": {name: {} for name in models}, "pools": {pool: {"engine": unsaid}}}
+    return resolve_config(config, data, overrides, defaults=defaults)

@@ -1,0 +1,47 @@
+"""``spillway worker`` beside a server, without a configuration file, as a process of its own."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from protocol import messages as m
+from protocol.bus import Bus
+from spillway.config import DEMO_MODEL_PATH
+from tests.conformance.server_replay import Replay, running
+from tests.integration.pool_worker.playing_gateway import WAIT_S, PlayingGateway
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(folder: Path, nats_url: str, server_url: str, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "spillway", "worker", "--pool", "laptop", "--model", "llama-8b"]
+    command += ["--tokenizer", str(DEMO_MODEL_PATH), "--engine-url", server_url, "--nats-url", nats_url, *more]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+async def log_of(process: subprocess.Popen[str]) -> str:
+    try:
+        return (await asyncio.to_thread(process.communicate, timeout=WAIT_S))[1]
+    finally:
+        process.kill()
+
+
+async def test_it_serves_and_leaves_with_an_error_when_its_server_is_gone(nats_url: str, tmp_path: Path) -> None:
+    gateway = PlayingGateway(await Bus.connect(nats_url, name="gateway"))
+    await gateway.start(("llama-8b",))
+    with running(Replay("vllm")) as replay:
+        process = start(tmp_path, nats_url, replay.url, "--engine-kind", "vllm", "--set", "engine.health_limit_s=0.5")
+        asked = {"model": "llama-8b", "prompt_ids": m.pack_token_ids(range(40, 50)), "ignore_eos": True}
+        assert isinstance(await gateway.end_of(await gateway.ask(**asked)), m.Finished)
+        replay.token_s = 30.0
+        held = await gateway.ask(**asked)
+        await gateway.wait(lambda: held in gateway.frames)
+    failed = await gateway.end_of(held)
+    assert isinstance(failed, m.Failed)
+    assert failed.retryable
+    log = await log_of(process)
+    assert process.returncode == 1, log
+    assert "is lost" in log.splitlines()[-1]
+    await gateway.bus.close()
