@@ -39,14 +39,13 @@ from gateway.tokens.catalog import ModelCatalog
 from gateway.web.login import Login
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.outbox import MESSAGE_SPACING_S, WINDOW, Outbox
+from protocol.outbox import Outbox
 from protocol.spool import Spool
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTraces
 
 FLUSH_LIMIT_S: Final = 10.0
-INTENT_WINDOW: Final = 2  # messages of intents in flight; a client's first token waits for its own
 PAYLOAD_FLUSH_LIMIT_S: Final = 3.0
 LISTEN_BACKLOG: Final = 2048
 STATEMENT_LIMIT_S: Final = 10.0  # somebody at a browser waits for it
@@ -87,7 +86,7 @@ async def run(
         keys = KeyRing(settings.database_url, settings.key_pepper, bus)
         stack.push_async_callback(keys.close)
         outbox = _outbox(bus, settings, subjects.REQUEST_USAGE_SUBJECT, stack)
-        intents = _outbox(bus, settings, subjects.INTENT_USAGE_SUBJECT, stack, spacing_s=0.0, window=INTENT_WINDOW)
+        intents = _outbox(bus, settings, subjects.INTENT_USAGE_SUBJECT, stack)
         registry = WorkerRegistry(bus)
         admission_control = AdmissionControl(bus, settings, registry)
         database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
@@ -204,20 +203,11 @@ async def _flushed(services: Services, outboxes: Sequence[Outbox]) -> AsyncItera
             keeping.cancel()
 
 
-def _outbox(
-    bus: Bus,
-    settings: GatewaySettings,
-    subject: str,
-    stack: contextlib.AsyncExitStack,
-    *,
-    spacing_s: float = MESSAGE_SPACING_S,
-    window: int = WINDOW,
-) -> Outbox:
+def _outbox(bus: Bus, settings: GatewaySettings, subject: str, stack: contextlib.AsyncExitStack) -> Outbox:
     """An outbox with a spool of its own. Raises OSError."""
     spool = Spool(settings.data_dir / "spool" / subject)
     stack.callback(spool.close)
-    capacity = settings.limits.max_unpublished_usage
-    return Outbox(bus, subject, capacity, spool=spool, spacing_s=spacing_s, window=window)
+    return Outbox(bus, subject, settings.limits.max_unpublished_usage, spool=spool)
 
 
 async def _end(tasks: list[asyncio.Task[NoReturn]]) -> None:

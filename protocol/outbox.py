@@ -1,13 +1,14 @@
 """Usage records on their way into the USAGE stream: kept until the queue server has stored them.
 
     put ──> waiting ──MESSAGE_SPACING_S or MESSAGE_RECORDS──> in flight (at most WINDOW messages) ──> stored
-                                                                 └──not stored: again, after a wait──┘
-                                                                 └──for SPOOL_AFTER_S──> spooled ──> stored
+               │                                                 ├──not stored: again, after a wait──┘
+               └──awaited: at once ──────────────────────────────┴──for SPOOL_AFTER_S──> spooled ──> stored
 
-Each stored message costs the server an fsync, so records share one. The server drops a second message with the same
-id, so one whose answer got lost is simply published again. What the server cannot store goes to this machine's disk,
-where there is a spool, and from there into the stream as soon as that takes messages again. The caller stops taking new
-work while the outbox is ``full``; what is already under way may still be put.
+Each stored message costs the server an fsync, so records share one. One that somebody awaits leaves at once while few
+messages are in flight, and takes along whatever waits; what comes meanwhile shares the next. The server drops a second
+message with the same id, so one whose answer got lost is simply published again. What the server cannot store goes to
+this machine's disk, where there is a spool, and from there into the stream as soon as that takes messages again. The
+caller stops taking new work while the outbox is ``full``; what is already under way may still be put.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from protocol.spool import Record, Spool
 from protocol.usage import encode_usage
 
 WINDOW: Final = 16  # messages in flight
+AWAITED_WINDOW: Final = 2  # the same, from which on awaited records share a message
 MESSAGE_SPACING_S: Final = 0.02  # from one message to the next that is not full; a crash loses what has waited so long
 MESSAGE_RECORDS: Final = 64
 MESSAGE_BYTES: Final = 256 * 1024
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 class _Entry(Struct):
     record: Record
     kept: asyncio.Future[None]
+    is_awaited: bool
 
 
 class Outbox:
@@ -51,24 +54,21 @@ class Outbox:
         capacity: int,
         *,
         spool: Spool | None = None,
-        spacing_s: float = MESSAGE_SPACING_S,
-        window: int = WINDOW,
     ) -> None:
-        """Make an outbox that calls itself full from ``capacity`` records, or ``CAPACITY_BYTES``, on.
-
-        Where clients wait for the records, ``spacing_s`` is 0 and the ``window`` small: while few messages are in
-        flight the next leaves at once, and what comes meanwhile shares it.
-        """
+        """Make an outbox that calls itself full from ``capacity`` records, or ``CAPACITY_BYTES``, on."""
         self._bus = bus
         self._subject = subject
         self._capacity = capacity
         self._spool = spool
-        self._spacing_s = spacing_s
         self._waiting: deque[_Entry] = deque()
+        self._awaited = 0  # of those waiting
         self._in_flight = 0  # records
+        self._messages = 0  # in flight
         self._bytes = 0  # of both
         self._left_s = 0.0  # when the last message left; monotonic clock
-        self._window = asyncio.Semaphore(window)
+        self._has_room = asyncio.Event()  # for another message in flight
+        self._has_room.set()
+        self._group: asyncio.TaskGroup | None = None  # of the messages; None: it does not run
         self._has_waiting = asyncio.Event()
         self._in_a_hurry = asyncio.Event()  # a full message waits, or somebody flushes
         self._is_empty = asyncio.Event()
@@ -100,33 +100,45 @@ class Outbox:
         """How much waits on this machine's disk."""
         return self._spool.size_bytes if self._spool is not None else 0
 
-    def put(self, record_id: str, payload: bytes) -> asyncio.Future[None]:
+    def put(self, record_id: str, payload: bytes, *, is_awaited: bool = False) -> asyncio.Future[None]:
         """Add an encoded record. Never refuses: whoever's work has ended must be able to say so, even while full.
 
         The future is done once the record outlives this process: stored or spooled. Await it by ``asyncio.wait``.
+        ``is_awaited``: whether somebody does.
         """
-        entry = _Entry((record_id, payload), asyncio.get_running_loop().create_future())
+        entry = _Entry((record_id, payload), asyncio.get_running_loop().create_future(), is_awaited)
         self._waiting.append(entry)
+        self._awaited += is_awaited
         self._bytes += len(payload)
-        self._has_waiting.set()
+        self._is_empty.clear()
+        self._send_awaited()
+        if self._waiting:
+            self._has_waiting.set()
         if len(self._waiting) >= MESSAGE_RECORDS:
             self._in_a_hurry.set()
-        self._is_empty.clear()
         return entry.kept
 
     async def run(self) -> None:
         """Publish for ever; cancel it to stop."""
         async with asyncio.TaskGroup() as group:
+            self._group = group
             if self._spool is not None:
                 group.create_task(self._replay(self._spool), name=f"spool-{self._subject}")
-            while True:
-                await self._has_waiting.wait()
-                pause_s = self._left_s + self._spacing_s - time.monotonic()
-                if pause_s > 0:
-                    await wait_for(self._in_a_hurry, pause_s)
-                await self._window.acquire()
-                self._left_s = time.monotonic()
-                group.create_task(self._keep(self._take()), name=f"outbox-{self._subject}")
+            try:
+                while True:
+                    await self._send_spaced(group)
+            finally:
+                self._group = None
+
+    async def _send_spaced(self, group: asyncio.TaskGroup) -> None:
+        """Let a message leave when there is one, and it is time."""
+        await self._has_waiting.wait()
+        pause_s = self._left_s + MESSAGE_SPACING_S - time.monotonic()
+        if pause_s > 0:
+            await wait_for(self._in_a_hurry, pause_s)
+        await self._has_room.wait()
+        if self._waiting:  # an awaited one may have taken them along
+            self._send(group)
 
     async def flush(self, timeout_s: float) -> int:
         """Wait until everything is stored, at most ``timeout_s``, then spool the rest; return how many are neither."""
@@ -139,6 +151,19 @@ class Outbox:
             log.error("%d records for %s were not stored within %g s", len(self), self._subject, timeout_s)
         return len(self)
 
+    def _send_awaited(self) -> None:
+        """Let the records leave that somebody awaits, unless they had better share a message."""
+        while self._awaited and self._messages < AWAITED_WINDOW and self._group is not None:
+            self._send(self._group)
+
+    def _send(self, group: asyncio.TaskGroup) -> None:
+        """Let one message leave."""
+        self._left_s = time.monotonic()
+        self._messages += 1
+        if self._messages >= WINDOW:
+            self._has_room.clear()
+        group.create_task(self._keep(self._take()), name=f"outbox-{self._subject}")
+
     def _take(self) -> list[_Entry]:
         """The records of the next message: at least one, however large."""
         entries = [self._waiting.popleft()]
@@ -147,6 +172,7 @@ class Outbox:
             entries.append(self._waiting.popleft())
             room_bytes -= len(entries[-1].record[1])
         self._in_flight += len(entries)
+        self._awaited -= sum(entry.is_awaited for entry in entries)
         if not self._waiting:
             self._has_waiting.clear()
         if len(self._waiting) < MESSAGE_RECORDS:
@@ -166,11 +192,13 @@ class Outbox:
                 if not entry.kept.done():
                     entry.kept.set_result(None)
         finally:
-            self._window.release()
+            self._messages -= 1
+            self._has_room.set()
             self._in_flight -= len(entries)
             self._bytes -= sum(len(payload) for _, payload in records)
             if not len(self):
                 self._is_empty.set()
+        self._send_awaited()
 
     async def _is_done(self, records: Sequence[Record]) -> bool:
         """Publish one message, once: whether it is stored, or never can be."""

@@ -1,7 +1,7 @@
 """What gateways and workers leave for the ledger in the USAGE stream: a record of each request and each attempt.
 
-And an intent of each request, stored before its caller is told anything: what the ledger makes the request's row of,
-should its gateway not live to leave the record.
+And an intent of each stream, stored before its caller is told anything: what the ledger makes the request's row of,
+should its gateway not live to leave the record. The record of a whole answer is itself stored before that.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     key_name: str
     stream: bool
     outcome: str  # "ok" | "cancelled" | "failed"
-    http_status: int  # as sent; 499 for a caller that left before the headers
+    http_status: int  # as sent, or about to be; 499 for a caller that left before the headers
     error_code: str | None
     finish_reason: str | None  # of choice 0
     prompt_tokens: int
@@ -91,7 +91,7 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
 
 
 class RequestIntent(Struct, frozen=True, tag="intent", omit_defaults=True):
-    """One request that its gateway has admitted, published before the head of a good answer is sent.
+    """One stream that its gateway has admitted, published before the head of a good answer is sent.
 
     Intents travel in messages of their own: a ledger writer that does not know them yet loses nothing else.
     """

@@ -272,7 +272,7 @@ class Endpoint(ABC, Generic[_Call]):
         finally:
             watcher.cancel()
             for request in requests:
-                dispatcher.close(request, exchange.seen_status)
+                dispatcher.close(request, exchange.seen(exchange.sent_status))
             if exchange.trace is not None and len(requests) > 1:
                 exchange.trace.parts_ended(exchange.sent_status)
 

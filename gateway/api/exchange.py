@@ -27,8 +27,8 @@ Answered = OpenRequest | RequestGroup
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
 HEADERS_KEY: Final = "spillway.headers"  # there, too: the headers by name
 # An accepted request is answered: where neither queue nor disk stores anything, new ones are refused, and this goes on.
-INTENT_LIMIT_S: Final = 10.0
-INTENT_LOOK_S: Final = 0.05  # how soon it is noticed that a request has failed which waits for its intent
+ROW_LIMIT_S: Final = 10.0
+ROW_LOOK_S: Final = 0.05  # how soon it is noticed that a stream has failed which waits for its intent
 UNREAD_LIMIT_S: Final = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
 PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
 JSON_TYPE: Final = (b"content-type", b"application/json")
@@ -102,10 +102,9 @@ class Exchange:
             raise MissingScope(f"This API key does not have the scope '{scope}'.")
         return principal
 
-    @property
-    def seen_status(self) -> int | None:
-        """The status that the caller has seen; None if he left before."""
-        return self.sent_status
+    def seen(self, status: int | None) -> int | None:
+        """What the caller sees of a status that is sent (None: none was); None if he has left before."""
+        return status
 
     async def wait_until_gone(self) -> None:
         """Return when the caller has left. Nothing else is received once the body is here."""
@@ -117,11 +116,11 @@ class Exchange:
 
         Raises RequestFailed for a request that has failed before it was sure to have a row: nothing was sent.
         """
-        if request is not None and status < HTTPStatus.BAD_REQUEST:
-            await _until_intended(request)
-        self.sent_status = status
         if request is not None:
-            request.http_status = status
+            request.http_status = self.seen(status)
+            if status < HTTPStatus.BAD_REQUEST:
+                await _until_sure_of_row(request)
+        self.sent_status = status
         headers.extend(self.common_headers(request))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -191,19 +190,19 @@ class Exchange:
         return headers
 
 
-async def _until_intended(request: Answered) -> None:
-    """Wait until the request is sure to have a row: only then is its caller told anything. Usually it is by now.
+async def _until_sure_of_row(request: Answered) -> None:
+    """Wait until the request is sure to have a row: only then is its caller told anything. A stream usually is by now.
 
     Raises RequestFailed where it fails meanwhile: its deadline may pass sooner than a queue that hangs is given up.
     """
-    waiting = {intent for intent in request.intents if not intent.done()}
-    limit_s = time.monotonic() + INTENT_LIMIT_S
+    waiting = {row for row in request.rows_seen_to() if not row.done()}
+    limit_s = time.monotonic() + ROW_LIMIT_S
     while waiting and time.monotonic() < limit_s:
         if request.failure is not None:
             raise RequestFailed(request.failure)
-        _, waiting = await asyncio.wait(waiting, timeout=INTENT_LOOK_S)
+        _, waiting = await asyncio.wait(waiting, timeout=ROW_LOOK_S)
     if waiting:
-        log.error("%d requests are answered although neither queue nor disk has stored their intents", len(waiting))
+        log.error("%d requests are answered although neither queue nor disk is sure to keep their rows", len(waiting))
 
 
 def _dispatch_headers(request: Answered, received_s: float) -> list[tuple[bytes, bytes]]:

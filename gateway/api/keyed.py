@@ -67,10 +67,9 @@ class RecordedExchange(Exchange):
         await self._run.abandoned.wait()
         return {"type": "http.disconnect"}
 
-    @property
-    def seen_status(self) -> int | None:
+    def seen(self, status: int | None) -> int | None:
         """See Exchange."""
-        return self.sent_status if self._run.readers else None
+        return status if self._run.readers else None
 
 
 class KeyedRequests:

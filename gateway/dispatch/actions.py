@@ -1,5 +1,6 @@
 """What a request asks for, and its dispatcher does: the seam between the state machine and the bus."""
 
+import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from protocol.messages import Cancel, Frame
@@ -41,6 +42,10 @@ class Actions(Protocol):
 
     def record_lost_attempt(self, request: "OpenRequest", outcome: str, code: str | None, now_s: float) -> None:
         """Leave the usage record of the current attempt, whose worker may not be able to."""
+        ...
+
+    def record(self, request: "OpenRequest") -> asyncio.Future[None]:
+        """Leave the record of a request that has ended before its caller is told; done when it is stored."""
         ...
 
     def ended(self, request: "OpenRequest") -> None:

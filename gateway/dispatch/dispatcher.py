@@ -24,10 +24,10 @@ from gateway.dispatch.lookups import ROUND_PERIOD_S, Lookups
 from gateway.dispatch.mailbox import Failure, Mailbox
 from gateway.dispatch.open_requests import OpenRequests
 from gateway.dispatch.orphans import Orphans
-from gateway.dispatch.record import dead_letter, lost_attempt_record, settle_limits, usage_intent, usage_record
+from gateway.dispatch.record import dead_letter, settle_limits
+from gateway.dispatch.recorder import Recorder
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest, State
-from gateway.dispatch.request_log import log_end
 from gateway.dispatch.revisions import LiveRevisions, go_on_without
 from gateway.dispatch.streams import Streams
 from gateway.dispatch.unforeseen import fail_alone
@@ -69,8 +69,7 @@ class Dispatcher:
         self._bus = bus
         self._settings = settings
         self._registry = registry
-        self._outbox = outbox
-        self._intents = intents
+        self._recorder = Recorder(settings.gateway_id, outbox, intents, series)
         self._series = series
         self._streams = Streams(bus, list(settings.models), settings.queue)
         self._lookups = Lookups(bus)
@@ -212,12 +211,12 @@ class Dispatcher:
     @property
     def unpublished_records(self) -> int:
         """Usage records that would be lost with this process."""
-        return len(self._outbox)
+        return self._recorder.unpublished
 
     @property
     def spooled_bytes(self) -> int:
         """Usage records and intents on this machine's disk, which the queue server has not stored yet."""
-        return self._outbox.spooled_bytes + self._intents.spooled_bytes
+        return self._recorder.spooled_bytes
 
     def live_workers(self) -> list[Heartbeat]:
         """What each live worker last told of itself."""
@@ -229,7 +228,7 @@ class Dispatcher:
             return Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         if len(self._unsettled) + requests > self._settings.limits.max_in_flight:
             return Failure(ErrorCode.OVERLOADED, "this gateway holds as many requests as it may")
-        if self._outbox.full or self._intents.full:
+        if self._recorder.full:
             return Failure(ErrorCode.USAGE_NOT_STORED, "usage records cannot be stored at the moment")
         return None
 
@@ -246,8 +245,7 @@ class Dispatcher:
         request = OpenRequest(ticket, timeouts, max_attempts, self, now_s, mailbox=mailbox)
         request.mailbox.count_in(self._unread, admission.tenant, lambda: request.give_up_unread(time.monotonic()))
         self._open[request.request_id] = self._unsettled[request.request_id] = request
-        intent = usage_intent(admission, self._settings.gateway_id)
-        request.intents = (self._intents.put(f"{request.request_id}.intent", encode(intent)),)
+        request.row = self._recorder.admitted(admission)
         if admission.deadline_s != NEVER_S:  # to the point, where the sweep may be late
             self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(
                 admission.deadline_s - now_s + TIMER_SLACK_S, self._on_deadline, request
@@ -277,12 +275,7 @@ class Dispatcher:
     def _settle(self, request: OpenRequest) -> None:
         if request.state is State.ENDED and request.closed and request.request_id in self._unsettled:
             del self._unsettled[request.request_id]
-            record = usage_record(request, self._settings.gateway_id)
-            self._outbox.put(record.request_id, encode(record))
-            self._series.ended(request, record)
-            log_end(request, record)
-            if request.admission.trace is not None:
-                request.admission.trace.ended(request, record)
+            self._recorder.closed(request)
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -360,10 +353,11 @@ class Dispatcher:
     def record_lost_attempt(self, request: OpenRequest, outcome: str, code: str | None, now_s: float) -> None:
         """Leave the usage record of the current attempt, whose worker may not be able to."""
         worker = self._registry.last_beat(request.worker_id or "")
-        record = lost_attempt_record(request, worker, outcome, code, gateway_id=self._settings.gateway_id, now_s=now_s)
-        # An id of our own: the worker's message, if it comes, may carry other records too.
-        record_id = f"{record.request_id}.{record.attempt}.{record.worker_id}.lost"
-        self._outbox.put(record_id, encode(record))
+        self._recorder.lost_attempt(request, worker, outcome, code, now_s)
+
+    def record(self, request: OpenRequest) -> asyncio.Future[None]:
+        """Leave the record of a request that has ended before its caller is told; done when it is stored."""
+        return self._recorder.record(request, is_awaited=True)
 
     def ended(self, request: OpenRequest) -> None:
         """Forget the request, once the HTTP side has closed it too."""

@@ -4,6 +4,7 @@ Each is a request like any other, with its own job, attempts and record. Only wh
 fails has the others cancelled, and its failure is the answer.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +26,6 @@ class RequestGroup:
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._requests = tuple(requests)
         self._running = len(requests)
-        self.intents = [intent for request in requests for intent in request.intents]
         for request in requests:
             request.on_end = partial(self._on_one_end, request)
 
@@ -90,9 +90,13 @@ class RequestGroup:
         return self._requests[0].http_status
 
     @http_status.setter
-    def http_status(self, status: int) -> None:
+    def http_status(self, status: int | None) -> None:
         for request in self._requests:
             request.http_status = status
+
+    def rows_seen_to(self) -> Sequence[asyncio.Future[None]]:
+        """See ``OpenRequest``."""
+        return [row for request in self._requests for row in request.rows_seen_to()]
 
     def place(self) -> Place | None:
         """Where the last of them stands; None once none waits for its first worker."""

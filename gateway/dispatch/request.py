@@ -36,6 +36,7 @@ from gateway.dispatch.verdicts import VANISHED, is_premature, too_much_unread, v
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Unread, Vector
+from protocol.usage import RequestRecord
 
 CANCEL_LIMIT_S: Final = 5.0  # how long the exact counts of a stopped attempt are waited for
 CANCEL_REPEAT_S: Final = 1.0
@@ -74,14 +75,15 @@ class OpenRequest:
         self.accepted: Accepted | None = None  # of the last attempt that was accepted
         self.published_s: float | None = None  # when the first attempt was first handed to the queue server
         self.choices = Choices(admission.answers, admission.sampling.max_tokens, admission.tokens_to_score)
-        self._unheard_tokens = 0  # of a stopped or failed attempt, that its worker says to have made
+        self._unheard_tokens = 0  # of a stopped or failed attempt, as its worker says, and as it can have made
         self.cached_tokens = 0
         self.accepted_s: float | None = None
         self.first_token_s: float | None = None
         self.ended_s: float | None = None
         self.outcome = "ok"  # "ok" | "cancelled" | "failed"; final once ENDED
         self.failure: Failure | None = None
-        self.intents: Sequence[asyncio.Future[None]] = ()  # done: the request will have a row, whatever dies
+        self.row: asyncio.Future[None] | None = None  # done: the request will have a row; None: not seen to yet
+        self.record: RequestRecord | None = None  # once it is left for the ledger
         self.http_status: int | None = None  # as sent, if it was; set by the HTTP side
         self.closed = False  # the HTTP side has let go
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
@@ -112,10 +114,7 @@ class OpenRequest:
 
     @property
     def completion_tokens(self) -> int:
-        """Output tokens over all choices and attempts; exact once ENDED.
-
-        Of what a worker reports beyond what has come, as much counts as it can have made without being heard.
-        """
+        """Output tokens over all choices and attempts; exact once ENDED."""
         return self.choices.held_tokens() + self._unheard_tokens
 
     @property
@@ -126,6 +125,11 @@ class OpenRequest:
     def place(self) -> Place | None:
         """Where it stands now; None once it no longer waits for its first worker."""
         return self.ticket.place()
+
+    def rows_seen_to(self) -> Sequence[asyncio.Future[None]]:
+        """What must be done before the caller is told anything good: then it will have a row, whatever dies."""
+        self.row = self.row or self._actions.record(self)
+        return (self.row,)
 
     def waits_for_worker(self, attempt: int) -> bool:
         """Whether this attempt is the current one and not yet accepted."""
@@ -163,8 +167,8 @@ class OpenRequest:
                 self._attempt_failed(ErrorCode.ENGINE_ERROR, "a worker answers that has not accepted", now_s)
             else:
                 self._take(worker_id, frame, now_s)
-        elif frame.seq > self.current.next_seq:
-            self._on_gap(worker_id, now_s)
+        elif frame.seq > self.current.next_seq and self.current.should_ask_again(now_s):
+            self._actions.ask_again(self, worker_id, self.current.next_seq)
 
     def _take(self, worker_id: str, frame: Frame, now_s: float) -> None:
         self.current.next_seq += 1
@@ -245,10 +249,6 @@ class OpenRequest:
         if self.state is not State.QUEUED:
             most = self.choices.most_to_come(current.most_unheard(now_s))
             self._unheard_tokens = max(0, min(frame.completion_tokens - self.attempt_tokens, most))
-
-    def _on_gap(self, worker_id: str, now_s: float) -> None:
-        if self.current.should_ask_again(now_s):
-            self._actions.ask_again(self, worker_id, self.current.next_seq)
 
     def _on_frame_while_stopping(self, worker_id: str, frame: Frame, now_s: float) -> None:
         current = self.current
@@ -395,7 +395,10 @@ class OpenRequest:
             self.fail(timeout, now_s)
             return
         if self.state is State.RUNNING and connected:
-            self._tick_running(now_s)
+            if (reason := self.current.why_lost(now_s)) is not None:
+                self._attempt_failed(ErrorCode.WORKER_LOST, reason, now_s)
+            elif self.current.is_too_silent(now_s):
+                self.probe(now_s)
         self._say_still_waiting(now_s)
 
     def _tick_stopping(self, now_s: float) -> None:
@@ -405,12 +408,6 @@ class OpenRequest:
         elif current.worker_id is not None and now_s - self._cancel_sent_s >= CANCEL_REPEAT_S:
             self._send_cancel(now_s)
             self._actions.ask_again(self, current.worker_id, current.next_seq)  # its last frame may have been lost
-
-    def _tick_running(self, now_s: float) -> None:
-        if (reason := self.current.why_lost(now_s)) is not None:
-            self._attempt_failed(ErrorCode.WORKER_LOST, reason, now_s)
-        elif self.current.is_too_silent(now_s):
-            self.probe(now_s)
 
     def _say_still_waiting(self, now_s: float) -> None:
         period_s, silent_s = self._timeouts.queued_comment_s, now_s - self._last_event_s

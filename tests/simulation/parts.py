@@ -23,7 +23,7 @@ from gateway.dispatch.registry import WorkerRegistry
 from gateway.ledger import main as ledger_main
 from gateway.ledger.prices import TokenPrice
 from gateway.ledger.writer import LedgerWriter
-from gateway.main import FLUSH_LIMIT_S, INTENT_WINDOW, _must_not_end
+from gateway.main import FLUSH_LIMIT_S, _must_not_end
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.quotas import Quotas
@@ -36,7 +36,7 @@ from pool_worker.stopping import Stop
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
-from protocol.outbox import MESSAGE_SPACING_S, WINDOW, Outbox
+from protocol.outbox import Outbox
 from tests.simulation import sql
 from tests.simulation.disk import Disk
 from tests.simulation.engine import CONTEXT, Pace, SimulatedEngine
@@ -212,11 +212,8 @@ class Gateway(Part):
         bus = await connect_bus(self.world, process, self.host, f"gateway-{self.id}")
         most = settings.limits.max_unpublished_usage
         outbox, intents = (
-            Outbox(bus, subject, most, spool=self.disk.spool(subject), spacing_s=spacing_s, window=window)
-            for subject, spacing_s, window in (
-                (subjects.REQUEST_USAGE_SUBJECT, MESSAGE_SPACING_S, WINDOW),
-                (subjects.INTENT_USAGE_SUBJECT, 0.0, INTENT_WINDOW),
-            )
+            Outbox(bus, subject, most, spool=self.disk.spool(subject))
+            for subject in (subjects.REQUEST_USAGE_SUBJECT, subjects.INTENT_USAGE_SUBJECT)
         )
         registry = WorkerRegistry(bus)
         admission_control = AdmissionControl(bus, settings, registry)

@@ -34,10 +34,22 @@ async def open_at(bus: Bus, *request_ids: str) -> dict[str, int]:
     return decode_answer(reply.data).completion_tokens
 
 
-async def test_a_request_has_one_intent_and_one_record(start_gateway: Start) -> None:
+async def test_a_whole_answer_needs_its_record_alone(start_gateway: Start) -> None:
+    # An intent of each would be one more message with an fsync.
     gateway = await start_gateway()
     await gateway.add_worker()
-    await gateway.client().chat.completions.create(**BODY)
+    answer = await gateway.client().chat.completions.with_raw_response.create(**BODY)
+    [record] = [one for one in await gateway.usage() if isinstance(one, RequestRecord)]  # at once: nothing is awaited
+    assert answer.headers["x-request-id"] == record.request_id
+    assert (record.outcome, record.http_status, record.completion_tokens) == ("ok", 200, 2)
+    assert not any(isinstance(one, RequestIntent) for one in await gateway.usage())
+
+
+async def test_a_stream_has_one_intent_and_one_record(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    async for _ in await gateway.client().chat.completions.create(**BODY, stream=True):
+        pass
     [record] = await gateway.records()
     [intent] = [one for one in await gateway.usage() if isinstance(one, RequestIntent)]
     assert (intent.request_id, intent.gateway_id, intent.key_id) == (record.request_id, "g0", record.key_id)
@@ -45,7 +57,7 @@ async def test_a_request_has_one_intent_and_one_record(start_gateway: Start) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_head_of_a_good_answer_leaves_before_its_intent_is_stored(start_gateway: Start, stream: bool) -> None:
+async def test_no_head_of_a_good_answer_leaves_before_its_row_is_sure(start_gateway: Start, stream: bool) -> None:
     # Of 62 accepted requests, 9 had no row after their machine had died.
     gateway = await start_gateway()
     await gateway.add_worker()
@@ -78,7 +90,7 @@ async def test_where_neither_queue_nor_disk_stores_anything_requests_are_refused
     start_gateway: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("protocol.spool.os.write", _disk_is_full)
-    monkeypatch.setattr("gateway.api.exchange.INTENT_LIMIT_S", 2.0)
+    monkeypatch.setattr("gateway.api.exchange.ROW_LIMIT_S", 2.0)
     gateway = await start_gateway()
     await gateway.add_worker()
     await store_nothing(gateway.bus)

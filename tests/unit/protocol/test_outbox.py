@@ -68,6 +68,18 @@ async def test_a_record_alone_is_not_kept_waiting_for_company(bus: Bus) -> None:
     assert await stored(bus) == [[1]]
 
 
+async def test_what_is_awaited_leaves_at_once_with_all_that_waits(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.outbox.MESSAGE_SPACING_S", 3600.0)
+    async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10)) as outbox:
+        await asyncio.wait([outbox.put("first", record(0))], timeout=30)
+        outbox.put("patient", record(1))
+        kept = [outbox.put(f"r{number}", record(number), is_awaited=True) for number in range(2, 6)]
+        done, _ = await asyncio.wait(kept, timeout=30)
+        assert len(done) == 4
+    # Two were in flight as the last two came, which therefore share a message.
+    assert sorted(await stored(bus)) == [[0], [1, 2], [3], [4, 5]]
+
+
 async def test_records_survive_a_dead_server(bus: Bus, nats_server: NatsServer) -> None:
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10)) as outbox:
         nats_server.kill()

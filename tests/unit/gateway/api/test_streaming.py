@@ -151,7 +151,7 @@ async def test_a_writer_that_breaks_leaves_a_request_that_can_still_be_ended(mon
 async def test_a_failure_while_the_intent_is_not_stored_is_a_proper_refusal() -> None:
     """A queue server that hangs holds the head back for longer than some callers' deadlines."""
     request, _ = open_request()
-    request.intents = (asyncio.get_running_loop().create_future(),)
+    request.row = asyncio.get_running_loop().create_future()
     socket, task = writing(request)
     await step(request, accepted(), tokens(1, "a"))
     assert socket.heads == []  # nobody is told anything yet

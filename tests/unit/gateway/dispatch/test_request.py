@@ -1,3 +1,4 @@
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -74,6 +75,11 @@ class RecordedActions:
 
     def ask_again(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
         self.asked.append((worker_id, request.attempt, from_seq))
+
+    def record(self, request: OpenRequest) -> asyncio.Future[None]:
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stored.set_result(None)
+        return stored
 
     def ended(self, request: OpenRequest) -> None:
         self.ends += 1
