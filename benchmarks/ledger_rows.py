@@ -120,11 +120,12 @@ def one_request(
         "preemptions": None,
         "team_id": team_id,
         "organisation_id": "org_default",
+        "counted_by": "engine",
     }
     charge = PRICES.charge_nano_usd(model, received, prompt, common["cached_tokens"], completion)
     status = {"ok": 200, "cancelled": 499, "failed": 500}[outcome]
     ended = {"http_status": status, "finish_reason": "stop", "attempts": tries, "charge_nano_usd": charge}
-    tried = {"engine": "spillway", "usd_per_hour": usd_per_hour, "resumed_tokens": 0}
+    tried = {"engine": "spillway", "usd_per_hour": usd_per_hour, "resumed_tokens": 0, "rescue": None}
     attempts = [
         {
             **common,

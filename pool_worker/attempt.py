@@ -12,8 +12,8 @@ from pool_worker.credit import Cost
 from pool_worker.generation import prompt_tokens_of
 from pool_worker.settings import WorkerSettings
 from protocol.clock import unix_now_ms
-from protocol.logprobs import PromptLogprob
-from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, TokenLogprob, Tokens, Vector, encode
+from protocol.logprobs import PromptLogprob, TokenLogprob
+from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, Tokens, Vector, encode
 from protocol.pull import Delivery
 from protocol.subjects import LOW_LANE
 

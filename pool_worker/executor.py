@@ -29,8 +29,8 @@ from protocol import subjects
 from protocol.artifacts import get_object
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.logprobs import PromptLogprob
-from protocol.messages import Failed, Job, JobHead, Resend, Revision, TokenLogprob, encode, unpack_token_ids
+from protocol.logprobs import PromptLogprob, TokenLogprob
+from protocol.messages import Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids
 from protocol.outbox import Outbox
 from protocol.pull import Delivery
 

@@ -26,10 +26,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol import wire
+from protocol.chat import Input
 from protocol.engine_stats import EngineStats
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
-from protocol.logprobs import PromptLogprob
+from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.pooling import Pooling, PoolingCard
 
 PROTOCOL_VERSION: Final = wire.PROTOCOL_VERSION
@@ -86,6 +87,8 @@ class ResumePoint(Struct, frozen=True, omit_defaults=True):
     token_ids: bytes  # output tokens the gateway holds, packed
     text_chars: int  # characters of their text that the gateway holds (fewer than all where a stop prefix is held back)
     finish_reason: str | None = None  # set: this choice is complete and must not be run again
+    text: str | None = None  # what it says so far, for those who take messages; None: it is not to be gone on with so
+    is_encoded: bool = False  # ``token_ids`` were made of its text, for want of those that the model has made
 
 
 class Revision(Struct, frozen=True, array_like=True):
@@ -131,6 +134,8 @@ class Job(Struct, frozen=True, omit_defaults=True):
     scored_tokens: int = 0  # of the prompt, from its first: how many logprobs the gateway holds
     # Only such a worker may take it; of what is empty, any. Its weights where a part of the answer is made already.
     revision: Revision = Revision()
+    chat: bytes | None = None  # packed ``protocol.chat.Chat``, where the model has pools that take messages
+    chat_object: str | None = None  # as prompt_object
 
     @property
     def answers(self) -> int:
@@ -139,16 +144,6 @@ class Job(Struct, frozen=True, omit_defaults=True):
 
 
 # --- frames: worker → gateway -----------------------------------------------------------------------------------------
-
-
-class TokenLogprob(Struct, frozen=True, array_like=True):
-    """The log-probability of one token under the raw distribution, before any sampling processor."""
-
-    token_id: int
-    text: str
-    logprob: float
-    utf8: bytes  # the token's own bytes (its text may be a replacement character)
-    top: tuple[tuple[int, str, float, bytes], ...] = ()  # (token_id, text, logprob, utf8), likeliest first
 
 
 class Accepted(Struct, frozen=True, array_like=True, tag="a"):
@@ -315,6 +310,8 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     stats: EngineStats | None = None  # None: the engine does not tell
     busy_ms: int = 0  # time with at least one job since it started, as seen from heartbeat to heartbeat
     revisions: dict[str, Revision] = {}  # of its models
+    takes: Input = "ids"
+    continues: bool = True  # answers that another worker has begun
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):

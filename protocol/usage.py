@@ -10,8 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
+from protocol.chat import CountedBy
 from protocol.errors import ProtocolError
 from protocol.messages import encode
+from protocol.rescue import Rescue
 
 
 class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
@@ -47,6 +49,7 @@ class RequestRecord(Struct, frozen=True, tag="request", omit_defaults=True):
     team_id: str | None = None
     organisation_id: str | None = None
     tier: str | None = None  # of the last attempt's pool
+    counted_by: CountedBy = "engine"  # "provider": as a hosted API says; "estimate": in parts, as none has said
 
 
 class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
@@ -88,6 +91,8 @@ class AttemptRecord(Struct, frozen=True, tag="attempt", omit_defaults=True):
     preemptions: int | None = None
     team_id: str | None = None
     organisation_id: str | None = None
+    counted_by: CountedBy = "engine"
+    rescue: Rescue | None = None
 
 
 class RequestIntent(Struct, frozen=True, tag="intent", omit_defaults=True):

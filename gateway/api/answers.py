@@ -16,8 +16,7 @@ from gateway.api.parsed import finish_reason_of, parsed_message, reasoning_token
 from gateway.api.sse import answer_head, encode_json
 from gateway.dispatch.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_logprobs
 from gateway.tools.dialect import AnswerForm, AnswerParser
-from protocol.logprobs import PromptLogprob
-from protocol.messages import TokenLogprob
+from protocol.logprobs import PromptLogprob, TokenLogprob
 
 FRAMES_AT_ONCE: Final = 1024  # are put together before others' requests get their turn: some 2 ms
 _MARK: Final = b"\0"  # never inside JSON: strings escape it

@@ -175,6 +175,7 @@ class RequestRow(Base):
     team_id: Mapped[str | None]  # TeamRow.id, of the key at that time; NULL: its gateway was older than version 0006
     organisation_id: Mapped[str | None]  # OrganisationRow.id, likewise
     tier: Mapped[str | None]  # of the last attempt's pool, as its worker says; NULL: never accepted
+    counted_by: Mapped[str | None]  # protocol.chat.CountedBy; NULL: an engine, before version 0011
     # By the price book as it was when the request arrived (gateway.ledger.prices); NULL: the model has no price there.
     charge_nano_usd: Mapped[int | None]
 
@@ -225,6 +226,8 @@ class AttemptRow(Base):
     preemptions: Mapped[int | None]
     team_id: Mapped[str | None]  # of its request; NULL before version 0006
     organisation_id: Mapped[str | None]
+    counted_by: Mapped[str | None]  # protocol.chat.CountedBy; NULL: an engine, before version 0011
+    rescue: Mapped[str | None]  # protocol.rescue.Rescue: how it went on with earlier tries; NULL: the first
 
 
 class OpenRequestRow(Base):

@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from gateway.dispatch.unread import UnreadBytes
 from protocol.errors import ErrorCode
-from protocol.logprobs import PromptLogprob
-from protocol.messages import TokenLogprob, Tokens, Vector, encode
+from protocol.logprobs import PromptLogprob, TokenLogprob
+from protocol.messages import Tokens, Vector, encode
 
 MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024  # that a slow client may lag behind before its request is given up
 LOOSE_EVENTS: Final = 64  # are kept as they came

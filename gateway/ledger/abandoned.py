@@ -155,7 +155,8 @@ def _row(intent: Mapping[str, Any], attempt: RowMapping | None) -> dict[str, Any
 
 
 def _of_attempt(attempt: RowMapping, received_unix_ms: int) -> Mapping[str, Any]:
-    copied = "prompt_tokens cached_tokens pool provider region tier engine_queue_ms prefill_ms decode_ms preemptions"
+    counts, phases = "prompt_tokens cached_tokens counted_by", "engine_queue_ms prefill_ms decode_ms preemptions"
+    copied = f"{counts} pool provider region tier {phases}"
     started_ms = max(0.0, attempt["started_unix_ms"] - received_unix_ms)
     ended = ends_its_request(attempt["outcome"], attempt["error_code"])
     return {name: attempt[name] for name in copied.split()} | {
@@ -182,4 +183,5 @@ _NO_ATTEMPT: Final[Mapping[str, Any]] = {
     "prefill_ms": None,
     "decode_ms": None,
     "preemptions": None,
+    "counted_by": "engine",
 }

@@ -40,10 +40,11 @@ def check_tokenizer_size(count_bytes: int) -> None:
 
 
 async def usable_template(model: str, source: str, special_tokens: Mapping[str, str]) -> AnyTemplate:
-    """A chat template that has rendered a conversation within its limits, or refused to. Raises UnusableCard.
+    """A chat template that has rendered a conversation within its limits, or refused to.
 
     In the gateway itself only where it is proven to end soon; until then nothing of it has run here, not even its
-    compilation, which works out what is constant.
+    compilation, which works out what is constant. Raises UnusableCard, and Overloaded where the machine is too busy to
+    tell.
     """
     if len(source) > MAX_TEMPLATE_CHARS or sum(map(len, special_tokens.values())) > MAX_SPECIAL_TOKEN_CHARS:
         raise UnusableCard(f"its chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are taken")

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nats.aio.msg import Msg
 
-from gateway.api.errors import ModelNotFound, ModelNotReady
+from gateway.api.errors import ModelNotFound, ModelNotReady, Overloaded
 from gateway.auth.principal import Principal
 from gateway.settings import ModelSettings, canonical_names
 from gateway.tokens.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
@@ -150,7 +150,7 @@ class ModelCatalog:
     async def _judge(self, model: str) -> None:
         try:
             await self._load(model)
-        except BusError as error:  # stays stale: tried again
+        except (BusError, Overloaded) as error:  # stays stale: tried again
             log.warning("model %s: %s", model, error)
         except (ProtocolError, TokenizerError, UnusableCard) as error:
             log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake

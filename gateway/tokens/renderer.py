@@ -26,7 +26,7 @@ from gateway.tokens.chat_template import Arguments, BeyondLimits, ChatTemplate
 
 RENDER_CPU_S: Final = 2.0  # of one conversation
 COMPILE_CPU_S: Final = 2.0
-ANSWER_LIMIT_S: Final = 20.0  # however busy the machine is
+ANSWER_LIMIT_S: Final = 20.0  # then the machine is too busy, which says nothing of the template
 MEMORY_BYTES: Final = 1024**3
 MAX_WAITING: Final = 64  # conversations for one template
 _LENGTH: Final = struct.Struct(">I")
@@ -74,7 +74,7 @@ class Renderer:
         self._waiting = 0
 
     async def start(self) -> None:
-        """Compile the template. Raises RendererDied, and InvalidParameter in words for the operator."""
+        """Compile the template. Raises RendererDied, Overloaded, and InvalidParameter in words for the operator."""
         async with self._turn:
             await self._started()
 
@@ -103,7 +103,10 @@ class Renderer:
         return told.text
 
     async def probe(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Render a conversation, or have it refused. Raises RendererDied where the limits do not suffice for that."""
+        """Render a conversation, or have it refused.
+
+        Raises RendererDied where the limits do not suffice for that, and Overloaded.
+        """
         told = await self._told(Conversation(list(messages), add_generation_prompt=True, tools=[], variables=None))
         if told.is_beyond_limits:
             raise RendererDied(told.refusal)
@@ -133,7 +136,10 @@ class Renderer:
         try:
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 told = msgspec.msgpack.decode(await _answer_of(process, _framed(asked)), type=Rendered)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+        except TimeoutError as error:  # its own limits are of the processor's time, and have not been reached
+            self.kill()
+            raise Overloaded(f"A chat template got no answer within {ANSWER_LIMIT_S:g} s.") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
             self.kill()
             raise RendererDied("it takes more time or memory than it may have") from error
         except BaseException:  # nobody takes the answer, which the next one would get

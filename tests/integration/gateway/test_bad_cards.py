@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -60,13 +61,17 @@ async def the_good_one_answers(gateway: GatewayUnderTest) -> None:
     assert answer.choices[0].message.content is not None
 
 
+OUT_OF_DEPTH = "RecursionError|time or memory"  # a slow machine may come to the one limit before the other
+OUT_OF_MEMORY = "MemoryError|time or memory"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"chat_template": DEEP}, "RecursionError"),
-        ({"chat_template": RECURSIVE}, "RecursionError"),
+        ({"chat_template": DEEP}, OUT_OF_DEPTH),
+        ({"chat_template": RECURSIVE}, OUT_OF_DEPTH),
         ({"chat_template": NESTED}, "time or memory"),
-        ({"chat_template": LARGE}, "MemoryError"),
+        ({"chat_template": LARGE}, OUT_OF_MEMORY),
         ({"chat_template": AT_COMPILATION}, "time or memory"),
         ({"chat_template": "{% if %}"}, "is none"),
         ({"chat_template": "x" * 300_000}, "300000 characters"),
@@ -86,8 +91,8 @@ async def test_its_model_alone_is_not_served(
     with pytest.raises(openai.InternalServerError) as refused:
         await client.chat.completions.create(model=BAD, messages=HELLO)
     assert (refused.value.status_code, refused.value.code) == (503, "model_not_ready")
-    assert reason in refused.value.message
-    assert reason in (await readiness(gateway))["models_unusable"][BAD]
+    assert re.search(reason, refused.value.message)
+    assert re.search(reason, (await readiness(gateway))["models_unusable"][BAD])
     await the_good_one_answers(gateway)
     await publish(bus)  # the next card helps
 

@@ -13,8 +13,8 @@ from gateway.auth.keys import Grant, create_key
 from gateway.auth.principal import Policy
 from gateway.db.engine import create_engine
 from gateway.quotas.vault import Vault
-from protocol.logprobs import PromptLogprob
-from protocol.messages import TokenLogprob, unpack_token_ids
+from protocol.logprobs import PromptLogprob, TokenLogprob
+from protocol.messages import unpack_token_ids
 from protocol.quotas import Kind
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until, until_async
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled

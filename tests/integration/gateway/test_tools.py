@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from gateway.settings import ModelSettings
 from protocol import artifacts
 from protocol.bus import Bus
-from protocol.messages import TokenLogprob
+from protocol.logprobs import TokenLogprob
 from tests.integration.gateway.conftest import (
     MODEL,
     GatewayUnderTest,

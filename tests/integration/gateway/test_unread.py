@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from protocol.messages import TokenLogprob
+from protocol.logprobs import TokenLogprob
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
 from tests.integration.gateway.scripted_worker import Attempt
 

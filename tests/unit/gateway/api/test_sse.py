@@ -11,8 +11,8 @@ from gateway.api.details import NO_DETAILS, Details
 from gateway.api.sse import ChatChunks, CompletionChunks, usage_fields
 from gateway.api.token_ids import with_token_ids
 from gateway.dispatch.mailbox import AnyTokens, Mailbox
-from protocol.logprobs import PromptLogprob
-from protocol.messages import TokenLogprob, Tokens
+from protocol.logprobs import PromptLogprob, TokenLogprob
+from protocol.messages import Tokens
 
 LOGPROBS = (TokenLogprob(5, "é", -0.5, "é".encode(), ((5, "é", -0.5, "é".encode()), (6, "b", -1.5, b"b"))),)
 

@@ -251,7 +251,7 @@ async def _insert_old_rows(database_url: str, received: list[int]) -> None:
     async with engine.begin() as connection:
         for at in received:
             row = msgspec.structs.asdict(request_record(f"r{at}", received_unix_ms=at))
-            del row["v"]
+            del row["v"], row["counted_by"]
             await connection.execute(insert(table("requests", *(column(name) for name in row))), row)
             tried = msgspec.structs.asdict(attempt_record(f"r{at}", started_unix_ms=at))
             tried = {name: value for name, value in tried.items() if name in COLUMNS_OF_0001}
@@ -263,7 +263,11 @@ async def _insert_old_rows(database_url: str, received: list[int]) -> None:
 
 
 async def _everything(database_url: str) -> list[list[tuple[Any, ...]]]:
-    return [await _rows(database_url, f"SELECT * FROM {name} ORDER BY request_id") for name in ("requests", "attempts")]
+    columns = {"requests": [name for name in RequestRecord.__struct_fields__ if name not in {"v", "counted_by"}]}
+    return [
+        await _rows(database_url, f"SELECT {', '.join(names)} FROM {table} ORDER BY request_id")
+        for table, names in {**columns, "attempts": COLUMNS_OF_0001}.items()
+    ]
 
 
 async def _store(database_url: str, records: list[RequestRecord]) -> None:

@@ -16,7 +16,8 @@ from gateway.dispatch.mailbox import (
 )
 from gateway.dispatch.unread import TENANT_SHARE, UnreadBytes
 from protocol.errors import ErrorCode
-from protocol.messages import TokenLogprob, Tokens
+from protocol.logprobs import TokenLogprob
+from protocol.messages import Tokens
 
 TOP = tuple((number, " word", -1.5 * number, b" word") for number in range(20))
 LOGPROBS = (TokenLogprob(5, " word", -0.5, b" word", TOP),)

@@ -188,6 +188,7 @@ async def test_the_last_attempt_tells_what_the_gateway_cannot(bus: Bus, engine: 
             "region": "here",
             "tier": "spot",
             "charge_nano_usd": None,
+            "counted_by": "engine",
             **timings,
         }
     }

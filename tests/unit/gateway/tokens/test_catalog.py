@@ -167,3 +167,17 @@ async def test_a_wrong_path_ends_the_start(bus: Bus, tmp_path: Path) -> None:
     models = {MODEL: ModelSettings(tokenizer=str(tmp_path / "nothing"), context_length=50)}
     with pytest.raises(TokenizerError, match="nothing"):
         await ModelCatalog(bus, models, tmp_path).start()
+
+
+async def test_a_card_that_a_busy_machine_has_no_time_for(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not the card's fault: it is tried again, and not refused until the next one comes."""
+    monkeypatch.setattr("gateway.tokens.catalog.RETRY_S", 0.01)
+    async with running(bus, tmp_path) as catalog:
+        with monkeypatch.context() as busy:
+            busy.setattr("gateway.tokens.renderer.ANSWER_LIMIT_S", 0.0)
+            await publish(bus, chat_template="{{ 'a' * 3 }}{{ 2 ** 3 }}")
+            await until(lambda: "no answer within" in caplog.text)
+            assert not catalog.unusable
+        await until(lambda: not catalog.not_ready())

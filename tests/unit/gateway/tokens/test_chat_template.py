@@ -1,5 +1,6 @@
 """Rendered text and token ids must equal transformers' own, for templates in the styles of several families."""
 
+import time
 from typing import Any
 
 import pytest
@@ -157,8 +158,22 @@ def test_what_is_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(long.render([{"content": "x" * 100}] * 10)) == 1000
     with pytest.raises(InvalidParameter, match="more than 1000 characters"):
         long.render([{"content": "x" * 100}] * 11)
-    monkeypatch.setattr("gateway.tokens.chat_template.RENDER_LIMIT_S", 0.0)
+    monkeypatch.setattr("gateway.tokens.chat_template.RENDER_CPU_LIMIT_S", 0.0)
     slow = ChatTemplate("{% for m in messages %}{{ (messages | tojson)[:0] }}{% endfor %}", {})
     assert slow.render([{"content": "x"}]) == ""
     with pytest.raises(InvalidParameter, match="takes longer"):
         slow.render([{"content": "x"}] * 16)
+
+
+class _FromABusyMachine(dict[str, Any]):
+    """A message that costs time, and none of the processor's."""
+
+    def __getitem__(self, name: str) -> Any:
+        time.sleep(0.005)
+        return super().__getitem__(name)
+
+
+def test_a_busy_machine_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.tokens.chat_template.RENDER_CPU_LIMIT_S", 0.05)
+    template = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% endfor %}", {})
+    assert template.render([_FromABusyMachine(content="x")] * 20) == "x" * 20

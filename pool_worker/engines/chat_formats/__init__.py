@@ -1,0 +1,1 @@
+"""Wire formats of servers and hosted APIs that take messages."""

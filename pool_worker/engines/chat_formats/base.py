@@ -1,0 +1,111 @@
+"""What a wire format of messages is: how one API is asked to go on with a conversation, and what it answers.
+
+One file a format in this folder, one registry in ``__init__``, and one conformance suite that all must pass
+(``tests/conformance/test_chat_engines.py``). A format is pure: it makes bodies and reads events. The connection, its
+limits and faults are ``pool_worker.engines.server_connection``'s; what cuts a body into events is a ``Framing``, which
+yields the JSON object of each event, also where the wire is no text (AWS' event streams).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, Protocol
+
+import httpx
+from pydantic import SecretStr
+
+from engine.errors import RequestRejected
+from engine.types import SamplingParams
+from pool_worker.engines.framing import Framing
+from protocol.chat import Chat, ChatUsage, Part
+
+# What is done for every format: one stream a choice, and a body that says how long the answer may be.
+DONE_HERE: Final = frozenset({"n", "max_tokens"})
+# What means nothing where no token ids come back, or what the conversation says itself.
+WITHOUT_MEANING: Final = frozenset({"skip_special_tokens", "grammar"})
+
+EndReason = Literal["stop", "length", "content_filter"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsk:
+    """What is asked of a server for one choice."""
+
+    model: str  # as the server calls it
+    chat: Chat
+    params: SamplingParams
+    max_tokens: int | None  # output tokens, still to come; None: the caller has named no limit
+    seed: int | None  # of this choice
+    prefix: str = ""  # what the answer says already: to be gone on with, not to be repeated
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDelta:
+    """What one event says."""
+
+    parts: Sequence[Part] = ()
+    ended_by: EndReason | None = None  # no part follows; a usage may. Calls of tools end by "stop"
+    usage: ChatUsage | None = None  # of the whole choice so far: what is told last counts
+
+
+class AnswerReader(Protocol):
+    """Reads the events of one stream, in order; knows what came before."""
+
+    def read(self, event: Mapping[str, Any]) -> ChatDelta:
+        """Read one event. Raises MalformedEvent or ServerFailure."""
+        ...
+
+
+class ChatFormat(Protocol):
+    """One API's way to be asked."""
+
+    framing: Framing  # its name: of FRAMINGS
+    health_path: str | None  # GET; None: it has none, and only answers tell
+    honoured: frozenset[str]  # the fields of SamplingParams that it honours, beside DONE_HERE
+    schemas: frozenset[str]  # what of "json_object" and "json_schema" an answer can be made to follow
+    takes_tools: bool
+    continues: bool  # it goes on with an assistant's message (``ChatAsk.prefix``) without repeating it
+
+    def auth(self) -> httpx.Auth | None:
+        """Return what signs every request; None: the settings' API key goes as a bearer token."""
+        ...
+
+    def path(self, ask: ChatAsk) -> str:
+        """Return where to post, relative to the settings' URL."""
+        ...
+
+    def body(self, ask: ChatAsk) -> dict[str, Any]:
+        """Make the body of a request for a stream."""
+        ...
+
+    def reader(self) -> AnswerReader:
+        """Return what reads one stream."""
+        ...
+
+
+class HeaderAuth(httpx.Auth):
+    """An API key in a header of its own."""
+
+    def __init__(self, name: str, key: SecretStr) -> None:
+        """Send ``key`` as the header ``name``."""
+        self._name = name
+        self._key = key
+
+    def auth_flow(self, request: httpx.Request) -> Any:  # noqa: ANN401  # httpx' own generator type
+        """See httpx.Auth."""
+        request.headers[self._name] = self._key.get_secret_value()
+        yield request
+
+
+def refuse_unknown(chat: Chat, params: SamplingParams, honoured: Iterable[str], chat_format: ChatFormat) -> None:
+    """Raise RequestRejected for the first thing asked for that would not be honoured: nothing is silently dropped."""
+    known = {*DONE_HERE, *WITHOUT_MEANING, *honoured}
+    for one in fields(params):
+        default = one.default_factory() if callable(one.default_factory) else one.default
+        if one.name not in known and getattr(params, one.name) != default:
+            raise RequestRejected(one.name, "this pool's API does not support it")
+    if chat.tools and not chat_format.takes_tools:
+        raise RequestRejected("tools", "this pool's API does not take tools")
+    if chat.schema is not None:
+        kind = "json_object" if chat.schema.schema is None else "json_schema"
+        if kind not in chat_format.schemas:
+            raise RequestRejected("response_format", f"this pool's API cannot follow a {kind}")

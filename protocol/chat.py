@@ -1,0 +1,114 @@
+"""Conversations for pools that take messages instead of token ids, and what these tell of their answers.
+
+A hosted API renders its own prompt and gives no tokens back: it is sent the conversation, and answers in parts (text,
+reasoning, calls of tools). Only jobs of models that have such a pool carry a conversation.
+"""
+
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from protocol import wire
+
+Input = Literal["ids", "text", "messages"]  # what a pool's engine is asked with: token ids, a prompt's text, messages
+TAKES_IDS: Final = "ids"
+TAKES_MESSAGES: Final = "messages"
+# In ``Revision.tokenizer`` of a job that its token ids cannot be used for: no tokenizer is called so, and pools that
+# take messages have none.
+NO_TOKENIZER: Final = "-"
+
+CountedBy = Literal["engine", "provider", "estimate"]  # whose counts of tokens these are
+PartKind = Literal["text", "reasoning", "call", "arguments", "refusal"]
+
+
+class Call(Struct, frozen=True, omit_defaults=True):
+    """A call of a tool, in an assistant's message."""
+
+    id: str
+    name: str
+    arguments: str = ""  # JSON, as the model wrote it
+
+
+class Turn(Struct, frozen=True, omit_defaults=True):
+    """One message of a conversation, in OpenAI's roles; older forms (functions) are tools by now."""
+
+    role: str  # "system" | "developer" | "user" | "assistant" | "tool"
+    content: str | None = None
+    name: str | None = None  # of who speaks, or of the function whose result this is
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None  # of the call whose result this is
+    reasoning: str | None = None
+
+
+class Tool(Struct, frozen=True, omit_defaults=True):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: str | None = None  # JSON: the schema of its arguments; None: it has none
+    is_strict: bool | None = None  # None: the caller has not said
+
+
+class AnswerSchema(Struct, frozen=True, omit_defaults=True):
+    """What the answer's text must look like: JSON, of a schema where there is one."""
+
+    schema: str | None = None  # JSON; None: any object
+    name: str = "answer"
+    is_strict: bool | None = None
+
+
+class Chat(Struct, frozen=True, omit_defaults=True):
+    """A conversation, and what its caller says of the answer beyond ``Sampling``."""
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Tool, ...] = ()  # without those that ``tool_choice`` "none" forbids
+    tool_choice: str | None = None  # "auto" | "required"; None: not said
+    only_tool: str | None = None  # the name of the one that must be called
+    is_single_call: bool = False
+    schema: AnswerSchema | None = None
+    reasoning_effort: str | None = None
+    continues_last: bool = False  # the caller wants the last message, an assistant's, to be gone on with
+
+
+class Part(Struct, frozen=True, array_like=True):
+    """A piece of an answer. Arguments are of the call that began last."""
+
+    kind: PartKind
+    text: str  # of a call: the tool's name
+    call_id: str = ""
+
+
+class ChatUsage(Struct, frozen=True, array_like=True):
+    """What one choice has used."""
+
+    counted_by: CountedBy
+    prompt_tokens: int
+    completion_tokens: int  # reasoning included
+    cached_tokens: int = 0  # of the prompt
+    reasoning_tokens: int = 0
+
+
+class Deltas(Struct, frozen=True, array_like=True, tag="d"):
+    """What a pool that takes messages has told of one choice at a time: a frame, in the place of ``Tokens``.
+
+    Sent only by workers that take messages, which get no jobs but of gateways that know this frame.
+    """
+
+    request_id: str
+    attempt: int
+    seq: int
+    index: int
+    parts: tuple[Part, ...]
+    tokens: int = 0  # that the parts have, as estimated
+    finish_reason: str | None = None  # "stop" | "length" | "content_filter" on the choice's last frame
+    usage: ChatUsage | None = None  # with the finish reason: takes the place of the estimates
+
+
+_chat_decoder = msgspec.msgpack.Decoder(Chat)
+encode_chat = msgspec.msgpack.Encoder().encode
+
+
+def decode_chat(packed: bytes) -> Chat:
+    """Decode a conversation. Raises ProtocolError."""
+    return wire.decode(_chat_decoder, packed)
