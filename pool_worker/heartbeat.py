@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from pool_worker.credit import Credit
@@ -15,6 +15,7 @@ from pool_worker.settings import WorkerSettings
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
+from protocol.engine_stats import Pace
 from protocol.errors import BusError
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Revision, encode
 from protocol.topology import HEARTBEAT_PERIOD_S
@@ -38,6 +39,7 @@ class Heart:
         credit: Credit,
         gate: Gate,
         revisions: Mapping[str, Revision],
+        pace: Callable[[], Pace | None],
     ) -> None:
         self._settings = settings
         self._bus = bus
@@ -46,6 +48,7 @@ class Heart:
         self._credit = credit
         self._gate = gate
         self._revisions = dict(revisions)
+        self._pace = pace
         self._subject = subjects.heartbeat_subject(settings.worker_id)
         self._started_unix_ms = unix_now_ms()
         self._beat_s = time.monotonic()
@@ -110,4 +113,5 @@ class Heart:
             stats=wire_stats(self._engine.stats(), self._executor.waiting_jobs),
             busy_ms=round(self._busy_s * 1000),
             revisions=self._revisions,
+            pace=self._pace(),
         )

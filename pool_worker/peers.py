@@ -56,6 +56,11 @@ class Peers:
         peers = [peer.revisions[model] for peer in self._live() if model in peer.revisions]
         return any(revision.tokenizer == tokenizer for revision in peers)
 
+    def start_tpots_ms(self, pool: str) -> list[float]:
+        """Return what the other workers of a pool have measured at their start."""
+        paces = [peer.pace for peer in self._live() if peer.pool == pool and peer.pace is not None]
+        return [pace.tpot_ms for pace in paces if pace.tpot_ms]
+
     def cheaper_serving(self, model: str, tier: str) -> bool:
         """Whether a worker of a cheaper tier than ``tier`` can take jobs of this model."""
         priority = PULL_PRIORITIES[tier]

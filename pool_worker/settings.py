@@ -17,10 +17,12 @@ class Settings(BaseModel):
 PositiveInt = Annotated[int, Field(gt=0)]
 HttpAddress = Annotated[str, Field(pattern="^https?://")]
 Seconds = Annotated[float, Field(ge=0, le=31_536_000)]  # a year: timers take no infinity
+PositiveMilliseconds = Annotated[float, Field(gt=0, le=3_600_000)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Task = Literal["generate", "embed", "score"]
 NoticeKind = Literal["none", "aws", "gcp", "azure", "runpod", "salad"]
+REALLOCATING: Final[frozenset[NoticeKind]] = frozenset({"salad"})  # who moves a container to another machine when asked
 DETECTED: Final = "auto"
 PORT_PLACE: Final = "{port}"  # in a server's command and URL
 Tier = Literal["spot", "reserved", "on-demand", "hosted"]
@@ -147,6 +149,17 @@ class GateSettings(Settings):
     oldest_s: Seconds | None = None  # when one has waited for longer
 
 
+class WatchSettings(Settings):
+    """When a node is too slow to stay, always at comparable load (docs/ENGINES.md)."""
+
+    max_tpot_ms: PositiveMilliseconds | None = None  # of one request alone, as are the next
+    max_ttft_ms: PositiveMilliseconds | None = None  # of a prompt of 256 tokens
+    max_slowdown: Annotated[float, Field(gt=1)] = 2.0  # beside its own best at this load, and the pool's median
+    slow_for_s: PositiveSeconds = 120.0
+    start_limit_s: PositiveSeconds = 20.0  # how long it may be measured before it takes jobs
+    reallocate: bool = False  # ask the provider for another machine before leaving (`notice` names it)
+
+
 class WorkerSettings(Settings):
     """Everything one worker process needs."""
 
@@ -162,9 +175,16 @@ class WorkerSettings(Settings):
     batch_reserve: Share = 0.1  # of the engine, which batch jobs leave free for interactive ones
     gate: GateSettings | None = None  # None: it takes jobs whenever it has room
     drain_s: Seconds = 25.0  # how long running jobs may go on after SIGTERM or a notice
+    watch: WatchSettings | None = None  # None: nobody minds how slow it is
     notice: NoticeKind = "none"  # who says that the machine will be taken away, and how
     notice_url: HttpAddress | None = None  # instead of the provider's own metadata server
     telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _provider_must_reallocate(self) -> Self:
+        if self.watch is not None and self.watch.reallocate and self.notice not in REALLOCATING:
+            raise ValueError(f"watch.reallocate: needs a notice of {', '.join(sorted(REALLOCATING))}")
+        return self
 
     @property
     def adapters(self) -> frozenset[str]:

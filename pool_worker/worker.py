@@ -26,6 +26,7 @@ from pool_worker.publisher import Publisher
 from pool_worker.settings import WorkerSettings
 from pool_worker.stopping import Stop
 from pool_worker.usage import OUTBOX_RECORDS
+from pool_worker.watch.node import NodeTooSlowError, NodeWatch
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
@@ -100,8 +101,24 @@ class Worker:
             on_foreign_tokens=self._cards.publish_again,
         )
         self._control = ControlListener(bus, settings.worker_id, self._executor)
+        self._is_measured = asyncio.Event()
+        self._watch = None
+        if settings.watch is not None:
+            self._watch = NodeWatch(
+                settings.watch,
+                engine,
+                capacity,
+                peers_tpot_ms=lambda: self._peers.start_tpots_ms(settings.pool),
+            )
         self._heart = Heart(
-            settings, bus, engine, executor=self._executor, credit=credit, gate=self._gate, revisions=revisions
+            settings,
+            bus,
+            engine,
+            executor=self._executor,
+            credit=credit,
+            gate=self._gate,
+            revisions=revisions,
+            pace=lambda: None if self._watch is None else self._watch.told(),
         )
         self._drain = Drain(self._executor, lambda model: self._peers.others_serving(model, revisions[model].weights))
         self._gateways = GatewayWatch(bus, settings.worker_id, self._executor)
@@ -110,7 +127,7 @@ class Worker:
     async def serve(self, stop: Stop, on_ready: OnReady | None) -> None:
         """Work until ``stop`` is requested or the provider gives a notice, then drain.
 
-        Raises EngineDiedError once its jobs have been handed back.
+        Raises EngineDiedError once its jobs have been handed back, also where the node was too slow to stay.
         """
         sending = [self._tasks.create_task(self._publisher.run()), self._tasks.create_task(self._outbox.run())]
         try:
@@ -122,6 +139,10 @@ class Worker:
             await self._heart.remove()
             for task in sending:
                 task.cancel()
+        if self._watch is not None and self._watch.reason is not None:
+            if self._watch.reallocates:
+                await notices.reallocate(self._settings.notice, self._settings.notice_url, self._watch.reason)
+            raise NodeTooSlowError(f"this node is too slow: {self._watch.reason}")
 
     async def _flush_outbox(self, stop: Stop) -> None:
         flushing = asyncio.create_task(self._outbox.flush(OUTBOX_FLUSH_LIMIT_S))
@@ -137,10 +158,11 @@ class Worker:
             pulling = work.create_task(self._pull_jobs(on_ready), name="pulls")
             keeping = [
                 work.create_task(self._cards.run(), name="cards"),
-                work.create_task(self._heart.run(), name="heartbeat"),
+                work.create_task(self._beat(), name="heartbeat"),
                 work.create_task(self._gateways.run(), name="gateways"),
                 work.create_task(self._gate.run(), name="gate"),
                 work.create_task(self._watch_for_notice(stop), name="notices"),
+                work.create_task(self._watch_pace(stop), name="pace"),
             ]
             stepping = work.create_task(self._run_engine(), name="engine")
             told_to_stop = work.create_task(stop.requested.wait(), name="stopping")
@@ -152,6 +174,11 @@ class Worker:
             raise stepping.result()
 
     async def _pull_jobs(self, on_ready: OnReady | None) -> None:
+        if self._watch is not None:
+            await self._watch.measure(self._settings.models[0])
+            if self._watch.reason is not None:
+                return
+        self._is_measured.set()
         await self._peers.start()
         await self._consumer.wait_for_consumers()
         await self._cards.publish()
@@ -163,11 +190,16 @@ class Worker:
             on_ready("generate" if card.pooling is None else card.pooling.task)
         await self._consumer.run()
 
+    async def _beat(self) -> None:
+        await self._is_measured.wait()  # until then it would seem to have room for jobs
+        await self._heart.run()
+
     async def _run_engine(self) -> EngineDiedError:
         """Step until the engine is lost; return why."""
         try:
             async for outputs in self._engine.steps():
-                self._executor.take(outputs)
+                if self._watch is None or not self._watch.took(outputs):
+                    self._executor.take(outputs)
         except EngineDiedError as error:
             death = error
         else:
@@ -179,6 +211,11 @@ class Worker:
     async def _watch_for_notice(self, stop: Stop) -> None:
         settings = self._settings
         await notices.watch(settings.notice, settings.notice_url, lambda: len(self._executor.held), stop.request)
+
+    async def _watch_pace(self, stop: Stop) -> None:
+        if self._watch is not None:
+            await self._watch.run()
+            stop.request()
 
     async def _end_work(self, stop: Stop) -> None:
         self._executor.stop_accepting()
@@ -193,6 +230,8 @@ class Worker:
 
     def _on_attempt_ended(self, attempt: Attempt) -> None:
         self._consumer.settle(attempt)
+        if self._watch is not None:
+            self._watch.ended(attempt)
         self._must_look.set()
 
     async def _on_reconnected(self) -> None:

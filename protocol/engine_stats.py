@@ -11,6 +11,15 @@ class Histogram(Struct, frozen=True, array_like=True):
     total: float  # sum of all values
 
 
+class Pace(Struct, frozen=True, omit_defaults=True):
+    """How fast a watched node is; 0: not known."""
+
+    tpot_ms: float = 0.0  # between two tokens of one request alone, measured before it took jobs
+    ttft_ms: float = 0.0  # likewise, to the first token
+    slowdown: float = 0.0  # how many times as long tokens take now as is normal for it at such a load
+    leaving: str = ""  # why it leaves its pool, once it does
+
+
 class EngineStats(Struct, frozen=True, omit_defaults=True):
     """One engine at one moment. Sequences are choices; a job has one for each of its ``n``."""
 

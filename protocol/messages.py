@@ -27,7 +27,7 @@ from msgspec import Meta, Struct
 
 from protocol import wire
 from protocol.chat import Input
-from protocol.engine_stats import EngineStats
+from protocol.engine_stats import EngineStats, Pace
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
 from protocol.logprobs import PromptLogprob, TokenLogprob
@@ -312,6 +312,7 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     revisions: dict[str, Revision] = {}  # of its models
     takes: Input = "ids"
     continues: bool = True  # answers that another worker has begun
+    pace: Pace | None = None  # None: nobody watches it
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):

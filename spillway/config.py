@@ -48,6 +48,7 @@ from pool_worker.settings import (
     ServerEngineSettings,
     Share,
     Tier,
+    WatchSettings,
     WorkerSettings,
 )
 from protocol.telemetry import TelemetrySettings
@@ -139,6 +140,7 @@ class PoolSettings(Settings):
     notice_url: HttpAddress | None = None
     batch_reserve: Share = 0.1
     gate: GateSettings | None = None
+    watch: WatchSettings | None = None
     engine: EngineSettings
 
 

@@ -70,6 +70,14 @@ def worker_families(beats: Collection[Heartbeat], models: Collection[str]) -> It
     # A price and a time, no sum of money: clocks that are set back would make that fall.
     price = GaugeMetricFamily("spillway_worker_usd_per_hour", "What its machine costs.", labels=WORKER_LABELS)
     busy = CounterMetricFamily("spillway_worker_busy_seconds", "Time with at least one job.", labels=WORKER_LABELS)
+    tpot = GaugeMetricFamily(
+        "spillway_worker_start_tpot_seconds", "Between tokens of one request alone, at its start.", labels=WORKER_LABELS
+    )
+    slowdown = GaugeMetricFamily(
+        "spillway_worker_slowdown",
+        "Time between tokens over what is normal at such load.",
+        labels=WORKER_LABELS,
+    )
     for beat in beats:
         labels = (beat.worker_id, beat.pool, beat.provider, beat.region, beat.tier, beat.engine)
         info.add_metric(labels, 1)
@@ -77,7 +85,11 @@ def worker_families(beats: Collection[Heartbeat], models: Collection[str]) -> It
         told.add_metric(labels, beat.sent_unix_ms / 1000)
         price.add_metric(labels, beat.usd_per_hour)
         busy.add_metric(labels, beat.busy_ms / 1000)
-    yield from (info, draining, told, price, busy)
+        if beat.pace is not None and beat.pace.tpot_ms:
+            tpot.add_metric(labels, beat.pace.tpot_ms / 1000)
+        if beat.pace is not None and beat.pace.slowdown:
+            slowdown.add_metric(labels, beat.pace.slowdown)
+    yield from (info, draining, told, price, busy, tpot, slowdown)
     serving = GaugeMetricFamily(
         "spillway_model_workers", "Live workers that take jobs of a configured model.", labels=("model_name",)
     )

@@ -22,6 +22,7 @@ SOURCES: Final[dict[NoticeKind, type[NoticeSource]]] = {
     "azure": AzureNotices,
     "salad": SaladNotices,
 }
+REALLOCATORS: Final[dict[NoticeKind, type[SaladNotices]]] = {"salad": SaladNotices}
 # Where SIGTERM itself is the notice: how long before the end it comes.
 SIGNAL_NOTICE_S: Final[dict[NoticeKind, float]] = {"runpod": 5.0}
 
@@ -53,6 +54,22 @@ async def watch(
         notice = await _wait_for_notice(source_class(client, running_jobs))
     log.warning("%s in %.0f s", notice.reason, notice.seconds_left)
     on_notice(notice.seconds_left - NOTICE_MARGIN_S)
+
+
+async def reallocate(kind: NoticeKind, url: str | None, reason: str) -> None:
+    """Ask the provider for another machine; whatever goes wrong with that is only logged."""
+    source_class = REALLOCATORS.get(kind)
+    if source_class is None:
+        return
+    async with httpx.AsyncClient(
+        base_url=url or source_class.default_url, timeout=ANSWER_LIMIT_S, trust_env=False
+    ) as client:
+        try:
+            await source_class(client, lambda: 0).reallocate(reason)
+        except (NoticeError, httpx.HTTPError) as error:
+            log.warning("no other machine can be had: %s", error or type(error).__name__)
+        else:
+            log.warning("asked for another machine")
 
 
 async def _wait_for_notice(source: NoticeSource) -> Notice:

@@ -30,3 +30,9 @@ class SaladNotices:
                 raise NoticeError(f"{answer.request.url} answers {answer.status_code}")
             self._cost = cost
         return None
+
+    async def reallocate(self, reason: str) -> None:
+        """Ask for another machine; the container ends soon. Raises NoticeError or httpx.HTTPError."""
+        answer = await self._client.post("/v1/reallocate", json={"reason": reason}, headers={"Metadata": "true"})
+        if not answer.is_success:
+            raise NoticeError(f"{answer.request.url} answers {answer.status_code}")

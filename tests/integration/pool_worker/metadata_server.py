@@ -46,7 +46,7 @@ class MetadataServer:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_PUT = _answer  # noqa: N815
+            do_GET = do_PUT = do_POST = _answer  # noqa: N815
 
             def log_message(self, *_: Any) -> None:
                 pass

@@ -1,0 +1,160 @@
+"""When a node is too slow, second by second, on a clock of the test's own."""
+
+import itertools
+
+import pytest
+
+from engine.types import EngineCounters, EngineStats, HistogramCounts
+from pool_worker.settings import WatchSettings
+from pool_worker.watch.pace import Pace, StartFigures
+
+KV_TOKENS = 100_000
+START = StartFigures(tpot_s=0.010, ttft_s=0.100)
+
+
+class Node:
+    """An engine whose work is told second by second."""
+
+    def __init__(self, **settings: object) -> None:
+        self.pace = Pace(WatchSettings(**settings), KV_TOKENS)
+        self.seconds = itertools.count()
+        self.gaps, self.total_s, self.prompt_tokens = 0, 0.0, 0
+        self.peers: list[float] = []
+
+    def works(
+        self, seconds: int, tpot_s: float, running: int = 1, context: int = 200, prompt_tokens: int = 0
+    ) -> str | None:
+        """Every sequence gets its tokens at this pace; why the node should then leave."""
+        for _ in range(seconds):
+            gaps = round(running / tpot_s) if running else 0
+            self.gaps += gaps
+            self.total_s += gaps * tpot_s
+            self.prompt_tokens += prompt_tokens
+            stats = EngineStats(
+                running=running,
+                waiting=0,
+                kv_usage=running * context / KV_TOKENS,
+                counters=EngineCounters(prompt_tokens=self.prompt_tokens),
+                step_tokens=HistogramCounts((), (0,), 0.0),
+                inter_token_s=HistogramCounts((), (self.gaps,), self.total_s),
+            )
+            reason = self.pace.judge(float(next(self.seconds)), stats, self.peers)
+            if reason is not None:
+                return reason
+        return None
+
+
+def measured(**settings: object) -> Node:
+    node = Node(**settings)
+    node.pace.measured(START, [(1, 272, 0.010), (4, 272, 0.012), (16, 272, 0.020)])
+    return node
+
+
+def test_a_node_that_stays_slow_leaves_and_says_why() -> None:
+    node = measured(slow_for_s=60.0)
+    assert node.works(100, 0.011) is None
+    reason = node.works(200, 0.030)
+    assert reason is not None
+    assert "times as long as normal at this load, above 2.0" in reason
+    assert 0.009 < START.tpot_s < 0.03
+    assert node.pace.slowdown == pytest.approx(3.0, rel=0.1)
+    assert next(node.seconds) < 100 + 60 + 60  # the window has to fill with it, and then it lasts
+
+
+def test_a_short_fit_is_no_reason() -> None:
+    node = measured(slow_for_s=60.0)
+    for _ in range(5):
+        assert node.works(40, 0.030) is None
+        assert node.works(60, 0.010) is None
+
+
+def test_a_big_batch_is_no_fault() -> None:
+    """Four times as slow as alone, as such a batch always was on this engine."""
+    node = measured(slow_for_s=60.0, max_tpot_ms=15.0)
+    for _ in range(3):
+        assert node.works(100, 0.040, running=64) is None
+        assert node.works(100, 0.010, running=1) is None
+    assert node.works(200, 0.100, running=64) is not None  # slow for such a batch
+
+
+@pytest.mark.parametrize("load", [{"context": 30_000}, {"prompt_tokens": 2000}], ids=str)
+def test_long_contexts_and_prompts_beside_are_no_fault(load: dict[str, int]) -> None:
+    node = measured(slow_for_s=60.0)
+    assert node.works(300, 0.030, **load) is None
+    assert node.works(300, 0.090, **load) is not None
+
+
+def test_what_is_normal_is_the_fastest_stretch_not_the_first() -> None:
+    """The first requests of a kind may compile something."""
+    node = measured(slow_for_s=60.0)
+    assert node.works(20, 0.500, running=32) is None
+    assert node.works(100, 0.020, running=32) is None
+    assert node.works(200, 0.060, running=32) is not None
+
+
+def test_a_limit_in_milliseconds_is_of_one_request_alone() -> None:
+    """15 ms alone allow this engine half as much again, at every load."""
+    node = measured(slow_for_s=60.0, max_tpot_ms=15.0)
+    assert node.works(200, 0.028, running=16) is None
+    assert node.works(200, 0.032, running=16) is not None
+
+
+def test_an_idle_node_is_neither_slow_nor_cured() -> None:
+    node = measured(slow_for_s=60.0)
+    assert node.works(45, 0.030) is None  # slow for some time of that
+    assert node.works(1000, 0.0, running=0) is None
+    assert node.works(55, 0.030) is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"max_tpot_ms": 10.5, "max_ttft_ms": 105.0}, None),
+        ({"max_tpot_ms": 9.5}, "10.0 ms for one request alone, above max_tpot_ms = 9.5"),
+        ({"max_ttft_ms": 95.0}, "100.0 ms for one request alone, above max_ttft_ms = 95"),
+    ],
+)
+def test_a_node_may_be_too_slow_from_the_start(settings: dict[str, float], reason: str | None) -> None:
+    assert measured(**settings).pace.too_slow_at_the_start() == reason
+
+
+def test_the_pools_median_counts_where_there_are_others() -> None:
+    node = measured(slow_for_s=60.0)
+    node.peers = [3.0]
+    assert node.works(200, 0.010) is None  # one other is no pool
+    node.peers = [3.0, 4.0, 30.0]
+    reason = node.works(200, 0.010)
+    assert reason is not None
+    assert "10.0 ms a token alone, where the pool's median is 4.0 ms" in reason
+
+
+def test_a_node_that_hardly_makes_tokens_is_judged_by_few() -> None:
+    assert measured(slow_for_s=60.0).works(200, 0.9) is not None
+
+
+def test_first_tokens_are_judged_by_the_length_of_their_prompts() -> None:
+    node = measured(slow_for_s=60.0)
+
+    def asks(seconds: int, prefill_s: float, prompt_tokens: int) -> str | None:
+        for _ in range(seconds):
+            node.pace.first_token(float(next(node.seconds)), prefill_s, prompt_tokens)
+            reason = node.works(1, 0.010)
+            if reason is not None:
+                return reason
+        return None
+
+    assert asks(50, 0.1, 250) is None
+    assert asks(50, 4.0, 10_000) is None
+    assert asks(50, 0.1, 250) is None
+    reason = asks(200, 0.3, 250)
+    assert reason is not None
+    assert reason.startswith("first tokens take 3.0 times")
+
+
+def test_nothing_is_kept_for_ever() -> None:
+    node = measured(slow_for_s=60.0)
+    for running in range(1, 500):
+        node.works(2, 0.010, running=running, context=running * 60, prompt_tokens=running**2)
+    assert len(node.pace._tpot.classes) < 100
+    assert len(node.pace._tpot.judged) <= 31
