@@ -25,6 +25,20 @@ NoticeKind = Literal["none", "aws", "gcp", "azure", "runpod", "salad"]
 REALLOCATING: Final[frozenset[NoticeKind]] = frozenset({"salad"})  # who moves a container to another machine when asked
 DETECTED: Final = "auto"
 PORT_PLACE: Final = "{port}"  # in a server's command and URL
+HonouredField = Literal[
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+]
 Tier = Literal["spot", "reserved", "on-demand", "hosted"]
 
 
@@ -97,9 +111,11 @@ class ConnectionSettings(Settings):
 
 
 class ServerEngineSettings(ConnectionSettings):
-    """An inference server that takes and gives token ids, by its URL (docs/ENGINES.md)."""
+    """An inference server that is asked in token ids, or in text, by its URL (docs/ENGINES.md)."""
 
-    kind: Literal["auto", "vllm", "llamacpp", "sglang"]  # "auto": the server is asked
+    kind: Literal[
+        "auto", "vllm", "llamacpp", "sglang", "lmdeploy", "trtllm", "tgi", "ollama", "triton", "openai_completions"
+    ]  # "auto": the server is asked
     tokenizer: str  # the model's folder, or its tokenizer.json: what prompts are counted and answers are read with
     model: str | None = None  # as the server calls it; None: what it serves
     # A server does not tell what weights it has: pools of one revision go on with what another of them has begun. None:
@@ -108,6 +124,13 @@ class ServerEngineSettings(ConnectionSettings):
     # None: what the server tells, and where it does not, as many tokens as its sequences can have.
     max_model_len: PositiveInt | None = None
     max_kv_tokens: PositiveInt | None = None
+    # Whether a server that is asked in text begins what it reads with BOS by itself. None: if the tokenizer does.
+    adds_bos: bool | None = None
+    # Whether begun answers are gone on with in text: a server that strips what it says would lose a blank. None: where
+    # its kind, or the model's vocabulary, makes sure that it does not.
+    continues: bool | None = None
+    # What "openai_completions" honours of the request's fields, by their names; None: what OpenAI's API has.
+    honours: tuple[HonouredField, ...] | None = None
     # The command that starts the server, where that is the worker's business; "{port}", here and in `url`, becomes a
     # free port, which the variable PORT holds, too.
     exec: str | None = None

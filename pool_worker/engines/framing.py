@@ -5,7 +5,8 @@ from typing import Final, Literal
 
 MAX_EVENT_BYTES: Final = 1024 * 1024
 
-Framing = Literal["server-sent events", "lines"]
+Framing = Literal["server-sent events", "server-sent events to the close", "lines"]
+CLOSED: Final = b'{"closed":true}'  # an event of ours: the body is at its end, and was not cut
 
 
 class MalformedEvent(Exception):
@@ -24,6 +25,16 @@ async def sse_events(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
             yield data
 
 
+async def sse_events_to_the_close(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield the same, and CLOSED after the last event, if there was any, where nothing else tells the answer's end."""
+    has_begun = False
+    async for data in sse_events(body):
+        has_begun = True
+        yield data
+    if has_begun:
+        yield CLOSED
+
+
 async def lines(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     """Yield each line that is not empty. Raises MalformedEvent for one that is too long."""
     rest = b""
@@ -40,5 +51,6 @@ async def lines(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 FRAMINGS: Final[dict[Framing, Callable[[AsyncIterable[bytes]], AsyncIterator[bytes]]]] = {
     "server-sent events": sse_events,
+    "server-sent events to the close": sse_events_to_the_close,
     "lines": lines,
 }

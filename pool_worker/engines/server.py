@@ -2,10 +2,11 @@
 
     submit ──> one stream a choice (POST, server-sent events) ──token ids──> text, stop conditions ──> steps
 
-The server only makes tokens. Their text, stop strings, the count and the end are made here, as for our own engine, so
-that a choice can go on at any other pool of the model from the very tokens it has. What differs between servers is in
-``formats``; the way to it, its limits and faults are in ``server_connection``. A server that does not answer, or that
-makes no tokens for any of its streams, is lost (EngineDiedError), and the worker's jobs go elsewhere.
+The server only makes tokens; one that takes or gives text is understood by ``text_tokens``. The tokens' text, stop
+strings, the count and the end are made here, as for our own engine, so that a choice can go on at any other pool of the
+model from the very tokens it has. What differs between servers is in ``formats``; the way to it, its limits and faults
+are in ``server_connection``. A server that does not answer, or that makes no tokens for any of its streams, is lost
+(EngineDiedError), and the worker's jobs go elsewhere.
 """
 
 import asyncio
@@ -14,8 +15,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 from engine.admission import check_request
 from engine.detokenizer import TokenText
@@ -25,13 +28,15 @@ from engine.step_stats import StepStats
 from engine.types import EngineCounters, EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.formats import FORMATS
-from pool_worker.engines.formats.base import Delta, ServerFacts, refuse_unknown
+from pool_worker.engines.formats.base import Ask, Delta, ServerFacts, done_here, refuse_unknown
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.server_connection import AttemptFailed, ServerConnection
+from pool_worker.engines.text_tokens import TextTokens, UnwritableError
 from pool_worker.engines.tokenizer_folder import TokenizerFolder, TokenizerFolderError
 from pool_worker.settings import ServerEngineSettings
 from protocol.artifacts import tokenizer_object_name
+from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 
 MAX_REVISION_CHARS: Final = 64
@@ -51,6 +56,10 @@ class ServerEngine:
         self._tokens: TokenText
         self._info: EngineInfo
         self._facts: ServerFacts
+        self._text: TextTokens | None = None  # where the server is asked in text
+        self.continues = True  # answers that another worker has begun
+        self.counted_by: CountedBy = "engine" if self._format.answers_in == "ids" else "estimate"
+        self.honoured: frozenset[str]  # fields of SamplingParams that are honoured
         self._places: asyncio.Semaphore
         self._tasks: dict[str, dict[ServerChoice, asyncio.Task[None]]] = {}  # by request
         self._ready: deque[SequenceOutput] = deque()  # what the next step yields
@@ -73,11 +82,11 @@ class ServerEngine:
         except TokenizerFolderError as error:
             raise EngineDiedError(f"engine.tokenizer: {error}") from error
         self._tokens = TokenText(self._tokenizer)
-        answer = await self._connection.wait_until_ready(self._format.health_path, self._format.facts_path)
-        try:
-            self._facts = self._format.facts(answer, settings.model)
-        except MalformedEvent as error:
-            raise EngineDiedError(f"{settings.url} is no {self.name} server: {error}") from error
+        if self._format.asked_in == "text":
+            self._text = await asyncio.to_thread(self._learn_text)
+            self.continues = self._may_continue(self._text)
+        self._facts = await self._learn_facts()
+        self.honoured = done_here(self._format.answers_in) | (self._facts.honoured or self._format.honoured)
         length = settings.max_model_len or self._facts.max_model_len
         if length is None:
             raise EngineDiedError(f"engine.max_model_len: required, since {settings.url} does not tell")
@@ -106,6 +115,29 @@ class ServerEngine:
         )
         self._watching = asyncio.create_task(self._connection.watch(self._format.health_path), name="server health")
         return Capacity(sequences, kv_tokens, length)
+
+    def _learn_text(self) -> TextTokens:
+        text = TextTokens(self._tokenizer, self._tokens, adds_bos=self._settings.adds_bos)
+        if self._format.answers_in == "text" and not text.can_write():
+            raise EngineDiedError(f"engine.tokenizer: {self._settings.tokenizer} cannot say every text in tokens")
+        return text
+
+    def _may_continue(self, text: TextTokens) -> bool:
+        if self._settings.continues is not None:
+            return self._settings.continues
+        return self._format.answers_in == "ids" or self._format.keeps_blanks or text.keeps_blanks()
+
+    async def _learn_facts(self) -> ServerFacts:
+        settings = self._settings
+        if settings.model is None and "{model}" in self._format.facts_path:
+            raise EngineDiedError(f"engine.model: required for {self.name}")
+        path = _path(self._format.facts_path, settings.model or "")
+        answer = await self._connection.wait_until_ready(self._format.health_path, path)
+        try:
+            facts = self._format.facts(answer, settings.model)
+        except MalformedEvent as error:
+            raise EngineDiedError(f"{settings.url} is no {self.name} server: {error}") from error
+        return facts if settings.honours is None else replace(facts, honoured=frozenset(settings.honours))
 
     def _lose(self, reason: str) -> None:
         self._death = EngineDiedError(f"{self._settings.url} is lost: {reason}")
@@ -184,7 +216,7 @@ class ServerEngine:
             raise RequestRejected("request_id", f"{request.request_id!r} is already running")
         check_request(request, self._info)
         params = request.sampling
-        refuse_unknown(params, self._format.honoured, self._format.grammars, self.name)
+        refuse_unknown(params, self.honoured, self._format.grammars, self.name)
         if params.grammar is not None and any(point.token_ids for point in request.resume):
             # The server would begin the grammar anew in the middle of the answer.
             raise RequestRejected(params.grammar.field, "this pool's server cannot go on with a half-made answer to it")
@@ -230,10 +262,17 @@ class ServerEngine:
         finally:
             self._waiting -= 1
         with self._place_of(choice):
-            body = self._format.body(choice.ask(self._facts.model))
-            await self._connection.stream(
-                self._format.generate_path, body, self._format.framing, lambda event: self._read(choice, event)
-            )
+            body = self._format.body(self._ask(choice))
+            path = _path(self._format.generate_path, self._facts.model)
+            await self._connection.stream(path, body, self._format.framing, lambda event: self._read(choice, event))
+
+    def _ask(self, choice: ServerChoice) -> Ask:
+        if choice.is_resumed and not self.continues:
+            raise AttemptFailed("this pool's server may lose a blank where it goes on with a text")
+        try:
+            return choice.ask(self._facts, self._info.max_model_len, self._text, self._format.answers_in)
+        except UnwritableError as error:
+            raise AttemptFailed(str(error)) from error
 
     @contextlib.contextmanager
     def _place_of(self, choice: ServerChoice) -> Iterator[None]:
@@ -260,3 +299,7 @@ class ServerEngine:
             self._stats.step_tokens.observe(len(output.token_ids))
             self._counters.generated_tokens += len(output.token_ids)
         self._put(output)
+
+
+def _path(template: str, model: str) -> str:
+    return template.replace("{model}", quote(model, safe=""))

@@ -1,4 +1,4 @@
-"""One choice of a request whose tokens an inference server makes."""
+"""One choice of a request whose tokens, or whose text, an inference server makes."""
 
 import time
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ from engine.detokenizer import TokenText
 from engine.output_text import OutputText
 from engine.step_stats import SequenceClock
 from engine.types import FinishReason, GenerationRequest, ResumePoint, SequenceOutput, TokenLogprob
-from pool_worker.engines.formats.base import Ask, Delta, Scored
+from pool_worker.engines.formats.base import Ask, Delta, Medium, Scored, ServerFacts
 from pool_worker.engines.framing import MalformedEvent
+from pool_worker.engines.text_tokens import AnswerText, TextTokens, UnwritableError
 
 SEED_STRIDE: Final = 1_000_003  # choices of one seeded request differ
 
@@ -34,11 +35,17 @@ class ServerChoice:
         detokenizer = tokens.detokenizer(request.prompt_ids, skip_special_tokens=params.skip_special_tokens)
         self.text = OutputText(params, self._eos_ids, detokenizer, resume.text_chars)
         self._cached_tokens = 0
+        self._answer: AnswerText | None = None  # of a server that answers in text
 
     @property
     def total_tokens(self) -> int:
         """Tokens of its prompt and of its output so far."""
         return self.prompt_tokens + self.text.produced_tokens
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether another worker has begun it."""
+        return bool(self._resumed_ids)
 
     def replay(self) -> SequenceOutput | None:
         """Read the resumed tokens; return what the client has not seen of their text, or the end if it is one."""
@@ -49,31 +56,47 @@ class ServerChoice:
                 break
         return self._output([], text, None) if text or self.text.finish_reason else None
 
-    def ask(self, model: str) -> Ask:
-        """Return what the server is asked for."""
+    def ask(self, facts: ServerFacts, max_model_len: int, text: TextTokens | None, answers_in: Medium) -> Ask:
+        """Return what the server is asked for; ``text``: how it is written out, for a server that is asked in text.
+
+        Raises RequestRejected or UnwritableError for what cannot be written.
+        """
         params, done = self.params, len(self._resumed_ids)
+        written = ""
+        if text is not None:
+            written, owed = text.written(self._prompt_ids, self._resumed_ids)
+            if answers_in == "text":
+                self._answer = AnswerText(text, owed)
+            elif owed:
+                raise UnwritableError("the answer was cut in a character, which this pool's server cannot finish")
         return Ask(
-            model=model,
+            facts=facts,
             token_ids=[*self._prompt_ids, *self._resumed_ids],
+            text=written,
             params=params,
             max_tokens=params.max_tokens - done,
             min_tokens=max(0, params.min_tokens - done),
             seed=None if params.seed is None else params.seed + self.index * SEED_STRIDE,
+            max_model_len=max_model_len,
         )
 
     def take(self, delta: Delta) -> SequenceOutput | None:
         """Take what one event says; return what it yields, None if that is nothing. Raises MalformedEvent."""
         self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
+        told, is_cut = delta.token_ids, False
+        if self._answer is not None:
+            told, is_cut = self._answer.read(delta.text, self.params.max_tokens - self.text.produced_tokens)
+        self.streamed_tokens += len(told)
         token_ids: list[int] = []
         text = ""
-        for token_id in delta.token_ids:
+        for token_id in told:
             token_ids.append(token_id)
             text += self.text.read(token_id)
             if self.text.finish_reason is not None:
                 break
-        self.streamed_tokens += len(delta.token_ids)
-        if delta.ended_by is not None and self.text.finish_reason is None:
-            text += self._end_as_told(delta.ended_by, token_ids)
+        ended_by = "length" if is_cut else delta.ended_by
+        if ended_by is not None and self.text.finish_reason is None:
+            text += self._end_as_told(ended_by, token_ids)
         logprobs = self._logprobs(token_ids, delta.scored)
         if not token_ids and not text and self.text.finish_reason is None:
             return None
@@ -85,7 +108,8 @@ class ServerChoice:
             token_id = min(self._eos_ids)
             token_ids.append(token_id)
             return self.text.read(token_id)
-        if ended_by == "length" and self.text.produced_tokens < self.params.max_tokens:
+        # Where the answer came as text, the server's count is another than ours.
+        if ended_by == "length" and self._answer is None and self.text.produced_tokens < self.params.max_tokens:
             raise MalformedEvent(f"it ended for its length after {self.text.produced_tokens} tokens")
         return self.text.end("length" if ended_by == "length" else "stop")
 

@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from tests.acceptance.conftest import run_system
 from tests.acceptance.system import System
-from tests.conformance.server_replay import Replay, llamacpp_events, running, vllm_events
+from tests.conformance.replay_events import llamacpp_events, vllm_events
+from tests.conformance.server_replay import Replay, running
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 
 MODEL = "served"

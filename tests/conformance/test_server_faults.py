@@ -1,4 +1,6 @@
-"""What servers do wrong in the field, at every wire format: each ends as an attempt that another pool goes on with.
+"""What servers do wrong in the field: each ends as an attempt that another pool goes on with.
+
+What is wrong with a connection is tried once for each framing, what is wrong with an event at every wire format.
 
 The tokens that came before a fault are kept, none is repeated, and whoever else the server answers is not disturbed.
 Only what is wrong with the request itself is a refusal, which nobody tries again.
@@ -6,8 +8,9 @@ Only what is wrong with the request itself is a refusal, which nobody tries agai
 
 import asyncio
 import contextlib
+import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +20,14 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response, Streamin
 from engine.types import Grammar, ResumePoint
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.formats import FORMATS
 from pool_worker.settings import ServerEngineSettings
-from tests.conformance.server_replay import Fault, Replay, llamacpp_events, running, sglang_events, vllm_events
-from tests.conformance.test_engines import MAX_MODEL_LEN, MAX_SEQUENCES, Driver, driving, request
+from tests.conformance.replay_events import EVENTS
+from tests.conformance.server_replay import Fault, Replay, running, running_on_demand
+from tests.conformance.test_engines import MAX_MODEL_LEN, Driver, driving, request, server_settings
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 
-EVENTS = {"llamacpp": llamacpp_events, "vllm": vllm_events, "sglang": sglang_events}
+KIND_OF_FRAMING = {FORMATS[kind].framing: kind for kind in reversed(FORMATS)}
 SHORT_S = 0.3
 
 
@@ -34,15 +39,38 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(replay: Replay, tokenizer: str, **more: object) -> ServerEngineSettings:
-    known = {"max_sequences": MAX_SEQUENCES, "max_model_len": MAX_MODEL_LEN, "ready_s": 5.0, **more}
-    return ServerEngineSettings(kind=replay.kind, url=replay.url, tokenizer=tokenizer, **known)
+    return server_settings(replay, tokenizer, **{"max_model_len": MAX_MODEL_LEN, "ready_s": 5.0, **more})
 
 
-@pytest.fixture(params=list(EVENTS))
-async def pair(request: pytest.FixtureRequest, tokenizer: str) -> AsyncIterator[tuple[Driver, Replay]]:
-    with running(Replay(request.param, token_s=0.001)) as replay:
-        async with driving(settings(replay, tokenizer)) as driver:
-            yield driver, replay
+@pytest.fixture(scope="module")
+def replay_of() -> Iterator[Callable[[str], Replay]]:
+    with running_on_demand() as replay_of:
+        yield replay_of
+
+
+@contextlib.asynccontextmanager
+async def paired(replay: Replay, tokenizer: str) -> AsyncIterator[tuple[Driver, Replay]]:
+    replay.token_s = 0.001
+    async with driving(settings(replay, tokenizer)) as driver:
+        yield driver, replay
+
+
+@pytest.fixture(params=list(FORMATS))
+async def each(
+    request: pytest.FixtureRequest, tokenizer: str, replay_of: Callable[[str], Replay]
+) -> AsyncIterator[tuple[Driver, Replay]]:
+    """Every wire format."""
+    async with paired(replay_of(request.param), tokenizer) as pair:
+        yield pair
+
+
+@pytest.fixture(params=list(KIND_OF_FRAMING.values()))
+async def pair(
+    request: pytest.FixtureRequest, tokenizer: str, replay_of: Callable[[str], Replay]
+) -> AsyncIterator[tuple[Driver, Replay]]:
+    """A wire format of each framing."""
+    async with paired(replay_of(request.param), tokenizer) as pair:
+        yield pair
 
 
 def streaming(change: Callable[[list[str]], list[str]], kind: str) -> Fault:
@@ -55,24 +83,43 @@ def streaming(change: Callable[[list[str]], list[str]], kind: str) -> Fault:
     return answer
 
 
+def broken(events: list[str]) -> str:
+    """The sixth event as JSON of another kind."""
+    return ("data: [1, 2]" if events[5].startswith("data:") else "[1, 2]") + "\n\n"
+
+
+def failed(events: list[str]) -> str:
+    error = '{"error": {"message": "CUDA out of memory"}}'
+    return (f"data: {error}" if events[5].startswith("data:") else error) + "\n\n"
+
+
 CUTS: dict[str, Callable[[list[str]], list[str]]] = {
-    "no end": lambda events: events[:5],
     "cut in an event": lambda events: [*events[:5], events[5][: len(events[5]) // 2]],
-    "malformed": lambda events: [*events[:5], "data: {not json\n\n", *events[5:]],
-    "a list": lambda events: [*events[:5], "data: [1, 2]\n\n", *events[5:]],
-    "an error in the stream": lambda events: [*events[:5], 'data: {"error": {"message": "CUDA out of memory"}}\n\n'],
-    "ids that are none": lambda events: [*events[:5], events[5].replace("[", '["x", ', 1)],
-    "an endless event": lambda events: [*events[:5], "data: " + "x" * 3_000_000],
+    "malformed": lambda events: [*events[:5], events[5].replace('": ', '" ', 3), *events[5:]],
+    "a list": lambda events: [*events[:5], broken(events), *events[5:]],
+    "an endless event": lambda events: [*events[:5], events[5][:9] + "x" * 3_000_000],
 }
+TOLD = {"ids": ("ids", "output_ids", "token_ids", "tokens", "id"), "text": ("text", "response", "text_output")}
 
 
-@pytest.mark.parametrize("cut", CUTS)
-async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(pair: tuple[Driver, Replay], cut: str) -> None:
-    driver, replay = pair
+def without_an_end(events: list[str]) -> list[str]:
+    return events[:5]
+
+
+def nonsense(replay: Replay, events: list[str]) -> list[str]:
+    """The sixth event with something else in the place of its tokens or its text."""
+    event = re.sub(
+        rf'"({"|".join(TOLD[FORMATS[replay.kind].answers_in])})": ("[^"]*"|\[[^]]*\]|\d+)', r'"\1": {"x": 1}', events[5]
+    )
+    return [*events[:5], event, *events[6:]]
+
+
+async def keeps_what_came(driver: Driver, replay: Replay, change: Callable[[list[str]], list[str]]) -> None:
+    """The tokens before the fault are kept, the attempt fails, and whoever else is answered is not disturbed."""
     whole = await driver.answer(request("whole"))
-    driver.engine.submit(request("beside", max_tokens=100))
+    driver.submit(request("beside", max_tokens=100))
     await driver.wait(lambda: bool(driver.answers["beside", 0].token_ids))
-    replay.faults.append(streaming(CUTS[cut], replay.kind))
+    replay.faults.append(streaming(change, replay.kind))
     answer = await driver.answer(request("faulty"))
     assert answer.finish_reason == "error"
     assert answer.error
@@ -81,6 +128,49 @@ async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(pair: tupl
     (beside,) = await driver.end_of("beside")
     assert beside.finish_reason == "length"
     assert (await driver.answer(request("after"))).facts() == whole.facts()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(pair: tuple[Driver, Replay], cut: str) -> None:
+    await keeps_what_came(*pair, CUTS[cut])
+
+
+async def test_an_event_that_makes_no_sense_fails_the_attempt(each: tuple[Driver, Replay]) -> None:
+    driver, replay = each
+    await keeps_what_came(driver, replay, lambda events: nonsense(replay, events))
+
+
+async def test_an_error_in_the_stream_fails_the_attempt(each: tuple[Driver, Replay]) -> None:
+    driver, replay = each
+    replay.faults.append(streaming(lambda events: [*events[:5], failed(events)], replay.kind))
+    answer = await driver.answer(request())
+    assert (answer.finish_reason, len(answer.token_ids)) == ("error", 5)
+    assert "CUDA out of memory" in (answer.error or "")
+
+
+async def test_a_stream_that_closes_without_an_end_is_cut(each: tuple[Driver, Replay]) -> None:
+    """But for Triton, whose answers have no other end: there, a cut is what the connection itself tells."""
+    driver, replay = each
+    replay.faults.append(streaming(without_an_end, replay.kind))
+    answer = await driver.answer(request())
+    is_end = FORMATS[replay.kind].framing == "server-sent events to the close"
+    assert answer.finish_reason == ("stop" if is_end else "error")
+
+
+async def test_a_connection_that_breaks_is_a_cut_for_all(each: tuple[Driver, Replay]) -> None:
+    driver, replay = each
+
+    async def breaking(events: list[str]) -> AsyncIterator[str]:
+        for event in events[:5]:
+            yield event
+        raise ConnectionResetError
+
+    def answer(request: Request) -> Response:
+        return StreamingResponse(breaking(EVENTS[replay.kind](request._json)))
+
+    replay.faults.append(answer)
+    cut = await driver.answer(request())
+    assert (cut.finish_reason, len(cut.token_ids)) == ("error", 5)
 
 
 async def test_a_stream_without_a_token_fails(pair: tuple[Driver, Replay]) -> None:
@@ -128,7 +218,7 @@ async def test_retries_have_a_budget_over_all_requests(pair: tuple[Driver, Repla
     busy = 60
     replay.faults += [lambda _: JSONResponse({}, 429, {"retry-after": "0.01"})] * 200
     for number in range(busy):
-        driver.engine.submit(request(f"r{number}"))
+        driver.submit(request(f"r{number}"))
     answers = await driver.end_of(*[f"r{number}" for number in range(busy)])
     assert {answer.finish_reason for answer in answers} == {"error"}
     assert len(replay.bodies) <= busy * 1.2 + 10 + 1
@@ -142,20 +232,23 @@ async def test_redirects_are_not_followed(pair: tuple[Driver, Replay]) -> None:
     assert "307" in (answer.error or "")
 
 
-async def test_an_end_for_length_that_comes_too_early_is_no_end(pair: tuple[Driver, Replay]) -> None:
-    driver, replay = pair
-    replay.faults.append(streaming(lambda events: [*events[:6], _ended(replay.kind, events)], replay.kind))
-    answer = await driver.answer(request())
-    assert answer.finish_reason == "error"
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp", "sglang", "lmdeploy", "trtllm", "tgi"])
+async def test_an_end_for_length_that_comes_too_early_is_no_end(
+    kind: str, tokenizer: str, replay_of: Callable[[str], Replay]
+) -> None:
+    """Where the server counts the same tokens; one that answers in text counts its own."""
+    async with paired(replay_of(kind), tokenizer) as (driver, replay):
+        replay.faults.append(streaming(lambda events: [*events[:6], _ended(kind, events)], kind))
+        assert (await driver.answer(request())).finish_reason == "error"
 
 
 def _ended(kind: str, events: list[str]) -> str:
-    if kind == "llamacpp":
+    if kind in {"llamacpp", "tgi"}:
         return events[-1]
-    return events[0].replace('"finish_reason": null', '"finish_reason": ' + _LENGTH[kind])
+    return events[0].replace('"finish_reason": null', '"finish_reason": ' + _LENGTH.get(kind, '"length"'))
 
 
-_LENGTH = {"vllm": '"length"', "sglang": '{"type": "length"}'}
+_LENGTH = {"sglang": '{"type": "length"}', "lmdeploy": '{"type": "length"}'}
 
 
 async def test_a_silent_stream_fails_and_its_neighbours_go_on(tokenizer: str) -> None:
@@ -167,7 +260,7 @@ async def test_a_silent_stream_fails_and_its_neighbours_go_on(tokenizer: str) ->
                 await asyncio.Event().wait()
 
             replay.faults.append(lambda _: StreamingResponse(silent(), media_type="text/event-stream"))
-            driver.engine.submit(request("silent"))
+            driver.submit(request("silent"))
             await driver.wait_until(lambda: not replay.faults)
             keeping = asyncio.create_task(_keep_busy(driver))
             (answer,) = await driver.end_of("silent")
@@ -232,7 +325,7 @@ async def test_a_folder_without_a_tokenizer_is_said_so(tmp_path: Path) -> None:
 async def test_leaving_ends_the_servers_work(pair: tuple[Driver, Replay]) -> None:
     driver, replay = pair
     replay.token_s = 0.05
-    driver.engine.submit(request("left", max_tokens=150))
+    driver.submit(request("left", max_tokens=150))
     await driver.wait(lambda: bool(driver.answers["left", 0].token_ids))
     driver.engine.cancel("left")
     await driver.end_of("left")

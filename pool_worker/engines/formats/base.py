@@ -1,4 +1,4 @@
-"""What a wire format is: how one inference server is asked for the next tokens of one choice, and what it answers.
+"""What a wire format is: how one inference server is asked for what follows in one choice, and what it answers.
 
 One file a format in this folder, one registry in ``__init__``, and one conformance suite that all must pass
 (``tests/conformance/test_engines.py``). A format is pure: it makes bodies and reads events. The connection, the
@@ -7,18 +7,17 @@ limits and the faults are ``pool_worker.engines.server_connection``'s.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from engine.errors import RequestRejected
 from engine.types import SamplingParams
 from pool_worker.engines.framing import Framing, MalformedEvent
 
-# What is done on this side of the wire, whatever the server can do: it gives tokens, and their text is made here.
-DONE_HERE: Final = frozenset(
-    {"n", "stop", "stop_token_ids", "max_tokens", "skip_special_tokens", "include_stop_str_in_output"}
-)
+# What is done on this side of the wire, whatever the server can do; the second only where it answers in token ids.
+DONE_HERE: Final = frozenset({"n", "stop", "max_tokens", "include_stop_str_in_output"})
+DONE_WITH_IDS: Final = frozenset({"stop_token_ids", "skip_special_tokens"})
 
-# What every server here honours.
+# What most servers of exact pools honour.
 SAMPLING: Final = frozenset(
     {
         "temperature",
@@ -41,6 +40,8 @@ class ServerFacts:
     model: str  # as the server calls it
     max_model_len: int | None = None  # prompt and output tokens of one sequence
     max_sequences: int | None = None  # that it runs at once
+    inputs: frozenset[str] = frozenset()  # what a request may have, by name
+    honoured: frozenset[str] | None = None  # of the fields of SamplingParams; None: what the format says
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Delta:
     """What one event says."""
 
     token_ids: Sequence[int] = ()
+    text: str = ""  # of a server that answers in text: what is new
     scored: Sequence[Scored] | None = None  # one for each token, where asked for
     ended_by: str | None = None  # "eos": an end token that is not among the ids; "stop" | "length": nothing follows
     cached_tokens: int = 0  # of the prompt, found in the server's prefix cache
@@ -63,24 +65,32 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The next tokens of one choice."""
+    """What is to follow in one choice."""
 
-    model: str  # as the server calls it
+    facts: ServerFacts
     token_ids: Sequence[int]  # the prompt, and what the choice has already
+    text: str  # the same, for a server that is asked in text; empty for others
     params: SamplingParams
     max_tokens: int  # still to come
     min_tokens: int  # likewise
     seed: int | None  # of this choice
+    max_model_len: int
+
+
+Medium = Literal["ids", "text"]
 
 
 class WireFormat(Protocol):
     """One server's way to be asked."""
 
+    asked_in: Medium  # what the prompt is sent as
+    answers_in: Medium  # what the answer comes as
+    keeps_blanks: bool  # it is known to strip nothing from an answer in text
     health_path: str
-    facts_path: str  # GET; see ``facts``
+    facts_path: str  # GET; see ``facts``. Here and below, {model} stands for the model's name
     generate_path: str  # POST; answers with a stream of events
     framing: Framing
-    honoured: frozenset[str]  # the fields of SamplingParams that the server honours, beside DONE_HERE
+    honoured: frozenset[str]  # the fields of SamplingParams that the server honours, beside what is done here
     grammars: frozenset[str]  # the kinds of grammar that it can follow
 
     @staticmethod
@@ -99,9 +109,13 @@ class WireFormat(Protocol):
         ...
 
 
-def refuse_unknown(params: SamplingParams, honoured: Iterable[str], grammars: Iterable[str], server: str) -> None:
-    """Raise RequestRejected for the first field that the server would not honour: nothing is silently dropped."""
-    known = {*DONE_HERE, *honoured}
+def done_here(answers_in: Medium) -> frozenset[str]:
+    """Return the fields of SamplingParams that need nothing of the server."""
+    return DONE_HERE | DONE_WITH_IDS if answers_in == "ids" else DONE_HERE
+
+
+def refuse_unknown(params: SamplingParams, known: Iterable[str], grammars: Iterable[str], server: str) -> None:
+    """Raise RequestRejected for the first field that would not be honoured: nothing is silently dropped."""
     for one in fields(params):
         if one.name in known or one.name == "grammar":
             continue

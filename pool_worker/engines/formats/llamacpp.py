@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Scored, ServerFacts, ids
+from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Medium, Scored, ServerFacts, ids
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
@@ -17,6 +17,9 @@ _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
 class LlamaCppFormat:
     """See the module."""
 
+    asked_in: Medium = "ids"
+    answers_in: Medium = "ids"
+    keeps_blanks = True
     health_path = "/health"
     facts_path = "/props"
     generate_path = "/completion"
@@ -79,7 +82,7 @@ class LlamaCppFormat:
             return Delta(ended_by=ended_by, cached_tokens=cached)
         token_ids = ids(event.get("tokens"), "tokens")
         scored = event.get("completion_probabilities")
-        return Delta(token_ids, None if scored is None else _scored(scored))
+        return Delta(token_ids, scored=None if scored is None else _scored(scored))
 
 
 def _scored(probabilities: object) -> list[Scored]:

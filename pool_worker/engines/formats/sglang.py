@@ -6,13 +6,16 @@ Its documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sa
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, ServerFacts, ids
+from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Medium, ServerFacts, ids
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 
 class SGLangFormat:
     """See the module."""
 
+    asked_in: Medium = "ids"
+    answers_in: Medium = "ids"
+    keeps_blanks = True
     health_path = "/health"
     facts_path = "/get_model_info"
     generate_path = "/generate"
@@ -72,4 +75,4 @@ class SGLangFormat:
         if kind not in {None, "stop", "length"}:
             raise MalformedEvent(f"finish_reason {kind!r} is not known")
         cached = told.get("cached_tokens")
-        return Delta(new, None, kind, cached if isinstance(cached, int) else 0)
+        return Delta(new, ended_by=kind, cached_tokens=cached if isinstance(cached, int) else 0)

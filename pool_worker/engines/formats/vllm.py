@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Scored, ServerFacts, ids
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Medium, Scored, ServerFacts, ids
+from pool_worker.engines.formats.openai_completions import cached_of, choice_of, ended_by, model_of
+from pool_worker.engines.framing import Framing, MalformedEvent
 
 _ID_PREFIX: Final = "token_id:"
 
@@ -17,6 +18,9 @@ _ID_PREFIX: Final = "token_id:"
 class VllmFormat:
     """See the module."""
 
+    asked_in: Medium = "ids"
+    answers_in: Medium = "ids"
+    keeps_blanks = True
     health_path = "/health"
     facts_path = "/v1/models"
     generate_path = "/v1/completions"
@@ -27,21 +31,14 @@ class VllmFormat:
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
         """See WireFormat: the model asked for, or the first."""
-        models = answer.get("data")
-        entries = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
-        chosen = next((one for one in entries if model is None or one.get("id") == model), None)
-        if chosen is None:
-            names = ", ".join(str(one.get("id")) for one in entries) or "none"
-            raise MalformedEvent(f"the server does not serve {model!r}; it serves: {names}")
-        length = chosen.get("max_model_len")
-        return ServerFacts(str(chosen["id"]), length if isinstance(length, int) else None)
+        return model_of(answer, model)
 
     @staticmethod
     def body(ask: Ask) -> dict[str, Any]:
         """See WireFormat."""
         params = ask.params
         body: dict[str, Any] = {
-            "model": ask.model,
+            "model": ask.facts.model,
             "prompt": list(ask.token_ids),
             "max_tokens": ask.max_tokens,
             "stream": True,
@@ -77,34 +74,18 @@ class VllmFormat:
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
         """See WireFormat. The last event has the usage and no choice."""
         del seen_tokens
-        if "error" in event:
-            raise ServerFailure(str(event["error"]))
-        choices = event.get("choices")
-        if not isinstance(choices, list):
-            raise MalformedEvent("an event without choices")
-        if not choices:
-            return Delta(cached_tokens=_cached(event.get("usage")))
-        choice = choices[0]
-        if not isinstance(choice, dict):
-            raise MalformedEvent("a choice that is no object")
+        choice = choice_of(event)
+        if choice is None:
+            return Delta(cached_tokens=cached_of(event))
         token_ids = ids(choice.get("token_ids") or [], "token_ids")
         scored = choice.get("logprobs")
-        reason = choice.get("finish_reason")
-        if reason not in {None, "stop", "length"}:
-            raise ServerFailure(f"the server ended the choice with {reason!r}")
-        return Delta(token_ids, None if scored is None else _scored(scored), reason)
+        return Delta(token_ids, scored=None if scored is None else _scored(scored), ended_by=ended_by(choice))
 
 
 def _structured(kind: str, source: str) -> dict[str, Any]:
     if kind == "json_object":
         return {"json_object": True}
     return {"json": msgspec.json.decode(source)} if kind == "json_schema" else {"regex": source}
-
-
-def _cached(usage: object) -> int:
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) else 0
 
 
 def _scored(logprobs: object) -> list[Scored]:

@@ -1,0 +1,70 @@
+"""LMDeploy's own endpoint: ``POST /generate`` with ``input_ids``; every event has the ids that are new.
+
+Its schema, from which this is written: lmdeploy/serve/openai/protocol.py (GenerateReqInput, GenerateReqOutput) and
+endpoints/generate.py of https://github.com/InternLM/lmdeploy
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pool_worker.engines.formats.base import Ask, Delta, Medium, ServerFacts, ids
+from pool_worker.engines.formats.openai_completions import model_of
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+
+_ENDS: Final = {"stop": "eos", "length": "length"}
+
+
+class LMDeployFormat:
+    """See the module."""
+
+    asked_in: Medium = "ids"
+    answers_in: Medium = "ids"
+    keeps_blanks = True
+    health_path = "/health"
+    facts_path = "/v1/models"
+    generate_path = "/generate"
+    framing: Framing = "server-sent events"
+    honoured = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"})
+    grammars: frozenset[str] = frozenset()
+
+    @staticmethod
+    def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
+        """See WireFormat: it tells no length."""
+        return model_of(answer, model)
+
+    @staticmethod
+    def body(ask: Ask) -> dict[str, Any]:
+        """See WireFormat."""
+        params = ask.params
+        return {
+            "input_ids": list(ask.token_ids),
+            "max_tokens": ask.max_tokens,
+            "stream": True,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "ignore_eos": params.ignore_eos,
+            "stop_token_ids": list(params.stop_token_ids),
+            "include_stop_str_in_output": True,  # the token that ended it is wanted among the ids
+            "skip_special_tokens": False,
+        }
+
+    @staticmethod
+    def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
+        """See WireFormat. An end token is not among the ids."""
+        del seen_tokens
+        if "error" in event:
+            raise ServerFailure(str(event["error"]))
+        told = event.get("meta_info")
+        if not isinstance(told, dict):
+            raise MalformedEvent("an event without meta_info")
+        new = ids(event.get("output_ids") or [], "output_ids")
+        reason = told.get("finish_reason")
+        if reason is None:
+            return Delta(new)
+        ended_by = _ENDS.get(str(reason.get("type"))) if isinstance(reason, dict) else None
+        if ended_by is None:
+            raise ServerFailure(f"the server ended the choice with {reason!r}")
+        return Delta(new, ended_by=ended_by)

@@ -1,0 +1,104 @@
+"""Ollama: ``POST /api/generate`` in raw mode; lines of JSON instead of server-sent events, and no token ids.
+
+Its documentation: https://docs.ollama.com/api/generate and https://docs.ollama.com/openapi.yaml
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from pool_worker.engines.formats.base import Ask, Delta, Medium, ServerFacts
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+
+_ENDS: Final = {"stop": "eos", "length": "length"}
+
+
+class OllamaFormat:
+    """See the module."""
+
+    asked_in: Medium = "text"
+    answers_in: Medium = "text"
+    keeps_blanks = True
+    health_path = "/api/version"
+    facts_path = "/api/tags"
+    generate_path = "/api/generate"
+    framing: Framing = "lines"
+    honoured = frozenset(
+        {
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "seed",
+        }
+    )
+    grammars = frozenset({"json_schema", "json_object"})
+
+    @staticmethod
+    def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
+        """See WireFormat: the model asked for, or the first that is there. It tells no length here."""
+        models = answer.get("models")
+        names = [str(one.get("name")) for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+        chosen = next((name for name in names if model is None or name in {model, f"{model}:latest"}), None)
+        if chosen is None:
+            raise MalformedEvent(f"the server does not serve {model!r}; it serves: {', '.join(names) or 'none'}")
+        return ServerFacts(chosen)
+
+    @staticmethod
+    def body(ask: Ask) -> dict[str, Any]:
+        """See WireFormat. What it and the model's file would do by themselves is switched off.
+
+        Without ``num_ctx`` it would cut the prompt, and with ``shift`` forget its beginning, without a word.
+        """
+        params = ask.params
+        options: dict[str, Any] = {
+            "num_ctx": ask.max_model_len,
+            "num_predict": ask.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repeat_penalty": params.repetition_penalty,
+            "repeat_last_n": -1,  # penalties are over the whole text
+            "stop": [],
+        }
+        if ask.seed is not None:
+            options["seed"] = ask.seed % 2**31
+        body: dict[str, Any] = {
+            "model": ask.facts.model,
+            "prompt": ask.text,
+            "raw": True,
+            "stream": True,
+            "think": False,
+            "truncate": False,
+            "shift": False,
+            "options": options,
+        }
+        if params.grammar is not None:
+            source = params.grammar.source
+            body["format"] = msgspec.json.decode(source) if source else "json"
+        return body
+
+    @staticmethod
+    def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
+        """See WireFormat."""
+        del seen_tokens
+        if "error" in event:
+            raise ServerFailure(str(event["error"]))
+        text = event.get("response")
+        if not isinstance(text, str):
+            raise MalformedEvent("an event without a response")
+        if event.get("thinking"):  # it has cut the answer into two, and nobody knows where
+            raise MalformedEvent("the server takes the model's thinking out of its answer")
+        if event.get("done") is not True:
+            return Delta(text=text)
+        ended_by = _ENDS.get(str(event.get("done_reason")))
+        if ended_by is None:
+            raise MalformedEvent(f"done_reason {event.get('done_reason')!r} is not known")
+        return Delta(text=text, ended_by=ended_by)

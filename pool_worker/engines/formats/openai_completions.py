@@ -1,0 +1,104 @@
+"""Any server with OpenAI's ``POST /v1/completions``: text in, text out; and what all that imitate it have in common.
+
+Its documentation: https://platform.openai.com/docs/api-reference/completions
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pool_worker.engines.formats.base import Ask, Delta, Medium, ServerFacts
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+
+
+class OpenAICompletionsFormat:
+    """See the module."""
+
+    asked_in: Medium = "text"
+    answers_in: Medium = "text"
+    keeps_blanks = False
+    health_path = "/v1/models"  # every such server has it
+    facts_path = "/v1/models"
+    generate_path = "/v1/completions"
+    framing: Framing = "server-sent events"
+    honoured = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed"})
+    grammars: frozenset[str] = frozenset()
+
+    @staticmethod
+    def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
+        """See WireFormat."""
+        return model_of(answer, model)
+
+    @staticmethod
+    def body(ask: Ask) -> dict[str, Any]:
+        """See WireFormat. What OpenAI's API does not have goes by the names that vLLM and others gave it."""
+        given = {name: getattr(ask.params, name) for name in ask.facts.honoured or OpenAICompletionsFormat.honoured}
+        if "min_tokens" in given:
+            given["min_tokens"] = ask.min_tokens
+        if ask.seed is None:
+            given.pop("seed", None)
+        else:
+            given["seed"] = ask.seed
+        if "logit_bias" in given:
+            given["logit_bias"] = {str(token_id): bias for token_id, bias in ask.params.logit_bias.items()}
+        return {
+            "model": ask.facts.model,
+            "prompt": ask.text,
+            "max_tokens": ask.max_tokens,
+            "stream": True,
+            **given,
+        }
+
+    @staticmethod
+    def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
+        """See WireFormat. An event without a choice has the usage."""
+        del seen_tokens
+        choice = choice_of(event)
+        if choice is None:
+            return Delta(cached_tokens=cached_of(event))
+        text = choice.get("text")
+        if not isinstance(text, str):
+            raise MalformedEvent("a choice without text")
+        reason = ended_by(choice)
+        return Delta(text=text, ended_by="eos" if reason == "stop" else reason, cached_tokens=cached_of(event))
+
+
+def model_of(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
+    """Read ``/v1/models``: the model asked for, or the first. Raises MalformedEvent."""
+    models = answer.get("data")
+    entries = [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+    chosen = next((one for one in entries if model is None or one.get("id") == model), None)
+    if chosen is None:
+        names = ", ".join(str(one.get("id")) for one in entries) or "none"
+        raise MalformedEvent(f"the server does not serve {model!r}; it serves: {names}")
+    length = chosen.get("max_model_len")
+    return ServerFacts(str(chosen["id"]), length if isinstance(length, int) else None)
+
+
+def choice_of(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return an event's choice, None if it has none. Raises MalformedEvent or ServerFailure."""
+    if "error" in event:
+        raise ServerFailure(str(event["error"]))
+    choices = event.get("choices")
+    if not isinstance(choices, list):
+        raise MalformedEvent("an event without choices")
+    if not choices:
+        return None
+    if not isinstance(choices[0], dict):
+        raise MalformedEvent("a choice that is no object")
+    return choices[0]
+
+
+def ended_by(choice: Mapping[str, Any]) -> str | None:
+    """Return a choice's finish reason. Raises ServerFailure for one that is no end of an answer."""
+    reason = choice.get("finish_reason")
+    if reason not in {None, "stop", "length"}:
+        raise ServerFailure(f"the server ended the choice with {reason!r}")
+    return reason
+
+
+def cached_of(event: Mapping[str, Any]) -> int:
+    """Return how much of the prompt the usage says was cached; nothing where it says nothing that makes sense."""
+    usage = event.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else 0

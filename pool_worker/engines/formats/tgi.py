@@ -1,0 +1,109 @@
+"""Text Generation Inference: ``POST /generate_stream``. Asked in text; every event has a token's id.
+
+Its schema, from which this is written: docs/openapi.json of
+https://github.com/huggingface/text-generation-inference (GenerateRequest, GenerateParameters, StreamResponse)
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from pool_worker.engines.formats.base import Ask, Delta, Medium, Scored, ServerFacts
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+
+_ENDS: Final = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+
+
+class TgiFormat:
+    """See the module."""
+
+    asked_in: Medium = "text"
+    answers_in: Medium = "ids"
+    keeps_blanks = True
+    health_path = "/health"
+    facts_path = "/info"
+    generate_path = "/generate_stream"
+    framing: Framing = "server-sent events"
+    honoured = frozenset(
+        {"temperature", "top_p", "top_k", "frequency_penalty", "repetition_penalty", "seed", "logprobs"}
+    )
+    grammars = frozenset({"json_schema", "regex"})
+
+    @staticmethod
+    def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
+        """See WireFormat: one model a server."""
+        served = answer.get("model_id")
+        if not isinstance(served, str):
+            raise MalformedEvent("/info names no model_id")
+        length, requests = answer.get("max_total_tokens"), answer.get("max_concurrent_requests")
+        return ServerFacts(
+            model or served,
+            length if isinstance(length, int) else None,
+            requests if isinstance(requests, int) else None,
+        )
+
+    @staticmethod
+    def body(ask: Ask) -> dict[str, Any]:
+        """See WireFormat. What is off must be left out: its bounds do not include the neutral values."""
+        params = ask.params
+        parameters: dict[str, Any] = {
+            "max_new_tokens": ask.max_tokens,
+            "return_full_text": False,
+            "details": True,
+            "do_sample": params.temperature > 0,
+            "repetition_penalty": params.repetition_penalty,
+            "frequency_penalty": params.frequency_penalty,
+        }
+        if params.temperature > 0:
+            parameters["temperature"] = params.temperature
+        if params.top_p < 1:
+            parameters["top_p"] = params.top_p
+        if params.top_k:
+            parameters["top_k"] = params.top_k
+        if ask.seed is not None:
+            parameters["seed"] = ask.seed
+        if params.logprobs:
+            parameters["top_n_tokens"] = params.logprobs
+        if params.grammar is not None:
+            source = params.grammar.source
+            is_schema = params.grammar.kind == "json_schema"
+            parameters["grammar"] = (
+                {"type": "json", "value": msgspec.json.decode(source)}
+                if is_schema
+                else {"type": "regex", "value": source}
+            )
+        return {"inputs": ask.text, "parameters": parameters}
+
+    @staticmethod
+    def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
+        """See WireFormat. The last event has the details, and an end token that ended it."""
+        del seen_tokens
+        if "error" in event:
+            raise ServerFailure(str(event["error"]))
+        try:
+            told = msgspec.convert(event, _Event)
+        except msgspec.ValidationError as error:
+            raise MalformedEvent(str(error)) from error
+        ended_by = None
+        if told.details is not None:
+            ended_by = _ENDS.get(told.details.finish_reason)
+            if ended_by is None:
+                raise MalformedEvent(f"finish_reason {told.details.finish_reason!r} is not known")
+        scored = Scored(told.token.logprob, [(one.id, one.logprob) for one in told.top_tokens])
+        return Delta([told.token.id], scored=[scored], ended_by=ended_by)
+
+
+class _Token(msgspec.Struct):
+    id: int
+    logprob: float = 0.0
+
+
+class _Details(msgspec.Struct):
+    finish_reason: str
+
+
+class _Event(msgspec.Struct):
+    token: _Token
+    top_tokens: list[_Token] = []
+    details: _Details | None = None
