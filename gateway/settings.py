@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from gateway.auth.checks import MAX_RETENTION_DAYS
+from gateway.auth.hosted import why_no_leave
 from gateway.ledger.prices import ConfiguredPrice
 from gateway.payloads.sealing import parse_keys
 from gateway.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
@@ -144,6 +145,13 @@ class ConnectionSettings(Settings):
     keep_alive_s: PositiveSeconds = 620.0
 
 
+def _is_leave(text: str) -> str:
+    reason = why_no_leave(text)
+    if reason is not None:
+        raise ValueError(reason)
+    return text
+
+
 class TenantSettings(Settings):
     """What one tenant may take of each gateway. Tenants that are not named have weight 1 and no bounds of their own.
 
@@ -153,6 +161,8 @@ class TenantSettings(Settings):
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # share of the workers, against other tenants'
     max_in_flight: PositiveInt | None = None  # requests, queued ones included
     max_queued: PositiveInt | None = None  # requests that wait for a worker
+    # Which hosted APIs its prompts may go to, where its team or key says nothing itself (gateway.auth.hosted).
+    allow_hosted: tuple[Annotated[str, AfterValidator(_is_leave)], ...] | None = None
 
 
 class IdempotencySettings(Settings):

@@ -46,6 +46,7 @@ class PolicyBody(AdminBody):
     train_ok: bool | None = None
     redact: bool | None = None
     retention_days: int | None = None
+    allow_hosted: tuple[str, ...] | None = None  # null: nothing said; []: none
 
 
 class OrganisationBody(AdminBody):

@@ -57,7 +57,8 @@ def policy_view(policy: Policy) -> dict[str, Any]:
     """Limits and consents; money in USD."""
     view = asdict(policy)
     budget = view.pop("budget_nano_usd")
-    return {**view, "budget_usd": None if budget is None else budget / NANO_USD}
+    hosted = None if policy.allow_hosted is None else list(policy.allow_hosted)
+    return {**view, "allow_hosted": hosted, "budget_usd": None if budget is None else budget / NANO_USD}
 
 
 def audit_view(entry: AuditEntry) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """What organisations, teams and keys may be told: each refusal names its field."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from gateway.auth.errors import InvalidField, InvalidName
+from gateway.auth.hosted import why_no_leave
 from gateway.auth.principal import SCOPES, BudgetPeriod, Policy
 
 MAX_NAME_CHARS: Final = 100
@@ -12,6 +13,7 @@ PERIODS: Final[tuple[str, ...]] = get_args(BudgetPeriod)
 MAX_WEIGHT: Final = 1000.0
 MAX_NUMBER: Final = 2**63 - 1  # what SQL holds
 MAX_RETENTION_DAYS: Final = 36_500
+MAX_LEAVES: Final = 64
 _COUNTS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "budget_nano_usd", "retention_days")
 # Where people say a field otherwise than the table does.
 _SAID: Final = {"budget_nano_usd": "budget_usd"}
@@ -39,6 +41,7 @@ def check_policy(policy: Policy) -> None:
     _check_choice("priority", policy.priority, PRIORITIES)
     if policy.weight is not None and not 0 < policy.weight <= MAX_WEIGHT:
         raise InvalidField("weight", f"must be above 0 and at most {MAX_WEIGHT:g}")
+    _check_leaves(policy.allow_hosted or ())
     if policy.train_ok and policy.log_payload is False:
         raise InvalidField("train_ok", "needs log_payload: what is not kept cannot be trained on")
 
@@ -84,6 +87,15 @@ def check_expiry(expires_unix_ms: int | None, now_unix_ms: int) -> None:
     """An end lies ahead. Raises InvalidField."""
     if expires_unix_ms is not None and not now_unix_ms < expires_unix_ms <= MAX_NUMBER:
         raise InvalidField("expires_unix_ms", "must be in the future")
+
+
+def _check_leaves(leaves: Sequence[str]) -> None:
+    if len(leaves) > MAX_LEAVES:
+        raise InvalidField("allow_hosted", f"must have at most {MAX_LEAVES} entries")
+    for leave in leaves:
+        reason = why_no_leave(leave)
+        if reason is not None:
+            raise InvalidField("allow_hosted", reason)
 
 
 def _check_choice(field: str, value: str | None, choices: tuple[str, ...]) -> None:

@@ -28,6 +28,7 @@ class Policy:
     train_ok: bool | None = None
     redact: bool | None = None
     retention_days: int | None = None
+    allow_hosted: tuple[str, ...] | None = None
 
 
 NO_POLICY: Final = Policy()

@@ -20,6 +20,7 @@ from gateway.money import NANO_USD
 
 NUMBERS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "weight", "retention_days")
 CHOICES: Final = ("log_payload", "train_ok", "redact")  # yes, no, or nothing said
+NEVER: Final = "never"  # what the field says where no hosted API is allowed
 NEW_TEAM: Final = {"budget_period": "month"}  # what the form for a new one shows
 NEW_KEY: Final = {**NEW_TEAM, f"scope_{INFERENCE}": "on"}
 
@@ -49,8 +50,17 @@ def key_fields(key: ApiKey, view: View) -> dict[str, str]:
 def _policy_fields(policy: Policy) -> dict[str, str]:
     values = asdict(policy)
     budget = values.pop("budget_nano_usd")
+    values["allow_hosted"] = _leaves_text(policy.allow_hosted)
     values["budget_usd"] = None if budget is None else f"{Decimal(budget) / NANO_USD:f}"
     return NEW_TEAM | {name: _text(value) for name, value in values.items() if value is not None}
+
+
+def _leaves_text(leaves: tuple[str, ...] | None) -> str | None:
+    return None if leaves is None else " ".join(leaves) or NEVER
+
+
+def _leaves(text: str) -> list[str] | None:
+    return [] if text == NEVER else text.split() or None
 
 
 def _text(value: object) -> str:
@@ -87,6 +97,7 @@ def _values(kind: type[PolicyBody], fields: Mapping[str, str], view: View) -> di
         "budget_usd": said.get("budget_usd") or None,
         "budget_period": said.get("budget_period") if said.get("budget_usd") else None,
         "priority": said.get("priority") or None,
+        "allow_hosted": _leaves(said.get("allow_hosted", "")),
         **{name: _number(said.get(name, "")) for name in NUMBERS},
         **{name: {"yes": True, "no": False}.get(said.get(name, "")) for name in CHOICES},
     }

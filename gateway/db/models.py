@@ -4,9 +4,10 @@ Times are integers, milliseconds since 1970 in UTC: the same on SQLite and Postg
 and indexed without any conversion by a driver. Days are a matter of the viewer's time zone and are made when read.
 """
 
+import json
 from typing import ClassVar
 
-from sqlalchemy import BigInteger, Boolean, Double, Index, LargeBinary, MetaData, Text, text
+from sqlalchemy import BigInteger, Boolean, Dialect, Double, Index, LargeBinary, MetaData, Text, TypeDecorator, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -21,6 +22,21 @@ class Base(DeclarativeBase):
         }
     )
     type_annotation_map: ClassVar = {int: BigInteger, str: Text, float: Double, bool: Boolean, bytes: LargeBinary}
+
+
+class Words(TypeDecorator[tuple[str, ...]]):
+    """A few words as a JSON list: read and compared in Python only."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: tuple[str, ...] | None, dialect: Dialect) -> str | None:  # noqa: ARG002
+        """Write them."""
+        return None if value is None else json.dumps(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[str, ...] | None:  # noqa: ARG002
+        """Read them."""
+        return None if value is None else tuple(json.loads(value))
 
 
 class _Policy:
@@ -40,6 +56,8 @@ class _Policy:
     train_ok: Mapped[bool | None]  # consent to make training sets of them; NULL: no
     redact: Mapped[bool | None]  # strip personal data before they are kept; NULL: yes
     retention_days: Mapped[int | None]  # how long they are kept; NULL: the ledger's default
+    # Which hosted APIs its prompts may go to (gateway.auth.hosted); NULL: nothing said, empty: none.
+    allow_hosted: Mapped[tuple[str, ...] | None] = mapped_column(Words)
 
 
 class OrganisationRow(Base):

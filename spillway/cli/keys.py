@@ -24,6 +24,7 @@ from spillway.cli.policy import (
     BatchOption,
     BudgetOption,
     ConcurrentOption,
+    HostedOption,
     LogPayloadOption,
     RedactOption,
     RetentionOption,
@@ -75,6 +76,7 @@ def create(
     train_ok: TrainOption = None,
     redact: RedactOption = None,
     retention_days: RetentionOption = None,
+    allow_hosted: HostedOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
@@ -87,6 +89,7 @@ def create(
     changes = _asked(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
+        allow_hosted=allow_hosted,
     )  # fmt: skip
 
     async def main() -> None:
@@ -122,6 +125,7 @@ def update(
     train_ok: TrainOption = None,
     redact: RedactOption = None,
     retention_days: RetentionOption = None,
+    allow_hosted: HostedOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
@@ -131,6 +135,7 @@ def update(
     changes = _asked(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
+        allow_hosted=allow_hosted,
     )  # fmt: skip
     if name is not None:
         changes["name"] = name

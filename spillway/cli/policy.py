@@ -52,6 +52,17 @@ RetentionOption = Annotated[
     str | None, typer.Option("--retention-days", metavar="N", help="How long they are kept. Or `none`: the usual time.")
 ]
 
+HostedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-hosted",
+        metavar="PROVIDER[/MODEL]",
+        help="A hosted API that prompts may go to, such as openai or openai/gpt-*; several times for several. "
+        "`never`: none. `none`: as the team, or else the configuration says.",
+    ),
+]
+NEVER: Final = "never"
+
 
 def policy_changes(
     *,
@@ -65,6 +76,7 @@ def policy_changes(
     train_ok: bool | None,
     redact: bool | None,
     retention_days: str | None,
+    allow_hosted: list[str] | None,
 ) -> dict[str, Any]:
     """The fields of Policy that the options name. Raises BadParameter."""
     counts = {
@@ -82,8 +94,16 @@ def policy_changes(
         changes.update(_budget(budget))
     if batch_only is not None:
         changes["priority"] = "batch" if batch_only else "interactive"
+    if allow_hosted:
+        changes["allow_hosted"] = _leaves(allow_hosted)
     consents = {"log_payload": log_payload, "train_ok": train_ok, "redact": redact}
     return changes | {field: consent for field, consent in consents.items() if consent is not None}
+
+
+def _leaves(words: list[str]) -> tuple[str, ...] | None:
+    if words == [NONE]:
+        return None
+    return () if words == [NEVER] else tuple(words)
 
 
 def expiry_unix_ms(text: str) -> int | None:
@@ -126,6 +146,8 @@ def limits_text(policy: Policy) -> str:
         words.append(f"weight {policy.weight:g}")
     if policy.priority == "batch":
         words.append("batch only")
+    if policy.allow_hosted is not None:
+        words.append(f"hosted: {' '.join(policy.allow_hosted) or NEVER}")
     return ", ".join(words)
 
 

@@ -14,6 +14,7 @@ from spillway.cli.policy import (
     BatchOption,
     BudgetOption,
     ConcurrentOption,
+    HostedOption,
     LogPayloadOption,
     RedactOption,
     RetentionOption,
@@ -44,6 +45,7 @@ def create(
     train_ok: TrainOption = None,
     redact: RedactOption = None,
     retention_days: RetentionOption = None,
+    allow_hosted: HostedOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
@@ -53,6 +55,7 @@ def create(
     changes = policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
+        allow_hosted=allow_hosted,
     )  # fmt: skip
 
     async def main() -> None:
@@ -78,6 +81,7 @@ def update(
     train_ok: TrainOption = None,
     redact: RedactOption = None,
     retention_days: RetentionOption = None,
+    allow_hosted: HostedOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
@@ -87,6 +91,7 @@ def update(
     changes = policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
+        allow_hosted=allow_hosted,
     )  # fmt: skip
     changes |= {field: value for field, value in (("name", name), ("organisation", organisation)) if value is not None}
 

@@ -110,8 +110,11 @@ async def test_organisations_and_teams(admin: httpx.AsyncClient) -> None:
     assert (await admin.get("/admin/v1/organisations")).json()["data"][1] == renamed
     team = (await admin.post("/admin/v1/teams", json={"name": "ads", "organisation": "Acme Inc."})).json()
     assert team["organisation_id"] == acme["id"]
-    changed = (await admin.patch("/admin/v1/teams/ads", json={"weight": 3, "train_ok": True})).json()
-    assert changed == {**team, "weight": 3.0, "train_ok": True}
+    change = {"weight": 3, "train_ok": True, "allow_hosted": ["openai/gpt-*"]}
+    changed = (await admin.patch("/admin/v1/teams/ads", json=change)).json()
+    assert changed == {**team, **change}
+    audit = (await admin.get("/admin/v1/audit", params={"subject": team["id"]})).json()["data"]
+    assert (audit[0]["before"]["allow_hosted"], audit[0]["after"]["allow_hosted"]) == (None, ["openai/gpt-*"])
     assert (await admin.get("/admin/v1/teams/ads")).json() == changed
     assert (await admin.get("/admin/v1/teams")).json()["data"][1] == changed
 

@@ -187,6 +187,12 @@ async def test_a_key_and_its_team_are_changed_field_by_field(browser: httpx.Asyn
     after = await find_key(engine, key.key_id)
     assert (after.scopes, after.expires_unix_ms) == (("inference", "metrics"), key.expires_unix_ms)
     assert after.policy == Policy(max_concurrent=3, log_payload=True)
+    for typed, allowed in (("openai azure/gpt-*", ("openai", "azure/gpt-*")), ("never", ()), ("", None)):
+        await browser.post(f"/dashboard/keys/{key.key_id}", data={**change, "allow_hosted": typed})
+        assert (await find_key(engine, key.key_id)).policy == Policy(
+            max_concurrent=3, log_payload=True, allow_hosted=allowed
+        )
+        assert f'value="{typed}"' in (await browser.get(f"/dashboard/keys/{key.key_id}")).text
     await browser.post(f"/dashboard/teams/{team_id}", data={"name": "search", "tokens_per_minute": "900"})
     (entry,) = await list_changes(engine, AuditFilter(subject_id=team_id), 1)
     assert (entry.actor, entry.action) == ("user:admin", "team.update")
@@ -210,6 +216,7 @@ async def test_a_refused_change_names_its_field_and_keeps_what_was_typed(
         ({"team": "team_none"}, "team"),
         ({"expires": "2001-01-01T00:00"}, "expires"),
         ({"train_ok": "yes", "log_payload": "no"}, "train_ok"),
+        ({"allow_hosted": "openai/"}, "allow_hosted"),
     ):
         refused = (await browser.post(f"/dashboard/keys/{key.key_id}", data={**whole, **change})).text
         assert f'aria-invalid="true" aria-describedby="account-{field}"' in refused, field

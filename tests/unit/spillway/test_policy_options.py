@@ -22,6 +22,7 @@ NOTHING: dict[str, Any] = dict.fromkeys(
         "train_ok",
         "redact",
         "retention_days",
+        "allow_hosted",
     )
 )
 
@@ -37,6 +38,9 @@ NOTHING: dict[str, Any] = dict.fromkeys(
         ({"budget": "0.000000001 usd total"}, {"budget_nano_usd": 1, "budget_period": "total"}),
         ({"budget": "none"}, {"budget_nano_usd": None, "budget_period": None}),
         ({"batch_only": True, "redact": False}, {"priority": "batch", "redact": False}),
+        ({"allow_hosted": ["openai", "azure/gpt-*"]}, {"allow_hosted": ("openai", "azure/gpt-*")}),
+        ({"allow_hosted": ["never"]}, {"allow_hosted": ()}),
+        ({"allow_hosted": ["none"]}, {"allow_hosted": None}),
         ({"batch_only": False, "train_ok": True}, {"priority": "interactive", "train_ok": True}),
     ],
 )

@@ -45,7 +45,7 @@ async def test_a_key_has_the_grant_and_the_teams_policy(engine: AsyncEngine) -> 
     team = {"id": "team_a", "organisation_id": "org_default", "name": "A", "created_unix_ms": 1, "weight": 3.0}
     async with engine.begin() as connection:
         await connection.execute(insert(TeamRow).values(team))
-    policy = Policy(requests_per_minute=60, budget_nano_usd=5 * 10**9, budget_period="month", train_ok=True)
+    policy = Policy(requests_per_minute=60, budget_nano_usd=5 * 10**9, budget_period="month", allow_hosted=("openai",))
     grant = Grant("team_a", (INFERENCE, ADMIN), ("small", "large"), 2_000_000_000_000, policy)
     _, token = await create_key(engine, "a", PEPPER, grant)
     principal = await principal_of(engine, token)

@@ -239,6 +239,10 @@ async def test_the_audit_log_is_filtered_and_paged(engine: AsyncEngine) -> None:
         (Policy(weight=float("nan")), "weight"),
         (Policy(priority="high"), "priority"),
         (Policy(train_ok=True, log_payload=False), "train_ok"),
+        (Policy(allow_hosted=("/gpt-4o",)), "allow_hosted"),
+        (Policy(allow_hosted=("openai/",)), "allow_hosted"),
+        (Policy(allow_hosted=("openai gpt-4o",)), "allow_hosted"),
+        (Policy(allow_hosted=("openai",) * 65), "allow_hosted"),
     ],
 )
 async def test_a_bad_policy_is_refused_by_its_field(sqlite_url: str, policy: Policy, field: str) -> None:
