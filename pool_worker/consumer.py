@@ -115,6 +115,7 @@ class Consumer:
         models: tuple[str, ...],
         tier: str,
         *,
+        lanes: tuple[str, ...] = subjects.LANES,
         executor: Executor,
         credit: Credit,
         outbox: Outbox,
@@ -139,7 +140,7 @@ class Consumer:
                 bus, Lane(model, name), tier, on_delivery=self._on_delivery, on_empty=self._on_empty
             )
             for model in models
-            for name in subjects.LANES
+            for name in lanes
         }
         self._only_model = models[0] if len(models) == 1 else None
         self._may_be_gone = asyncio.Event()  # the consumers
@@ -177,7 +178,7 @@ class Consumer:
             await self._leave_to_others(pulls, delivery, error)
         else:
             if not self._executor.knows(job):
-                if self._executor.is_foreign(job):
+                if self._executor.must_not_leave(job) or self._executor.is_foreign(job):
                     pulls.rests_until_s = time.monotonic() + AVOID_REST_S
                     await pull.nak(self._bus, delivery, _delay_s(delivery))
                     if self._executor.is_nobodys(job):

@@ -123,6 +123,16 @@ class Executor:
         is_unwanted = self._settings.worker_id in job.avoid and delivery.deliveries <= AVOID_DELIVERIES
         return is_unwanted and self._peers.others_serving(job.model, job.revision.weights)
 
+    def must_not_leave(self, job: Job) -> bool:
+        """Whether the engine is a provider's API to which its owner does not let it go: gateways never send such one.
+
+        It is looked at here all the same, at the last moment before anything leaves the house.
+        """
+        if not self._settings.is_hosted or self._settings.provider in job.hosted:
+            return False
+        log.error("request %s may not go to %s, and is left to others", job.request_id, self._settings.provider)
+        return True
+
     def is_foreign(self, job: Job) -> bool:
         """Whether the answer was begun with other weights, or the prompt's tokens mean something else here."""
         own = self._revisions[job.model]

@@ -79,8 +79,8 @@ class Gate:
 async def is_behind(bus: Bus, model: str, settings: GateSettings) -> bool:
     """Whether too many interactive jobs of a model wait, or one for too long. Raises BusError."""
     backlog = await read_backlog(bus, model)
-    waiting = dict(backlog.jobs)
-    waiting.pop(subjects.job_subject(model, subjects.LOW_LANE), None)
+    interactive = [subjects.job_subject(model, lane) for lane in (subjects.RESUME_LANE, *subjects.HIGH_LANES)]
+    waiting = {subject: backlog.jobs[subject] for subject in interactive if subject in backlog.jobs}
     if settings.backlog_jobs is not None and sum(waiting.values()) > settings.backlog_jobs:
         return True
     if settings.oldest_s is None:

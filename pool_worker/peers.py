@@ -22,10 +22,14 @@ log = logging.getLogger(__name__)
 class Peers:
     """Who else serves what. A worker that drains, has left or is silent for ``HEARTBEAT_LIMIT_S`` serves nothing."""
 
-    def __init__(self, bus: Bus, worker_id: str) -> None:
-        """Make a view that knows nobody; ``worker_id`` is the one worker that is not a peer."""
+    def __init__(self, bus: Bus, worker_id: str, *, hosted_pool: str | None = None) -> None:
+        """Make a view that knows nobody; ``worker_id`` is the one worker that is not a peer.
+
+        Hosted pools have lanes of their own: theirs are only those of ``hosted_pool``, and nobody's others.
+        """
         self._bus = bus
         self._worker_id = worker_id
+        self._hosted_pool = hosted_pool
         self._peers: dict[str, Heartbeat] = {}  # none of them draining
         self._heard_s: dict[str, float] = {}  # monotonic clock
         self._listening_since_s = 0.0
@@ -49,11 +53,11 @@ class Peers:
 
     def others_serving(self, model: str, revision: str = "") -> bool:
         """Whether another worker, of any tier, can take jobs of this model; with these weights, if they are named."""
-        return any(_serves(peer, model, revision) for peer in self._live())
+        return any(_serves(peer, model, revision) for peer in self._of_same_lanes())
 
     def others_reading(self, model: str, tokenizer: str) -> bool:
         """Whether another worker that serves this model has this tokenizer."""
-        peers = [peer.revisions[model] for peer in self._live() if model in peer.revisions]
+        peers = [peer.revisions[model] for peer in self._of_same_lanes() if model in peer.revisions]
         return any(revision.tokenizer == tokenizer for revision in peers)
 
     def start_tpots_ms(self, pool: str) -> list[float]:
@@ -65,6 +69,14 @@ class Peers:
         """Whether a worker of a cheaper tier than ``tier`` can take jobs of this model."""
         priority = PULL_PRIORITIES[tier]
         return any(model in peer.models and PULL_PRIORITIES[peer.tier] < priority for peer in self._live())
+
+    def _of_same_lanes(self) -> list[Heartbeat]:
+        """Those who can take what this worker can."""
+        return [
+            peer
+            for peer in self._live()
+            if self._hosted_pool == (peer.pool if peer.tier == subjects.HOSTED_TIER else None)
+        ]
 
     def _live(self) -> list[Heartbeat]:
         oldest_s = time.monotonic() - HEARTBEAT_LIMIT_S

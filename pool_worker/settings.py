@@ -5,6 +5,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from protocol import subjects
 from protocol.telemetry import TelemetrySettings
 
 
@@ -208,6 +209,16 @@ class WorkerSettings(Settings):
         if self.watch is not None and self.watch.reallocate and self.notice not in REALLOCATING:
             raise ValueError(f"watch.reallocate: needs a notice of {', '.join(sorted(REALLOCATING))}")
         return self
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether its engine is somebody else's API: what goes there leaves the house."""
+        return self.tier == subjects.HOSTED_TIER
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes that it serves, of each of its models."""
+        return (subjects.hosted_lane(self.pool),) if self.is_hosted else subjects.LANES
 
     @property
     def adapters(self) -> frozenset[str]:

@@ -64,7 +64,7 @@ class Worker:
         credit = Credit(capacity, settings.batch_reserve)
         self._must_look = asyncio.Event()  # there may be more room for jobs, or a gate has opened
         self._publisher = Publisher(bus, settings.worker_id)
-        self._peers = Peers(bus, settings.worker_id)
+        self._peers = Peers(bus, settings.worker_id, hosted_pool=settings.pool if settings.is_hosted else None)
         self._outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, OUTBOX_RECORDS)
         self._cards = ModelCards(bus, engine, settings.models)
         revisions = self._cards.revisions
@@ -93,6 +93,7 @@ class Worker:
             bus,
             settings.models,
             settings.tier,
+            lanes=settings.lanes,
             executor=self._executor,
             credit=credit,
             outbox=self._outbox,

@@ -136,6 +136,7 @@ class Job(Struct, frozen=True, omit_defaults=True):
     revision: Revision = Revision()
     chat: bytes | None = None  # packed ``protocol.chat.Chat``, where the model has pools that take messages
     chat_object: str | None = None  # as prompt_object
+    hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to: of a job in a hosted pool's lane
 
     @property
     def answers(self) -> int:

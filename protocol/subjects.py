@@ -29,6 +29,7 @@ RESUME_LANE: Final = "resume"
 HIGH_LANES: Final = ("h0", "h1", "h2", "h3", "h4", "h5", "h6", "h7")
 LOW_LANE: Final = "low"
 LANES: Final = (RESUME_LANE, *HIGH_LANES, LOW_LANE)
+HOSTED_TIER: Final = "hosted"  # of pools that have a lane of their own, and serve no other
 
 # Sent by the server, into our own account where its configuration imports it, a moment after a connection has ended.
 DISCONNECTS: Final = "$SYS.ACCOUNT.*.DISCONNECT"
@@ -59,6 +60,11 @@ def escape(name: str) -> str:
 def job_subject(model: str, lane: str) -> str:
     """The queue subject of interactive jobs for a model, in a lane."""
     return f"rq.{escape(model)}.{lane}"
+
+
+def hosted_lane(pool: str) -> str:
+    """The lane of a hosted pool, in each of its models: gateways put there only what may leave the house."""
+    return f"{HOSTED_TIER}-{escape(pool)}"
 
 
 def job_consumer(model: str, lane: str) -> str:

@@ -8,7 +8,7 @@ it.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -203,15 +203,24 @@ def payloads_consumer_config() -> dict[str, Any]:
     }
 
 
-async def apply(bus: Bus, models: list[str], bounds: QueueBounds, *, limit_s: float = 0.0) -> None:
+async def apply(
+    bus: Bus,
+    models: list[str],
+    bounds: QueueBounds,
+    *,
+    further_lanes: Sequence[tuple[str, str]] = (),
+    limit_s: float = 0.0,
+) -> None:
     """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError, or BusTimeout.
 
-    ``limit_s`` is for how long to try again while a cluster that has just started has no leader or too few servers.
+    ``further_lanes``: (model, lane), beside those that every model has. ``limit_s`` is for how long to try again while a
+    cluster that has just started has no leader or too few servers.
     """
     deadline_s = time.monotonic() + limit_s
+    lanes = [*((model, lane) for model in models for lane in subjects.LANES), *further_lanes]
     for wait_s in backoff_s():
         try:
-            await _apply_all(bus, models, bounds)
+            await _apply_all(bus, lanes, bounds)
         except BusError as error:
             is_final = isinstance(error, ApiError) and error.code not in NOT_YET
             if is_final or time.monotonic() + wait_s > deadline_s:
@@ -222,14 +231,14 @@ async def apply(bus: Bus, models: list[str], bounds: QueueBounds, *, limit_s: fl
         await asyncio.sleep(wait_s)
 
 
-async def _apply_all(bus: Bus, models: list[str], bounds: QueueBounds) -> None:
+async def _apply_all(bus: Bus, lanes: list[tuple[str, str]], bounds: QueueBounds) -> None:
     """Apply everything, jobs first; the first thing that the server refuses is told when all the rest is made."""
     making = streams(bounds)
     jobs = [config for config in making if config["name"] == subjects.INTERACTIVE_STREAM]
     others = [config for config in making if config not in jobs]
-    lanes = [job_consumer_config(model, lane) for model in models for lane in subjects.LANES]
+    consumers = [job_consumer_config(model, lane) for model, lane in lanes]
     refusals = await _each(jobs, partial(_apply_stream, bus))
-    refusals += await _each(lanes, partial(_apply_job_consumer, bus))
+    refusals += await _each(consumers, partial(_apply_job_consumer, bus))
     refusals += await _each(others, partial(_apply_stream, bus))
     refusals += await _each([ledger_consumer_config()], partial(_apply_consumer, bus, subjects.USAGE_STREAM))
     refusals += await _each([payloads_consumer_config()], partial(_apply_consumer, bus, subjects.PAYLOADS_STREAM))

@@ -57,7 +57,7 @@ class Playing:
         self.is_cheap_there = True
         self.opened = 0
         peers: Any = self.peers
-        self.gate = Gate(settings, bus, peers, tier="hosted", models=(MODEL,), on_open=self._on_open)
+        self.gate = Gate(settings, bus, peers, tier="on-demand", models=(MODEL,), on_open=self._on_open)
 
     def _on_open(self) -> None:
         self.opened += 1
@@ -152,7 +152,7 @@ async def test_a_dear_pool_takes_over_from_a_killed_cheap_one_and_gives_back(
 async def test_a_dear_pool_helps_with_a_backlog(gateway: PlayingGateway, nats_url: str) -> None:
     async with (
         running_worker(pool(nats_url, "cheap", "spot", max_sequences=1, inter_token_s=0.02)),
-        running_worker(pool(nats_url, "dear", "hosted", GateSettings(backlog_jobs=3))),
+        running_worker(pool(nats_url, "dear", "on-demand", GateSettings(backlog_jobs=3))),
     ):
         assert await ask(gateway, 1) == {"cheap"}
         long = [await gateway.ask(max_tokens=1000, ignore_eos=True)]
@@ -169,7 +169,7 @@ async def test_whoever_resumes_passes_a_closed_gate_where_the_cheap_worker_has_f
 ) -> None:
     async with (
         running_worker(pool(nats_url, "cheap", "spot")),
-        running_worker(pool(nats_url, "dear", "hosted", GateSettings(backlog_jobs=50))),
+        running_worker(pool(nats_url, "dear", "on-demand", GateSettings(backlog_jobs=50))),
     ):
         assert await ask(gateway, 1) == {"cheap"}
         for number in range(10):
@@ -193,7 +193,7 @@ async def test_behind_a_closed_gate_no_place_is_offered(gateway: PlayingGateway,
                 pass
 
     await gateway.bus.subscribe(subjects.heartbeat_subject("dear"), note)
-    async with running_worker(pool(nats_url, "dear", "hosted", GateSettings(backlog_jobs=50), max_sequences=7)):
+    async with running_worker(pool(nats_url, "dear", "on-demand", GateSettings(backlog_jobs=50), max_sequences=7)):
         async with running_worker(pool(nats_url, "cheap", "spot")):
             await until_free(0)
         await until_free(7)
