@@ -33,7 +33,7 @@ EXPOSED_HEADERS: Final = (
     "x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
     *(f"x-spillway-{what}" for what in ("attempts", "idempotent", "overhead-ms", "queue-position", "queue-eta-ms",
-      "queue-ms", "pool", "provider", "region", "engine-queue-ms", "prefill-ms", "decode-ms")),
+      "queue-ms", "hosted", "pool", "provider", "region", "tier", "engine-queue-ms", "prefill-ms", "decode-ms")),
 )  # fmt: skip
 OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
 

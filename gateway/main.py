@@ -28,7 +28,9 @@ from gateway.auth.keyring import KeyRing
 from gateway.dashboard.reader import Reader
 from gateway.db.engine import create_engine
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.registry import WorkerRegistry
+from gateway.hosted.pools import HostedPools
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.prices import CurrentPrices
@@ -91,9 +93,12 @@ async def run(
         admission_control = AdmissionControl(bus, settings, registry)
         database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
         stack.push_async_callback(database.dispose)
-        prices = CurrentPrices(database, settings.models)
+        prices = CurrentPrices(database, settings.models, settings.hosted)
         series = RequestSeries(prices)
-        dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series)
+        quotas = Quotas(bus, settings.gateway_id, RollupLedger(database))
+        hosted = HostedPools(settings.hosted, admission_control.capacity, quotas, prices)
+        overflow = Overflow(hosted, admission_control, registry, settings.timeouts.overflow_after_s)
+        dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series, overflow=overflow)
         catalog = ModelCatalog(bus, settings.models, settings.data_dir)
         stack.callback(catalog.close)
         keys.on_revoked = dispatcher.keys_revoked
@@ -101,7 +106,6 @@ async def run(
         await keys.start()
         keyed = KeyedRequests(bus, settings, keys)
         await keyed.start()
-        quotas = Quotas(bus, settings.gateway_id, RollupLedger(database))
         await quotas.start()
         stack.push_async_callback(quotas.close)
         await catalog.start()

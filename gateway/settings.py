@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -101,6 +101,8 @@ class TimeoutSettings(Settings):
 
     body_s: PositiveSeconds = 60.0  # headers → the whole request body
     queue_wait_s: PositiveSeconds = 600.0
+    # A request that may go to a hosted pool does so where our own workers would let it wait for longer.
+    overflow_after_s: Annotated[float, Field(ge=0, le=31_536_000)] = 2.0
     first_token_s: PositiveSeconds = 300.0  # accepted → first token
     inter_token_s: PositiveSeconds = 60.0
     total_s: PositiveSeconds = 3600.0
@@ -163,6 +165,22 @@ class TenantSettings(Settings):
     max_queued: PositiveInt | None = None  # requests that wait for a worker
     # Which hosted APIs its prompts may go to, where its team or key says nothing itself (gateway.auth.hosted).
     allow_hosted: tuple[Annotated[str, AfterValidator(_is_leave)], ...] | None = None
+
+
+class HostedPoolSettings(Settings):
+    """What a gateway must know of a pool of tier "hosted" before it sends anything there (docs/HOSTED.md)."""
+
+    provider: str
+    models: tuple[str, ...]
+    prices: dict[str, PriceSettings] = {}  # what its tokens cost us, by model
+    usd_per_day: Annotated[float, Field(gt=0, le=1_000_000)] | None = None  # its caps, in days and months of UTC
+    usd_per_month: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+
+    @property
+    def caps(self) -> dict[Literal["day", "month"], float]:
+        """USD by period."""
+        caps: dict[Literal["day", "month"], float | None] = {"day": self.usd_per_day, "month": self.usd_per_month}
+        return {period: usd for period, usd in caps.items() if usd is not None}
 
 
 class IdempotencySettings(Settings):
@@ -246,6 +264,8 @@ class GatewaySettings(Settings):
     key_pepper: SecretStr
     models: dict[str, ModelSettings]
     tenants: dict[str, TenantSettings] = {}  # by tenant, or by the name of the API key
+    hosted: dict[str, HostedPoolSettings] = {}  # by pool
+    only_hosted: frozenset[str] = frozenset()  # models that no other pool serves
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     connections: ConnectionSettings = ConnectionSettings()

@@ -213,8 +213,8 @@ async def apply(
 ) -> None:
     """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError, or BusTimeout.
 
-    ``further_lanes``: (model, lane), beside those that every model has. ``limit_s`` is for how long to try again while a
-    cluster that has just started has no leader or too few servers.
+    ``further_lanes``: (model, lane), beside those that every model has. ``limit_s`` is for how long to try again while
+    a cluster that has just started has no leader or too few servers.
     """
     deadline_s = time.monotonic() + limit_s
     lanes = [*((model, lane) for model in models for lane in subjects.LANES), *further_lanes]

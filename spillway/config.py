@@ -38,21 +38,14 @@ from gateway.settings import (
     TimeoutSettings,
 )
 from pool_worker.settings import (
-    EngineSettings,
-    GateSettings,
-    HttpAddress,
     LocalEngineSettings,
-    NoticeKind,
     ScriptedEngineSettings,
-    Seconds,
     ServerEngineSettings,
-    Share,
-    Tier,
-    WatchSettings,
     WorkerSettings,
 )
 from protocol.telemetry import TelemetrySettings
 from spillway.config_problems import explain, keys_of
+from spillway.pool_section import PoolSettings, hosted_pools, only_hosted
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
@@ -122,26 +115,6 @@ class PayloadsSection(PayloadSettings):
     """
 
     key_file: Path | None = None  # instead of the key
-
-
-class PoolSettings(Settings):
-    """``[pools.<name>]``: workers of one provider, region, engine, model set and price tier."""
-
-    provider: str = "local"
-    region: str = "local"
-    tier: Tier = "on-demand"
-    usd_per_hour: Annotated[float, Field(ge=0)] = 0.0  # of one worker's machine
-    on_demand_usd_per_hour: Annotated[float, Field(ge=0)] | None = None  # what it would cost if not spot or reserved
-    models: Annotated[tuple[str, ...], Field(min_length=1)]
-    prices: dict[str, PriceSettings] = Field(default_factory=dict)  # what a hosted API charges us, by model
-    workers: Annotated[int, Field(ge=0, le=64)] = 1  # that `spillway up` starts on this machine
-    drain_s: Seconds = 25.0
-    notice: NoticeKind = "none"
-    notice_url: HttpAddress | None = None
-    batch_reserve: Share = 0.1
-    gate: GateSettings | None = None
-    watch: WatchSettings | None = None
-    engine: EngineSettings
 
 
 class Config(BaseSettings):
@@ -224,6 +197,8 @@ class Config(BaseSettings):
             key_pepper=pepper,
             models=self.models,
             tenants=self.tenants,
+            hosted=hosted_pools(self.pools),
+            only_hosted=only_hosted(self.pools),
             limits=self.gateway.limits,
             timeouts=self.gateway.timeouts,
             connections=self.gateway.connections,
@@ -274,7 +249,9 @@ class Config(BaseSettings):
         pool = self.pools.get(pool_name)
         if pool is None:
             raise ConfigError(f"pools.{pool_name}: no such pool; there are: {', '.join(self.pools) or 'none'}")
-        fields = pool.model_dump(exclude={"workers", "prices", "on_demand_usd_per_hour"})
+        fields = pool.model_dump(
+            exclude={"workers", "prices", "usd_per_day", "usd_per_month", "on_demand_usd_per_hour"}
+        )
         return WorkerSettings(
             worker_id=process_id("w"),
             pool=pool_name,

@@ -5,10 +5,11 @@ it could do. It is kept per worker, so that it outlives a lull, and follows when
 jobs completed, not jobs taken: workers that have just come take many at once without having served one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from protocol import subjects
 from protocol.messages import Heartbeat
 
 HALF_LIFE_S: Final = 30.0  # of a measurement's weight, in time during which jobs waited
@@ -48,14 +49,27 @@ class ModelCapacity:
 class Capacity:
     """All models. A worker of several models counts, with its whole rate, for each of them."""
 
-    def __init__(self, models: Sequence[str]) -> None:
+    def __init__(self, models: Sequence[str], hosted: Iterable[tuple[str, str]] = ()) -> None:
+        """``hosted``: pools of tier "hosted" with each of their models."""
         self._models = {model: ModelCapacity() for model in models}
+        self._hosted = {place: ModelCapacity() for place in hosted}
         self._beats: dict[str, Heartbeat] = {}  # the last one of every live worker
         self._taken: dict[str, int] = {}  # sequences that our jobs took from a worker since its last heartbeat
 
     def of(self, model: str) -> ModelCapacity:
-        """A configured model's capacity."""
+        """A configured model's capacity, without that of hosted pools: those take only what is sent to them."""
         return self._models[model]
+
+    def hosted(self, pool: str, model: str) -> ModelCapacity:
+        """A hosted pool's capacity for one of its models."""
+        return self._hosted[pool, model]
+
+    def _of_worker(self, beat: Heartbeat) -> Iterator[ModelCapacity]:
+        for model in beat.models:
+            is_hosted = beat.tier == subjects.HOSTED_TIER
+            capacity = self._hosted.get((beat.pool, model)) if is_hosted else self._models.get(model)
+            if capacity is not None:
+                yield capacity
 
     def heard(self, beat: Heartbeat) -> None:
         """A worker has told its state."""
@@ -67,9 +81,8 @@ class Capacity:
         self._add(beat, 1, beat.free_sequences)
         if before is not None:
             completed = (beat.jobs_taken - beat.running) - (before.jobs_taken - before.running)
-            for model in beat.models:
-                if model in self._models:
-                    self._models[model].completed += max(0, completed)
+            for capacity in self._of_worker(beat):
+                capacity.completed += max(0, completed)
 
     def took(self, worker_id: str, sequences: int) -> None:
         """A worker has accepted a job of ours: its last heartbeat does not know yet."""
@@ -77,9 +90,8 @@ class Capacity:
         if beat is not None:
             sequences = min(sequences, beat.free_sequences - self._taken.get(worker_id, 0))
             self._taken[worker_id] = self._taken.get(worker_id, 0) + sequences
-            for model in beat.models:
-                if model in self._models:
-                    self._models[model].free_sequences -= sequences
+            for capacity in self._of_worker(beat):
+                capacity.free_sequences -= sequences
 
     def keep(self, is_alive: Callable[[str, float], bool], now_s: float) -> None:
         """Forget the dead."""
@@ -87,12 +99,10 @@ class Capacity:
             self._remove(worker_id)
 
     def _add(self, beat: Heartbeat, sign: int, free_sequences: int) -> None:
-        for model in beat.models:
-            capacity = self._models.get(model)
-            if capacity is not None:
-                capacity.workers += sign
-                capacity.free_sequences += sign * free_sequences
-                capacity.running += sign * beat.running
+        for capacity in self._of_worker(beat):
+            capacity.workers += sign
+            capacity.free_sequences += sign * free_sequences
+            capacity.running += sign * beat.running
 
     def _remove(self, worker_id: str) -> None:
         beat = self._beats.pop(worker_id, None)

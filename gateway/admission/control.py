@@ -7,7 +7,7 @@ Every refusal that follows from the state of the workers is "contended" (429) wh
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from gateway.admission.backlog import Backlog
@@ -45,10 +45,13 @@ class AdmissionControl:
         self._stream_bytes = settings.queue.max_mib * 1024 * 1024
         self._tenant_settings = settings.tenants
         self._backlog = Backlog(bus, models)
-        self._capacity = Capacity(models)
+        self.capacity = Capacity(
+            models, [(name, model) for name, pool in settings.hosted.items() for model in pool.models]
+        )
+        self.hosted_has_room: Callable[[Admission], bool] = lambda _: False  # gateway.dispatch.overflow
         self._elsewhere = LanesElsewhere(bus, settings.gateway_id)
         self._registry = registry
-        registry.on_beat = self._capacity.heard
+        registry.on_beat = self.capacity.heard
         self._models: dict[str, ModelUse] = {}
         self._tenants: dict[str, TenantUse] = {}
         self._contended: set[str] = set()  # models for which jobs waited at the last look
@@ -63,7 +66,7 @@ class AdmissionControl:
             await self._elsewhere.tell(self._lanes_in_use())
             now_s = time.monotonic()
             self._elsewhere.forget_old(now_s)
-            self._capacity.keep(self._registry.alive, now_s)
+            self.capacity.keep(self._registry.alive, now_s)
             self._measure(now_s - last_s)
             last_s = now_s
             is_busy = bool(self._contended) or now_s - self._last_entry_s < RECENT_S
@@ -73,7 +76,7 @@ class AdmissionControl:
         for model in self._backlog.models:
             waits = self._backlog.total(model) > 0
             contended = waits and model in self._contended
-            self._capacity.of(model).measure(elapsed_s, contended=contended)
+            self.capacity.of(model).measure(elapsed_s, contended=contended)
             (self._contended.add if waits else self._contended.discard)(model)
 
     def _lanes_in_use(self) -> Iterator[LaneInUse]:
@@ -93,7 +96,7 @@ class AdmissionControl:
 
     def jobs_per_s(self, model: str) -> float | None:
         """How fast a configured model's queue is served; None while that is unknown."""
-        return self._capacity.of(model).jobs_per_s
+        return self.capacity.of(model).jobs_per_s
 
     def oldest_waits_s(self) -> Iterator[tuple[str, float]]:
         """How long the oldest job of this gateway has waited for its first worker: model, seconds."""
@@ -109,17 +112,21 @@ class AdmissionControl:
             return principal.weight
         return self._settings_of(principal.tenant, principal.key_name).weight
 
+    def hosted_leaves(self, principal: Principal) -> tuple[str, ...] | None:
+        """What the configuration says of the hosted APIs that the caller's prompts may go to; None: nothing."""
+        return self._settings_of(principal.tenant, principal.key_name).allow_hosted
+
     def refusal(self, admission: Admission) -> Failure | None:
         """Why this request cannot be admitted just now; None if it can. From memory, a few microseconds."""
         refusal = self._in_flight_refusal(admission)
         if refusal is not None:
             return refusal
-        capacity = self._capacity.of(admission.model)
+        capacity = self.capacity.of(admission.model)
         interactive = self._backlog.interactive(admission.model)
         waiting = interactive + (
             self._backlog.lane(admission.model, subjects.LOW_LANE).waiting if admission.batch else 0
         )
-        if capacity.free_sequences >= waiting + admission.sampling.n:
+        if capacity.free_sequences >= waiting + admission.sampling.n or self.hosted_has_room(admission):
             return None
         if admission.do_not_queue:
             message = "no worker has a free place, and the request is not to be queued"
@@ -203,6 +210,22 @@ class AdmissionControl:
         settings = self._tenant_settings.get(tenant)
         return settings or self._tenant_settings.get(key_name, _NOBODY_IN_PARTICULAR)
 
+    def has_workers(self, model: str) -> bool:
+        """Whether a worker of a configured model is alive, hosted ones aside."""
+        return self.capacity.of(model).workers > 0
+
+    def has_room(self, admission: Admission) -> bool:
+        """Whether workers, hosted ones aside, have places for an interactive request and for all that wait already."""
+        waiting = self._backlog.interactive(admission.model)
+        return self.capacity.of(admission.model).free_sequences >= waiting + admission.sampling.n
+
+    def would_wait(self, admission: Admission, limit_s: float) -> bool:
+        """Whether a new interactive request would wait for longer for a worker, as far as that is known."""
+        if not self.has_workers(admission.model):
+            return True
+        eta_s = None if self.has_room(admission) else self._place_of_next(admission).eta_s
+        return eta_s is not None and eta_s > limit_s
+
     # --- lanes and places ---------------------------------------------------------------------------------------------
 
     def _lane_of_next(self, admission: Admission) -> str:
@@ -233,7 +256,7 @@ class AdmissionControl:
             resuming = backlog.lane(model, subjects.RESUME_LANE).waiting
             others = [backlog.lane(model, other).waiting for other in subjects.HIGH_LANES if other != lane]
             position = interactive_position(ahead, resuming, others)
-        return place_of(position, self._capacity.of(model))
+        return place_of(position, self.capacity.of(model))
 
     # --- those admitted -----------------------------------------------------------------------------------------------
 
@@ -247,6 +270,14 @@ class AdmissionControl:
         self._models.setdefault(admission.model, ModelUse()).add(admission, job_bytes, 1)
         self._tenants.setdefault(admission.tenant, TenantUse()).enter(admission.model, lane, job_bytes)
         return Ticket(self, admission, lane, job_bytes)
+
+    def enter_queue(self, ticket: Ticket) -> None:
+        """A request waits again, after it has been at a hosted pool in vain."""
+        admission = ticket.admission
+        self._backlog.lane(admission.model, ticket.lane).enter(admission.request_id, time.monotonic())
+        self._backlog.add_bytes(ticket.job_bytes)
+        self._models[admission.model].add(admission, ticket.job_bytes, 1)
+        self._tenants[admission.tenant].enter_queue(admission.model, ticket.lane, ticket.job_bytes)
 
     def place(self, ticket: Ticket) -> Place:
         """Where a waiting request stands now."""
@@ -264,7 +295,7 @@ class AdmissionControl:
 
     def taken(self, ticket: Ticket, worker_id: str) -> None:
         """A worker has accepted the request."""
-        self._capacity.took(worker_id, ticket.admission.sampling.n)
+        self.capacity.took(worker_id, ticket.admission.sampling.n)
 
     def leave(self, ticket: Ticket) -> None:
         """A request has ended."""

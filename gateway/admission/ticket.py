@@ -37,6 +37,12 @@ class Ticket:
             self._waits = False
             self._control.leave_queue(self)
 
+    def enter_queue(self) -> None:
+        """The request waits again for its first worker, where it did before."""
+        if self._is_open and not self._waits:
+            self._waits = True
+            self._control.enter_queue(self)
+
     def close(self) -> None:
         """The request is over."""
         self.leave_queue()

@@ -43,6 +43,10 @@ class TenantUse:
     def enter(self, model: str, lane: str, job_bytes: int) -> None:
         """A request is admitted, and waits."""
         self.in_flight += 1
+        self.enter_queue(model, lane, job_bytes)
+
+    def enter_queue(self, model: str, lane: str, job_bytes: int) -> None:
+        """An admitted request waits."""
         self.queued += 1
         self.queued_bytes += job_bytes
         self._queued[model, lane] += 1

@@ -18,6 +18,7 @@ from gateway.admission.ticket import Ticket
 from gateway.api import patience
 from gateway.api.errors import ApiError, ClientDisconnected, MethodNotAllowed, RequestFailed
 from gateway.api.exchange import Exchange, Receive, Scope, Send
+from gateway.api.hosted import providers_for
 from gateway.api.keyed import IDEMPOTENCY_KEY
 from gateway.api.rate_limits import check_budget, reserve, reserve_place
 from gateway.api.schema import JobRequest
@@ -167,6 +168,8 @@ class Endpoint(ABC, Generic[_Call]):
         model = services.catalog.canonical_name(request.model, principal)
         deadline_s = patience.deadline_s(exchange)
         queue_wait_s = patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s)
+        leaves = services.admission_control.hosted_leaves(principal)
+        hosted = providers_for(services.settings, principal, leaves, model, asked=request.allow_hosted)
         price = services.prices.of(model, exchange.received_unix_ms)
         if held is not None:
             await check_budget(services.quotas, exchange, principal, held, price)
@@ -200,6 +203,7 @@ class Endpoint(ABC, Generic[_Call]):
                 deadline_s=deadline_s,
                 pooling=work.pooling,
                 tokenizer=tokens.tokenizer,
+                hosted=hosted,
                 reservation=reservation,
                 consent=consent_of(principal),
                 body_bytes=len(body) // len(works),

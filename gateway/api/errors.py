@@ -10,6 +10,7 @@ ApiError                     500  server_error
 ├── LoginRequired            401  login_required
 ├── MissingScope             403  missing_scope
 ├── ForeignOrigin            403  foreign_origin
+├── HostedNotAllowed         403  hosted_not_allowed
 ├── ModelNotFound            404  model_not_found
 ├── UnknownObject            404  not_found
 ├── UnknownUrl               404  unknown_url
@@ -161,6 +162,14 @@ class MissingScope(ApiError):
     type = "permission_error"
     code = "missing_scope"
     should_retry = False
+
+
+class HostedNotAllowed(ApiError):
+    """Prompts of this API key may not go to a hosted API that serves the model."""
+
+    status = 403
+    type = "permission_error"
+    code = "hosted_not_allowed"
 
 
 class ModelNotFound(ApiError):

@@ -214,6 +214,8 @@ def _dispatch_headers(request: Answered, received_s: float) -> list[tuple[bytes,
         headers.append((b"x-spillway-queue-position", b"%d" % place.position))
         if place.eta_s is not None:
             headers.append((b"x-spillway-queue-eta-ms", b"%d" % (place.eta_s * 1000)))
+        if request.hosted_wait is not None:
+            headers.append((b"x-spillway-hosted", request.hosted_wait.encode()))
     # Of several requests each has been somewhere else: the ledger tells.
     return headers if isinstance(request, RequestGroup) else headers + _worker_headers(request)
 
@@ -227,6 +229,7 @@ def _worker_headers(request: OpenRequest) -> list[tuple[bytes, bytes]]:
             (b"x-spillway-pool", request.accepted.pool.encode()),
             (b"x-spillway-provider", request.accepted.provider.encode()),
             (b"x-spillway-region", request.accepted.region.encode()),
+            (b"x-spillway-tier", (request.accepted.tier or "").encode()),
         ]
     if request.ended_s is not None:  # the answer is sent as a whole
         spent = request.log.spent

@@ -12,7 +12,8 @@ from gateway.api.sampling import requested_max_tokens
 from gateway.api.schema import GenerationRequest
 from gateway.api.streaming import StreamWriter, usage_of
 from gateway.dispatch.mailbox import ReaderCut
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.states import State
 from gateway.limits.fields import check_grammar
 from gateway.limits.request_limits import check_prompt_logprobs, check_shape, output_limit
 from gateway.payloads.answers import RecordedAnswer

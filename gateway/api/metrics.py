@@ -1,6 +1,7 @@
 """GET /metrics, for Prometheus."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import Final
 
 from fastapi import APIRouter, Request, Response
@@ -9,6 +10,8 @@ from gateway.api.routes import exchange_of
 from gateway.api.services import Services
 from gateway.auth.principal import METRICS
 from gateway.metrics.exposition import Moment, exposition
+from gateway.quotas.pools import pool_of_account
+from gateway.quotas.quotas import Quotas
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
@@ -49,7 +52,14 @@ async def _moment(services: Services) -> Moment:
         spooled_bytes=dispatcher.spooled_bytes,
         ledger_backlog=ledger_backlog,
         payloads=dict(services.payloads.outcomes),
+        caps=tuple(_caps(services.quotas)),
     )
+
+
+def _caps(quotas: Quotas) -> Iterator[tuple[str, str, int, int]]:
+    for account_id, found in quotas.kept_uses().items():
+        for use in found:
+            yield pool_of_account(account_id), account_id.rpartition(":")[2], use.limit, use.used or 0
 
 
 async def _ledger_backlog(bus: Bus) -> int | None:

@@ -16,7 +16,8 @@ from gateway.api.schema import CompletionRequest
 from gateway.api.sse import Chunks
 from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.mailbox import AnyTokens
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.states import State
 from gateway.limits.request_limits import check_prompts
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.tokens.model_tokens import ModelTokens

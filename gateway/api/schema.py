@@ -156,6 +156,7 @@ class JobRequest(Body):
     user: str | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     do_not_queue: bool | None = None
+    allow_hosted: bool | None = None  # False: not this one, whatever its key may; True: a 403 where the key may not
 
     @property
     def is_batch(self) -> bool:

@@ -13,7 +13,7 @@ from gateway.api.exchange import SSE_HEADERS, Answered, Exchange
 from gateway.api.sse import DONE, comment, error_event, usage_fields
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S
 from gateway.dispatch.mailbox import Ended, Event, ReaderCut, StillWaiting
-from gateway.dispatch.request import State
+from gateway.dispatch.states import State
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
@@ -120,7 +120,9 @@ class StreamWriter:
         if place is None:
             return comment(state)
         eta = "" if place.eta_s is None else f" eta={place.eta_s:.1f}"
-        return comment(f"queued position={place.position}{eta}")
+        why = self._request.hosted_wait
+        hosted = "" if why is None else f" hosted={why}"
+        return comment(f"queued position={place.position}{eta}{hosted}")
 
     async def _write_end(self, body: bytes) -> None:
         request = self._request

@@ -46,6 +46,7 @@ class Admission:
     team_id: str | None = None
     organisation_id: str | None = None
     tokenizer: str = ""  # that has made the prompt's ids: protocol.messages.Revision.tokenizer; empty: any
+    hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to
     reservation: Reservation | None = None  # of limits; None: its key and team have none
 
     @property

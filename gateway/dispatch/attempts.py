@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.dispatch.plausible import plausible_timings
+from gateway.hosted.place import HostedPlace
 from protocol.dead_letters import AttemptFailure
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, Finished, Timings
@@ -37,6 +38,9 @@ class CurrentAttempt:
     queued_s: float  # when it was handed to the queue, or is to be
     heard_s: float  # of its worker
     tokens_before: int = 0  # output tokens held when it began
+    hosted: HostedPlace | None = None  # at the pool whose lane it waits in, or runs at; None: our own workers
+    is_rescue: bool = False  # one of its request's attempts was taken before: it goes first
+    is_moved: bool = False  # the one before was withdrawn, to wait elsewhere, and has not failed
     stream_sequence: int | None = None  # of its message; None: not stored yet, or perhaps lost
     stored_at: int | None = None  # its last known sequence, which after a reconnect may be another job's
     worker_id: str | None = None  # the first that accepted it: others are fenced out
@@ -51,9 +55,16 @@ class CurrentAttempt:
     probes: int = 0  # without an answer
     timings: Timings | None = None  # as its worker tells at the end, where that is plausible
 
+    @property
+    def is_back(self) -> bool:
+        """Whether it was sent to a hosted pool in vain, and waits for our own workers again."""
+        return self.is_moved and self.hosted is None
+
     def take_last_word(self, frame: Finished | Failed, now_s: float) -> None:
         """Note what the worker says of it at its end."""
         self.timings = plausible_timings(frame.timings, now_s - self.queued_s)
+        if self.hosted is not None:
+            self.hosted.told(frame)
 
     def most_unheard(self, now_s: float) -> int:
         """How many tokens of each answer may have been made since its worker was last heard to make one."""
@@ -129,6 +140,7 @@ class AttemptLog:
     def __init__(self, max_attempts: int) -> None:
         self.failures: list[AttemptFailure] = []
         self.spent = TimeSpent()
+        self.hosted_failed: set[str] = set()  # hosted pools that are not tried again
         self._max_attempts = max_attempts
         self._shunned: list[str] = []
         self._real = 0
@@ -138,6 +150,8 @@ class AttemptLog:
     def add(self, attempt: CurrentAttempt, code: str, reason: str, tokens: int) -> None:
         """Note a failed attempt, which made ``tokens``."""
         self.failures.append(AttemptFailure(attempt.number, attempt.worker_id, code, reason, tokens))
+        if attempt.hosted is not None and code not in {ErrorCode.WORKER_LOST, *FREE_CODES}:
+            self.hosted_failed.add(attempt.hosted.pool.name)
         if tokens or attempt.answered_inputs:
             self._fruitless = self._free = 0
         if attempt.worker_id is None or code in FREE_CODES:

@@ -20,15 +20,17 @@ from gateway.dispatch.dead_letters import DeadLetters
 from gateway.dispatch.detector import LossDetector
 from gateway.dispatch.failovers import MAX_REMEMBERED, Failover
 from gateway.dispatch.job_queue import JobQueue
-from gateway.dispatch.lookups import ROUND_PERIOD_S, Lookups
+from gateway.dispatch.lookups import Lookups
 from gateway.dispatch.mailbox import Failure, Mailbox
 from gateway.dispatch.open_requests import OpenRequests
 from gateway.dispatch.orphans import Orphans
+from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.record import dead_letter, settle_limits
 from gateway.dispatch.recorder import Recorder
 from gateway.dispatch.registry import WorkerRegistry
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import LiveRevisions, go_on_without
+from gateway.dispatch.states import State
 from gateway.dispatch.streams import Streams
 from gateway.dispatch.unforeseen import fail_alone
 from gateway.dispatch.unread import UnreadBytes
@@ -65,18 +67,20 @@ class Dispatcher:
         *,
         intents: Outbox,
         series: RequestSeries,
+        overflow: Overflow | None = None,
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._registry = registry
         self._recorder = Recorder(settings.gateway_id, outbox, intents, series)
         self._series = series
-        self._streams = Streams(bus, list(settings.models), settings.queue)
+        self._streams = Streams(bus, settings)
         self._lookups = Lookups(bus)
-        self._queue = JobQueue(bus, self._lookups, settings.gateway_id)
+        self._overflow = overflow
+        self._queue = JobQueue(bus, self._lookups, settings.gateway_id, overflow)
         self._dead_letters = DeadLetters(bus)
         self._unread = UnreadBytes(settings.limits.max_unread_bytes)
-        self._orphans = Orphans(self.cancel)
+        self._orphans = Orphans(self.cancel, None if overflow is None else overflow.heard)
         self._by_worker: dict[str, dict[str, OpenRequest]] = {}  # those that a worker has, by worker and request
         self._detector = LossDetector(bus, registry, self._by_worker.keys)
         self._frames_subject = subjects.frames_subject(settings.gateway_id)
@@ -106,7 +110,7 @@ class Dispatcher:
         """Watch over all requests; never returns."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep(), name="sweep")
-            group.create_task(self._look_up(), name="look-ups")
+            group.create_task(self._lookups.run(self._open.values), name="look-ups")
             group.create_task(self._detector.run(), name="loss detector")
             group.create_task(self._streams.run(), name="streams")
 
@@ -124,6 +128,8 @@ class Dispatcher:
             revisions = LiveRevisions(self._registry.live_beats(now_s)) if connected else None
             for request in list(self._open.values()):
                 self._tick(request, now_s, connected=connected, revisions=revisions)
+            if self._overflow is not None and connected:
+                self._overflow.look(list(self._open.values()), now_s, self._spawn)
             self._registry.forget_dead(now_s)
 
     def _tick(
@@ -135,16 +141,6 @@ class Dispatcher:
                 go_on_without(request, self._settings.timeouts.revision_wait_s, now_s)
         except Exception as mistake:  # noqa: BLE001  # logged there
             fail_alone(request, self, mistake)
-
-    async def _look_up(self) -> None:
-        while True:
-            await asyncio.sleep(ROUND_PERIOD_S)
-            if not self._bus.connected:
-                continue
-            try:
-                await self._lookups.look(self._open.values())
-            except BusError as error:
-                log.debug("waiting jobs could not be looked up: %s", error)
 
     def _on_worker_lost(self, worker_id: str, code: ErrorCode, reason: str, now_s: float) -> None:
         for request in list(self._by_worker.get(worker_id, {}).values()):
@@ -304,7 +300,7 @@ class Dispatcher:
 
     def publish(self, request: OpenRequest, after_s: float) -> None:
         """Put the current attempt into the queue, after a pause."""
-        if request.attempt > 1:
+        if request.attempt > 1 and not request.current.is_moved:
             log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
             self._series.failed_over(request)
             self.failovers.append(Failover.of(request))
@@ -328,6 +324,8 @@ class Dispatcher:
 
     def left(self, request: OpenRequest) -> None:
         """The current attempt is over, on whichever worker it was."""
+        if self._overflow is not None:
+            self._overflow.left(request)
         if request.worker_id is None:
             return
         held = self._by_worker.get(request.worker_id, {})
@@ -400,9 +398,6 @@ class Dispatcher:
             request.current.stream_sequence = None
         await self._streams.restore()
         # Whatever could not be made: a job whose stream is missing is published until it is there.
-        self._restore_requests()
-
-    def _restore_requests(self) -> None:
         now_s = time.monotonic()
         self._registry.forgive(now_s)
         for request in list(self._open.values()):

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from gateway.admission.estimate import Place
 from gateway.dispatch.mailbox import Ended, Failure
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.states import State
 
 
 class RequestGroup:
@@ -62,6 +63,11 @@ class RequestGroup:
     def attempt(self) -> int:
         """The most attempts that one of them has taken."""
         return max(request.attempt for request in self._requests)
+
+    @property
+    def hosted_wait(self) -> str | None:
+        """Why the first that waits for our own workers is at no hosted pool, though it may."""
+        return next((why for request in self._requests if (why := request.hosted_wait) is not None), None)
 
     @property
     def published_s(self) -> float | None:

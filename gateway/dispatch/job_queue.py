@@ -5,11 +5,14 @@ import logging
 import time
 from typing import Final
 
+from gateway.dispatch.attempts import CurrentAttempt
 from gateway.dispatch.lookups import Lookups
 from gateway.dispatch.mailbox import Failure
+from gateway.dispatch.overflow import JOB_LIMIT_S, Overflow
 from gateway.dispatch.record import origin_of
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import needed_revision
+from gateway.dispatch.states import State
 from protocol import subjects
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES, delete_object, put_object
 from protocol.backoff import backoff_s
@@ -23,18 +26,21 @@ LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refus
 log = logging.getLogger(__name__)
 
 
-def _lane_of(request: OpenRequest, attempt: int) -> str:
-    """The first attempt waits where its tenant does; later ones go first, but batch jobs never before others."""
-    return request.ticket.lane if attempt == 1 or request.admission.batch else subjects.RESUME_LANE
+def _lane_of(request: OpenRequest, current: CurrentAttempt) -> str:
+    """Attempts wait where their tenant does, or at a hosted pool; rescues go first, but no batch job before others."""
+    if current.hosted is not None:
+        return current.hosted.pool.lane
+    return subjects.RESUME_LANE if current.is_rescue and not request.admission.batch else request.ticket.lane
 
 
 class JobQueue:
     """The gateway's side of the interactive stream. Every method ends only when its work is done or pointless."""
 
-    def __init__(self, bus: Bus, lookups: Lookups, gateway_id: str) -> None:
+    def __init__(self, bus: Bus, lookups: Lookups, gateway_id: str, overflow: Overflow | None) -> None:
         self._bus = bus
         self._lookups = lookups
         self._gateway_id = gateway_id
+        self._overflow = overflow
         self._reply_subject = subjects.frames_subject(gateway_id)
         self._in_flight = asyncio.Semaphore(MAX_PUBLISHES_IN_FLIGHT)
 
@@ -43,6 +49,8 @@ class JobQueue:
         attempt = request.attempt
         if after_s:
             await asyncio.sleep(after_s)
+        if self._overflow is not None:
+            await self._overflow.choose(request)
         for wait_s in backoff_s(LONGEST_PUBLISH_WAIT_S):
             if not request.waits_for_worker(attempt):
                 return
@@ -63,15 +71,19 @@ class JobQueue:
             await asyncio.sleep(wait_s)
 
     async def _publish_once(self, request: OpenRequest, attempt: int) -> None:
-        admission = request.admission
+        admission, current = request.admission, request.current
+        if current.number != attempt:  # given up meanwhile
+            return
         if len(admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES:
             await put_object(self._bus, subjects.PROMPTS_BUCKET, admission.request_id, admission.prompt_ids)
         remaining_s = max(1.0, request.queue_deadline_s - time.monotonic())
-        payload = encode(self._job(request, attempt, remaining_s))
+        if current.hosted is not None:
+            remaining_s = min(remaining_s, JOB_LIMIT_S)
+        payload = encode(self._job(request, current, remaining_s))
         if request.published_s is None:
             request.published_s = time.monotonic()
         sequence = await self._bus.publish_durable(
-            subjects.job_subject(admission.model, _lane_of(request, attempt)),
+            subjects.job_subject(admission.model, _lane_of(request, current)),
             payload,
             message_id=f"{admission.request_id}.{attempt}",
             ttl_s=int(remaining_s) + 1,
@@ -84,13 +96,13 @@ class JobQueue:
         else:  # given up meanwhile
             await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
 
-    def _job(self, request: OpenRequest, attempt: int, remaining_s: float) -> Job:
+    def _job(self, request: OpenRequest, current: CurrentAttempt, remaining_s: float) -> Job:
         admission = request.admission
         by_reference = len(admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES
         return Job(
             v=PROTOCOL_VERSION,
             request_id=admission.request_id,
-            attempt=attempt,
+            attempt=current.number,
             model=admission.model,
             reply_subject=self._reply_subject,
             sampling=admission.sampling,
@@ -108,6 +120,7 @@ class JobQueue:
             pooling=admission.pooling,
             scored_tokens=request.choices.scored_tokens,
             revision=needed_revision(request),
+            hosted=() if current.hosted is None else (current.hosted.pool.provider,),
         )
 
     async def _is_there(self, request: OpenRequest, attempt: int) -> bool:

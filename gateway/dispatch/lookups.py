@@ -5,19 +5,25 @@ frame is lost with it, the gateway waits for a job that nobody has. So jobs that
 few at a time, those looked at longest ago first; one that is missing twice is gone.
 """
 
+import asyncio
 import base64
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.states import State
 from protocol import subjects
 from protocol.bus import Bus
+from protocol.errors import BusError
 
 QUIET_S: Final = 2.0  # for which a job has waited before it is looked up; longer than topology.ACK_WAIT_S
 LOOK_GAP_S: Final = 1.0  # between two looks at the same job
 ROUND_PERIOD_S: Final = 0.5
 LOOKS_PER_ROUND: Final = 50  # some 0.2 ms of the server's time each, so at most 2% of it
+
+log = logging.getLogger(__name__)
 
 
 class Lookups:
@@ -27,6 +33,17 @@ class Lookups:
         self._bus = bus
         self._looked_s: dict[tuple[str, int], float] = {}
         self._missing: set[tuple[str, int]] = set()
+
+    async def run(self, requests: Callable[[], Iterable[OpenRequest]]) -> None:
+        """Look at those that are open, round after round; never returns."""
+        while True:
+            await asyncio.sleep(ROUND_PERIOD_S)
+            if not self._bus.connected:
+                continue
+            try:
+                await self.look(requests())
+            except BusError as error:
+                log.debug("waiting jobs could not be looked up: %s", error)
 
     async def look(self, requests: Iterable[OpenRequest]) -> None:
         """Make one round over all open requests. Raises BusError if the server does not answer."""

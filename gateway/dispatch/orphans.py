@@ -16,8 +16,10 @@ MAX_REMEMBERED: Final = 20_000  # twice the requests that a gateway holds; the o
 class Orphans:
     """When each of them was last told."""
 
-    def __init__(self, cancel: Callable[[str, Cancel], None]) -> None:
+    def __init__(self, cancel: Callable[[str, Cancel], None], heard: Callable[[Frame], None] | None = None) -> None:
+        """``heard``: told of every frame of one."""
         self._cancel = cancel
+        self._heard = heard
         self._told_s: dict[tuple[str, str, int], float] = {}  # the last told last
 
     def told(self, worker_id: str, cancel: Cancel, now_s: float) -> None:
@@ -30,6 +32,8 @@ class Orphans:
 
     def on_frame(self, worker_id: str, frame: Frame, now_s: float) -> None:
         """Take a frame of one."""
+        if self._heard is not None:
+            self._heard(frame)
         key = (worker_id, frame.request_id, frame.attempt)
         if isinstance(frame, (Finished, Failed)):  # its last
             self._told_s.pop(key, None)

@@ -1,18 +1,4 @@
-"""One admitted request: its state machine, free of any input or output.
-
-                     publish                  Accepted                       Finished
-    (admitted) ────────────────> QUEUED ──────────────────> RUNNING ─────────────────────────> ENDED ok
-                                  ^   │                      │    │
-                                  │   │  Failed(retryable),  │    │
-                                  └───┴─ worker silent/lost ─┘    │
-                                  attempt + 1, resuming           │
-                                      │                           │
-               refused, failed for good, attempts exhausted ──────┴─────────────────────────> ENDED failed
-                                      │                           │
-                  caller left, or one of the timeouts             │
-                                      v                           v
-                                  STOPPING: the caller has his verdict; the worker's exact ─> ENDED cancelled
-                                  token counts are waited for, but not for long                or failed
+"""One admitted request: its state machine (drawn in ``states``), free of any input or output.
 
 The fence: frames of another attempt, of another worker than the attempt's first, or with a ``seq`` seen before are
 dropped. A gap in ``seq`` asks the worker to send again from there; what comes before the gap is filled is dropped, as
@@ -21,7 +7,6 @@ it will be sent again.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Final
 
 from gateway.admission.estimate import Place
@@ -32,7 +17,9 @@ from gateway.dispatch.choices import Choices
 from gateway.dispatch.deadlines import WITHDRAW_LINGER_S, Patience, overdue
 from gateway.dispatch.mailbox import Ended, Failure, Mailbox, StillWaiting
 from gateway.dispatch.plausible import plausible_cached_tokens, why_implausible
+from gateway.dispatch.states import State
 from gateway.dispatch.verdicts import VANISHED, is_premature, too_much_unread, verdict_of
+from gateway.hosted.place import HostedPlace
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Unread, Vector
@@ -40,15 +27,6 @@ from protocol.usage import RequestRecord
 
 CANCEL_LIMIT_S: Final = 5.0  # how long the exact counts of a stopped attempt are waited for
 CANCEL_REPEAT_S: Final = 1.0
-
-
-class State(Enum):
-    """Where a request stands; drawn above."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    ENDED = "ended"
 
 
 class OpenRequest:
@@ -85,6 +63,7 @@ class OpenRequest:
         self.row: asyncio.Future[None] | None = None  # done: the request will have a row; None: not seen to yet
         self.record: RequestRecord | None = None  # once it is left for the ledger
         self.http_status: int | None = None  # as sent, if it was; set by the HTTP side
+        self.hosted_wait: str | None = None  # why it is at no hosted pool, though it may: gateway.hosted.pools
         self.closed = False  # the HTTP side has let go
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._timeouts = timeouts
@@ -204,6 +183,8 @@ class OpenRequest:
             return reason or "the attempt was accepted twice"
         self.state = State.RUNNING
         self._note_worker(worker_id, frame, now_s)
+        if self.current.hosted is not None:
+            self.current.hosted.leave_room()
         self._patience.spend(now_s - self.current.queued_s)
         self.ticket.accepted(worker_id)
         return None
@@ -281,6 +262,17 @@ class OpenRequest:
         if self.waits_for_worker(attempt):
             self._attempt_failed(why.code, why.message, now_s)
 
+    def place_hosted(self, place: HostedPlace) -> None:
+        """The current attempt is to be queued for a hosted pool."""
+        self.current.hosted, self.hosted_wait = place, None
+        self.ticket.leave_queue()
+
+    def move(self, attempt: int, place: HostedPlace | None, now_s: float) -> None:
+        """Wait elsewhere: at a hosted pool, or no longer there."""
+        if self.waits_for_worker(attempt):
+            self._actions.withdraw(self)
+            self._next_attempt(now_s, is_moved=True, hosted=place)
+
     def refused(self, attempt: int, failure: Failure, now_s: float) -> None:
         """The queue does not take the attempt."""
         if self.waits_for_worker(attempt):
@@ -311,16 +303,24 @@ class OpenRequest:
         else:
             self._next_attempt(now_s)
 
-    def _next_attempt(self, now_s: float) -> None:
+    def _next_attempt(self, now_s: float, *, is_moved: bool = False, hosted: HostedPlace | None = None) -> None:
+        last = self.current
         if self.state is State.QUEUED:
-            self._patience.spend(now_s - self.current.queued_s)
-            self.ticket.leave_queue()  # for the resume lane
+            self._patience.spend(now_s - last.queued_s)
         self._actions.left(self)
-        self.log.spent.add(self.current)
+        self.log.spent.add(last)
         held, self._unheard_tokens = self.choices.held_tokens(), 0
-        self.current = CurrentAttempt(self.attempt + 1, queued_s=now_s, heard_s=now_s, tokens_before=held)
+        self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, tokens_before=held, is_moved=is_moved)
+        # Whoever has only been at a hosted pool, in vain, has not come before those that wait for our own workers.
+        self.current.is_rescue = last.is_rescue or held > 0 or not (is_moved or last.hosted)
         self.state = State.QUEUED
-        self._actions.publish(self, self.log.pause_s)
+        if hosted is not None:
+            self.place_hosted(hosted)
+        elif self.current.is_rescue:
+            self.ticket.leave_queue()  # for the resume lane
+        else:
+            self.ticket.enter_queue()
+        self._actions.publish(self, 0.0 if is_moved else self.log.pause_s)
 
     # --- stopping and ending ------------------------------------------------------------------------------------------
 

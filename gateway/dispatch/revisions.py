@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from gateway.dispatch.mailbox import Failure
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.states import State
+from protocol import subjects
 from protocol.errors import ErrorCode
 from protocol.messages import Heartbeat, Revision
 
@@ -18,17 +20,19 @@ TOKENIZER_WAIT_S: Final = 5.0  # longer than it takes from a card to the first h
 
 
 class LiveRevisions:
-    """What the live workers run, by model."""
+    """What the live workers run, by model. Hosted ones aside: nobody waits for them."""
 
     def __init__(self, beats: Iterable[Heartbeat]) -> None:
         self._by_model: dict[str, set[Revision]] = {}
         for beat in beats:
-            if not beat.draining:
+            if not beat.draining and beat.tier != subjects.HOSTED_TIER:
                 for model in beat.models:
                     self._by_model.setdefault(model, set()).add(beat.revisions.get(model, Revision()))
 
     def is_changed(self, request: OpenRequest) -> bool:
         """Whether workers run its model, and none of them may take it."""
+        if request.current.hosted is not None:
+            return False
         live = self._by_model.get(request.admission.model, ())
         held, tokenizer = request.choices.revision, request.admission.tokenizer
         if any(own.tokenizer == tokenizer and (not held or own.weights == held) for own in live):
@@ -39,6 +43,11 @@ class LiveRevisions:
 def needed_revision(request: OpenRequest) -> Revision:
     """What a worker must run to take the request's next attempt."""
     return Revision(request.choices.revision if request.choices.hold_something else "", request.admission.tokenizer)
+
+
+def revisions_agree(needed: Revision, beat: Heartbeat, model: str) -> bool:
+    """Whether a worker may take what needs this revision."""
+    return _agree(needed, beat.revisions.get(model, Revision()))
 
 
 def _agree(needed: Revision, own: Revision) -> bool:

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from typing import Final
 
-from gateway.settings import QueueSettings
-from protocol import topology
+from gateway.settings import GatewaySettings
+from protocol import subjects, topology
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import BusError
@@ -20,9 +20,13 @@ log = logging.getLogger(__name__)
 class Streams:
     """The topology of one gateway's queue server; applied by one task at a time."""
 
-    def __init__(self, bus: Bus, models: list[str], queue: QueueSettings) -> None:
+    def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
+        queue = settings.queue
         self._bus = bus
-        self._models = models
+        self._models = list(settings.models)
+        self._hosted_lanes = [
+            (model, subjects.hosted_lane(name)) for name, pool in settings.hosted.items() for model in pool.models
+        ]
         self._bounds = topology.QueueBounds(
             max_jobs=queue.max_jobs,
             max_bytes=queue.max_mib * MIB,
@@ -34,8 +38,12 @@ class Streams:
 
     async def start(self) -> None:
         """Make what is not there. Raises BusError."""
-        await topology.apply(self._bus, self._models, self._bounds, limit_s=topology.FIRST_APPLY_LIMIT_S)
+        await self._apply(topology.FIRST_APPLY_LIMIT_S)
         self._bus.on_stream_missed(self._missed.set)
+
+    async def _apply(self, limit_s: float) -> None:
+        lanes = self._hosted_lanes
+        await topology.apply(self._bus, self._models, self._bounds, further_lanes=lanes, limit_s=limit_s)
 
     async def run(self) -> None:
         """Make again what has been missed; never returns."""
@@ -52,7 +60,7 @@ class Streams:
         """Make what is not there any more, as far as the server lets us; whether all is there. ``run`` tries on."""
         async with self._one_at_a_time:
             try:
-                await topology.apply(self._bus, self._models, self._bounds)
+                await self._apply(0.0)
             except BusError as error:
                 log.warning("the streams are not all there: %s", error)
                 self._missed.set()

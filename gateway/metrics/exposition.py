@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from gateway.metrics.engines import engine_families, worker_families
 from gateway.metrics.requests import RequestCounts
+from gateway.money import NANO_USD
 from protocol.messages import Heartbeat
 
 
@@ -32,6 +33,7 @@ class Moment:
     spooled_bytes: int  # usage records and intents on this machine's disk, for the queue server
     ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
     payloads: Mapping[str, int]  # what became of those that were to be kept
+    caps: Collection[tuple[str, str, int, int]] = ()  # pool, period, nano-USD of its cap and of what is used of it
 
     def collect(self) -> Iterator[Metric]:
         """All series: prometheus_client's protocol for what can be encoded."""
@@ -87,12 +89,26 @@ class Moment:
         for outcome, count in self.payloads.items():
             payloads.add_metric((outcome,), count)
         yield payloads
+        yield from self._cap_families()
         if self.ledger_backlog is not None:
             yield _gauge(
                 "spillway_ledger_backlog_messages",
                 "Messages of usage records that are not in SQL yet, of all gateways and workers.",
                 self.ledger_backlog,
             )
+
+    def _cap_families(self) -> Iterator[Metric]:
+        labels = ("pool", "period")
+        cap = GaugeMetricFamily("spillway_hosted_cap_usd", "What a hosted pool may cost in each period.", labels=labels)
+        used = GaugeMetricFamily(
+            "spillway_hosted_cap_used_usd",
+            "What it has cost in this one, by all gateways, with what running requests have reserved.",
+            labels=labels,
+        )
+        for pool, period, cap_nano_usd, used_nano_usd in self.caps:
+            cap.add_metric((pool, period), cap_nano_usd / NANO_USD)
+            used.add_metric((pool, period), used_nano_usd / NANO_USD)
+        yield from (cap, used)
 
 
 async def exposition(moment: Moment, accept: str) -> tuple[bytes, str]:

@@ -84,6 +84,10 @@ class Book:
         idle = self.slice.idle
         return idle[0], idle[1], idle[2], idle[3]
 
+    def known_account(self) -> Account:
+        """The account as it was after the last exchange, with what was spent here since."""
+        return self.slice.with_unreported(self.account)
+
     def rate_status(self, kind: Kind, now_s: float) -> RateStatus | None:
         """How far a rate is used."""
         account = self.slice.with_unreported(self.account)

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.db.errors import SQL_ERRORS, describe
 from gateway.ledger.prices import CALLERS, PriceBook, TokenPrice, load_prices
 from gateway.money import nano_usd
-from gateway.settings import ModelSettings, PriceSettings
+from gateway.settings import HostedPoolSettings, ModelSettings, PriceSettings
 
 RELOAD_PERIOD_S: Final = 10.0
 
@@ -20,17 +20,24 @@ log = logging.getLogger(__name__)
 class CurrentPrices:
     """The price book; of models that it does not have yet, the configuration's prices. Run ``run`` as a task."""
 
-    def __init__(self, database: AsyncEngine, models: Mapping[str, ModelSettings]) -> None:
+    def __init__(
+        self,
+        database: AsyncEngine,
+        models: Mapping[str, ModelSettings],
+        hosted: Mapping[str, HostedPoolSettings] | None = None,
+    ) -> None:
         self._database = database
         self._book = PriceBook()
-        self._configured = {name: _token_price(model.price) for name, model in models.items() if model.price}
+        self._configured = {(name, CALLERS): _token_price(one.price) for name, one in models.items() if one.price}
+        for pool, settings in (hosted or {}).items():
+            self._configured |= {(model, pool): _token_price(price) for model, price in settings.prices.items()}
 
     def of(self, model: str, unix_ms: int, pool: str = CALLERS) -> TokenPrice | None:
         """What a model's tokens cost callers at a moment, or us at a hosted pool; None: nothing."""
         price = self._book.at(model, pool, unix_ms)
         if price is not None:
             return price.tokens
-        return self._configured.get(model) if pool == CALLERS else None
+        return self._configured.get((model, pool))
 
     async def run(self) -> None:
         """Read the book now and then; never returns. While SQL is away the last known prices stay."""

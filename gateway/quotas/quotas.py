@@ -6,7 +6,7 @@ Only a request whose slice does not hold enough waits, for one exchange with the
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Final
 
@@ -14,12 +14,15 @@ from nats.aio.msg import Msg
 
 from gateway.auth.principal import Principal
 from gateway.db.errors import DatabaseUnavailable
+from gateway.ledger.prices import TokenPrice
 from gateway.quotas.account import EMPTY, LEASE_S
 from gateway.quotas.book import Book
+from gateway.quotas.pools import POOL
 from gateway.quotas.refusals import Refusal, too_large
 from gateway.quotas.reservation import Estimate, Reservation
 from gateway.quotas.seeds import Ledger, Seed, Unseeded, check_ledger_is_current, check_nobody_holds
 from gateway.quotas.terms import Terms, minus, plus, terms_of
+from gateway.quotas.usage import Use, taken_amounts, uses
 from gateway.quotas.vault import Vault
 from protocol import subjects
 from protocol.bus import Bus
@@ -32,6 +35,7 @@ EXCHANGE_GAP_S: Final = 0.02  # between two exchanges of one account
 REPORT_PERIOD_S: Final = 1.0  # how old what others know of our use may be; a part of LEASE_S
 RENEW_S: Final = LEASE_S / 3
 TICK_S: Final = 0.25
+KEEP_PERIOD_S: Final = 10.0  # how old what is known of a kept account may be while nobody asks for it here
 FORGET_S: Final = 120.0  # books that nobody has asked for and that hold nothing
 MAX_SEEDS: Final = 4  # accounts that the ledger is asked about at once
 SEED_LIMIT_S: Final = 5.0
@@ -71,6 +75,7 @@ class Quotas:
         self._asked_s: dict[str, float] = {}  # by account, when a request last needed it (monotonic clock)
         self._exchanging: dict[str, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(MAX_EXCHANGES)
+        self._kept: set[str] = set()  # accounts
         self._failing = False
 
     async def start(self) -> None:
@@ -91,8 +96,11 @@ class Quotas:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
             for book in list(self._books.values()):
-                if book.slice.is_empty:
+                if book.slice.is_empty and book.account_id not in self._kept:
                     self._forget_if_old(book, now_s)
+                elif book.slice.is_empty:
+                    if now_s - book.exchanged_s >= KEEP_PERIOD_S:
+                        self._exchange_soon(book)
                 elif now_s - book.exchanged_s >= (REPORT_PERIOD_S if book.slice.is_changed else RENEW_S):
                     self._exchange_soon(book)
 
@@ -100,6 +108,20 @@ class Quotas:
         account_id = book.account_id
         if now_s - self._asked_s[account_id] > FORGET_S and account_id not in self._exchanging:
             del self._books[account_id], self._asked_s[account_id]
+
+    def keep(self, whose: str, account_id: str, terms: Terms) -> None:
+        """Know an account from now on, and what is used of it, also while nobody asks for it here."""
+        self._kept.add(account_id)
+        self._book(account_id, whose, terms)
+
+    def kept_uses(self) -> dict[str, tuple[Use, ...]]:
+        """How much is used of the accounts that are kept, as far as this gateway has heard; by their ids."""
+        now_s, books = self._clock.now_s(), [self._books[account_id] for account_id in sorted(self._kept)]
+        return {
+            book.account_id: uses(book.terms, taken_amounts(book.known_account(), book.terms, now_s), now_s)
+            for book in books
+            if book.exchanged_s > float("-inf")
+        }
 
     async def _on_reconnected(self) -> None:
         # The bucket may have been lost: what we know of it is to be there again before others begin without.
@@ -137,11 +159,9 @@ class Quotas:
         amounts = [estimate.amounts for estimate in estimates]
         if held is not None:
             amounts[0] = minus(amounts[0], held.amounts)
-        claims = self._claims(principal, key, team, reduce(plus, amounts))
-        now_s = self._clock.now_s()
-        if not all(book.slice.has(needs, now_s) for book, needs in claims):
-            await self._wait_for_slices(claims)
-            now_s = self._clock.now_s()
+        accounts = (("key", principal.key_id, key), ("team", principal.team_id, team))
+        claims = self._claims(accounts, reduce(plus, amounts))
+        now_s = await self._until_held(claims)
         books = [book for book, _ in claims]
         reservations = [] if held is None else [held]
         for one, estimate in zip(amounts, estimates, strict=True):
@@ -151,17 +171,45 @@ class Quotas:
                 held = None
             else:
                 reservations.append(Reservation(one, taken, estimate.price))
+        self._refill(books)
+        return reservations
+
+    async def reserve_money(
+        self, accounts: Iterable[tuple[str, Terms]], nano_usd: int, price: TokenPrice | None
+    ) -> Reservation:
+        """Reserve what a request may cost us at a pool, of each of the pool's accounts. Raises Refused or Unavailable.
+
+        Without accounts there is no cap, and the reservation is of nothing.
+        """
+        amounts = (0, 0, 0, nano_usd)
+        claims = self._claims([(POOL, account_id, terms) for account_id, terms in accounts], amounts)
+        now_s = await self._until_held(claims)
+        reservation = Reservation(amounts, [(book, book.slice.take(needs, now_s)) for book, needs in claims], price)
+        self._refill(reservation.books)
+        return reservation
+
+    async def _until_held(self, claims: list[tuple[Book, Amounts]]) -> float:
+        """Return the time when all slices hold enough at once, usually now. Raises Refused or Unavailable."""
+        now_s = self._clock.now_s()
+        if all(book.slice.has(needs, now_s) for book, needs in claims):
+            return now_s
+        await self._wait_for_slices(claims)
+        return self._clock.now_s()
+
+    def _refill(self, books: Iterable[Book]) -> None:
         for book in books:
             if book.slice.is_low:
                 self._exchange_soon(book)
-        return reservations
 
     def _claims(
-        self, principal: Principal, key: Terms | None, team: Terms | None, amounts: Amounts
+        self, accounts: Iterable[tuple[str, str, Terms | None]], amounts: Amounts
     ) -> list[tuple[Book, Amounts]]:
-        """The books that a request needs something of. Raises Refused for what is more than a limit by itself."""
+        """The books that a request needs something of, of (whose, account, limits).
+
+        Raises Refused for what is more than a limit by itself.
+        """
         claims = []
-        for whose, account_id, terms in (("key", principal.key_id, key), ("team", principal.team_id, team)):
+        for whose, account_id, terms in accounts:
             if terms is not None:
                 book = self._book(account_id, whose, terms)
                 claims.append((book, terms.needs(amounts)))

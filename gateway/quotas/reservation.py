@@ -54,6 +54,10 @@ class Reservation:
         charge = charge_of(self._price, prompt_tokens, cached_tokens, completion_tokens)
         self._close((1, prompt_tokens + completion_tokens, 0, charge))
 
+    def settle_in_full(self) -> None:
+        """The request has ended, and nobody knows what it used: as much as was reserved."""
+        self._close(self.amounts)
+
     def refund(self) -> None:
         """The request was not admitted after all."""
         self._close(NOTHING)

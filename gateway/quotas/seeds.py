@@ -20,6 +20,7 @@ from gateway.auth.principal import BudgetPeriod
 from gateway.db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from gateway.db.models import RollupRow, SliceRow
 from gateway.quotas.account import CLOCK_SLACK_S, LEASE_S
+from gateway.quotas.pools import POOL, pool_of_account, spent_at_pool
 from gateway.quotas.terms import period_start_s
 from protocol import subjects
 from protocol.bus import Bus
@@ -49,13 +50,15 @@ class Ledger(Protocol):
 
 
 class RollupLedger:
-    """The ledger's daily rollups; periods begin with a day of UTC, as they do."""
+    """The ledger's daily rollups, whose days periods begin with; for hosted pools, its attempts."""
 
     def __init__(self, database: AsyncEngine) -> None:
         self._database = database
 
     async def spent_nano_usd(self, account_id: str, whose: str, budget_period: BudgetPeriod, now_s: float) -> int:
         """See Ledger."""
+        if whose == POOL:
+            return await self._spent_at_pool(account_id, budget_period, now_s)
         column = SliceRow.key_id if whose == "key" else SliceRow.team_id
         statement = (
             select(func.sum(RollupRow.charge_nano_usd))
@@ -69,6 +72,14 @@ class RollupLedger:
         try:
             async with self._database.connect() as connection:
                 return int(await connection.scalar(statement) or 0)
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+    async def _spent_at_pool(self, account_id: str, budget_period: BudgetPeriod, now_s: float) -> int:
+        since_unix_ms = int(period_start_s(budget_period, now_s) * 1000)
+        try:
+            async with self._database.connect() as connection:
+                return sum((await spent_at_pool(connection, pool_of_account(account_id), since_unix_ms)).values())
         except SQL_ERRORS as error:
             raise DatabaseUnavailable(describe(error)) from error
 

@@ -58,8 +58,9 @@ class Attempt:
             await self.worker.send([frame], self.job.reply_subject)
 
     async def accept(self, lost: bool = False) -> None:
-        names = (self.worker.worker_id, "pool-a", "provider-a", "region-a")
-        await self._add(Accepted(self.job.request_id, self.job.attempt, 0, *names, 1.0), lost)
+        *place, tier = self.worker.place
+        accepted = Accepted(self.job.request_id, self.job.attempt, 0, self.worker.worker_id, *place, 1.0, tier)
+        await self._add(accepted, lost)
         await ack(self.worker.bus, self.delivery)
 
     def tokens_frame(self, text: str, ids: tuple[int, ...], **rest: Any) -> Tokens:
@@ -131,8 +132,17 @@ class ScriptedWorker:
     """Pulls jobs of one model and runs ``script`` for each."""
 
     def __init__(
-        self, bus: Bus, model: str, worker_id: str, script: Script = answer_hello, *, takes_jobs: bool = True
+        self,
+        bus: Bus,
+        model: str,
+        worker_id: str,
+        script: Script = answer_hello,
+        *,
+        takes_jobs: bool = True,
+        place: tuple[str, str, str, str] = ("pool-a", "provider-a", "region-a", "spot"),
     ) -> None:
+        """``place``: pool, provider, region, tier; of a hosted one, only the pool's own lane is served."""
+        self.place = place
         self.bus = bus
         self.model = model
         self.worker_id = worker_id
@@ -146,9 +156,9 @@ class ScriptedWorker:
         self.stats: EngineStats | None = None  # likewise
         self._consumers = [
             PullConsumer(
-                bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model, lane), self._on_delivery, tier="spot"
+                bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model, lane), self._on_delivery, tier=place[-1]
             )
-            for lane in subjects.LANES
+            for lane in (subjects.LANES if place[-1] != subjects.HOSTED_TIER else (subjects.hosted_lane(place[0]),))
         ]
         self._tasks: set[asyncio.Task[None]] = set()
         self._beating: asyncio.Task[None] | None = None
@@ -190,7 +200,7 @@ class ScriptedWorker:
     async def _beat(self) -> None:
         while True:
             now_ms = time.time_ns() // 1_000_000
-            names = (self.worker_id, "pool-a", "provider-a", "region-a", "spot", "scripted", (self.model,))
+            names = (self.worker_id, *self.place, "scripted", (self.model,))
             room = (64, 100_000, self.free_sequences, 100_000, 64 - self.free_sequences)
             beat = Heartbeat(
                 PROTOCOL_VERSION, *names, 0.0, *room, now_ms, now_ms, jobs_taken=self.jobs_taken, stats=self.stats

@@ -10,7 +10,8 @@ import pytest
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.mailbox import Ended, Failure
 from gateway.dispatch.registry import WorkerRegistry
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.states import State
 from gateway.metrics.requests import RequestSeries
 from protocol import messages as m
 from protocol import subjects

@@ -68,6 +68,31 @@ def test_what_callers_pay_and_what_a_pool_charges_us_are_prices_of_their_own(tmp
     assert by_environment["small"].prompt == 0.2
 
 
+def test_what_a_gateway_knows_of_a_hosted_pool(tmp_path: Path) -> None:
+    hosted = GOOD.replace('tier = "spot"', 'tier = "hosted"\nusd_per_day = 2.5')
+    env = {"SPILLWAY_NATS__URLS": '["nats://q:4222"]'}
+    config = load(tmp_path, hosted + "[pools.cheap.prices.small]\nprompt = 0.1\n", env)
+    settings = config.gateway_settings(SecretStr("p"))
+    (pool,) = settings.hosted.values()
+    assert (pool.provider, pool.models, pool.caps, pool.prices["small"].prompt) == (
+        "runpod",
+        ("small",),
+        {"day": 2.5},
+        0.1,
+    )
+    assert settings.only_hosted == {"small"}
+    assert config.worker_settings("cheap").lanes == ("hosted-cheap",)
+    assert load(tmp_path, GOOD, env).gateway_settings(SecretStr("p")).hosted == {}
+    for text, words in (
+        (hosted, r"usd_per_day: cannot be kept without prices\.small"),
+        (hosted.replace('"hosted"', '"spot"'), "usd_per_day: only pools of tier"),
+        (GOOD.replace('"spot"', '"hosted"') + "[pools.cheap.gate]\nbacklog_jobs = 1\n", "gate: a hosted pool"),
+        (GOOD + '[tenants.a]\nallow_hosted = ["openai/"]\n', r"tenants\.a\.allow_hosted\.0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load(tmp_path, text)
+
+
 def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
     text = GOOD.replace('models = ["small"]', 'models = ["small", "support-bot"]') + "[models.support-bot]\n"
     adapters = '[pools.cheap.engine.adapters]\n"support-bot" = "org/support"\n'

@@ -6,7 +6,8 @@ import pytest
 
 from gateway.admission.ticket import Ticket
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S, RESCUE_PATIENCE_S
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, Tokens

@@ -2,7 +2,8 @@
 
 from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.mailbox import LOOSE_EVENTS, MAX_UNREAD_BYTES, Ended, SharedMailbox, StillWaiting
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Cancel, Tokens

@@ -14,7 +14,8 @@ from gateway.dispatch import attempts as attempts_module
 from gateway.dispatch import request as request_module
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.mailbox import LOOSE_EVENTS, Ended, Failure, StillWaiting
-from gateway.dispatch.request import OpenRequest, State
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.logprobs import PromptLogprob

@@ -1,0 +1,32 @@
+"""To which hosted APIs a request may go: what its key and team allow, unless it says itself that it must not."""
+
+from gateway.api.errors import HostedNotAllowed
+from gateway.auth.hosted import Leaves, allowed_providers
+from gateway.auth.principal import Principal
+from gateway.settings import GatewaySettings
+
+
+def providers_for(
+    settings: GatewaySettings, principal: Principal, configured: Leaves | None, model: str, *, asked: bool | None
+) -> tuple[str, ...]:
+    """The providers of hosted pools to which this request for a model may go. Raises HostedNotAllowed.
+
+    ``configured``: what the configuration says of the tenant; ``asked``: what the request says.
+    """
+    serving = dict.fromkeys(pool.provider for pool in settings.hosted.values() if model in pool.models)
+    if not serving:
+        return ()
+    allowed = () if asked is False else allowed_providers(principal, configured, serving, model)
+    if not allowed and (asked or model in settings.only_hosted):
+        raise HostedNotAllowed(_why_not(list(serving), model, asked=asked), param="allow_hosted")
+    return allowed
+
+
+def _why_not(serving: list[str], model: str, *, asked: bool | None) -> str:
+    where = " or ".join(serving)
+    if asked is False:
+        return f"The model {model!r} is served by {where} alone, and the request says 'allow_hosted': false."
+    return (
+        f"Prompts of this API key may not go to {where} for the model {model!r}: the 'allow_hosted' policy of the key"
+        " and its team does not say so."
+    )

@@ -1,0 +1,171 @@
+"""Requests that may go to a hosted pool, and do while our own workers cannot take them soon.
+
+    a new attempt ──────────────choose──> hosted lane of one pool, where the wait would be too long
+    waits in its own lane ───────move───> there, as another attempt, after ``overflow_after_s``
+    not taken there in time <────move──── back to its own lane, as another attempt
+
+A move is another attempt, because a worker may be taking this one at the very moment: the fence lets one of them be
+heard. Where our workers have room, nothing is chosen: so what comes next is theirs again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Final
+
+from gateway.admission.control import AdmissionControl
+from gateway.dispatch.admission import Admission
+from gateway.dispatch.registry import WorkerRegistry
+from gateway.dispatch.request import OpenRequest
+from gateway.dispatch.revisions import needed_revision, revisions_agree
+from gateway.dispatch.states import State
+from gateway.hosted.place import HostedPlace
+from gateway.hosted.pool import HostedPool
+from gateway.hosted.pools import HostedPools, Offer, Wanted
+from protocol import subjects
+from protocol.messages import Frame
+
+TAKEN_LIMIT_S: Final = 1.5  # within which a hosted worker takes what was sent because it had room
+# A job in a hosted lane is worth so little longer: whoever finds it there later must not send it out of the house.
+JOB_LIMIT_S: Final = TAKEN_LIMIT_S + 0.5
+LINGER_S: Final = JOB_LIMIT_S + 2.0  # how long the money of an attempt is kept that a worker may have taken after all
+FREE_PLACES_GRACE_S: Final = 1.0  # how long a waiting request is left to free places of our own that do not take it
+
+Spawn = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Overflow:
+    """Decides from memory; only the money of a pool's caps is waited for."""
+
+    def __init__(
+        self, pools: HostedPools, control: AdmissionControl, registry: WorkerRegistry, overflow_after_s: float
+    ) -> None:
+        self._pools = pools
+        self._control = control
+        self._registry = registry
+        self._after_s = overflow_after_s
+        self._moving: set[str] = set()  # requests for whose places money is waited for
+        self._lingering: dict[tuple[str, int], HostedPlace] = {}  # by request and attempt
+        control.hosted_has_room = self._has_room
+
+    def _has_room(self, admission: Admission) -> bool:
+        if not admission.hosted or admission.batch:
+            return False
+        completion_tokens = admission.sampling.max_tokens * admission.sampling.n
+        return not isinstance(self._pools.offer(_wanted(admission, completion_tokens)), str)
+
+    # --- to a hosted pool ---------------------------------------------------------------------------------------------
+
+    async def choose(self, request: OpenRequest) -> None:
+        """Find a hosted pool for the current attempt, which is about to be queued, where our workers are full."""
+        admission, current = request.admission, request.current
+        if not admission.hosted or admission.batch or current.hosted is not None or current.is_back:
+            return
+        if not self._control.would_wait(admission, 0.0 if admission.do_not_queue else self._after_s):
+            return
+        offer = self._offer(request)
+        place = None if offer is None else await self._pools.take(offer, admission.sampling.n)
+        if place is None:
+            return
+        if request.current is current and request.waits_for_worker(current.number):
+            request.place_hosted(place)
+        else:
+            place.refund()
+
+    def look(self, requests: Iterable[OpenRequest], now_s: float, spawn: Spawn) -> None:
+        """Move those that have waited for too long, where they are."""
+        for request in requests:
+            if request.state is not State.QUEUED or not request.admission.hosted:
+                continue
+            place = request.current.hosted
+            if place is not None:
+                if now_s - place.made_s >= TAKEN_LIMIT_S:
+                    place.pool.rest(now_s)
+                    request.move(request.attempt, None, now_s)
+            elif request.request_id not in self._moving and self._has_waited(request, now_s):
+                offer = self._offer(request)
+                if offer is not None:
+                    self._moving.add(request.request_id)
+                    offer.pool.promised += request.admission.sampling.n  # by the next one's turn, this is so
+                    spawn(self._move(request, offer))
+
+    def _has_waited(self, request: OpenRequest, now_s: float) -> bool:
+        admission = request.admission
+        if admission.batch:
+            return False
+        waited_s = now_s - request.current.queued_s
+        if not self._control.has_workers(admission.model):
+            return not request.current.is_back or waited_s >= TAKEN_LIMIT_S
+        if waited_s < self._after_s:
+            return False
+        return waited_s >= self._after_s + FREE_PLACES_GRACE_S or not self._control.has_room(admission)
+
+    async def _move(self, request: OpenRequest, offer: Offer) -> None:
+        attempt = request.attempt
+        offer.pool.promised -= request.admission.sampling.n
+        try:
+            place = await self._pools.take(offer, request.admission.sampling.n)
+        finally:
+            self._moving.discard(request.request_id)
+        if place is None:
+            return
+        if request.waits_for_worker(attempt):
+            request.move(attempt, place, time.monotonic())
+        else:
+            place.refund()
+
+    def _offer(self, request: OpenRequest) -> Offer | None:
+        """The pool that can take the rest of a request; None, and the reason is noted: none can."""
+        admission, held = request.admission, request.choices.held_tokens()
+        wanted = _wanted(admission, max(0, admission.sampling.max_tokens * admission.sampling.n - held), held)
+        offer = self._pools.offer(wanted, request.log.hosted_failed, lambda pool: self._fits(request, pool))
+        if isinstance(offer, str):
+            request.hosted_wait = offer
+            return None
+        return offer
+
+    def _fits(self, request: OpenRequest, pool: HostedPool) -> bool:
+        """Whether a worker there may go on with what is made already, and can read the prompt's token ids."""
+        needed, model = needed_revision(request), request.admission.model
+        return any(
+            beat.pool == pool.name and model in beat.models and revisions_agree(needed, beat, model)
+            for beat in self._registry.live_beats(time.monotonic())
+            if beat.tier == subjects.HOSTED_TIER
+        )
+
+    # --- what it has cost ---------------------------------------------------------------------------------------------
+
+    def left(self, request: OpenRequest) -> None:
+        """The current attempt is over: settle what it took of a hosted pool."""
+        place, current = request.current.hosted, request.current
+        if place is None:
+            return
+        if current.accepted is not None:
+            place.settle()
+            return
+        place.leave_room()
+        key = (request.request_id, current.number)
+        self._lingering[key] = place
+        asyncio.get_running_loop().call_later(LINGER_S, self._refund, key)
+
+    def _refund(self, key: tuple[str, int]) -> None:
+        place = self._lingering.pop(key, None)
+        if place is not None:
+            place.refund()
+
+    def heard(self, frame: Frame) -> None:
+        """A worker runs an attempt that nobody waits for: if it is one of ours, it costs what it can."""
+        place = self._lingering.pop((frame.request_id, frame.attempt), None)
+        if place is not None:
+            place.settle()
+
+
+def _wanted(admission: Admission, completion_tokens: int, held_tokens: int = 0) -> Wanted:
+    return Wanted(
+        admission.model,
+        admission.hosted,
+        admission.prompt_tokens + held_tokens,
+        completion_tokens,
+        admission.sampling.n,
+        admission.received_unix_ms,
+    )

@@ -1,0 +1,93 @@
+"""All hosted pools of the configuration: which of them may and can take a request, the cheapest first."""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, NamedTuple
+
+from gateway.admission.capacity import Capacity
+from gateway.hosted.place import HostedPlace
+from gateway.hosted.pool import HostedPool, most_cost_nano_usd
+from gateway.ledger.prices import TokenPrice
+from gateway.quotas.pools import POOL
+from gateway.quotas.prices import CurrentPrices
+from gateway.quotas.quotas import Quotas, Refused, Unavailable
+from gateway.settings import HostedPoolSettings
+
+# Why a request that may go to a hosted pool does not: what its caller is told while it waits.
+AWAY: Final = "away"  # none of these pools has a worker, or all rest
+FULL: Final = "full"
+CAP_REACHED: Final = "cap-reached"
+
+
+class Wanted(NamedTuple):
+    """What a request asks of a hosted pool."""
+
+    model: str
+    providers: tuple[str, ...]  # to which it may go
+    prompt_tokens: int
+    completion_tokens: int  # that it may still make, over all choices
+    sequences: int
+    unix_ms: int  # when it was received: the prices of then count
+
+
+class Offer(NamedTuple):
+    """A pool that has room, and what the request may cost there."""
+
+    pool: HostedPool
+    price: TokenPrice | None
+    nano_usd: int
+
+
+class HostedPools:
+    """Only the event loop touches it."""
+
+    def __init__(
+        self, pools: Mapping[str, HostedPoolSettings], capacity: Capacity, quotas: Quotas, prices: CurrentPrices
+    ) -> None:
+        self._pools = [
+            HostedPool(name, settings, {model: capacity.hosted(name, model) for model in settings.models})
+            for name, settings in pools.items()
+        ]
+        self._quotas = quotas
+        self._prices = prices
+        for pool in self._pools:
+            for account_id, terms in pool.caps:
+                quotas.keep(POOL, account_id, terms)
+
+    def offer(
+        self, wanted: Wanted, tried: Collection[str] = (), fits: Callable[[HostedPool], bool] | None = None
+    ) -> Offer | str:
+        """The cheapest pool that has room, or why there is none. From memory.
+
+        ``tried``: pools on which the request has failed; ``fits``: whether what is made already can go on there.
+        """
+        now_s, why, best = time.monotonic(), AWAY, None
+        for pool in self._pools:
+            if wanted.model not in pool.models or pool.provider not in wanted.providers or pool.name in tried:
+                continue
+            price = self._prices.of(wanted.model, wanted.unix_ms, pool.name)
+            cost = most_cost_nano_usd(price, wanted.prompt_tokens, wanted.completion_tokens)
+            if pool.is_away(wanted.model, now_s) or (fits is not None and not fits(pool)):
+                continue
+            if pool.is_shut(cost, now_s) or (pool.caps and price is None):
+                why = CAP_REACHED
+            elif not pool.has_room(wanted.model, wanted.sequences):
+                why = FULL if why == AWAY else why
+            elif best is None or cost < best.nano_usd:
+                best = Offer(pool, price, cost)
+        return best or why
+
+    async def take(self, offer: Offer, sequences: int) -> HostedPlace | None:
+        """Take what was offered just now, with the money; None: the caps do not hold it."""
+        pool, price, cost = offer
+        pool.promised += sequences
+        try:
+            reservation = await self._quotas.reserve_money(pool.caps, cost, price)
+        except (Refused, Unavailable) as error:
+            pool.promised -= sequences
+            pool.shut(cost if isinstance(error, Refused) else 0, time.monotonic())
+            return None
+        except BaseException:
+            pool.promised -= sequences
+            raise
+        return HostedPlace(pool, sequences, reservation)

@@ -1,0 +1,24 @@
+"""A hosted worker serves its own lane alone, and looks again at who may leave."""
+
+from protocol import messages as m
+from protocol import subjects, topology
+from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for
+
+LANE = subjects.hosted_lane("api")
+
+
+async def test_what_may_not_leave_is_left_to_others_and_what_may_is_run(gateway: PlayingGateway, nats_url: str) -> None:
+    lanes = [(MODEL, LANE)]
+    await topology.apply(gateway.bus, [MODEL], topology.QueueBounds(), further_lanes=lanes)
+    hosted = {"pool": "api", "tier": "hosted", "provider": "openai"}
+    async with running_worker(settings_for(nats_url, worker_id="api-1").model_copy(update=hosted)):
+        of_others = await gateway.publish(gateway.job(hosted=("openai",)))  # in a lane that it does not serve
+        stays = await gateway.publish(gateway.job(max_tokens=2), lane=LANE)
+        elsewhere = await gateway.publish(gateway.job(max_tokens=2, hosted=("anthropic",)), lane=LANE)
+        leaves = await gateway.publish(gateway.job(max_tokens=2, hosted=("azure", "openai")), lane=LANE)
+        await gateway.end_of(leaves)
+        assert await gateway.queued() == 3
+    accepted = gateway.frames[leaves][0]
+    assert isinstance(accepted, m.Accepted)
+    assert (accepted.pool, accepted.provider, accepted.tier) == ("api", "openai", "hosted")
+    assert not gateway.frames.keys() & {stays, elsewhere, of_others}
