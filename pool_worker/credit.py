@@ -39,7 +39,8 @@ class Credit:
         self.free_sequences = capacity.max_sequences
         self.free_kv_tokens = capacity.max_kv_tokens
         longest = Cost(1, min(capacity.max_model_len, capacity.max_kv_tokens))
-        self._recent: deque[Cost] = deque([longest], maxlen=RECENT_JOBS)
+        self._recent: deque[Cost] = deque(maxlen=RECENT_JOBS)
+        self.note(longest)
 
     def cost_of(self, job: Job) -> Cost:
         """Return what a job takes: its prompt and all its output for every choice that still runs.
@@ -71,17 +72,18 @@ class Credit:
     def note(self, cost: Cost) -> None:
         """Remember the size of a job just pulled."""
         self._recent.append(cost)
+        self._largest = Cost(
+            max(1, *(cost.sequences for cost in self._recent)), max(1, *(cost.kv_tokens for cost in self._recent))
+        )
+        self._smallest_kv_tokens = min(cost.kv_tokens for cost in self._recent)
 
     def jobs_to_pull(self, *, is_batch: bool = False) -> int:
         """Return how many jobs may be asked for and not yet be here, if none waits."""
         free = self._free(is_batch=is_batch)
         if free.sequences <= 0:
             return 0
-        sequences = max(1, *(cost.sequences for cost in self._recent))
-        kv_tokens = max(1, *(cost.kv_tokens for cost in self._recent))
-        jobs = min(free.sequences // sequences, max(0, free.kv_tokens) // kv_tokens)
-        smallest_kv_tokens = min(cost.kv_tokens for cost in self._recent)
-        return jobs or int(self._is_idle or free.kv_tokens >= smallest_kv_tokens)
+        jobs = min(free.sequences // self._largest.sequences, max(0, free.kv_tokens) // self._largest.kv_tokens)
+        return jobs or int(self._is_idle or free.kv_tokens >= self._smallest_kv_tokens)
 
     @property
     def _is_idle(self) -> bool:

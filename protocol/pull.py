@@ -125,10 +125,18 @@ class PullConsumer:
 
     def outstanding(self) -> int:
         """How many messages have been asked for and may still come."""
-        now_s = time.monotonic()
-        for number in [n for n, pull in self._pulls.items() if pull.expires_at_s + PULL_GRACE_S < now_s]:
+        if not self._pulls:
+            return 0
+        long_ago_s = time.monotonic() - PULL_GRACE_S
+        outstanding, expired = 0, []
+        for number, pull in self._pulls.items():
+            if pull.expires_at_s < long_ago_s:
+                expired.append(number)
+            else:
+                outstanding += pull.remaining
+        for number in expired:
             del self._pulls[number]
-        return sum(pull.remaining for pull in self._pulls.values())
+        return outstanding
 
     async def pull(self, batch: int, *, expires_s: float = PULL_EXPIRES_S) -> None:
         """Ask for up to ``batch`` messages, waiting at the server for at most ``expires_s``; 0: take what is there."""

@@ -13,7 +13,7 @@ the server has given up after the worker has long made a new one.
 
 import logging
 import time
-from asyncio import sleep
+from asyncio import Event, sleep
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -46,15 +46,23 @@ class LossDetector:
         self._inbox = bus.client.new_inbox()
         self._pinged_s: dict[str, float] = {}
         self._ping = encode(Ping())
+        self._has_work = Event()
 
     async def start(self) -> None:
         """Listen. Raises BusError."""
         await self._bus.subscribe(f"{self._inbox}.*", self._on_reply)
         await self._bus.subscribe(subjects.DISCONNECTS, self._on_disconnect)
 
+    def on_work(self) -> None:
+        """A worker has work of this gateway."""
+        self._has_work.set()
+
     async def run(self) -> None:
-        """Look for silent workers; never returns."""
+        """Look for silent workers, while any has work; never returns."""
         while True:
+            if not any(True for _ in self._busy()):
+                self._has_work.clear()
+                await self._has_work.wait()
             await sleep(LOOK_PERIOD_S)
             if self._bus.connected:
                 await self._ask_the_silent(time.monotonic())

@@ -321,6 +321,7 @@ class Dispatcher:
             request.admission.trace.accepted(request)
         if request.worker_id is not None:
             self._by_worker.setdefault(request.worker_id, {})[request.request_id] = request
+            self._detector.on_work()
 
     def left(self, request: OpenRequest) -> None:
         """The current attempt is over, on whichever worker it was."""

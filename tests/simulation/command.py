@@ -32,6 +32,7 @@ The last line is one JSON object. The exit code is 0 if every promise was kept, 
 seeds, their offences and how to run them again), 130 if it was interrupted.
 """
 SEEDS_AT_ONCE = 4
+SEEDS_OF_ONE_PROCESS = 200  # what each of them leaves in memory does not add up over a night
 MAX_SHOWN = 20
 INTERRUPTED = 130
 
@@ -88,15 +89,20 @@ def _run_many(arguments: argparse.Namespace) -> int:
     began_s = time.monotonic()
     console = Console(stderr=True)
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    columns = ("{task.description}", rich_progress.BarColumn(), rich_progress.MofNCompleteColumn())
-    verdicts = []
+    columns = (
+        *("{task.description}", rich_progress.BarColumn(), rich_progress.MofNCompleteColumn()),
+        *("{task.fields[a_minute]} a minute,", "{task.fields[failed]} broke a promise,"),
+    )
+    verdicts, failed = [], 0
     with rich_progress.Progress(*columns, rich_progress.TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("simulations", total=len(seeds))
+        task = bar.add_task("simulations", total=len(seeds), a_minute=0, failed=0)
         for verdict in _verdicts(seeds, arguments):
             verdicts.append(verdict)
             if verdict.offences:
+                failed += 1
                 console.print(f"seed {verdict.seed}: {'; '.join(verdict.offences)[:300]}", style="red", markup=False)
-            bar.advance(task)
+            a_minute = round(len(verdicts) / (time.monotonic() - began_s) * 60)
+            bar.update(task, advance=1, a_minute=a_minute, failed=failed)
     return _tell(verdicts, arguments, time.monotonic() - began_s, console)
 
 
@@ -105,7 +111,9 @@ def _verdicts(seeds: range, arguments: argparse.Namespace) -> Iterator[Verdict]:
     if arguments.jobs == 1:
         yield from map(work, seeds)
         return
-    with multiprocessing.get_context("fork").Pool(arguments.jobs, _as_a_worker) as pool:
+    with multiprocessing.get_context("fork").Pool(
+        arguments.jobs, _as_a_worker, maxtasksperchild=SEEDS_OF_ONE_PROCESS // SEEDS_AT_ONCE
+    ) as pool:
         yield from pool.imap_unordered(work, seeds, chunksize=SEEDS_AT_ONCE)
 
 

@@ -70,29 +70,44 @@ class Subscription:
     def __init__(self, client: "SimulatedClient", number: int, subject: str, callback: Any) -> None:
         self.number = number
         self.subject = subject
+        self.is_over = False
         self._client = client
         self._callback = callback
         self._messages: deque[Message] = deque()
-        self._is_busy = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._next: asyncio.Future[None] | None = None  # while there is nothing to do
+        client.process.run(self._work())
 
     def put(self, message: Message) -> None:
         self._messages.append(message)
-        if not self._is_busy:
-            self._is_busy = True
-            self._idle.clear()
-            self._client.process.run(self._work_off())
+        self._idle.clear()
+        self._wake()
 
-    async def _work_off(self) -> None:
-        while self._messages:
-            message = self._messages.popleft()
-            try:
-                await self._callback(message)
-            except Exception as error:  # noqa: BLE001  # nats-py goes on as well
-                self._client.world.complain(f"a handler of {self.subject} failed: {error!r}")
-        self._is_busy = False
-        self._idle.set()
+    def end(self) -> None:
+        """Once what has come is worked off."""
+        self.is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._next = self._next, None
+        if waiting is not None:
+            waiting.set_result(None)
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            while self._messages:
+                message = self._messages.popleft()
+                try:
+                    await self._callback(message)
+                except Exception as error:  # noqa: BLE001  # nats-py goes on as well
+                    self._client.world.complain(f"a handler of {self.subject} failed: {error!r}")
+            self._idle.set()
+            if self.is_over:
+                return
+            self._next = loop.create_future()
+            await self._next
 
     async def drain(self) -> None:
         self._client.send(("unsub", self.number))
@@ -220,6 +235,7 @@ class SimulatedClient:
 
     def forget(self, subscription: Subscription) -> None:
         self._subscriptions.pop(subscription.number, None)
+        subscription.end()
 
     async def flush(self, timeout: float) -> None:  # noqa: ASYNC109  # as nats-py's
         if self.connection is None:

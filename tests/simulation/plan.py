@@ -56,33 +56,6 @@ MEANING = {
     "long_wait": "jobs wait for workers beyond the duplicate window, and connections are lost then",
 }
 KINDS = tuple(WEIGHTS)
-MEANING = {
-    "worker_crash": "SIGKILL of a worker",
-    "worker_freeze": "SIGSTOP of a worker, and SIGCONT",
-    "worker_slow": "a worker whose steps take twenty times as long",
-    "worker_drain": "SIGTERM of a worker",
-    "engine_death": "a worker's engine dies",
-    "workers_away": "all workers die, and stay away",
-    "gateway_crash": "SIGKILL of a gateway",
-    "gateway_freeze": "SIGSTOP of a gateway, and SIGCONT",
-    "gateway_restart": "SIGTERM of a gateway",
-    "ledger_crash": "SIGKILL of the ledger writer",
-    "sql_away": "the database refuses everything",
-    "nats_crash": "SIGKILL of the queue server: streams in memory are lost",
-    "nats_freeze": "SIGSTOP of the queue server, and SIGCONT",
-    "kick": "the queue server ends a connection",
-    "partition": "a host is deaf, mute or both towards the queue server",
-    "noise": "messages are dropped, doubled, late, or overtaken by later ones",
-    "host": "a host loses power: all of its processes at once, without a goodbye",
-    "power": "everything loses power",
-    "disk_full": "the queue server's disk is full for a while, and it is restarted then",
-    "skew": "a process's clock is wrong",
-    "long_wait": "jobs wait for workers beyond the duplicate window, and connections are lost then",
-}
-KINDS = tuple(WEIGHTS)
-# What these find is known and not mended yet: they are drawn only where they are asked for.
-SWITCHED_OFF = ("skew",)
-DEFAULT = tuple(kind for kind in KINDS if kind not in SWITCHED_OFF)
 FIRST_AT_S = 2.0
 WRONG_BY_S = (-60.0, -10.0, -1.5, 1.5, 10.0, 60.0)
 

@@ -150,26 +150,33 @@ def simulate(plan: Plan, show: Callable[[str], None] | None = None) -> Verdict:
     level, handlers = root.level, root.handlers[:]
     try:
         with simulated_world(loop, plan.seed):
-            simulation = Simulation(plan, loop)
-            world = simulation.world
-            root.handlers[:] = [_Logged(world, show)]
-            root.setLevel(logging.INFO if show else logging.ERROR)
-            if show is not None:
-                world.show = show
-            try:
-                loop.run_until_complete(simulation.run())
-            except SimulationStuck as error:
-                world.offend(f"the simulation is stuck: {error}")
-            simulation.database.close()
-            world.is_over = True
-            verdict = _verdict_of(simulation)
-            logging.disable()
-            loop.throw_away()
-            for gateway in simulation.gateways:
-                gateway.disk.throw_away()
+            verdict = _run(plan, loop, show)
+            loop.throw_away()  # without a trace: what is left would stay for ever, with what the next one finds there
             return verdict
     finally:
         logging.disable(logging.NOTSET)
         root.handlers[:] = handlers
         root.setLevel(level)
         gc.enable()
+
+
+def _run(plan: Plan, loop: VirtualLoop, show: Callable[[str], None] | None) -> Verdict:
+    simulation = Simulation(plan, loop)
+    world, root = simulation.world, logging.getLogger()
+    root.handlers[:] = [_Logged(world, show)]
+    root.setLevel(logging.INFO if show else logging.ERROR)
+    if show is not None:
+        world.show = show
+    try:
+        loop.run_until_complete(simulation.run())
+    except SimulationStuck as error:
+        world.offend(f"the simulation is stuck: {error}")
+    world.is_over = True
+    verdict = _verdict_of(simulation)
+    logging.disable()
+    root.handlers.clear()
+    simulation.database.close()
+    loop.end_tasks()
+    for gateway in simulation.gateways:
+        gateway.disk.throw_away()
+    return verdict

@@ -44,7 +44,7 @@ class Process:
         self.is_dead = False
         self.is_frozen = False
         self._loop = loop
-        self._parked: list[asyncio.Handle] = []
+        self._parked: list[_Handle] = []
         self.context: Context = copy_context()
         self.context.run(CURRENT.set, self)
 
@@ -61,14 +61,14 @@ class Process:
         parked, self._parked = self._parked, []
         self._loop.requeue(parked)
 
-    def park(self, handle: asyncio.Handle) -> None:
+    def park(self, handle: "_Handle") -> None:
         self._parked.append(handle)
 
     def run(self, coroutine: Any) -> "asyncio.Task[Any]":
         """Run a coroutine in a task of the process."""
         return self._loop.create_task(coroutine, context=self.context.copy())
 
-    def call_at(self, when_s: float, callback: Any, *args: Any) -> asyncio.TimerHandle:
+    def call_at(self, when_s: float, callback: Any, *args: Any) -> "_Handle":
         """Call back within the process."""
         return self._loop.call_at(when_s, callback, *args, context=self.context)
 
@@ -76,39 +76,36 @@ class Process:
 CURRENT: ContextVar[Process | None] = ContextVar("CURRENT", default=None)
 
 
-def _runs_now(handle: asyncio.Handle) -> bool:
-    process = handle._context.get(CURRENT)  # type: ignore[attr-defined]
-    if process is None:
-        return True
-    if process.is_frozen and not process.is_dead:
-        process.park(handle)
-    return not (process.is_dead or process.is_frozen)
+class _Handle:
+    """As asyncio's, with what a simulation needs of it and no more: there are thousands in each."""
 
+    __slots__ = ("_when_s", "args", "callback", "context", "is_cancelled")
 
-class _Handle(asyncio.Handle):
-    __slots__ = ()
+    def __init__(self, callback: Any, args: Any, context: Context, when_s: float = 0.0) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.is_cancelled = False
+        self._when_s = when_s
 
-    def _run(self) -> None:
-        if _runs_now(self):
-            super()._run()
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.callback = self.args = None
 
+    def cancelled(self) -> bool:
+        return self.is_cancelled
 
-class _TimerHandle(asyncio.TimerHandle):
-    __slots__ = ()
-
-    def _run(self) -> None:
-        if _runs_now(self):
-            super()._run()
+    def when(self) -> float:
+        return self._when_s
 
 
 class _Task(asyncio.Task[Any]):
     """A task whose place in a set does not depend on where it lies in memory."""
 
-    def __init__(self, coro: Any, *, loop: "VirtualLoop", number: int, **rest: Any) -> None:
+    def __init__(self, coro: Any, loop: "VirtualLoop", number: int, name: str | None, context: Context | None) -> None:
         self._number = number
-        context = rest.get("context")
         self.process = CURRENT.get() if context is None else context.get(CURRENT)
-        super().__init__(coro, loop=loop, **rest)
+        super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
         return self._number
@@ -131,21 +128,20 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.handles = 0  # run so far
         self.complaints: list[str] = []  # what nobody has caught
         self._numbers = 0
-        self._timers: list[tuple[float, int, _TimerHandle]] = []  # those of one moment in the order of their making
+        self._timers: list[tuple[float, int, _Handle]] = []  # those of one moment in the order of their making
         self._timers_made = 0
         self._kept: list[_Task] = []  # of the dead too: nothing of theirs may run when they are thrown away
-        self.set_task_factory(self._make_task)
         self.set_exception_handler(self._complain)
 
     def time(self) -> float:
         return self.now_s
 
-    def requeue(self, handles: list[asyncio.Handle]) -> None:
+    def requeue(self, handles: list[_Handle]) -> None:
         self._ready.extend(handles)  # type: ignore[attr-defined]
 
-    def _make_task(self, loop: Any, coro: Any, **rest: Any) -> _Task:
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> _Task:  # type: ignore[override]
         self._numbers += 1
-        task = _Task(coro, loop=self, number=self._numbers, **rest)
+        task = _Task(coro, self, self._numbers, name, context)
         self._kept.append(task)
         if len(self._kept) > MAX_KEPT_TASKS:
             self._kept = [task for task in self._kept if not task.done() or _is_unheard(task)]
@@ -159,56 +155,72 @@ class VirtualLoop(asyncio.BaseEventLoop):
         error = context.get("exception")
         self.complaints.append(f"{context.get('message')}: {error!r}")
 
-    def _call_soon(self, callback: Any, args: Any, context: Any) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context)
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> _Handle:  # type: ignore[override]
+        handle = _Handle(callback, args, copy_context() if context is None else context)
         self._ready.append(handle)  # type: ignore[attr-defined]
         return handle
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        timer = _TimerHandle(when, callback, args, self, context)
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> _Handle:  # type: ignore[override]
+        timer = _Handle(callback, args, copy_context() if context is None else context, when)
         self._timers_made += 1
         heapq.heappush(self._timers, (when, self._timers_made, timer))
         return timer
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> _Handle:  # type: ignore[override]
         return self.call_at(self.now_s + delay, callback, *args, context=context)
-
-    def _timer_handle_cancelled(self, handle: Any) -> None:
-        """Do nothing: cancelled timers are thrown away when their time has come."""
 
     def _run_once(self) -> None:
         ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
-        self.now_s += TURN_S
-        if not ready:
-            while timers and timers[0][2].cancelled():
-                heapq.heappop(timers)
-            if not timers:
-                raise SimulationStuck("nothing is left to happen")
-            self.now_s = max(self.now_s, timers[0][0])
-        while timers and timers[0][0] <= self.now_s:
-            ready.append(heapq.heappop(timers)[2])
-        self.handles += len(ready)
-        if self.handles > MAX_HANDLES:
-            raise SimulationStuck("too much happens")
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+        while not self._stopping:  # type: ignore[attr-defined]
+            now_s = self.now_s + TURN_S
+            if not ready:
+                while timers and timers[0][2].is_cancelled:
+                    heapq.heappop(timers)
+                if not timers:
+                    raise SimulationStuck("nothing is left to happen")
+                now_s = max(now_s, timers[0][0])
+            self.now_s = now_s
+            while timers and timers[0][0] <= now_s:
+                ready.append(heapq.heappop(timers)[2])
+            self.handles += len(ready)
+            if self.handles > MAX_HANDLES:
+                raise SimulationStuck("too much happens")
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle.is_cancelled:
+                    self._run(handle)
 
-    def throw_away(self) -> None:
+    def _run(self, handle: _Handle) -> None:
+        process = handle.context.get(CURRENT)
+        if process is not None and (process.is_dead or process.is_frozen):
+            if not process.is_dead:
+                process.park(handle)
+            return
+        try:
+            handle.context.run(handle.callback, *handle.args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001  # as asyncio's own
+            self.call_exception_handler({"message": f"a callback failed: {handle.callback}", "exception": error})
+
+    def end_tasks(self) -> None:
         """Close, with all that never ended: nothing of it runs on."""
         self.close()
-        told, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        self._timers.clear()
+        with _without_a_word():
             for task in self._kept:
                 if not task.done():
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
                     with contextlib.suppress(BaseException):
                         task.get_coro().close()  # type: ignore[union-attr]
             self._kept.clear()
+
+    def throw_away(self) -> None:
+        """End all tasks, and collect what they leave."""
+        self.end_tasks()
+        self._ready.clear()  # type: ignore[attr-defined]
+        with _without_a_word():
             gc.collect()
-        sys.unraisablehook = told
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         """There are no threads: what would run in one runs at once, and is known to have run a little later."""
@@ -220,6 +232,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         else:
             self.call_later(THREAD_S, _hand_on, ran.set_result, result)
         return ran
+
+
+@contextlib.contextmanager
+def _without_a_word() -> Iterator[None]:
+    """Whatever never ended would complain of it."""
+    told, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    sys.unraisablehook = told
 
 
 @contextlib.contextmanager

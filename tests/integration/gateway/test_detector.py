@@ -32,6 +32,10 @@ class Watched:
         for worker_id in worker_ids:
             self.registry.heard(worker_id, time.monotonic())
 
+    def give_work(self, *worker_ids: str) -> None:
+        self.busy += worker_ids
+        self.detector.on_work()
+
     async def tell(self, worker_id: str, reason: str) -> None:
         event = {"client": {"name": subjects.connection_name(worker_id)}, "reason": reason}
         await self.bus.publish(EVENTS, json.dumps(event).encode())
@@ -76,7 +80,7 @@ async def test_those_whom_the_server_sends_away_come_back(watched: Watched) -> N
     watched.hear("sent away", "gone")
     await watched.tell("sent away", "Server Shutdown")
     await watched.tell("gone", "Read Error")
-    watched.busy = ["sent away"]
+    watched.give_work("sent away")
     await until(lambda: watched.lost)
     assert watched.lost == ["gone"]
 
@@ -84,7 +88,7 @@ async def test_those_whom_the_server_sends_away_come_back(watched: Watched) -> N
 async def test_the_silent_are_asked_after_while_they_have_work(watched: Watched) -> None:
     pings = await listen(watched.bus, "thinking")
     watched.hear("thinking", "gone", "idle")
-    watched.busy = ["thinking", "gone"]
+    watched.give_work("thinking", "gone")
     await until(lambda: watched.lost and len(pings) >= 2)
     assert set(watched.lost) == {"gone"}
 
@@ -93,7 +97,7 @@ async def test_nobody_is_lost_while_all_are_forgiven(watched: Watched) -> None:
     watched.hear("gone")
     watched.registry.forgive(time.monotonic())
     pings = await listen(watched.bus, "thinking")
-    watched.busy = ["gone", "thinking"]
+    watched.give_work("gone", "thinking")
     await until(lambda: len(pings) >= 2)
     assert watched.lost == []
     watched.registry.lose("gone", ErrorCode.WORKER_DRAINING, "it has signed off", time.monotonic())
