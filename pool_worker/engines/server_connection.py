@@ -8,7 +8,8 @@ What is asked and what the events mean is the caller's; what cuts a body into ev
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import httpx
@@ -138,8 +139,9 @@ class ServerConnection:
             async with self._client.stream("POST", path, content=content, headers=_HEADERS) as response:
                 if response.status_code != httpx.codes.OK:
                     return await _refused(response)
-                async for data in FRAMINGS[framing](response.aiter_bytes()):
-                    self._heard_s = time.monotonic()
+                reading = _Reading(response, self._settings.silence_s)
+                async for data in FRAMINGS[framing](reading.chunks()):
+                    self._heard_s = reading.event_s = time.monotonic()
                     if take(_decode(data)):
                         return None  # the connection is closed, which tells the server to stop
         except httpx.ConnectError as error:
@@ -168,6 +170,22 @@ class ServerConnection:
             return False
         self._is_reachable.clear()
         return await wait_for(self._is_reachable, self._settings.health_limit_s)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One stream's body. Bytes that make no event are silence: a server may send one at a time for ever."""
+
+    response: httpx.Response
+    silence_s: float
+    event_s: float = field(default_factory=time.monotonic)  # the last one
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield what comes. Raises ReadTimeout."""
+        async for chunk in self.response.aiter_bytes():
+            if time.monotonic() - self.event_s > self.silence_s and b"\n" not in chunk:
+                raise httpx.ReadTimeout("bytes that make no event")
+            yield chunk
 
 
 async def _refused(response: httpx.Response) -> float:

@@ -271,6 +271,28 @@ async def test_a_silent_stream_fails_and_its_neighbours_go_on(tokenizer: str) ->
             assert (await driver.answer(request("after"))).finish_reason == "length"
 
 
+async def test_bytes_that_make_no_event_are_silence(tokenizer: str) -> None:
+    """A server may go on byte by byte for ever, and no limit on the silence of a connection ends that."""
+    with running(Replay("llamacpp", token_s=0.002)) as replay:
+        async with driving(settings(replay, tokenizer, silence_s=SHORT_S)) as driver:
+
+            async def dribbling() -> AsyncIterator[str]:
+                while True:
+                    yield "d"
+                    await asyncio.sleep(SHORT_S / 10)
+
+            replay.faults.append(lambda _: StreamingResponse(dribbling(), media_type="text/event-stream"))
+            driver.engine.submit(request("dribbling"))
+            await driver.wait_until(lambda: not replay.faults)
+            keeping = asyncio.create_task(_keep_busy(driver))
+            (answer,) = await driver.end_of("dribbling")
+            keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeping
+            assert answer.finish_reason == "error"
+            assert "silent" in (answer.error or "")
+
+
 async def _keep_busy(driver: Driver) -> None:
     for number in range(1000):
         await driver.answer(request(f"busy{number}"))
@@ -305,6 +327,16 @@ async def test_a_server_that_never_comes_is_said_so(tokenizer: str) -> None:
     with pytest.raises(EngineDiedError, match="is not ready"):
         await engine.start()
     await engine.stop()
+
+
+@pytest.mark.parametrize("address", ["https://127.0.0.1:{port}", "http://nobody.invalid:{port}"], ids=["TLS", "DNS"])
+async def test_a_server_that_cannot_be_reached_is_said_so(tokenizer: str, address: str) -> None:
+    with running(Replay("vllm")) as replay:
+        elsewhere = Replay("vllm", url=address.format(port=replay.url.rpartition(":")[2]))
+        engine = engines.create(settings(elsewhere, tokenizer, ready_s=0.1))
+        with pytest.raises(EngineDiedError, match="is not ready"):
+            await engine.start()
+        await engine.stop()
 
 
 async def test_a_server_without_the_model_is_said_so(tokenizer: str) -> None:
