@@ -25,7 +25,9 @@ examples
   python -m tests.chaos kill --faults 1000          a thousand SIGKILLs in mid-stream, some five minutes
   python -m tests.chaos mix --seed 7                everything at random; the same seed strikes in the same order
   python -m tests.chaos kill --engine spillway --faults 100
-  python -m tests.chaos all                         every scenario with its own number of faults
+  python -m tests.chaos upstream                    an inference server does everything wrong that servers do
+  python -m tests.chaos kill-vllm                   real servers are installed on demand, which takes minutes
+  python -m tests.chaos all                         every scenario with its own number of faults, without real servers
   make chaos SCENARIO=kill KILLS=1000 SEED=1        the same from make
 
 The last line is one JSON object. The exit code is 0 if every promise was kept, 1 if one was broken (the first offences
@@ -45,7 +47,9 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "scenario", choices=[*SCENARIOS, *LOAD_SCENARIOS, "all"], help="what goes wrong; all: one after the other"
+        "scenario",
+        choices=[*SCENARIOS, *LOAD_SCENARIOS, "all"],
+        help="what goes wrong; all: one after the other, but those that install real servers",
     )
     parser.add_argument("--seed", type=int, default=1, help="of questions, schedule and victims")
     parser.add_argument("--faults", type=int, help="how many strike; default: the scenario's own number")
@@ -72,7 +76,8 @@ def main() -> int:
 
 
 def _run_all(arguments: argparse.Namespace, console: Console) -> int:
-    names = [*SCENARIOS, *LOAD_SCENARIOS] if arguments.scenario == "all" else [arguments.scenario]
+    ours = [name for name, scenario in SCENARIOS.items() if not scenario.needs_real_servers]
+    names = [*ours, *LOAD_SCENARIOS] if arguments.scenario == "all" else [arguments.scenario]
     return max([_exit_code(name, arguments, console) for name in names])
 
 

@@ -1,4 +1,5 @@
 """Every fault, one function each. To add one: write it here under ``@fault``, and name it in ``scenarios.py``.
+Those of inference servers are in ``server_faults`` and ``upstream_faults``.
 
 A fault picks its victim, writes down the strike (``chaos.strike``) at the moment it strikes, and returns when what it
 broke has been mended. The farm replaces dead workers by itself.
@@ -6,23 +7,17 @@ broke has been mended. The farm replaces dead workers by itself.
 
 import asyncio
 import os
-import random
 import resource
 import signal
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 from spillway.children import Child
-from tests.chaos.load import Call, Load
 from tests.chaos.mix import Question
-from tests.chaos.system import MODEL, System
-from tests.chaos.workers import LiveWorker
+from tests.chaos.strikes import VICTIM_LIMIT_S, Chaos, Strike, fault
+from tests.chaos.system import MODEL
 from tests.nats_server import NatsServer
 from tests.shipped import ShippedNats, check_nats_health
 
-READY_WORKERS = 3  # that serve when a fault strikes, as far as there are so many: a rescue needs a rescuer
-VICTIM_LIMIT_S = 60.0  # until somebody is in mid-stream
 FREEZE_S = (2.0, 6.0)
 SILENCE_S = (2.0, 6.0)
 SLOW_S = (1.0, 3.0)
@@ -36,65 +31,6 @@ BALANCED_LIMIT_S = 30.0
 DISK_FULL_S = (3.0, 8.0)
 HEALTH_PERIOD_S = 5.0  # docker-compose.yml
 POISON = "[[exit after=0]]"
-
-
-@dataclass(slots=True)
-class Strike:
-    """One fault that struck."""
-
-    kind: str
-    at_s: float  # monotonic
-    worker_id: str | None  # None: no single worker
-    streams: list[str]  # the requests in mid-stream that it concerns
-    in_flight: int  # requests asked and not answered, of all callers
-    mended_s: float | None = None
-    may_stay: bool = False  # whether streams may go on with the same worker
-
-
-@dataclass(slots=True)
-class Chaos:
-    """What a fault may use."""
-
-    system: System
-    load: Load
-    rng: random.Random
-    strikes: list[Strike] = field(default_factory=list)
-    poisoned: list[asyncio.Task[Call]] = field(default_factory=list)
-
-    async def victim(self) -> LiveWorker:
-        """A worker in the midst of at least one stream; a worker is chosen as often as it has streams."""
-        farm, watcher = self.system.farm, self.system.watcher
-        needed = min(READY_WORKERS, self.system.shape.workers)
-        deadline_s = time.monotonic() + VICTIM_LIMIT_S
-        while time.monotonic() < deadline_s:
-            ready = {worker_id: worker for worker_id, worker in farm.live.items() if watcher.has_beaten(worker_id)}
-            busy = [w for r in self.load.mid_stream(lambda _: True) if (w := watcher.worker_of(r)) in ready]
-            if busy and len(ready) >= needed:
-                return ready[self.rng.choice(sorted(busy))]
-            await asyncio.sleep(0.005)
-        raise AssertionError(f"for {VICTIM_LIMIT_S:g} s no worker was in mid-stream while enough others served")
-
-    def strike(self, kind: str, worker: LiveWorker | None = None, of: Callable[[str], bool] | None = None) -> Strike:
-        """Write a fault down, just before it strikes."""
-        worker_id = worker.worker_id if worker else None
-        concerned = of or (lambda request: worker_id is None or self.system.watcher.worker_of(request) == worker_id)
-        streams, in_flight = self.load.mid_stream(concerned), len(self.load.open)
-        strike = Strike(kind, time.monotonic(), worker_id, streams, in_flight)
-        self.strikes.append(strike)
-        return strike
-
-    async def pause(self, bounds_s: tuple[float, float]) -> None:
-        await asyncio.sleep(self.rng.uniform(*bounds_s))
-
-
-Fault = Callable[[Chaos], Awaitable[None]]
-FAULTS: dict[str, Fault] = {}
-
-
-def fault(function: Fault) -> Fault:
-    """Register a fault under its function's name."""
-    FAULTS[function.__name__] = function
-    return function
 
 
 @fault

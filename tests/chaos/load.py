@@ -12,6 +12,8 @@ from tests.chaos.mix import Question
 from tests.chaos.oracle import Answer, BadAnswer, arrivals, read
 
 ANSWER_LIMIT_S = 120.0
+READY_LIMIT_S = 60.0
+READY_POLL_S = 0.1
 RETRIES = 20
 RETRY_WAIT_S = 0.25
 EXCUSED_S = 5.0  # after the kill: it is seen at once, but our own loop may be held up
@@ -108,6 +110,15 @@ class Load:
     def _is_excused(self) -> bool:
         """Whether what has just broken off may be a killed gateway's."""
         return time.monotonic() - self._gateway_killed_s() < EXCUSED_S
+
+    async def wait_until_served(self, question: Question, gateway_ports: Sequence[int]) -> None:
+        """Ask at every gateway until it answers: the model's card may still be on its way. Raises TimeoutError."""
+        deadline_s = time.monotonic() + READY_LIMIT_S
+        for port in gateway_ports:
+            while (call := await self.ask(question, port)).answer is None:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"nothing is served within {READY_LIMIT_S:g} s: {call.error}")
+                await asyncio.sleep(READY_POLL_S)
 
     # --- many ---------------------------------------------------------------------------------------------------------
 

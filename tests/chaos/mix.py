@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+END_TOKEN = "2"  # the demo model's
 SUBJECTS = ("rivers", "queues", "bridges", "harbours", "kettles", "lanterns", "tides", "maps", "clocks", "gardens")
 STOPS = ([" the", " over"], [" queue now"], [". "], [" you", " work"])
 
@@ -28,11 +29,28 @@ class Question:
     def choices(self) -> int:
         return int(self.body.get("n", 1))
 
+    def with_seed(self, seed: int) -> "Question":
+        """The same with another seed."""
+        return Question(self.number, self.path, {**self.body, "seed": seed})
 
-def questions(seed: int, count: int, model: str, *, scripted: bool, tokens: tuple[int, int]) -> list[Question]:
-    """Make the mix; ``tokens`` bounds the length of an answer."""
+
+def questions(
+    seed: int, count: int, model: str, *, scripted: bool, tokens: tuple[int, int], greedy: bool = False
+) -> list[Question]:
+    """Make the mix; ``tokens`` bounds the length of an answer. ``greedy``: what all makes of engine share."""
     rng = random.Random(f"mix {seed}")
-    return [_question(rng, number, model, scripted=scripted, tokens=tokens) for number in range(count)]
+    made = [_question(rng, number, model, scripted=scripted, tokens=tokens) for number in range(count)]
+    return [_greedy(question) for question in made] if greedy else made
+
+
+def _greedy(question: Question) -> Question:
+    """The same without chance, and without log-probabilities, which engines round differently.
+
+    End tokens are biased away, since servers differ in what they make of ``ignore_eos``.
+    """
+    left_out = {"seed", "top_p", "logprobs", "top_logprobs", "ignore_eos"}
+    body = {name: value for name, value in question.body.items() if name not in left_out}
+    return Question(question.number, question.path, {**body, "temperature": 0, "logit_bias": {END_TOKEN: -100}})
 
 
 def _question(rng: random.Random, number: int, model: str, *, scripted: bool, tokens: tuple[int, int]) -> Question:

@@ -1,4 +1,4 @@
-"""A wire between a worker or a gateway and its queue server that can be cut, or go silent without a word."""
+"""A wire between two parts that can be cut, or go silent without a word."""
 
 import asyncio
 import contextlib
@@ -17,11 +17,22 @@ class CutProxy:
         self._out = asyncio.Event()  # set: what the client sends is passed on
         self._in = asyncio.Event()  # likewise, what the server sends
         self.heal()
-        self.port = 0
+        self.port = 0  # any that is free
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", 0)
+        await self.accept()
+        assert self._server is not None
         self.port = self._server.sockets[0].getsockname()[1]
+
+    async def accept(self) -> None:
+        """Listen, on the port of before if there was one."""
+        self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", self.port)
+
+    def refuse(self) -> None:
+        """Break everything off, and refuse new connections until ``accept``."""
+        if self._server is not None:
+            self._server.close()
+        self.cut()
 
     def cut(self) -> None:
         """Break everything off, as a reset connection does; new connections are let through."""
@@ -42,9 +53,7 @@ class CutProxy:
 
     def stop(self) -> None:
         self.heal()
-        self.cut()
-        if self._server is not None:
-            self._server.close()
+        self.refuse()
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.chaos.client import Reply
-from tests.chaos.faults import Strike
 from tests.chaos.ledger import LedgerRow
 from tests.chaos.load import Call
 from tests.chaos.oracle import Answer, Difference, compare
+from tests.chaos.strikes import Ending, Strike
 from tests.chaos.watcher import Watcher
 
 PAUSE_WINDOW_S = 10.0  # after a fault is mended, a pause still counts as its consequence
@@ -42,6 +42,7 @@ class Report:
     errors: int = 0
     difference: Difference = field(default_factory=Difference)
     gaps_ms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by kind of fault
+    strikes_that_moved: int = 0  # at least one stream to another worker
     first_token_ms: list[float] = field(default_factory=list)  # of every stream: what those saw who came meanwhile
     accepted: int = 0
     ledger_rows: int = 0
@@ -55,6 +56,8 @@ class Report:
     attempts_max: int = 0
     duration_s: float = 0.0
     extras: dict[str, Any] = field(default_factory=dict)
+    endings: list[Ending] = field(default_factory=list)  # of requests at which a server misbehaved
+    unwished: set[int] = field(default_factory=set)  # indexes into ``endings``: not as the caller would wish
     offences: list[Offence] = field(default_factory=list)
 
     def offend(self, what: str, request_id: str | None = None, details: str = "") -> None:
@@ -82,6 +85,7 @@ class Report:
                 "gap_ms_p99": percentile(gaps, 99),
                 "gap_ms_max": percentile(gaps, 100),
                 "gaps": len(gaps),
+                "strikes_that_moved": self.strikes_that_moved,
                 "first_token_ms_p50": percentile(self.first_token_ms, 50),
                 "first_token_ms_max": percentile(self.first_token_ms, 100),
                 "accepted": self.accepted,
@@ -106,6 +110,8 @@ class Report:
             table.add_row(kind, str(len(gaps)), *(str(percentile(gaps, p)) for p in (50, 99, 100)))
         if self.gaps_ms:
             console.print(table)
+        if self.endings:
+            console.print(self._endings_table())
         console.print(
             f"{self.scenario}: {self.requests} requests, {self.errors} errors, {self.ledger_rows} ledger rows"
         )
@@ -115,6 +121,23 @@ class Report:
             console.print(f"BROKEN: {offence.what} {offence.request_id or ''}\n{offence.details}", markup=False)
         if len(self.offences) > 5:
             console.print(f"… and {len(self.offences) - 5} more")
+
+    def _endings_table(self) -> Table:
+        table = Table("the server", "does", "the caller wishes", "as wished", "max ms", title="what servers do wrong")
+        for wrong in dict.fromkeys(ending.wrong for ending in self.endings):
+            numbers = [number for number, ending in enumerate(self.endings) if ending.wrong is wrong]
+            wished = f"{sum(number not in self.unwished for number in numbers)} of {len(numbers)}"
+            longest_ms = percentile([_ended_ms(self.endings[number]) for number in numbers], 100)
+            table.add_row(
+                wrong.name, wrong.does, f"an {wrong.wishes}".replace("an own", "its own"), wished, str(longest_ms)
+            )
+        return table
+
+
+def _ended_ms(ending: Ending) -> float:
+    """From the fault to the end of the answer, or to the last that came of it."""
+    ended_s = ending.call.reply.ended_s or max((arrived_s for arrived_s, _ in ending.call.reply.pieces), default=0.0)
+    return max(0.0, ended_s - ending.struck_s) * 1000
 
 
 def percentile(values: Sequence[float], per_cent: float) -> float | None:
@@ -155,6 +178,26 @@ def _shown(answer: Answer) -> str:
     return f"{[(c.text, c.finish_reason, c.tokens) for c in answer.choices]} usage {answer.usage}"
 
 
+def judge_endings(report: Report, endings: Sequence[Ending], oracle: dict[int, Answer]) -> None:
+    """What a server does wrong ends as the caller would wish: in the answer, or in the caller's own error at once."""
+    report.endings = list(endings)
+    if not endings:
+        return
+    for number, ending in enumerate(endings):
+        if ending.wrong.wishes == "own error":
+            is_told = ending.call.answer is None and ending.wrong.told.encode() in ending.call.reply.body
+            is_wished = is_told and ending.asked_times == 1  # asked again elsewhere, or there, it would not be at once
+        else:
+            expected, answer = oracle.get(ending.call.question.number), ending.call.answer
+            is_wished = answer is not None and (expected is None or not compare(expected, answer, LOGPROB_TOLERANCE))
+        if not is_wished:
+            report.unwished.add(number)
+            report.offend(f"{ending.kind} ended otherwise", ending.call.request_id, str(ending.call.error))
+    listed = {ending.wrong for ending in endings if ending.wrong.listed}
+    unwished = {report.endings[number].wrong for number in report.unwished}
+    report.extras["listed_faults_ended_as_wished"] = f"{len(listed - unwished)} of {len(listed)}"
+
+
 def judge_poisoned(report: Report, calls: Sequence[Call], dead_letters: int) -> None:
     """A job that kills every worker ends in an explicit error and in one dead letter."""
     report.poisoned, report.dead_letters = len(calls), dead_letters
@@ -175,6 +218,10 @@ def measure_gaps(report: Report, strikes: Sequence[Strike], calls: Sequence[Call
             report.first_token_ms.append((call.answer.arrivals_s[0] - call.replies[0].sent_s) * 1000)
     by_id = {reply.request_id: call for call in calls for reply in call.replies}
     for strike in strikes:
+        report.strikes_that_moved += any(
+            strike.worker_id is not None and watcher.moved_at_s(request_id, strike.at_s, strike.worker_id) is not None
+            for request_id in strike.streams
+        )
         for request_id in strike.streams:
             struck = by_id.get(request_id)
             gap_s = None if struck is None else _gap_s(strike, request_id, struck.arrivals(), watcher)

@@ -1,6 +1,7 @@
 """One run: undisturbed answers first, then the same questions under fire, then the reckoning."""
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -9,27 +10,29 @@ from pathlib import Path
 
 from gateway.ledger.check import check_rollups
 from protocol import subjects
-from tests.chaos.faults import FAULTS, Chaos
+from tests.chaos import faults, server_faults, upstream_faults  # noqa: F401 - they register theirs
+from tests.chaos.agreement import Agreement, ask_each_make, judge_disputed
 from tests.chaos.ledger import settled_rows
 from tests.chaos.load import Call, Load
 from tests.chaos.mix import Question, questions
-from tests.chaos.oracle import Answer
 from tests.chaos.report import (
     Report,
     accepted_ids,
     judge_answers,
+    judge_endings,
     judge_gaps,
     judge_ledger,
     judge_poisoned,
     measure_gaps,
 )
 from tests.chaos.scenarios import Scenario
+from tests.chaos.strikes import FAULTS, Chaos
 from tests.chaos.system import MODEL, System
 
-READY_LIMIT_S = 60.0
 IDLE_LIMIT_S = 15.0  # after the last answer, nothing may go on running for nobody
 SHUTTLE_S = 2.0  # load goes on after the last fault
 ANSWER_TOKENS = (30, 90)
+REAL_SERVER_TOKENS = (150, 350)  # they make short answers of a small model faster than one can strike
 Progress = Callable[[str, int, int], None]  # what, done, of how many
 
 
@@ -56,7 +59,10 @@ class Plan:
         """The faults in order, each with the time to wait before it."""
         rng = random.Random(f"schedule {self.seed}")
         scenario = self.scenario
-        kinds = self.kinds or rng.choices(list(scenario.weights), list(scenario.weights.values()), k=self.faults)
+        in_turn = tuple(itertools.islice(itertools.cycle(scenario.weights), self.faults)) if scenario.in_turn else ()
+        kinds = (
+            self.kinds or in_turn or rng.choices(list(scenario.weights), list(scenario.weights.values()), k=self.faults)
+        )
         return [(kind, rng.uniform(0.5, 1.5) * scenario.every_s) for kind in kinds]
 
 
@@ -64,24 +70,26 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
     """Run a plan in an empty folder. Raises ChaosError if the system does not even work undisturbed."""
     began_s = time.monotonic()
     shape = plan.scenario.shape
-    is_scripted = shape.engine == "scripted"
-    asked = questions(plan.seed, plan.distinct, MODEL, scripted=is_scripted, tokens=ANSWER_TOKENS)
+    is_real = plan.scenario.needs_real_servers
+    is_scripted = shape.engine == "scripted" and not shape.servers
+    tokens = REAL_SERVER_TOKENS if is_real else ANSWER_TOKENS
+    asked = questions(plan.seed, plan.distinct, MODEL, scripted=is_scripted, tokens=tokens, greedy=is_real)
     async with System(folder, shape) as system:
         load = Load(system.port, system.api_key, lambda: system.gateway_killed_s)
         try:
-            await _wait_until_served(load, asked[0], system.gateway_ports)
-            oracle_calls = await _undisturbed(load, asked, plan.scenario.callers, progress)
-        except ChaosError as error:
+            agreement = await _undisturbed(system, load, asked, plan.scenario.callers, progress)
+        except (ChaosError, TimeoutError) as error:
             raise ChaosError("\n".join([str(error), *system.log_lines("")])) from error
         before = len(load.calls)
-        chaos = Chaos(system, load, random.Random(f"faults {plan.seed}"))
+        chaos = Chaos(system, load, random.Random(f"faults {plan.seed}"), asked=asked)
         load.start(asked, plan.scenario.callers, plan.seed)
         await _strike_all(chaos, plan, progress)
         report = Report(plan.name, plan.seed, len(chaos.strikes))
         report.orphans = await system.watcher.wait_until_idle(set(system.farm.live), IDLE_LIMIT_S)
         if report.orphans:
             report.offend(f"{report.orphans} requests still run for nobody {IDLE_LIMIT_S:g} s after the last answer")
-        await _reckon(report, chaos, load.calls[before:], oracle_calls, exact_logprobs=is_scripted)
+        await _reckon(report, chaos, load.calls[before:], agreement, exact_logprobs=is_scripted)
+        report.extras |= agreement.told()
         judge_gaps(report, plan.scenario.gap_limits_ms)
         report.extras["workers_started"] = system.farm.started
         report.extras["in_flight_min"] = min((strike.in_flight for strike in chaos.strikes), default=0)
@@ -90,24 +98,25 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
     return report
 
 
-async def _undisturbed(load: Load, asked: list[Question], callers: int, progress: Progress) -> dict[int, Call]:
+async def _undisturbed(
+    system: System, load: Load, asked: list[Question], callers: int, progress: Progress
+) -> Agreement:
+    """Ask everything while nothing is broken, where there are several makes of engine: of each alone."""
     progress("undisturbed", 0, len(asked))
-    calls = await load.ask_all(asked, min(callers, len(asked)))
-    for call in calls:
+    if not system.servers:
+        await load.wait_until_served(asked[0], system.gateway_ports)
+        calls = await load.ask_all(asked, min(callers, len(asked)))
+        agreement = Agreement({system.shape.engine: {call.question.number: call for call in calls}})
+    else:
+        agreement = await ask_each_make(system, load, asked, callers)
+    for call in agreement.all_calls():
         if call.answer is None:
             raise ChaosError(f"undisturbed, and yet: {call.error}\n{call.question}")
+    for pool in system.pools if system.servers else []:
+        if pool != system.shape.standing_by:
+            await system.start_pool(pool)
     progress("undisturbed", len(asked), len(asked))
-    return {call.question.number: call for call in calls}
-
-
-async def _wait_until_served(load: Load, question: Question, gateway_ports: list[int]) -> None:
-    """Ask at every gateway until it answers: the model's card may still be on its way."""
-    deadline_s = time.monotonic() + READY_LIMIT_S
-    for port in gateway_ports:
-        while (call := await load.ask(question, port)).answer is None:
-            if time.monotonic() > deadline_s:
-                raise ChaosError(f"nothing is served within {READY_LIMIT_S:g} s: {call.error}")
-            await asyncio.sleep(0.1)
+    return agreement
 
 
 async def _strike_all(chaos: Chaos, plan: Plan, progress: Progress) -> None:
@@ -117,28 +126,34 @@ async def _strike_all(chaos: Chaos, plan: Plan, progress: Progress) -> None:
         await asyncio.sleep(wait_s)
         await FAULTS[kind](chaos)
     progress(plan.name, len(schedule), len(schedule))
+    await asyncio.gather(*chaos.left_running)
     await asyncio.sleep(SHUTTLE_S)
     await chaos.load.finish()
 
 
 async def _reckon(
-    report: Report, chaos: Chaos, calls: list[Call], oracle_calls: dict[int, Call], *, exact_logprobs: bool
+    report: Report, chaos: Chaos, calls: list[Call], agreement: Agreement, *, exact_logprobs: bool
 ) -> None:
     system, everything = chaos.system, chaos.load.calls
     poisoned = [task.result() for task in chaos.poisoned]
-    calls = [call for call in calls if call not in poisoned]
-    oracle: dict[int, Answer] = {n: call.answer for n, call in oracle_calls.items() if call.answer is not None}
-    judge_answers(report, calls, oracle, exact_logprobs=exact_logprobs)
+    own_errors = [ending.call for ending in chaos.endings if ending.wrong.wishes == "own error"]
+    calls = [call for call in calls if call not in poisoned and call not in own_errors]
+    oracle = agreement.settled()
+    judge_answers(report, [c for c in calls if c.question.number in oracle], oracle, exact_logprobs=exact_logprobs)
+    judge_disputed(report, [c for c in calls if c.question.number not in oracle], agreement)
+    judge_endings(report, chaos.endings, oracle)
     measure_gaps(report, chaos.strikes, calls, system.watcher)
     found = await settled_rows(system.database, accepted_ids(everything))
     rows = {row.request_id: row for row in found}
     if len(found) != len(rows):  # PostgreSQL's key has the time in it
         report.offend(f"{len(found) - len(rows)} requests have a second row")
-    undisturbed = {n: row for n, call in oracle_calls.items() if (row := rows.get(call.request_id or ""))}
-    tokens_of = {n: row.completion_tokens for n, row in undisturbed.items()}
-    for number, call in oracle_calls.items():
-        usage = oracle[number].usage
-        if usage is not None and usage["completion_tokens"] != tokens_of.get(number):
+    tokens_of: dict[int, int] = {}
+    for call in agreement.all_calls():
+        row, number = rows.get(call.request_id or ""), call.question.number
+        if row is not None and number in oracle:
+            tokens_of[number] = row.completion_tokens
+        usage = call.answer.usage if call.answer else None
+        if usage is not None and (row is None or usage["completion_tokens"] != row.completion_tokens):
             report.offend("an undisturbed answer's usage and its ledger row differ", call.request_id)
     judge_ledger(report, everything, rows, tokens_of)
     for day in await check_rollups(system.database):

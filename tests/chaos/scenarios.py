@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tests.chaos.system import EngineKind, Shape
+from tests.chaos import upstream_faults
+from tests.chaos.servers import ServerSpec
+from tests.chaos.system import MODEL, EngineKind, Shape
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,26 @@ class Scenario:
     shape: Shape = field(default_factory=Shape)
     callers: int = 16
     gap_limits_ms: Mapping[str, Mapping[float, float]] = field(default_factory=dict)  # by kind of fault and percentile
+    in_turn: bool = False  # the kinds of fault, instead of at random
 
+    @property
+    def needs_real_servers(self) -> bool:
+        """Whether vLLM or llama.cpp must be installed for it."""
+        return any(spec.real for spec in self.shape.servers)
+
+
+VLLM_A, VLLM_B = ServerSpec("vllm-a", "vllm"), ServerSpec("vllm-b", "vllm")
+LLAMACPP_A, LLAMACPP_B = ServerSpec("llamacpp-a", "llamacpp"), ServerSpec("llamacpp-b", "llamacpp")
+UPSTREAMS = (
+    ServerSpec(
+        upstream_faults.MISBEHAVING,
+        "vllm",
+        False,
+        "spot",
+        {"silence_s": upstream_faults.SILENCE_S, "max_sequences": 64},
+    ),
+    ServerSpec(upstream_faults.HEALTHY, "llamacpp", real=False, settings={"max_sequences": 64}),
+)
 
 SCENARIOS = {
     "kill": Scenario(
@@ -79,6 +100,47 @@ SCENARIOS = {
         0.5,
         Shape(gateways=2, proxied=True),
     ),
+    "upstream": Scenario(
+        "an inference server does everything wrong, beside one that does not",
+        dict.fromkeys(map(upstream_faults.kind_of, upstream_faults.WRONGS), 1),
+        200,
+        0.1,
+        Shape(workers=0, servers=UPSTREAMS),
+        in_turn=True,
+    ),
+    "kill-vllm": Scenario(
+        "SIGKILL a real vLLM in mid-stream, beside another and our engine",
+        {"kill_vllm": 1},
+        50,
+        1.0,
+        Shape("spillway", workers=1, servers=(VLLM_A, VLLM_B)),
+        callers=6,
+    ),
+    "kill-llamacpp": Scenario(
+        "SIGKILL a real llama.cpp in mid-stream, beside another and our engine",
+        {"kill_llamacpp": 1},
+        20,
+        1.0,
+        Shape("spillway", workers=1, servers=(LLAMACPP_A, LLAMACPP_B)),
+        callers=6,
+    ),
+    "between-engines": Scenario(
+        "SIGKILL a real vLLM and a real llama.cpp in turn: answers move from one to the other and back",
+        {"kill_vllm": 1, "kill_llamacpp": 1},
+        20,
+        1.0,
+        Shape(workers=0, servers=(VLLM_A, LLAMACPP_A)),
+        callers=4,
+        in_turn=True,
+    ),
+    "live-swap": Scenario(
+        "a real vLLM is drained and removed under load, our engine added, one worker killed; then all of it back",
+        {"swap": 1},
+        5,
+        1.0,
+        Shape("spillway", workers=2, servers=(VLLM_A,), standing_by=MODEL),
+        callers=4,
+    ),
 }
 
 REAL_CALLERS = 6
@@ -87,6 +149,8 @@ REAL_EVERY_S = 1.0
 
 def for_engine(scenario: Scenario, engine: EngineKind) -> Scenario:
     """The scenario with that engine: a real one shares few cores among all workers, and takes seconds to load."""
+    if scenario.shape.servers:
+        return scenario  # its engines are what it is about
     shape = replace(scenario.shape, engine=engine)
     if engine == "scripted":
         return replace(scenario, shape=shape)

@@ -24,6 +24,7 @@ from spillway.children import Child
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
 from tests.chaos.older import unpack_older
 from tests.chaos.proxy import CutProxy
+from tests.chaos.servers import FIRST_SLOT, REVISION, Server, ServerSpec, engine_settings, make_servers
 from tests.chaos.watcher import Watcher
 from tests.chaos.workers import LiveWorker, WorkerFarm
 from tests.nats_server import NatsCluster, NatsServer, free_port
@@ -32,6 +33,7 @@ from tests.shipped import HAProxy, ShippedCluster, ShippedNats
 
 MODEL = "chaos"
 STOP_LIMIT_S = 45.0
+WORKERS_LIMIT_S = 120.0  # until one serves or has left, on a busy machine
 WRONG_CLOCK = Path(__file__).with_name("wrong_clock")  # Python imports what is in there before anything else
 SHUTDOWN_S = 1.0  # of gateways: callers are only left at the end of a run that is interrupted
 EngineKind = Literal["scripted", "spillway"]
@@ -59,6 +61,8 @@ class Shape:
     price: dict[str, float] | None = None  # of the model's tokens
     clocks_ahead_s: tuple[float, ...] = ()  # of the gateways, in order; the others' are right
     other_models: tuple[str, ...] = ()  # that no worker serves
+    servers: tuple[ServerSpec, ...] = ()  # each a pool beside that of the workers
+    standing_by: str | None = None  # the pool that only a fault starts
 
 
 class System:
@@ -83,6 +87,7 @@ class System:
         self.queue_servers: list[NatsServer] = []
         self.bus: Bus
         self.ledger: Child
+        self.servers: dict[str, Server] = {}  # by pool
         self.worker_processes: dict[int, Child] = {}  # by slot: those that are none of the farm's
         self._older: dict[str, str] | None = None
         self.farm: WorkerFarm
@@ -198,7 +203,8 @@ class System:
 
     def _engine(self) -> dict[str, Any]:
         if self.shape.engine == "spillway":
-            return {"kind": "spillway", "path": str(DEMO_MODEL_PATH), "threads": 1, "max_sequences": 16, "kv_mib": 64}
+            engine = {"kind": "spillway", "path": str(DEMO_MODEL_PATH), "threads": 1, "max_sequences": 16, "kv_mib": 64}
+            return {**engine, "revision": REVISION} if self.shape.servers else engine
         return {
             "kind": "scripted",
             "inter_token_s": self.shape.inter_token_s,
@@ -244,8 +250,54 @@ class System:
                 self.proxies[slot] = await self._start_proxy()
             url_of_slot = self._proxy_url
         self.farm = WorkerFarm(config.worker_settings(MODEL), self.logs, url_of_slot)
+        self.servers = make_servers(self.shape.servers, self.folder, self.logs, self._stack)
+        for server in self.servers.values():  # one after the other: they share few cores
+            await server.start()
         self._stack.push_async_callback(self.farm.stop)
-        await self.farm.start(self.shape.workers)
+        if not self.servers:
+            await self.farm.start(self.shape.workers)
+
+    # --- pools beside inference servers -------------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> list[str]:
+        """Those of servers, and that of our own workers if there are any. Whoever needs one starts it."""
+        return [*self.servers, *([MODEL] if self.shape.workers else [])]
+
+    def engine_of(self, pool: str) -> str:
+        """Which make of engine has this pool."""
+        return self.servers[pool].spec.kind if pool in self.servers else self.shape.engine
+
+    async def start_pool(self, pool: str) -> None:
+        """Start the workers of a pool, and wait until they serve."""
+        change: dict[str, Any] = {"pool": pool}
+        if pool in self.servers:
+            server = self.servers[pool]
+            change |= {"tier": server.spec.tier, "engine": engine_settings(server)}
+        for slot in self._slots_of(pool):
+            await self.farm.spawn(slot, change)
+        async with asyncio.timeout(WORKERS_LIMIT_S):
+            while not all(self.watcher.has_beaten(worker.worker_id) for worker in self.workers_of(pool)):
+                await asyncio.sleep(0.05)
+
+    def workers_of(self, pool: str) -> list[LiveWorker]:
+        """The workers of a pool that live now; beside a server they are its side-cars."""
+        return [worker for slot in self._slots_of(pool) if (worker := self.farm.at(slot)) is not None]
+
+    def _slots_of(self, pool: str) -> range:
+        if pool not in self.servers:
+            return range(self.shape.workers)
+        first = FIRST_SLOT * (1 + list(self.servers).index(pool))
+        return range(first, first + self.servers[pool].spec.side_cars)
+
+    async def retire_pool(self, pool: str) -> None:
+        """SIGTERM the workers of a pool for good, and wait until they have left."""
+        leaving = self.workers_of(pool)
+        for worker in leaving:
+            self.farm.retire(worker)
+        async with asyncio.timeout(WORKERS_LIMIT_S):
+            while any(worker.worker_id in self.farm.live for worker in leaving):
+                await asyncio.sleep(0.05)
 
     async def _start_proxy(self) -> CutProxy:
         proxy = CutProxy(self.queue_servers[0].port)

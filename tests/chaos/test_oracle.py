@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.chaos.client import Reply
-from tests.chaos.faults import Strike
 from tests.chaos.ledger import LedgerRow
 from tests.chaos.load import Call
 from tests.chaos.load_scenarios.plan import expect
 from tests.chaos.mix import Question, questions
 from tests.chaos.oracle import Answer, BadAnswer, Choice, Difference, compare, read
 from tests.chaos.report import Report, judge_answers, judge_gaps, judge_ledger, measure_gaps
+from tests.chaos.strikes import Strike
 from tests.chaos.watcher import Run, Watcher
 
 STREAMED = Question(1, "/v1/chat/completions", {"stream": True})

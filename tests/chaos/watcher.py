@@ -9,7 +9,7 @@ from nats.aio.msg import Msg
 
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.messages import Accepted, Heartbeat, decode_heartbeat, decode_step
+from protocol.messages import Accepted, Heartbeat, Tokens, decode_heartbeat, decode_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Watcher:
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     gateways: dict[str, str] = field(default_factory=dict)  # the id of the one that holds it, by accepted request
+    token_ids: dict[str, dict[int, list[int]]] = field(default_factory=dict)  # by undisturbed request and choice
+    keeps_tokens: bool = False
     _beats: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
 
     async def start(self, urls: list[str]) -> Bus:
@@ -76,6 +78,9 @@ class Watcher:
             if isinstance(frame, Accepted):
                 self.runs.setdefault(frame.request_id, []).append(Run(now_s, frame.worker_id, frame.attempt))
                 self.gateways[frame.request_id] = message.subject.rpartition(".")[2]
+            elif self.keeps_tokens and isinstance(frame, Tokens):
+                choices = self.token_ids.setdefault(frame.request_id, {})
+                choices.setdefault(frame.index, []).extend(frame.token_ids)
 
     async def _on_heartbeat(self, message: Msg) -> None:
         worker_id = message.subject.rpartition(".")[2]

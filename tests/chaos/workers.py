@@ -45,6 +45,7 @@ class LiveWorker:
     slot: int
     worker_id: str
     process: ForkServerProcess
+    change: Change | None  # of the farm's settings, for who takes its place too
 
     def send(self, number: signal.Signals) -> None:
         if self.process.is_alive() and self.process.pid is not None:
@@ -75,6 +76,10 @@ class WorkerFarm:
         """The workers that should be alive, by id."""
         return {worker.worker_id: worker for worker in self._by_slot.values()}
 
+    def at(self, slot: int) -> LiveWorker | None:
+        """Who has that place now."""
+        return self._by_slot.get(slot)
+
     @property
     def started(self) -> int:
         """How many worker processes there have been."""
@@ -92,7 +97,7 @@ class WorkerFarm:
         arguments = (settings.model_dump_json(), str(self._log_dir / "workers.log"))
         process = self._context.Process(target=worker_process, args=arguments, name=worker_id)
         await asyncio.to_thread(process.start)
-        worker = LiveWorker(slot, worker_id, process)
+        worker = LiveWorker(slot, worker_id, process, change)
         self._by_slot[slot] = worker
         self._all.append(worker)
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker, replace)
@@ -104,7 +109,7 @@ class WorkerFarm:
         if self._by_slot.get(worker.slot) is worker:
             del self._by_slot[worker.slot]
         if replace and not self._stopping and worker.worker_id not in self._retired:
-            task = asyncio.create_task(self._respawn(worker.slot))
+            task = asyncio.create_task(self._respawn(worker))
             self._respawns.add(task)
             task.add_done_callback(self._respawns.discard)
 
@@ -113,8 +118,8 @@ class WorkerFarm:
         self._retired.add(worker.worker_id)
         worker.send(signal.SIGTERM)
 
-    async def _respawn(self, slot: int) -> None:
-        await self.spawn(slot)
+    async def _respawn(self, worker: LiveWorker) -> None:
+        await self.spawn(worker.slot, worker.change)
 
     async def stop(self) -> None:
         """End all by SIGTERM, or by SIGKILL where that takes too long."""

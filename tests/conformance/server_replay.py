@@ -8,7 +8,7 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -76,8 +76,8 @@ class Replay:
         async def generate(request: Request) -> Response:
             body = await request.json()
             self.bodies.append(body)
-            if self.faults:
-                return self.faults.popleft()(request)
+            if (fault := self.fault_for(body)) is not None:
+                return fault(request)
             return StreamingResponse(self._paced(EVENTS[self.kind](body)), media_type="text/event-stream")
 
         wire = FORMATS[self.kind]
@@ -87,6 +87,11 @@ class Replay:
         app.get(wire.facts_path.format(model="replay"))(lambda: facts)
         app.post(wire.generate_path.format(model="replay"))(generate)
         return app
+
+    def fault_for(self, body: Mapping[str, Any]) -> Fault | None:
+        """What to do instead of an answer to this request, if anything."""
+        del body
+        return self.faults.popleft() if self.faults else None
 
     async def _paced(self, events: Sequence[str]) -> AsyncIterator[str]:
         self.streams += 1
@@ -101,7 +106,9 @@ class Replay:
 @contextlib.contextmanager
 def running(replay: Replay) -> Iterator[Replay]:
     """Let it listen on a free port of this machine, in a thread of its own."""
-    config = uvicorn.Config(replay.app(), port=0, log_config=None, access_log=False, lifespan="off")
+    config = uvicorn.Config(
+        replay.app(), port=0, log_config=None, log_level="critical", access_log=False, lifespan="off"
+    )
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     replay.url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # connections wait until it accepts them
