@@ -36,6 +36,12 @@ def test_server_accepts_the_configuration_of_one_of_three() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_no_clients_password_opens_the_cluster() -> None:
+    cluster = CLUSTER_CONFIG.read_text().partition("cluster {")[2]
+    assert "authorization { user: cluster, password: $NATS_CLUSTER_PASSWORD }" in cluster
+    assert "$NATS_PASSWORD" not in cluster
+
+
 def test_a_password_of_digits_needs_the_quotes_that_the_compose_file_puts_around_it() -> None:
     bare = {**nats_environment(), "NATS_PASSWORD": ENVIRONMENT["NATS_PASSWORD"][:8]}
     done = subprocess.run(
