@@ -6,7 +6,7 @@ MODEL ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-gpu check format bench bench-engine-peers leaks chaos conformance-llamacpp conformance-vllm simulate limits lock clean
+.PHONY: help run test test-gpu check format bench bench-engine-peers leaks chaos conformance-llamacpp conformance-triton conformance-vllm simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -68,10 +68,16 @@ simulate: ## Simulate the whole path under faults, the same for the same seed: m
 conformance-llamacpp: ## The conformance suite of engines against a real llama.cpp server (installed on demand)
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.conformance.real_servers llamacpp
+	.venv/bin/python -m tests.conformance.real_servers llamacpp-completions
 
 conformance-vllm: ## The same against vLLM for CPUs
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.conformance.real_servers vllm
+	.venv/bin/python -m tests.conformance.real_servers vllm-completions
+
+conformance-triton: ## The same against a real Triton, around our engine
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.conformance.real_servers triton
 
 CANCELS ?= 10000
 limits: ## Each limit of keys at its edge over three gateways, one killed, 10,000 cancelled: make limits [CANCELS=10000] [SEED=1]

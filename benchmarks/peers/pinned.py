@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Final
 
@@ -10,16 +9,17 @@ ENVIRONMENTS: Final = Path(__file__).resolve().parent.parent / ".peers"
 INSTALL_TORCH: Final = Path(__file__).resolve().parents[2] / "scripts" / "install_torch.py"
 
 
-def install(name: str, package: str, *, needs_torch: bool = False) -> str:
+def install(name: str, package: str, *, needs_torch: bool = False, base: str = sys.executable) -> str:
     """Make the environment that ``<name>.txt`` describes if it is not there; return the package's version in it.
 
-    ``needs_torch`` installs torch first, as our own setup does. Raises CalledProcessError.
+    ``needs_torch`` installs torch first, as our own setup does; ``base`` is the Python that it is made with. Raises
+    CalledProcessError.
     """
     folder, requirements = ENVIRONMENTS / name, Path(__file__).with_name(f"{name}.txt")
     python, stamp = folder / "bin" / "python", folder / "installed.txt"
     if not stamp.exists() or stamp.read_text() != requirements.read_text():
         print(f"installing {name} into {folder}", file=sys.stderr)
-        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True, stdout=sys.stderr)
         if needs_torch:
             subprocess.run([str(python), str(INSTALL_TORCH)], check=True, stdout=sys.stderr)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -4,19 +4,23 @@
 
 Serves the demo model, whose files the repository holds, and hands further arguments to pytest. ``vllm`` is vLLM for
 CPUs (its first start compiles for a minute); ``llamacpp`` is llama.cpp's own server as the package xllamacpp ships it,
-with the model converted to GGUF.
+with the model converted to GGUF; ``triton`` is Triton around our engine. The first two are asked once more as any other
+server would be, in text (``vllm-completions``, ``llamacpp-completions``).
 """
 
 import argparse
 import contextlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 
@@ -53,18 +57,87 @@ def vllm_server(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
     return serve, {**vllm.environment(1), "PATH": f"{vllm.FOLDER / 'bin'}:{os.environ['PATH']}"}
 
 
-SERVERS: Final = {"llamacpp": llamacpp, "vllm": vllm_server}
+TRITON_INPUTS: Final = {
+    "text_input": "TYPE_STRING",
+    "max_tokens": "TYPE_INT32",
+    "temperature": "TYPE_FP32",
+    "top_p": "TYPE_FP32",
+    "top_k": "TYPE_INT32",
+    "min_p": "TYPE_FP32",
+    "presence_penalty": "TYPE_FP32",
+    "frequency_penalty": "TYPE_FP32",
+    "repetition_penalty": "TYPE_FP32",
+    "random_seed": "TYPE_INT64",
+    "ignore_eos": "TYPE_BOOL",
+    "min_tokens": "TYPE_INT32",
+    "stream": "TYPE_BOOL",
+}
+
+
+SAMPLED: Final = TRITON_INPUTS.keys() - {"text_input", "max_tokens"}
+
+
+def triton(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Lay out a model of its Python backend; return how Triton is started. Its stub needs the system's own Python."""
+    pinned.install("triton", "nvidia-pytriton", base="/usr/bin/python3")
+    environment = pinned.ENVIRONMENTS / "triton"
+    [site] = environment.glob("lib/python*/site-packages")
+    server = site / "pytriton" / "tritonserver"
+    shutil.copytree(server / "backends", folder / "backends")
+    stub = server / "python_backend_stubs" / site.parent.name.removeprefix("python") / "triton_python_backend_stub"
+    shutil.copy(stub, folder / "backends" / "python")
+    model = folder / "models" / "demo"
+    (model / "1").mkdir(parents=True)
+    shutil.copy(HERE / "triton_model.py", model / "1" / "model.py")
+    inputs = ",".join(
+        f'{{name: "{name}" data_type: {kind} dims: [1] optional: {"true" if name in SAMPLED else "false"}}}'
+        for name, kind in TRITON_INPUTS.items()
+    )
+    (model / "config.pbtxt").write_text(
+        f'backend: "python" max_batch_size: 0 model_transaction_policy {{ decoupled: true }} input [{inputs}] '
+        'output [{name: "text_output" data_type: TYPE_STRING dims: [1]}] instance_group [{count: 1 kind: KIND_CPU}]'
+    )
+    serve = [str(server / "bin" / "tritonserver"), "--model-repository", str(folder / "models")]
+    serve += ["--backend-directory", str(folder / "backends"), "--http-address", "127.0.0.1", "--http-port", str(port)]
+    serve += ["--allow-grpc", "false", "--allow-metrics", "false"]
+    engine = [sys.executable, "-m", "tests.conformance.triton_engine", str(SLOTS), str(CONTEXT)]
+    return serve, {
+        "LD_LIBRARY_PATH": str(site / "nvidia_pytriton.libs"),
+        "PATH": f"{environment / 'bin'}:{os.environ['PATH']}",
+        "ENGINE_COMMAND": json.dumps(engine),
+    }
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A server, and the settings of the engine that asks it."""
+
+    start: Callable[[Path, int], tuple[list[str], dict[str, str]]]
+    kind: str
+    ready_path: str = "/health"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+OF_OPENAI: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
+IN_TEXT: Final = {"honours": (*OF_OPENAI, "ignore_eos")}
+SERVERS: Final = {
+    "llamacpp": Checked(llamacpp, "llamacpp"),
+    "vllm": Checked(vllm_server, "vllm"),
+    "triton": Checked(triton, "triton", "/v2/models/demo", {"model": "demo"}),
+    "llamacpp-completions": Checked(llamacpp, "openai_completions", settings=IN_TEXT),
+    "vllm-completions": Checked(vllm_server, "openai_completions", settings=IN_TEXT),
+}
 
 
 @contextlib.contextmanager
-def serving(kind: str, log: Path) -> Iterator[str]:
+def serving(name: str, log: Path) -> Iterator[str]:
     """Run a real server; yield its URL once it is ready. Raises RuntimeError with the end of its log."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="spillway-conformance-") as folder, log.open("wb") as output:
-        command, environment = SERVERS[kind](Path(folder), port)
+        command, environment = SERVERS[name].start(Path(folder), port)
         server = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **environment})
         try:
-            _wait_until_ready(server, f"http://127.0.0.1:{port}", log)
+            _wait_until_ready(server, f"http://127.0.0.1:{port}{SERVERS[name].ready_path}", log)
             yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()
@@ -79,7 +152,7 @@ def _wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> N
     deadline_s = time.monotonic() + READY_S
     while server.poll() is None and time.monotonic() < deadline_s:
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health").is_success:
+            if httpx.get(url).is_success:
                 return
         time.sleep(0.25)
     raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
@@ -88,13 +161,15 @@ def _wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> N
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.real_servers", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("kind", choices=SERVERS)
+    parser.add_argument("server", choices=SERVERS)
     arguments, for_pytest = parser.parse_known_args()
     with (
         tempfile.TemporaryDirectory(prefix="spillway-conformance-") as folder,
-        serving(arguments.kind, Path(folder) / "server.log") as url,
+        serving(arguments.server, Path(folder) / "server.log") as url,
     ):
-        environment = {**os.environ, "SPILLWAY_TEST_SERVER": f"{arguments.kind} {url} {DEMO_MODEL_PATH}"}
+        checked = SERVERS[arguments.server]
+        settings = {"kind": checked.kind, "url": url, "tokenizer": str(DEMO_MODEL_PATH), **checked.settings}
+        environment = {**os.environ, "SPILLWAY_TEST_SERVER": json.dumps(settings)}
         suite = [sys.executable, "-m", "pytest", "-n", "0", str(HERE / "test_engines.py"), "-k", "real"]
         return subprocess.run([*suite, *for_pytest], check=False, env=environment).returncode
 

@@ -1,0 +1,123 @@
+"""Which kind of server honours what: the table in docs/ENGINES.md, from what the wire formats declare.
+
+    python -m tests.conformance.matrix
+
+``test_engine_features.py`` holds each of its cells against a server: what is declared is sent and answered, and all
+else is refused by name. A test of the house holds the table in the docs against this one.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from engine.types import Grammar
+from pool_worker.engines.formats import FORMATS
+from pool_worker.engines.formats.base import done_here
+
+DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "ENGINES.md"
+BEGIN: Final = "<!-- matrix: python -m tests.conformance.matrix -->\n"
+END: Final = "<!-- end of the matrix -->\n"
+
+# Fields of SamplingParams that not every server honours, each with a value that is not its default.
+FIELDS: Final[dict[str, Any]] = {
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.05,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {60: 2.0},
+    "seed": 7,
+    "logprobs": 2,
+    "stop_token_ids": (30,),
+    "skip_special_tokens": False,
+    "min_tokens": 2,
+    "ignore_eos": True,
+    "allowed_token_ids": (60, 61),
+    "bad_words": ("never",),
+    "prompt_logprobs": 1,
+}
+GRAMMARS: Final[dict[str, Grammar]] = {
+    "json_schema": Grammar("json_schema", '{"type": "object"}'),
+    "json_object": Grammar("json_object", ""),
+    "regex": Grammar("regex", "[a-z]+"),
+    "lark": Grammar("lark", 'start: "a"'),
+}
+CHECKED: Final = {
+    "vllm": "vLLM 0.32 for CPUs",
+    "llamacpp": "llama.cpp, as in `xllamacpp` 2026.10",
+    "triton": "Triton 2.51, as in `nvidia-pytriton` 0.7",
+    "openai_completions": "llama.cpp",
+}
+A_REPLAY: Final = "a replay of its schema"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One kind of server, as its wire format declares it."""
+
+    kind: str
+    asked_at: str
+    asked_in: str
+    answers_in: str
+    goes_on_by: str  # what a begun answer is handed over as
+    known: frozenset[str]  # fields of SamplingParams that are honoured
+    grammars: frozenset[str]
+
+    def says(self, field: str) -> str:
+        """The cell of a field, or of a kind of grammar."""
+        return "yes" if field in self.known | self.grammars else "no"
+
+
+def columns() -> list[Column]:
+    """Every kind of server that is asked in token ids or in text."""
+    return [
+        Column(
+            kind=kind,
+            asked_at=f"`{wire.generate_path}`",
+            asked_in=wire.asked_in,
+            answers_in=wire.answers_in,
+            goes_on_by=wire.asked_in,
+            known=done_here(wire.answers_in) | wire.honoured,
+            grammars=wire.grammars,
+        )
+        for kind, wire in FORMATS.items()
+    ]
+
+
+def table(shown: Sequence[Column]) -> str:
+    """The table, a column a kind."""
+    rows: list[tuple[str, Callable[[Column], str]]] = [
+        ("asked at", lambda column: column.asked_at),
+        ("asked in", lambda column: column.asked_in),
+        ("answers in", lambda column: column.answers_in),
+        ("goes on by", lambda column: column.goes_on_by),
+        ("checked against", lambda column: CHECKED.get(column.kind, A_REPLAY)),
+    ]
+    rows += [(f"`{name}`", lambda column, name=name: column.says(name)) for name in (*FIELDS, *GRAMMARS)]
+    lines = [_line(["", *(f"`{column.kind}`" for column in shown)]), _line(["---"] * (len(shown) + 1))]
+    return "".join([*lines, *(_line([label, *map(cell, shown)]) for label, cell in rows)])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def split(text: str) -> tuple[str, str, str]:
+    """A document before, in and after the table."""
+    before, _, rest = text.partition(BEGIN)
+    inside, _, after = rest.partition(END)
+    return before, inside, after
+
+
+def main() -> int:
+    before, _, after = split(DOCUMENT.read_text())
+    DOCUMENT.write_text(f"{before}{BEGIN}{table(columns())}{END}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What the table of docs/ENGINES.md says of a kind of server (``matrix``) is what its engine does: sent, or refused."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pool_worker.engines.formats import FORMATS
+from tests.conformance.matrix import FIELDS, GRAMMARS, Column, columns
+from tests.conformance.server_replay import Replay, running_on_demand
+from tests.conformance.test_engines import Driver, driving, request, server_settings
+from tests.unit.engine.tiny_models import byte_level_tokenizer
+
+ASKED = {**FIELDS, **GRAMMARS}
+
+
+@pytest.fixture(scope="module")
+def replay_of() -> Iterator[Callable[[str], Replay]]:
+    with running_on_demand() as replay_of:
+        yield replay_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_level_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+async def cell(driver: Driver, replay: Replay, column: Column, name: str) -> str:
+    """What becomes of a request with one field beside the usual ones."""
+    usual: dict[str, Any] = {"max_tokens": 4, "ignore_eos": False, "temperature": 1.0}
+    driver.engine.submit(request(f"without {name}", **usual))
+    await driver.end_of(f"without {name}")
+    asked = {"grammar" if name in GRAMMARS else name: ASKED[name]}
+    driver.engine.submit(request(f"with {name}", **{**usual, **asked}))
+    (answer,) = await driver.end_of(f"with {name}")
+    refusal = driver.refusals.get(f"with {name}")
+    if refusal is not None:
+        assert refusal.param == ("response_format" if name in GRAMMARS else name)
+        assert answer.finish_reason == "error"
+        return "no"
+    assert answer.finish_reason == "length"
+    without, with_it = replay.bodies[-2:]
+    needs_the_server = name in FORMATS[column.kind].honoured | column.grammars
+    assert needs_the_server == (with_it != without) or name == "stop_token_ids"  # which some are told of as well
+    return "yes"
+
+
+@pytest.mark.parametrize("column", columns(), ids=lambda column: column.kind)
+async def test_what_is_declared_is_sent_and_all_else_refused_by_name(
+    column: Column, tokenizer: str, replay_of: Callable[[str], Replay]
+) -> None:
+    replay = replay_of(column.kind)
+    replay.token_s = 0.0
+    async with driving(server_settings(replay, tokenizer)) as driver:
+        observed = {name: await cell(driver, replay, column, name) for name in ASKED}
+    assert observed == {name: column.says(name) for name in ASKED}
