@@ -9,8 +9,10 @@ import time
 
 from engine.types import SequenceTimings
 from pool_worker.credit import Cost
+from pool_worker.engines.chat import ChatOutput
 from pool_worker.generation import prompt_tokens_of
 from pool_worker.settings import WorkerSettings
+from protocol.chat import ChatUsage, Deltas
 from protocol.clock import unix_now_ms
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, Tokens, Vector, encode
@@ -40,6 +42,7 @@ class Attempt:
         "live",
         "made",
         "prompt_tokens",
+        "provided",
         "pulled_s",
         "queue_ms",
         "replay_bytes",
@@ -67,6 +70,7 @@ class Attempt:
         self.cached_tokens = 0  # of the prompt: what the engine did not have to compute for the first token
         self.completion_tokens = 0  # made here, over all choices
         self.made = [0] * job.answers  # of these, by choice
+        self.provided = 0  # choices that have ended with an API's own counts
         self.timings: dict[int, SequenceTimings] = {}  # by choice, the newest that the engine told
         self.was_cancelled = False
         self.frames: list[bytes] = []  # by seq
@@ -93,7 +97,7 @@ class Attempt:
         if self.ttft_ms is None:
             return math.inf
         running_s = now_s - self.pulled_s - self.ttft_ms / 1000
-        resumed = {point.index: len(point.token_ids) // 4 for point in self.job.resume}
+        resumed = {point.index: point.used_tokens for point in self.job.resume}
         longest_s = 0.0
         for index in self.live:
             made = self.made[index]
@@ -144,6 +148,32 @@ class Attempt:
         return self.add(
             Tokens(job.request_id, job.attempt, len(self.frames), index, token_ids, text, finish_reason, logprobs)
         )
+
+    def deltas(self, output: ChatOutput) -> bytes:
+        """Make a frame of what came for one choice from an API, and count it: as estimated, at its end as told."""
+        if output.parts and self.ttft_ms is None:
+            self.ttft_ms = self.elapsed_ms()
+        usage, index, job = output.usage, output.index, self.job
+        self.made[index] += output.tokens
+        if usage is not None and usage.counted_by == "provider":
+            self._count(index, usage)
+        self.completion_tokens = sum(self.made)
+        reason = "content_filter" if output.is_filtered else output.finish_reason
+        head = (job.request_id, job.attempt, len(self.frames), index)
+        return self.add(Deltas(*head, output.parts, output.tokens, reason, usage))
+
+    def _count(self, index: int, usage: ChatUsage) -> None:
+        """Count a choice that has ended; each was asked for by itself, and so has had the prompt to itself."""
+        self.made[index] = usage.completion_tokens
+        self.prompt_tokens = usage.prompt_tokens + (self.prompt_tokens if self.provided else 0)
+        self.cached_tokens += min(usage.cached_tokens, usage.prompt_tokens)
+        self.provided += 1
+
+    @property
+    def is_counted_by_provider(self) -> bool:
+        """Whether an API has given its own counts of all that it was asked for."""
+        asked = self.job.answers - sum(point.finish_reason is not None for point in self.job.resume)
+        return self.provided == asked
 
     def prompt_logprobs(self, index: int, logprobs: tuple[PromptLogprob, ...]) -> bytes:
         """Make a frame of what is known of the prompt's next tokens."""

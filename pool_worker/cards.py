@@ -20,8 +20,9 @@ class ModelCards:
 
     def __init__(self, bus: Bus, engine: Engine, models: tuple[str, ...]) -> None:
         self._bus = bus
-        self._cards = [engine.model_card(model) for model in models]
-        self.revisions = {card.model: revision_of(card) for card, _ in self._cards}
+        cards = [engine.model_card(model) for model in models]
+        self.revisions = {card.model: revision_of(card) for card, _ in cards}
+        self._cards = [(card, tokenizer_json) for card, tokenizer_json in cards if tokenizer_json]
         self._is_due = asyncio.Event()
 
     def publish_again(self) -> None:

@@ -11,15 +11,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.types import PromptLogprob as EnginePromptLogprob
 from engine.types import Refusal, SequenceOutput
-from engine.types import TokenLogprob as EngineLogprob
 from pool_worker.attempt import Attempt, attempt_id
 from pool_worker.credit import Credit
-from pool_worker.engines.base import Engine
-from pool_worker.generation import engine_request
+from pool_worker.engines.base import AnyEngine
+from pool_worker.engines.chat import ChatOutput
+from pool_worker.generation import can_go_on, chat_request, engine_request, wire_logprob, wire_prompt_logprob
 from pool_worker.peers import Peers
 from pool_worker.publisher import Publisher
 from pool_worker.replay import RecentAttempts
@@ -28,8 +29,8 @@ from pool_worker.usage import Outcome, attempt_record
 from protocol import subjects
 from protocol.artifacts import get_object
 from protocol.bus import Bus
+from protocol.chat import NO_TOKENIZER, TAKES_MESSAGES
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids
 from protocol.outbox import Outbox
 from protocol.pull import Delivery
@@ -52,7 +53,7 @@ class Executor:
         self,
         settings: WorkerSettings,
         bus: Bus,
-        engine: Engine,
+        engine: AnyEngine,
         *,
         credit: Credit,
         publisher: Publisher,
@@ -80,6 +81,9 @@ class Executor:
         self._spawn = spawn
         self._on_end = on_end
         self._traces = traces
+        self._send: Callable[[Attempt, Any], None] = (
+            self._send_deltas if engine.takes == TAKES_MESSAGES else self._send_tokens
+        )
         self.jobs_taken = 0  # accepted, since the start
         self.tokens_made = 0
         self._held: dict[str, Attempt] = {}  # pulled and not ended
@@ -134,13 +138,17 @@ class Executor:
         return True
 
     def is_foreign(self, job: Job) -> bool:
-        """Whether the answer was begun with other weights, or the prompt's tokens mean something else here."""
-        own = self._revisions[job.model]
+        """Whether the answer was begun with other weights, or the job has nothing that the engine understands."""
+        engine, own = self._engine, self._revisions[job.model]
+        if not can_go_on(job, engine):
+            return True
         return not (_agree(job.revision.weights, own.weights) and _agree(job.revision.tokenizer, own.tokenizer))
 
     def is_nobodys(self, job: Job) -> bool:
         """Whether nobody's tokenizer is the one that has made the prompt's token ids: a gateway has an old card."""
         own, asked = self._revisions[job.model].tokenizer, job.revision.tokenizer
+        if asked == NO_TOKENIZER:
+            return False
         return not (_agree(asked, own) or self._peers.others_reading(job.model, asked))
 
     def offer(self, job: Job, delivery: Delivery) -> bool:
@@ -217,11 +225,12 @@ class Executor:
             self._start(attempt)
 
     def _start(self, attempt: Attempt) -> None:
-        if attempt.job.prompt_object is not None:
-            fetch = self._fetch_and_submit(attempt, attempt.job.prompt_object)
-            self._fetches[attempt.id] = self._spawn(fetch)
+        job, takes_chat = attempt.job, self._engine.takes == TAKES_MESSAGES
+        name = job.chat_object if takes_chat else job.prompt_object
+        if name is not None:
+            self._fetches[attempt.id] = self._spawn(self._fetch_and_submit(attempt, name))
         else:
-            self._submit(attempt, attempt.job.prompt_ids)
+            self._submit(attempt, (job.chat or b"") if takes_chat else job.prompt_ids)
 
     async def _fetch_and_submit(self, attempt: Attempt, prompt_object: str) -> None:
         packed, why_not = None, ""
@@ -238,10 +247,15 @@ class Executor:
             self._submit(attempt, packed)
         self._publisher.wake()
 
-    def _submit(self, attempt: Attempt, packed_prompt: bytes) -> None:
+    def _submit(self, attempt: Attempt, packed: bytes) -> None:
+        """``packed``: the prompt's token ids or the conversation."""
+        engine = self._engine
         try:
-            prompt_ids = unpack_token_ids(packed_prompt)
-            request = engine_request(attempt.id, attempt.job, prompt_ids, self._adapters)
+            if engine.takes == TAKES_MESSAGES:
+                submit = partial(engine.submit, chat_request(attempt.id, attempt.job, packed))
+            else:
+                prompt_ids = unpack_token_ids(packed)
+                submit = partial(engine.submit, engine_request(attempt.id, attempt.job, prompt_ids, self._adapters))
         except ProtocolError as error:  # of a newer gateway, and a newer worker may know what it means
             self._fail(attempt, ErrorCode.INTERNAL_ERROR, str(error), retryable=True)
             return
@@ -249,7 +263,7 @@ class Executor:
             self._finish(attempt)
             return
         attempt.in_engine = True
-        self._engine.submit(request)
+        submit()
 
     # --- the engine has made something -------------------------------------------------------------------------------
 
@@ -272,7 +286,7 @@ class Executor:
             elif output.vector is not None:
                 self._publisher.send(attempt.job.reply_subject, attempt.vector(output.index, output.vector))
             else:
-                self._send_tokens(attempt, output)
+                self._send(attempt, output)
             if reason is not None:
                 attempt.live.discard(output.index)
                 if not attempt.live:
@@ -287,13 +301,17 @@ class Executor:
         self.tokens_made += len(output.token_ids)
         if attempt.ttft_ms is None:
             attempt.cached_tokens = output.cached_tokens
-        logprobs = None if output.logprobs is None else tuple(map(_wire_logprob, output.logprobs))
+        logprobs = None if output.logprobs is None else tuple(map(wire_logprob, output.logprobs))
         frame = attempt.tokens(output.index, tuple(output.token_ids), output.text, output.finish_reason, logprobs)
         self._publisher.send(attempt.job.reply_subject, frame)
 
+    def _send_deltas(self, attempt: Attempt, output: ChatOutput) -> None:
+        self.tokens_made += output.tokens
+        self._publisher.send(attempt.job.reply_subject, attempt.deltas(output))
+
     def _send_prompt_logprobs(self, attempt: Attempt, index: int, logprobs: Sequence[EnginePromptLogprob]) -> None:
         for start in range(0, len(logprobs), PROMPT_LOGPROBS_PER_FRAME):
-            wire = tuple(map(_wire_prompt_logprob, logprobs[start : start + PROMPT_LOGPROBS_PER_FRAME]))
+            wire = tuple(map(wire_prompt_logprob, logprobs[start : start + PROMPT_LOGPROBS_PER_FRAME]))
             self._publisher.send(attempt.job.reply_subject, attempt.prompt_logprobs(index, wire))
 
     def _fail_by_engine(self, attempt: Attempt, output: SequenceOutput) -> None:
@@ -381,7 +399,7 @@ class Executor:
             fetch.cancel()
         self._publisher.send(attempt.job.reply_subject, last_frame)
         self._publisher.wake(at_once=True)
-        record = attempt_record(self._settings, self._engine.name, attempt, outcome, error_code)
+        record = attempt_record(self._settings, self._engine, attempt, outcome, error_code)
         # Another worker may run the same attempt, until it is stopped, and leaves a record too.
         self._outbox.put(f"{attempt.id}.{self._settings.worker_id}", encode(record))
         if self._traces is not None:
@@ -399,11 +417,3 @@ class Executor:
 
 def _agree(asked: str, own: str) -> bool:
     return not (asked and own) or asked == own
-
-
-def _wire_logprob(logprob: EngineLogprob) -> TokenLogprob:
-    return TokenLogprob(logprob.token_id, logprob.text, logprob.logprob, logprob.bytes, tuple(logprob.top))
-
-
-def _wire_prompt_logprob(logprob: EnginePromptLogprob) -> PromptLogprob:
-    return PromptLogprob(logprob.token_id, logprob.text, logprob.logprob, logprob.rank, tuple(logprob.top))

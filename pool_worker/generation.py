@@ -1,4 +1,4 @@
-"""A job of the queue as a request to the engine."""
+"""A job of the queue as a request to the engine, and what its tokens are told with as frames have it."""
 
 from collections.abc import Collection
 from itertools import accumulate, pairwise
@@ -6,15 +6,21 @@ from typing import cast, get_args
 
 from engine.pooling_types import PoolingInput, PoolingRequest, PoolingTask
 from engine.types import GenerationRequest, Grammar, GrammarKind, ResumePoint, SamplingParams
+from engine.types import PromptLogprob as EnginePromptLogprob
+from engine.types import TokenLogprob as EngineLogprob
+from pool_worker.engines.base import Engine
+from pool_worker.engines.chat import ChatPoint, ChatRequest
+from protocol.chat import TAKES_MESSAGES, decode_chat
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar as WireGrammar
+from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import Job, Sampling, unpack_token_ids
 from protocol.pooling import Pooling
 
 
 def prompt_tokens_of(job: Job) -> int:
     """Return the prompt's length: counted where the ids are in the job, as the gateway says where they are not."""
-    return job.prompt_tokens if job.prompt_object is not None else len(job.prompt_ids) // 4
+    return len(job.prompt_ids) // 4 or job.prompt_tokens
 
 
 def engine_request(
@@ -42,6 +48,27 @@ def pooling_request(request_id: str, job: Job, pooling: Pooling, prompt_ids: lis
         if index not in answered
     ]
     return PoolingRequest(request_id, cast("PoolingTask", pooling.task), inputs, pooling.dimensions)
+
+
+def chat_request(request_id: str, job: Job, packed_chat: bytes) -> ChatRequest:
+    """Translate a job for an engine that takes messages. Raises ProtocolError."""
+    resume = tuple(
+        ChatPoint(point.index, point.text or "", point.used_tokens, is_complete=point.finish_reason is not None)
+        for point in job.resume
+    )
+    chat, sampling = decode_chat(packed_chat), sampling_params(job.sampling)
+    return ChatRequest(request_id, chat, sampling, job.prompt_tokens, resume)
+
+
+def can_go_on(job: Job, engine: Engine) -> bool:
+    """Whether an engine can take a job, and go on with what others have made of its answers."""
+    begun = [point for point in job.resume if point.finish_reason is None]
+    if begun and not engine.continues:
+        return False
+    if engine.takes != TAKES_MESSAGES:
+        return True
+    has_chat = job.chat is not None or job.chat_object is not None
+    return has_chat and all(point.text is not None for point in begun)
 
 
 def generation_request(
@@ -92,3 +119,13 @@ def _grammar(grammar: WireGrammar) -> Grammar:
     if grammar.kind not in get_args(GrammarKind):
         raise ProtocolError(f"a grammar of the unknown kind {grammar.kind!r}")
     return Grammar(cast("GrammarKind", grammar.kind), grammar.source, grammar.field)
+
+
+def wire_logprob(logprob: EngineLogprob) -> TokenLogprob:
+    """Tell a token's log-probability as frames do."""
+    return TokenLogprob(logprob.token_id, logprob.text, logprob.logprob, logprob.bytes, tuple(logprob.top))
+
+
+def wire_prompt_logprob(logprob: EnginePromptLogprob) -> PromptLogprob:
+    """Tell that of a token of the prompt likewise."""
+    return PromptLogprob(logprob.token_id, logprob.text, logprob.logprob, logprob.rank, tuple(logprob.top))

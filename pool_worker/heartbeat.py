@@ -8,7 +8,7 @@ from typing import Final
 
 from pool_worker.credit import Credit
 from pool_worker.engine_stats import wire_stats
-from pool_worker.engines.base import Engine
+from pool_worker.engines.base import AnyEngine
 from pool_worker.executor import Executor
 from pool_worker.gate import Gate
 from pool_worker.settings import WorkerSettings
@@ -33,7 +33,7 @@ class Heart:
         self,
         settings: WorkerSettings,
         bus: Bus,
-        engine: Engine,
+        engine: AnyEngine,
         *,
         executor: Executor,
         credit: Credit,
@@ -114,4 +114,6 @@ class Heart:
             busy_ms=round(self._busy_s * 1000),
             revisions=self._revisions,
             pace=self._pace(),
+            takes=self._engine.takes,
+            continues=self._engine.continues,
         )

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pool_worker import engines, notices
-from pool_worker.engines.base import Capacity, Engine, EngineDiedError
+from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
 from pool_worker.settings import ServerEngineSettings, WorkerSettings
 from pool_worker.sidecar.restarts import Restarts
 from pool_worker.stopping import Stop
@@ -117,7 +117,7 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, _Result]) -> _Re
 async def _serve(
     settings: WorkerSettings,
     bus: Bus,
-    engine: Engine,
+    engine: AnyEngine,
     capacity: Capacity,
     *,
     stop: Stop,

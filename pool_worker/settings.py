@@ -161,8 +161,34 @@ class ChatEngineSettings(ConnectionSettings):
     max_output_tokens: PositiveInt | None = None  # where the caller names no limit; None: the server's own
 
 
+class OpenAIChatSettings(ChatEngineSettings):
+    """Whoever speaks OpenAI's chat format."""
+
+    kind: Literal["openai_chat"]
+    # What differs there: pool_worker.engines.chat_formats.openai_profiles.
+    profile: Literal[
+        "openai",
+        "azure",
+        "openrouter",
+        "together",
+        "groq",
+        "deepseek",
+        "mistral",
+        "gemini",
+        "ray",
+        "openllm",
+        "tgi",
+        "vllm",
+        "sglang",
+    ]
+    api_version: str = "2024-10-21"  # of Azure OpenAI
+
+
+AnyChatSettings = OpenAIChatSettings  # those of pools that take messages
+
 EngineSettings = Annotated[
-    LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings, Field(discriminator="kind")
+    LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings | OpenAIChatSettings,
+    Field(discriminator="kind"),
 ]
 
 

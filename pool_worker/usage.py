@@ -5,8 +5,11 @@ from typing import Final, Literal
 from msgspec.structs import asdict
 
 from pool_worker.attempt import Attempt
+from pool_worker.engines.base import AnyEngine
 from pool_worker.settings import WorkerSettings
+from protocol.chat import TAKES_MESSAGES, CountedBy
 from protocol.messages import PROTOCOL_VERSION
+from protocol.rescue import rescue_of
 from protocol.usage import AttemptRecord
 
 OUTBOX_RECORDS: Final = 2048  # not yet stored; from there on the worker pulls nothing
@@ -14,7 +17,7 @@ Outcome = Literal["ok", "cancelled", "failed"]
 
 
 def attempt_record(
-    settings: WorkerSettings, engine: str, attempt: Attempt, outcome: Outcome, error_code: str | None
+    settings: WorkerSettings, engine: AnyEngine, attempt: Attempt, outcome: Outcome, error_code: str | None
 ) -> AttemptRecord:
     """Make the record of an attempt that ends now."""
     timings = attempt.engine_timings()
@@ -27,7 +30,7 @@ def attempt_record(
         provider=settings.provider,
         region=settings.region,
         tier=settings.tier,
-        engine=engine,
+        engine=engine.name,
         model=attempt.job.model,
         started_unix_ms=attempt.started_unix_ms,
         outcome=outcome,
@@ -39,8 +42,16 @@ def attempt_record(
         ttft_ms=attempt.ttft_ms,
         total_ms=attempt.elapsed_ms(),
         usd_per_hour=settings.usd_per_hour,
-        resumed_tokens=sum(len(point.token_ids) // 4 for point in attempt.job.resume),
+        resumed_tokens=sum(point.used_tokens for point in attempt.job.resume),
         received_unix_ms=attempt.job.accepted_unix_ms,
+        counted_by=_counted_by(engine, attempt),
+        rescue=rescue_of(attempt.job, engine.takes),
         **(asdict(timings) if timings else {}),
         **(asdict(attempt.job.origin) if attempt.job.origin else {}),
     )
+
+
+def _counted_by(engine: AnyEngine, attempt: Attempt) -> CountedBy:
+    if engine.takes != TAKES_MESSAGES:
+        return engine.counted_by
+    return "provider" if attempt.is_counted_by_provider else "estimate"

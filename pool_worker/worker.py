@@ -16,7 +16,7 @@ from pool_worker.consumer import Consumer
 from pool_worker.control import ControlListener
 from pool_worker.credit import Credit
 from pool_worker.drain import Drain
-from pool_worker.engines.base import Capacity, Engine, EngineDiedError
+from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
 from pool_worker.executor import Executor
 from pool_worker.gate import Gate
 from pool_worker.heartbeat import Heart
@@ -29,6 +29,7 @@ from pool_worker.usage import OUTBOX_RECORDS
 from pool_worker.watch.node import NodeTooSlowError, NodeWatch
 from protocol import subjects
 from protocol.bus import Bus
+from protocol.chat import TAKES_MESSAGES
 from protocol.errors import ErrorCode
 from protocol.outbox import Outbox
 
@@ -52,7 +53,7 @@ class Worker:
         self,
         settings: WorkerSettings,
         bus: Bus,
-        engine: Engine,
+        engine: AnyEngine,
         capacity: Capacity,
         tasks: asyncio.TaskGroup,
         *,
@@ -104,7 +105,7 @@ class Worker:
         self._control = ControlListener(bus, settings.worker_id, self._executor)
         self._is_measured = asyncio.Event()
         self._watch = None
-        if settings.watch is not None:
+        if settings.watch is not None and engine.takes != TAKES_MESSAGES:  # an API is nobody's machine
             self._watch = NodeWatch(
                 settings.watch,
                 engine,

@@ -68,6 +68,7 @@ class Chat(Struct, frozen=True, omit_defaults=True):
     is_single_call: bool = False
     schema: AnswerSchema | None = None
     reasoning_effort: str | None = None
+    is_limited: bool = False  # ``Sampling.max_tokens`` is what somebody wants, not merely what the context leaves
     continues_last: bool = False  # the caller wants the last message, an assistant's, to be gone on with
 
 

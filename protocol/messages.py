@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol import wire
-from protocol.chat import Input
+from protocol.chat import Deltas, Input
 from protocol.engine_stats import EngineStats, Pace
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
@@ -54,9 +54,8 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 class Sampling(Struct, frozen=True, omit_defaults=True):
     """How to choose tokens. Names and defaults are those of the OpenAI API and, beyond it, of vLLM."""
 
-    max_tokens: (
-        int  # output tokens per choice, the gateway has already filled in the default; 0: only the prompt is read
-    )
+    # Output tokens per choice, the gateway has already filled in the default; 0: only the prompt is read.
+    max_tokens: int
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
@@ -89,6 +88,12 @@ class ResumePoint(Struct, frozen=True, omit_defaults=True):
     finish_reason: str | None = None  # set: this choice is complete and must not be run again
     text: str | None = None  # what it says so far, for those who take messages; None: it is not to be gone on with so
     is_encoded: bool = False  # ``token_ids`` were made of its text, for want of those that the model has made
+    tokens: int | None = None  # how many it has used up, where ``token_ids`` do not tell
+
+    @property
+    def used_tokens(self) -> int:
+        """How many output tokens it has used up."""
+        return len(self.token_ids) // 4 if self.tokens is None else self.tokens
 
 
 class Revision(Struct, frozen=True, array_like=True):
@@ -242,8 +247,8 @@ class Unread(Struct, frozen=True, array_like=True, tag="?"):
         return self.kind in _FRAME_TAGS
 
 
-Frame = Accepted | Tokens | Vector | Finished | Failed | Unread
-_FRAME_TAGS: Final = {kind.__struct_config__.tag for kind in (Accepted, Tokens, Vector, Finished, Failed)}
+Frame = Accepted | Tokens | Deltas | Vector | Finished | Failed | Unread
+_FRAME_TAGS: Final = {kind.__struct_config__.tag for kind in (Accepted, Tokens, Deltas, Vector, Finished, Failed)}
 
 
 class StepFrame(Struct, frozen=True, array_like=True):
@@ -354,8 +359,7 @@ class JobHead(Struct, frozen=True):
     reply_subject: str
 
 
-# One encoder and one decoder per kind: building them is the slow part.
-encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode  # one encoder, and one decoder a kind: building them is the slow part
 _job_decoder = msgspec.msgpack.Decoder(Job)
 _job_head_decoder = msgspec.msgpack.Decoder(JobHead)
 _step_decoder = msgspec.msgpack.Decoder(StepFrame)

@@ -39,6 +39,7 @@ from gateway.settings import (
 )
 from pool_worker.settings import (
     LocalEngineSettings,
+    OpenAIChatSettings,
     ScriptedEngineSettings,
     ServerEngineSettings,
     WorkerSettings,
@@ -59,6 +60,7 @@ _ENGINES: Final[dict[str, type[BaseModel]]] = {
     "vllm": ServerEngineSettings,
     "llamacpp": ServerEngineSettings,
     "sglang": ServerEngineSettings,
+    "openai_chat": OpenAIChatSettings,
 }
 
 

@@ -21,6 +21,7 @@ from gateway.dispatch.states import State
 from gateway.dispatch.verdicts import VANISHED, is_premature, too_much_unread, verdict_of
 from gateway.hosted.place import HostedPlace
 from gateway.settings import TimeoutSettings
+from protocol.chat import Deltas
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Unread, Vector
 from protocol.usage import RequestRecord
@@ -164,6 +165,8 @@ class OpenRequest:
                 self.current.last_token_s = self._last_event_s = now_s
         elif isinstance(frame, Accepted):
             reason = self._on_accepted(worker_id, frame, now_s)
+        elif isinstance(frame, Deltas):
+            reason = "parts of an answer came that was to be made of tokens"
         elif isinstance(frame, Unread):  # of a kind that a newer worker sends: whoever does not know it does without
             reason = frame.reason if frame.is_known else None
         else:
@@ -241,7 +244,7 @@ class OpenRequest:
         elif isinstance(frame, Tokens):
             if frame.seq >= current.next_seq and self.choices.add(frame) is None:
                 current.next_seq, current.last_token_s = frame.seq + 1, now_s
-        elif isinstance(frame, (Vector, Unread)):
+        elif isinstance(frame, (Vector, Deltas, Unread)):
             current.next_seq = max(current.next_seq, frame.seq + 1)
         else:
             self._take_last_word(frame, now_s)

@@ -1,11 +1,17 @@
 """Engines a worker can run: the plug point's registry."""
 
-from pool_worker.engines.base import Engine
+from pool_worker.engines.base import AnyEngine
 from pool_worker.engines.scripted import ScriptedEngine
-from pool_worker.settings import DETECTED, EngineSettings, ScriptedEngineSettings, ServerEngineSettings
+from pool_worker.settings import (
+    DETECTED,
+    ChatEngineSettings,
+    EngineSettings,
+    ScriptedEngineSettings,
+    ServerEngineSettings,
+)
 
 
-def create(settings: EngineSettings) -> Engine:
+def create(settings: EngineSettings) -> AnyEngine:
     """Make the engine that the settings ask for, not yet started. Each kind imports no more than it needs."""
     if isinstance(settings, ScriptedEngineSettings):
         return ScriptedEngine(settings)
@@ -17,6 +23,10 @@ def create(settings: EngineSettings) -> Engine:
         from pool_worker.engines.server import ServerEngine  # noqa: PLC0415 - brings an HTTP client
 
         return ServerEngine(settings)
+    if isinstance(settings, ChatEngineSettings):
+        from pool_worker.engines.chat_server import ChatServerEngine  # noqa: PLC0415 - likewise
+
+        return ChatServerEngine(settings)
     from pool_worker.engines.local import LocalEngine  # noqa: PLC0415 - brings torch, which other engines do without
 
     return LocalEngine(settings)

@@ -6,10 +6,12 @@ One file per engine in this folder, one registry in ``__init__``, and one confor
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
+from pool_worker.engines.chat import ChatRequest
+from protocol.chat import CountedBy, Input
 from protocol.messages import ModelCard
 
 
@@ -29,21 +31,23 @@ class Capacity:
 class Engine(Protocol):
     """An engine as its worker sees it. Every method is called on the worker's event loop.
 
-    The order of life is ``start`` → (``submit`` | ``cancel`` | iterate ``steps``)* → ``stop``.
+    The order of life is ``start`` → (``submit`` | ``cancel`` | iterate ``steps``)* → ``stop``; what may be submitted
+    is what parts the two kinds below.
     """
 
     name: str
+    takes: Input
+    continues: bool  # it goes on with what another engine has begun
 
     async def start(self) -> Capacity:
         """Load whatever there is to load. Raises EngineDiedError with a reason an operator can act on."""
         ...
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
-        """The card under which ``model`` is served, and its tokenizer.json."""
-        ...
+        """The card under which ``model`` is served, and its tokenizer.json.
 
-    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Take a request. Never blocks; a request the engine must refuse ends in ``steps`` with a Refusal."""
+        One without a tokenizer is not published: it only says whose answers the engine can go on with.
+        """
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -64,3 +68,27 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """Free everything. Running requests are dropped without further output."""
         ...
+
+
+class TokenEngine(Engine, Protocol):
+    """An engine that is given the prompt's token ids; from these it may make the text that its server takes."""
+
+    takes: Literal["ids", "text"]
+    counted_by: CountedBy
+
+    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
+        """Take a request. Never blocks; a request the engine must refuse ends in ``steps`` with a Refusal."""
+        ...
+
+
+class ChatEngine(Engine, Protocol):
+    """An engine that is given conversations. What ``steps`` yields that is no end by a fault is a ``ChatOutput``."""
+
+    takes: Literal["messages"]
+
+    def submit(self, request: ChatRequest) -> None:
+        """Take a request likewise."""
+        ...
+
+
+AnyEngine = TokenEngine | ChatEngine

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +33,7 @@ from pool_worker.engines.pooling import (
 )
 from pool_worker.settings import LocalEngineSettings
 from protocol.artifacts import tokenizer_object_name
+from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 
 STEPS_AHEAD: Final = 8
@@ -48,6 +49,9 @@ class LocalEngine:
     """See the module; the order of life is that of ``base.Engine``."""
 
     name = "spillway"
+    takes: Literal["ids", "text"] = "ids"
+    continues = True
+    counted_by: CountedBy = "engine"
 
     def __init__(self, settings: LocalEngineSettings) -> None:
         self._settings = settings

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from engine.admission import check_request
 from engine.errors import GrammarTooComplex, RequestRejected
@@ -49,6 +49,7 @@ from pool_worker.engines.scripted_vectors import ScriptedInput, check_pooling, p
 from pool_worker.engines.scripted_words import CHAT_TEMPLATE, SPECIAL_TOKENS, Script, build_tokenizer
 from pool_worker.settings import ScriptedEngineSettings
 from protocol.artifacts import tokenizer_object_name
+from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 
 SIGKILL_EXIT_CODE: Final = 137
@@ -172,6 +173,9 @@ class ScriptedEngine:
     """See the module; the order of life is that of ``base.Engine``."""
 
     name = "scripted"
+    takes: Literal["ids", "text"] = "ids"
+    continues = True
+    counted_by: CountedBy = "engine"
 
     def __init__(self, settings: ScriptedEngineSettings) -> None:
         self._settings = settings

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from engine.admission import check_request
@@ -57,6 +57,7 @@ class ServerEngine:
         self._info: EngineInfo
         self._facts: ServerFacts
         self._text: TextTokens | None = None  # where the server is asked in text
+        self.takes: Literal["ids", "text"] = self._format.asked_in
         self.continues = True  # answers that another worker has begun
         self.counted_by: CountedBy = "engine" if self._format.answers_in == "ids" else "estimate"
         self.honoured: frozenset[str]  # fields of SamplingParams that are honoured

@@ -71,12 +71,14 @@ class ServerConnection:
 
     # --- health -------------------------------------------------------------------------------------------------------
 
-    async def wait_until_ready(self, health_path: str, facts_path: str) -> dict[str, Any]:
-        """Return what a ready server answers at ``facts_path``. Raises EngineDiedError."""
+    async def wait_until_ready(self, health_path: str, facts_path: str | None = None) -> dict[str, Any]:
+        """Return what a ready server answers at ``facts_path``, if it has one. Raises EngineDiedError."""
         wait = Readiness(self._settings.url, self._settings.ready_s)
         while True:
             try:
                 (await self._client.get(health_path)).raise_for_status()
+                if facts_path is None:
+                    return {}
                 return _decode((await self._client.get(facts_path)).raise_for_status().content)
             except msgspec.DecodeError as error:
                 raise EngineDiedError(f"{self._settings.url}{facts_path} answers no JSON object: {error}") from error

@@ -8,31 +8,36 @@ Everything else is the engine's that speaks the server's wire format.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from engine.pooling_types import PoolingRequest
 from engine.types import EngineStats, GenerationRequest, SequenceOutput
-from pool_worker.engines.base import Capacity, Engine, EngineDiedError
+from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError, TokenEngine
 from pool_worker.settings import DETECTED, PORT_PLACE, EngineSettings, ServerEngineSettings
 from pool_worker.sidecar.detect import detect
 from pool_worker.sidecar.process import ServerProcess
+from protocol.chat import TAKES_MESSAGES, CountedBy
 from protocol.messages import ModelCard
 
 
 class SideCarEngine:
     """See the module; the order of life is that of ``base.Engine``."""
 
-    def __init__(self, settings: ServerEngineSettings, create: Callable[[EngineSettings], Engine]) -> None:
+    def __init__(self, settings: ServerEngineSettings, create: Callable[[EngineSettings], AnyEngine]) -> None:
         """``create`` makes the engine for a server that runs and whose kind is known."""
         self.name: str = settings.kind
+        # These are known once the server is.
+        self.takes: Literal["ids", "text"] = "ids"
+        self.continues = True
+        self.counted_by: CountedBy = "engine"
         self._settings = settings
         self._create = create
         self._process = None if settings.exec is None else ServerProcess(settings.exec, settings.exec_stop_s)
         self._ending: asyncio.Task[None] | None = None
         self._death: EngineDiedError | None = None
-        self._inner: Engine | None = None
+        self._inner: TokenEngine | None = None
 
     async def start(self) -> Capacity:
         """See ``base.Engine``."""
@@ -72,9 +77,13 @@ class SideCarEngine:
                 raise EngineDiedError(f"engine: {error.errors()[0]['msg']}") from error
         else:
             known = settings
-        self._inner = self._create(known)
-        self.name = self._inner.name
-        return await self._inner.start()
+        inner = self._create(known)
+        if inner.takes == TAKES_MESSAGES:
+            raise EngineDiedError(f"engine.kind: {inner.name} takes messages, and is configured by its name")
+        self._inner, self.name, self.takes = inner, inner.name, inner.takes
+        capacity = await inner.start()
+        self.continues, self.counted_by = inner.continues, inner.counted_by
+        return capacity
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
         """See ``base.Engine``."""
@@ -84,7 +93,7 @@ class SideCarEngine:
             raise self._death
 
     @property
-    def _started(self) -> Engine:
+    def _started(self) -> TokenEngine:
         assert self._inner is not None  # noqa: S101  # the order of life
         return self._inner
 

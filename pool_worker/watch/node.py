@@ -8,7 +8,7 @@ from typing import Final
 
 from engine.types import SequenceOutput
 from pool_worker.attempt import Attempt
-from pool_worker.engines.base import Capacity, Engine, EngineDiedError
+from pool_worker.engines.base import Capacity, EngineDiedError, TokenEngine
 from pool_worker.settings import WatchSettings
 from pool_worker.watch.pace import Pace
 from pool_worker.watch.start import NotMeasured, StartBenchmark
@@ -29,7 +29,7 @@ class NodeWatch:
     def __init__(
         self,
         settings: WatchSettings,
-        engine: Engine,
+        engine: TokenEngine,
         capacity: Capacity,
         *,
         peers_tpot_ms: Callable[[], Sequence[float]],

@@ -10,7 +10,7 @@ from typing import Final
 from tokenizers import Tokenizer
 
 from engine.types import GenerationRequest, SamplingParams, SequenceOutput
-from pool_worker.engines.base import Capacity, Engine
+from pool_worker.engines.base import Capacity, TokenEngine
 from pool_worker.watch.pace import StartFigures
 
 PROMPT_TOKENS: Final = 256
@@ -38,7 +38,7 @@ class _Seen:
 class StartBenchmark:
     """Asks the engine, and takes its outputs as long as there are no others."""
 
-    def __init__(self, engine: Engine, capacity: Capacity, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: TokenEngine, capacity: Capacity, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock_s = clock_s
         self._prompt_tokens = min(PROMPT_TOKENS, capacity.max_model_len - NEW_TOKENS)
@@ -139,7 +139,7 @@ def _faster(one: StartFigures | None, other: StartFigures) -> StartFigures:
     return StartFigures(min(one.tpot_s, other.tpot_s), min(one.ttft_s, other.ttft_s))
 
 
-def _vocabulary(engine: Engine, model: str) -> list[int]:
+def _vocabulary(engine: TokenEngine, model: str) -> list[int]:
     """Return ids of ordinary tokens: those of numbers, which every tokenizer has."""
     _, tokenizer_json = engine.model_card(model)
     text = " ".join(map(str, range(1000)))

@@ -8,10 +8,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.step_stats import SequenceClock, StepStats
 from engine.types import EngineCounters, EngineStats, GenerationRequest, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
+from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 
 CONTEXT = 4096
@@ -64,6 +66,9 @@ class SimulatedEngine:
     """See ``pool_worker.engines.base.Engine``."""
 
     name = "simulated"
+    takes: Literal["ids", "text"] = "ids"
+    continues = True
+    counted_by: CountedBy = "engine"
 
     def __init__(self, max_sequences: int, pace: Pace, made: Made) -> None:
         self.pace = pace

@@ -6,7 +6,7 @@ limits and faults are ``pool_worker.engines.server_connection``'s; what cuts a b
 yields the JSON object of each event, also where the wire is no text (AWS' event streams).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, Protocol
 
@@ -77,8 +77,8 @@ class ChatFormat(Protocol):
         """Make the body of a request for a stream."""
         ...
 
-    def reader(self) -> AnswerReader:
-        """Return what reads one stream."""
+    def reader(self, ask: ChatAsk) -> AnswerReader:
+        """Return what reads the answer to one request."""
         ...
 
 
@@ -96,9 +96,9 @@ class HeaderAuth(httpx.Auth):
         yield request
 
 
-def refuse_unknown(chat: Chat, params: SamplingParams, honoured: Iterable[str], chat_format: ChatFormat) -> None:
+def refuse_unknown(chat: Chat, params: SamplingParams, chat_format: ChatFormat) -> None:
     """Raise RequestRejected for the first thing asked for that would not be honoured: nothing is silently dropped."""
-    known = {*DONE_HERE, *WITHOUT_MEANING, *honoured}
+    known = {*DONE_HERE, *WITHOUT_MEANING, *chat_format.honoured}
     for one in fields(params):
         default = one.default_factory() if callable(one.default_factory) else one.default
         if one.name not in known and getattr(params, one.name) != default:

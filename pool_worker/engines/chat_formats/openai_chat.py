@@ -1,0 +1,318 @@
+"""OpenAI's chat format: ``POST …/chat/completions``, a stream of ``chat.completion.chunk``.
+
+Its documentation: https://platform.openai.com/docs/api-reference/chat-streaming. Who else speaks it, and what differs
+there, is in ``openai_profiles``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from engine.errors import RequestRejected
+from pool_worker.engines.chat_formats.base import AnswerReader, ChatAsk, ChatDelta, EndReason, HeaderAuth
+from pool_worker.engines.chat_formats.openai_profiles import PROFILES, Profile
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.settings import OpenAIChatSettings
+from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
+
+# "eos" is Together's and TGI's, "end_turn" OpenRouter's for some models; a choice that calls has stopped.
+_ENDS: Final[dict[str, EndReason]] = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "stop",
+    "function_call": "stop",
+    "content_filter": "content_filter",
+    "eos": "stop",
+    "eos_token": "stop",
+    "stop_sequence": "stop",
+    "model_length": "length",
+}
+
+
+class OpenAIChatFormat:
+    """See the module."""
+
+    framing: Framing = "server-sent events"
+    takes_tools = True
+
+    def __init__(self, settings: OpenAIChatSettings) -> None:
+        """Speak it as one profile does."""
+        self._profile = profile = PROFILES[settings.profile]
+        self._settings = settings
+        self.health_path = profile.health_path
+        self.honoured = profile.honoured
+        self.schemas = profile.schemas
+        self.continues = profile.in_last_message is not None
+
+    def auth(self) -> httpx.Auth | None:
+        """See ChatFormat."""
+        header, key = self._profile.key_header, self._settings.api_key
+        return None if header is None or key is None else HeaderAuth(header, key)
+
+    def path(self, ask: ChatAsk) -> str:
+        """See ChatFormat."""
+        path = self._profile.continued_path if _is_continued(ask) and self._profile.continued_path else None
+        return (path or self._profile.path).format(model=ask.model, api_version=self._settings.api_version)
+
+    def body(self, ask: ChatAsk) -> dict[str, Any]:
+        """See ChatFormat. Raises RequestRejected for what only some APIs take."""
+        profile, chat = self._profile, ask.chat
+        body: dict[str, Any] = {"model": ask.model, "messages": self._messages(ask), "stream": True}
+        if profile.asks_for_usage:
+            body["stream_options"] = {"include_usage": True}
+        limit = ask.max_tokens or self._settings.max_output_tokens
+        if limit is not None:
+            body[profile.limit_field] = limit
+        body |= _sampling(ask, profile)
+        body |= self._tools(chat)
+        if chat.schema is not None:
+            body["response_format"] = _response_format(chat.schema)
+        if chat.reasoning_effort is not None:
+            if not profile.takes_effort:
+                raise RequestRejected("reasoning_effort", "this pool's API does not support it")
+            body["reasoning_effort"] = chat.reasoning_effort
+        return body | profile.in_body if _is_continued(ask) else body
+
+    def _messages(self, ask: ChatAsk) -> list[dict[str, Any]]:
+        if ask.chat.continues_last and not self.continues:
+            raise RequestRejected("continue_final_message", "this pool's API does not support it")
+        turns = list(ask.chat.turns)
+        if ask.prefix and ask.chat.continues_last:
+            turns[-1] = msgspec.structs.replace(turns[-1], content=(turns[-1].content or "") + ask.prefix)
+        elif ask.prefix:
+            turns.append(Turn("assistant", ask.prefix))
+        messages = [self._message(turn) for turn in turns]
+        if _is_continued(ask):
+            messages[-1] |= self._profile.in_last_message or {}
+        return messages
+
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+        if turn.name is not None and turn.role != "tool":
+            if not self._profile.takes_names:
+                raise RequestRejected("messages", "this pool's API takes no 'name' in a message")
+            message["name"] = turn.name
+        if turn.calls:
+            message["tool_calls"] = [_told_call(call) for call in turn.calls]
+        if turn.call_id is not None:
+            message["tool_call_id"] = turn.call_id
+        return message
+
+    def _tools(self, chat: Chat) -> dict[str, Any]:
+        if not chat.tools:
+            return {}
+        told: dict[str, Any] = {"tools": [_told_tool(tool) for tool in chat.tools]}
+        if chat.only_tool is not None:
+            told["tool_choice"] = {"type": "function", "function": {"name": chat.only_tool}}
+        elif chat.tool_choice is not None:
+            told["tool_choice"] = self._profile.must_call if chat.tool_choice == "required" else chat.tool_choice
+        if chat.is_single_call and self._profile.takes_single_call:
+            told["parallel_tool_calls"] = False
+        return told
+
+    def reader(self, ask: ChatAsk) -> AnswerReader:
+        """See ChatFormat."""
+        return _Reader(self._repeated(ask))
+
+    def _repeated(self, ask: ChatAsk) -> str:
+        if not (self._profile.repeats_prefix and _is_continued(ask)):
+            return ""
+        before = ask.chat.turns[-1].content or "" if ask.chat.continues_last else ""
+        return before + ask.prefix
+
+
+def _is_continued(ask: ChatAsk) -> bool:
+    return bool(ask.prefix) or ask.chat.continues_last
+
+
+def _sampling(ask: ChatAsk, profile: Profile) -> dict[str, Any]:
+    """Return what the caller has set; what he has not is the API's own default, as he would have it there."""
+    params = ask.params
+    told: dict[str, Any] = {"temperature": params.temperature}  # its default is not everywhere the same
+    for name in _DEFAULTS.keys() & profile.honoured:
+        value = getattr(params, name)
+        if value != _DEFAULTS[name]:
+            told[name] = list(value) if isinstance(value, tuple) else value
+    if params.stop:
+        told["stop"] = list(params.stop)
+    if params.logit_bias:
+        told["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    if ask.seed is not None:
+        told[profile.seed_field] = ask.seed
+    return told
+
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "stop_token_ids": (),
+    "include_stop_str_in_output": False,
+    "bad_words": (),
+    "allowed_token_ids": (),
+}
+
+
+def _told_call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _told_tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.parameters is not None:
+        function["parameters"] = msgspec.Raw(tool.parameters.encode())
+    if tool.is_strict is not None:
+        function["strict"] = tool.is_strict
+    return {"type": "function", "function": function}
+
+
+def _response_format(schema: AnswerSchema) -> dict[str, Any]:
+    if schema.schema is None:
+        return {"type": "json_object"}
+    described: dict[str, Any] = {"name": schema.name, "schema": msgspec.Raw(schema.schema.encode())}
+    if schema.is_strict is not None:
+        described["strict"] = schema.is_strict
+    return {"type": "json_schema", "json_schema": described}
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_ToolCall] | _ToolCall | None = None  # TGI's older releases tell one as it is
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice]
+    usage: dict[str, Any] | None = None
+    x_groq: dict[str, Any] | None = None
+
+
+class _Reader:
+    """Reads the chunks of one choice."""
+
+    def __init__(self, repeated: str) -> None:
+        """``repeated``: what the answer begins with although it was asked to be gone on with."""
+        self._repeated = repeated
+        self._call = -1  # whose arguments come
+
+    def read(self, event: Mapping[str, Any]) -> ChatDelta:
+        """See AnswerReader."""
+        if event.get("error") is not None:
+            raise ServerFailure(str(event["error"]))
+        try:
+            chunk = msgspec.convert(event, _Chunk)
+        except msgspec.ValidationError as error:
+            raise MalformedEvent(str(error)) from error
+        usage = _usage_of(chunk.usage or (chunk.x_groq or {}).get("usage"))
+        if not chunk.choices:
+            return ChatDelta(usage=usage)
+        choice = chunk.choices[0]
+        if choice.index != 0 or len(chunk.choices) > 1:
+            raise MalformedEvent("an event of a choice that was not asked for")
+        parts = [] if choice.delta is None else self._parts(choice.delta)
+        return ChatDelta(parts, _end_of(choice.finish_reason), usage)
+
+    def _parts(self, delta: _Delta) -> list[Part]:
+        parts = []
+        reasoning = delta.reasoning_content or delta.reasoning
+        if reasoning:
+            parts.append(Part("reasoning", reasoning))
+        if isinstance(delta.content, list):
+            parts += [part for one in delta.content for part in _content_parts(one)]
+        elif delta.content:
+            parts += self._text(delta.content)
+        if delta.refusal:
+            parts.append(Part("refusal", delta.refusal))
+        calls = [delta.tool_calls] if isinstance(delta.tool_calls, _ToolCall) else delta.tool_calls or []
+        for call in calls:
+            parts += self._of_call(call)
+        return parts
+
+    def _text(self, text: str) -> list[Part]:
+        """Return a text without what it repeats of the message it goes on with."""
+        known = min(len(text), len(self._repeated))
+        if text[:known] != self._repeated[:known]:
+            raise MalformedEvent("the answer does not go on with the message it was given")
+        self._repeated = self._repeated[known:]
+        return [Part("text", text[known:])] if text[known:] else []
+
+    def _of_call(self, call: _ToolCall) -> list[Part]:
+        parts = []
+        function = call.function or _Function()
+        if call.index > self._call and function.name:
+            self._call = call.index
+            parts.append(Part("call", function.name, call.id or ""))
+        elif call.index != self._call:
+            raise MalformedEvent("arguments of a call that has not begun, or has ended")
+        if function.arguments:
+            parts.append(Part("arguments", function.arguments))
+        return parts
+
+
+def _content_parts(part: Mapping[str, Any]) -> list[Part]:
+    """Return what a part of a content says that is a list: so Mistral tells its reasoning."""
+    if part.get("type") == "text":
+        return [Part("text", str(part.get("text", "")))]
+    if part.get("type") == "thinking":
+        texts = [one.get("text", "") for one in part.get("thinking") or () if isinstance(one, dict)]
+        return [Part("reasoning", "".join(texts))]
+    raise MalformedEvent(f"a part of the type {part.get('type')!r}")
+
+
+def _end_of(reason: str | None) -> EndReason | None:
+    if reason is None or reason == "":
+        return None
+    ended = _ENDS.get(reason)
+    if ended is None:  # "error", DeepSeek's "insufficient_system_resource", …
+        raise ServerFailure(f"the server ended the choice with {reason!r}")
+    return ended
+
+
+def _usage_of(told: object) -> ChatUsage | None:
+    """Return what the provider says; None where that cannot be, so that it is estimated."""
+    if not isinstance(told, dict):
+        return None
+    prompt, completion = _count(told.get("prompt_tokens")), _count(told.get("completion_tokens"))
+    if prompt is None or completion is None:
+        return None
+    cached = (told.get("prompt_tokens_details") or {}).get("cached_tokens", told.get("prompt_cache_hit_tokens"))
+    reasoning = (told.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    return ChatUsage(
+        "provider",
+        prompt,
+        completion,
+        _count(cached) or 0,
+        _count(reasoning) or 0,
+    )
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None

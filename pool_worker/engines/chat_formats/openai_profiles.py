@@ -1,0 +1,98 @@
+"""What differs between those who speak OpenAI's chat format: one record each, by their own documentation.
+
+Fields that an API lacks are refused by name; nothing is dropped. Where a document does not say that an assistant's
+message is gone on with, it is not. The documents are listed in docs/ENGINES.md.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+_OPENAI: Final = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop"})
+_BIASED: Final = _OPENAI | {"logit_bias"}
+_OPEN_MODELS: Final = frozenset({"top_k", "min_p", "repetition_penalty"})
+_ENGINE_FIELDS: Final = frozenset({"min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"})
+_BOTH_SCHEMAS: Final = frozenset({"json_object", "json_schema"})
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One of them. What is not said is as with OpenAI."""
+
+    path: str = "/v1/chat/completions"  # ``{model}`` and ``{api_version}`` are filled in
+    health_path: str | None = None  # None: a hosted API, which is not asked how it does
+    key_header: str | None = None  # None: the key goes as a bearer token
+    honoured: frozenset[str] = _OPENAI
+    schemas: frozenset[str] = _BOTH_SCHEMAS
+    limit_field: str = "max_tokens"
+    seed_field: str = "seed"
+    must_call: str = "required"  # its ``tool_choice`` where a tool must be called
+    takes_names: bool = True  # of who speaks
+    takes_effort: bool = True  # ``reasoning_effort``
+    takes_single_call: bool = True  # ``parallel_tool_calls``
+    asks_for_usage: bool = True  # ``stream_options``; else usage comes by itself
+    # How an assistant's message is gone on with; None: not at all.
+    in_last_message: dict[str, Any] | None = None  # what this message has then
+    in_body: dict[str, Any] = field(default_factory=dict)  # and what the body has
+    continued_path: str | None = None  # where it is asked then, if elsewhere
+    repeats_prefix: bool = False  # its answer begins with that message
+
+
+_AS_VLLM: Final[dict[str, Any]] = {
+    "honoured": _BIASED | _OPEN_MODELS | _ENGINE_FIELDS | {"bad_words", "allowed_token_ids"},
+    "in_last_message": {},
+    "in_body": {"continue_final_message": True, "add_generation_prompt": False},
+}
+
+PROFILES: Final[dict[str, Profile]] = {
+    "openai": Profile(limit_field="max_completion_tokens", honoured=_BIASED),
+    "azure": Profile(
+        path="/openai/deployments/{model}/chat/completions?api-version={api_version}",
+        key_header="api-key",
+        limit_field="max_completion_tokens",
+        honoured=_BIASED,
+    ),
+    "openrouter": Profile(path="/api/v1/chat/completions", honoured=_BIASED | _OPEN_MODELS),
+    "together": Profile(honoured=_BIASED | _OPEN_MODELS, takes_single_call=False),
+    "groq": Profile(path="/openai/v1/chat/completions", limit_field="max_completion_tokens", takes_names=False),
+    "deepseek": Profile(
+        path="/chat/completions",
+        honoured=_OPENAI - {"seed"},
+        schemas=frozenset({"json_object"}),
+        takes_effort=False,
+        takes_single_call=False,
+        in_last_message={"prefix": True},
+        continued_path="/beta/chat/completions",
+    ),
+    "mistral": Profile(
+        honoured=_OPENAI,
+        seed_field="random_seed",
+        must_call="any",
+        takes_effort=False,
+        asks_for_usage=False,
+        in_last_message={"prefix": True},
+        repeats_prefix=True,
+    ),
+    "gemini": Profile(
+        path="/v1beta/openai/chat/completions",
+        honoured=frozenset({"temperature", "top_p", "stop"}),
+        takes_names=False,
+        takes_single_call=False,
+    ),
+    "ray": Profile(health_path="/v1/models", honoured=_BIASED | _OPEN_MODELS),
+    "openllm": Profile(health_path="/readyz", honoured=_BIASED | _OPEN_MODELS),
+    "tgi": Profile(
+        health_path="/health",
+        honoured=_OPENAI,
+        takes_effort=False,
+        takes_single_call=False,
+        in_last_message={},
+        in_body={"continue_final_message": True},
+    ),
+    "vllm": Profile(health_path="/health", **_AS_VLLM),
+    "sglang": Profile(
+        health_path="/health",
+        honoured=_BIASED | _OPEN_MODELS | _ENGINE_FIELDS - {"include_stop_str_in_output"},
+        in_last_message={},
+        in_body={"continue_final_message": True},
+    ),
+}

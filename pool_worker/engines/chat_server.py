@@ -1,0 +1,282 @@
+"""A server or a hosted API that takes messages, as an engine: a conversation in, parts of an answer out.
+
+    submit ──> one stream a choice (POST) ──deltas──> parts, estimated counts ──> steps
+
+No token ids come back: counts are estimated while an answer is made, and are the provider's at its end. What another
+worker has begun goes on as an assistant's message, where the format says that the server takes one. What differs
+between APIs is in ``chat_formats``; the way to them, with its limits and faults, is ``server_connection``.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from engine.errors import RequestRejected
+from engine.step_stats import SequenceClock, StepStats
+from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, SequenceOutput
+from pool_worker.engines.base import Capacity, EngineDiedError
+from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
+from pool_worker.engines.chat_formats import chat_format
+from pool_worker.engines.chat_formats.base import ChatAsk, ChatDelta, EndReason, refuse_unknown
+from pool_worker.engines.server_choice import SEED_STRIDE
+from pool_worker.engines.server_connection import AttemptFailed, ServerConnection
+from pool_worker.settings import AnyChatSettings
+from protocol.chat import TAKES_MESSAGES, ChatUsage, Part
+from protocol.messages import PROTOCOL_VERSION, ModelCard
+
+CHARS_PER_TOKEN: Final = 4.0  # of English text, by OpenAI's own rule of thumb
+DEFAULT_SEQUENCES: Final = 64
+MAX_REVISION_CHARS: Final = 64
+
+log = logging.getLogger(__name__)
+
+
+class ChatServerEngine:
+    """See the module; the order of life is that of ``base.Engine``."""
+
+    takes: Literal["messages"] = TAKES_MESSAGES
+
+    def __init__(self, settings: AnyChatSettings) -> None:
+        self.name: str = settings.kind
+        self._settings = settings
+        self._format = chat_format(settings)
+        self.continues = self._format.continues
+        self._connection = ServerConnection(settings, self._lose, self._format.auth())
+        self._sequences = settings.max_sequences or DEFAULT_SEQUENCES
+        self._places = asyncio.Semaphore(self._sequences)
+        self._tasks: dict[str, dict[ChatChoice, asyncio.Task[None]]] = {}  # by request
+        self._ready: deque[SequenceOutput] = deque()  # what the next step yields
+        self._changed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._death: EngineDiedError | None = None
+        self._running: set[ChatChoice] = set()
+        self._waiting = 0
+        self._counters = EngineCounters()
+        self._stats = StepStats()
+        self._is_stopped = False
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Capacity:
+        """Wait until a server of one's own is ready; a hosted API is there. Raises EngineDiedError."""
+        health_path = self._format.health_path
+        if health_path is not None:
+            await self._connection.wait_until_ready(health_path)
+            self._watching = asyncio.create_task(self._connection.watch(health_path), name="server health")
+        length = self._settings.max_model_len
+        log.info("%s at %s serves %s", self.name, self._settings.url, self._settings.model)
+        return Capacity(self._sequences, self._sequences * length, length)
+
+    def _lose(self, reason: str) -> None:
+        self._death = EngineDiedError(f"{self._settings.url} is lost: {reason}")
+        self._changed.set()
+
+    def model_card(self, model: str) -> tuple[ModelCard, bytes]:
+        """See ``base.Engine``: it has no tokenizer, so gateways count by their own configuration."""
+        revision = self._settings.revision or f"{self.name}:{self._settings.model}"[:MAX_REVISION_CHARS]
+        card = ModelCard(
+            v=PROTOCOL_VERSION,
+            model=model,
+            context_length=self._settings.max_model_len,
+            tokenizer_object="",
+            chat_template=None,
+            revision=revision,
+        )
+        return card, b""
+
+    async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
+        """See ``base.Engine``: what has come from all streams since the last step."""
+        while not self._is_stopped:
+            if self._ready:
+                outputs = list(self._ready)
+                self._ready.clear()
+                yield outputs
+            if self._death is not None:
+                raise self._death
+            await self._changed.wait()
+            self._changed.clear()
+
+    def stats(self) -> EngineStats:
+        """See ``base.Engine``."""
+        usage = len(self._running) / self._sequences
+        return self._stats.told(
+            running=len(self._running), waiting=self._waiting, kv_usage=usage, counters=self._counters
+        )
+
+    async def stop(self) -> None:
+        """See ``base.Engine``."""
+        self._is_stopped = True
+        self._changed.set()
+        tasks = {task for running in self._tasks.values() for task in running.values()}
+        if self._watching is not None:
+            tasks.add(self._watching)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._connection.close()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: ChatRequest) -> None:
+        """See ``base.Engine``."""
+        try:
+            choices = self._choices(request)
+        except RequestRejected as error:
+            self._put(Refusal.of(request.request_id, error))
+            return
+        self._tasks[request.request_id] = tasks = {}
+        for choice in choices:
+            tasks[choice] = task = asyncio.create_task(self._run(choice), name=choice.request_id)
+            task.add_done_callback(lambda _, choice=choice: self._forget(choice))  # type: ignore[misc]  # bound now
+
+    def _choices(self, request: ChatRequest) -> "list[ChatChoice]":
+        if request.request_id in self._tasks:
+            raise RequestRejected("request_id", f"{request.request_id!r} is already running")
+        refuse_unknown(request.chat, request.sampling, self._format)
+        points = {point.index: point for point in request.resume}
+        live = [index for index in range(request.sampling.n) if not (index in points and points[index].is_complete)]
+        return [ChatChoice(request, points.get(index) or ChatPoint(index, "", 0)) for index in live]
+
+    def cancel(self, request_id: str) -> None:
+        """See ``base.Engine``."""
+        for choice, task in self._tasks.get(request_id, {}).items():
+            if not choice.has_ended:
+                self._put(choice.broken_off("cancelled"))
+            task.cancel()
+
+    def _put(self, output: SequenceOutput) -> None:
+        self._ready.append(output)
+        self._changed.set()
+
+    def _forget(self, choice: "ChatChoice") -> None:
+        tasks = self._tasks[choice.request_id]
+        del tasks[choice]
+        if not tasks:
+            del self._tasks[choice.request_id]
+
+    # --- one choice ---------------------------------------------------------------------------------------------------
+
+    async def _run(self, choice: "ChatChoice") -> None:
+        try:
+            await self._generate(choice)
+        except AttemptFailed as error:
+            # Once it has said why it ended, nothing is missing but perhaps its usage.
+            self._put(choice.end() if choice.ended_by else choice.broken_off("error", str(error)))
+        except RequestRejected as error:
+            self._put(Refusal.of(choice.request_id, error))
+        except Exception as error:  # whatever one stream does, the others go on
+            log.exception("a stream of %s failed", choice.request_id)
+            self._put(choice.broken_off("error", repr(error)))
+
+    async def _generate(self, choice: "ChatChoice") -> None:
+        ask = choice.ask(self._settings.model)
+        path, body, reader = self._format.path(ask), self._format.body(ask), self._format.reader(ask)
+
+        def read(event: Mapping[str, Any]) -> bool:
+            self._take(choice, reader.read(event))
+            return choice.ended_by is not None and choice.usage is not None
+
+        self._waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._waiting -= 1
+        with self._place_of(choice):
+            await self._connection.stream(path, body, self._format.framing, read)
+        self._put(choice.end())
+
+    @contextlib.contextmanager
+    def _place_of(self, choice: "ChatChoice") -> Iterator[None]:
+        self._running.add(choice)
+        choice.clock.scheduled_s = time.monotonic()
+        self._counters.prompt_tokens += choice.prompt_tokens
+        try:
+            yield
+        finally:
+            self._running.discard(choice)
+            self._places.release()
+
+    def _take(self, choice: "ChatChoice", delta: ChatDelta) -> None:
+        output = choice.take(delta)
+        if output is None:
+            return
+        self._stats.tokens_came([choice.clock], time.monotonic())
+        self._stats.step_tokens.observe(output.tokens)
+        self._counters.generated_tokens += output.tokens
+        output.timings = choice.clock.timings()
+        self._put(output)
+
+
+class ChatChoice:
+    """One choice of a request whose answer somebody else makes."""
+
+    def __init__(self, request: ChatRequest, point: ChatPoint) -> None:
+        """Make a choice that begins where ``point`` says."""
+        self.request_id = request.request_id
+        self.prompt_tokens = request.prompt_tokens
+        self.clock = SequenceClock(added_s=time.monotonic())
+        self.ended_by: EndReason | None = None
+        self.usage: ChatUsage | None = None
+        self.has_ended = False  # and said so
+        self._request = request
+        self._point = point
+        self._chars = 0
+        self._told_tokens = 0
+
+    def ask(self, model: str) -> ChatAsk:
+        """Return what the server is asked for."""
+        params, chat = self._request.sampling, self._request.chat
+        seed = None if params.seed is None else params.seed + self._point.index * SEED_STRIDE
+        limit = max(1, params.max_tokens - self._point.tokens) if chat.is_limited else None
+        return ChatAsk(model, chat, params, limit, seed, self._point.text)
+
+    def take(self, delta: ChatDelta) -> ChatOutput | None:
+        """Take what one event says; return what it yields, None if that is nothing yet."""
+        self.ended_by = delta.ended_by or self.ended_by
+        self.usage = delta.usage or self.usage
+        if not delta.parts:
+            return None
+        self._chars += sum(len(part.text) for part in delta.parts)
+        tokens = math.ceil(self._chars / CHARS_PER_TOKEN) - self._told_tokens
+        self._told_tokens += tokens
+        return self._output(parts=tuple(delta.parts), tokens=tokens)
+
+    def end(self) -> ChatOutput:
+        """End as the server has said, with its counts or, where it gives none, ours."""
+        self.has_ended = True
+        usage = self.usage or ChatUsage("estimate", self.prompt_tokens, self._told_tokens)
+        output = self._output(usage=usage, is_filtered=self.ended_by == "content_filter")
+        output.finish_reason = "length" if self.ended_by == "length" else "stop"
+        output.cached_tokens, output.timings = usage.cached_tokens, self.clock.timings()
+        return output
+
+    def broken_off(self, reason: FinishReason, error: str | None = None) -> ChatOutput:
+        """End without an end."""
+        self.has_ended = True
+        output = self._output()
+        output.finish_reason, output.error, output.timings = reason, error, self.clock.timings()
+        return output
+
+    def _output(
+        self,
+        parts: tuple[Part, ...] = (),
+        tokens: int = 0,
+        usage: ChatUsage | None = None,
+        *,
+        is_filtered: bool = False,
+    ) -> ChatOutput:
+        return ChatOutput(
+            self.request_id,
+            self._point.index,
+            [],
+            "",
+            parts=parts,
+            tokens=tokens,
+            usage=usage,
+            is_filtered=is_filtered,
+        )

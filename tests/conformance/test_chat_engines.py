@@ -1,0 +1,368 @@
+"""What every pool that takes messages must do, whatever differs with its API; and what becomes of its faults."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fastapi import Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+
+from engine.types import Refusal, SamplingParams
+from pool_worker import engines
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
+from pool_worker.engines.chat_formats.openai_profiles import PROFILES
+from pool_worker.engines.chat_server import ChatServerEngine
+from pool_worker.settings import OpenAIChatSettings
+from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
+from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
+from tests.conformance.server_replay import Fault, running
+
+WAIT_S = 60
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me something."}]
+WEATHER = Tool("weather", "Tells the weather.", '{"type":"object","properties":{"city":{"type":"string"}}}')
+
+
+def chat(asked: str = "Tell me something.", **more: Any) -> Chat:
+    return Chat((Turn("system", "Be brief."), Turn("user", asked)), **more)
+
+
+class Answer:
+    """All that a choice yielded, put together."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.tokens = 0
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.usage: ChatUsage | None = None
+        self.is_filtered = False
+
+    def text(self, kind: str = "text") -> str:
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
+
+class Driver:
+    """Iterates an engine's steps, as a worker does."""
+
+    def __init__(self, engine: ChatServerEngine) -> None:
+        self.engine = engine
+        self.answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
+        self.refusals: dict[str, Refusal] = {}
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        async for outputs in self.engine.steps():
+            for output in outputs:
+                answer = self.answers[output.request_id, output.index]
+                assert answer.finish_reason is None, "output after the end"
+                if isinstance(output, Refusal):
+                    self.refusals[output.request_id] = output
+                elif isinstance(output, ChatOutput):
+                    answer.parts += output.parts
+                    answer.tokens += output.tokens
+                    answer.usage, answer.is_filtered = output.usage, output.is_filtered
+                answer.finish_reason, answer.error = output.finish_reason, output.error
+            self._changed.set()
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def answer(self, asked: Chat | None = None, name: str = "r", **more: Any) -> Answer:
+        resume = more.pop("resume", ())
+        sampling = SamplingParams(max_tokens=more.pop("max_tokens", 100), **more)
+        self.engine.submit(ChatRequest(name, asked or chat(), sampling, 7, resume))
+        await self.wait(lambda: self.answers[name, 0].finish_reason is not None)
+        return self.answers.pop((name, 0))
+
+
+def settings(replay: ChatReplay, **more: Any) -> OpenAIChatSettings:
+    known = {"kind": "openai_chat", "profile": "openai", "model": "replay", "api_key": "k-1", "ready_s": 5.0}
+    return OpenAIChatSettings(**{**known, "url": replay.url, **more})
+
+
+@asynccontextmanager
+async def driving(replay: ChatReplay, **more: Any) -> AsyncIterator[Driver]:
+    engine = engines.create(settings(replay, **more))
+    assert isinstance(engine, ChatServerEngine)
+    driver = Driver(engine)
+    await engine.start()
+    running_steps = asyncio.create_task(driver.run())
+    try:
+        yield driver
+    finally:
+        await engine.stop()
+        await asyncio.gather(running_steps, return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ChatReplay]:
+    with running(ChatReplay()) as replay:
+        yield replay
+
+
+@pytest.fixture
+def replay(server: ChatReplay) -> ChatReplay:
+    server.forget()
+    return server
+
+
+@pytest.fixture(params=PROFILES)
+async def pair(request: pytest.FixtureRequest, replay: ChatReplay) -> AsyncIterator[tuple[Driver, ChatReplay]]:
+    replay.repeats_prefix = PROFILES[request.param].repeats_prefix
+    async with driving(replay, profile=request.param) as driver:
+        yield driver, replay
+
+
+async def test_text_and_the_providers_counts(pair: tuple[Driver, ChatReplay]) -> None:
+    driver, replay = pair
+    answer = await driver.answer()
+    assert answer.text() == answer_text(ASKED)
+    assert answer.finish_reason == "stop"
+    assert answer.usage == ChatUsage("provider", 22, 30, 4)
+    assert answer.tokens > 0  # estimated on the way
+    [body] = replay.bodies
+    assert body["messages"] == ASKED
+    assert not {"max_tokens", "max_completion_tokens"} & body.keys()  # nobody has limited it
+
+
+async def test_a_limit_and_several_choices(pair: tuple[Driver, ChatReplay]) -> None:
+    driver, replay = pair
+    driver.engine.submit(ChatRequest("two", chat(is_limited=True), SamplingParams(max_tokens=3, n=2), 7))
+    await driver.wait(lambda: all(driver.answers["two", index].finish_reason for index in (0, 1)))
+    for index in (0, 1):
+        answer = driver.answers["two", index]
+        assert answer.finish_reason == "length"
+        assert answer_text(ASKED).startswith(answer.text())
+    assert len(replay.bodies) == 2
+    assert not any("n" in body for body in replay.bodies)
+
+
+async def test_reasoning_and_calls_are_told_apart(pair: tuple[Driver, ChatReplay]) -> None:
+    driver, replay = pair
+    tools = (WEATHER, Tool("time"))
+    answer = await driver.answer(chat("think, then call", tools=tools, tool_choice="required"))
+    assert answer.text("reasoning") == REASONING
+    assert [(part.text, part.call_id) for part in answer.parts if part.kind == "call"] == [
+        ("weather", "call_0"),
+        ("time", "call_1"),
+    ]
+    assert answer.text("arguments") == ARGUMENTS * 2
+    assert (answer.finish_reason, answer.text()) == ("stop", "")
+    assert answer.usage is not None
+    assert answer.usage.reasoning_tokens == 2
+    [body] = replay.bodies
+    assert body["tools"][0]["function"]["parameters"]["properties"] == {"city": {"type": "string"}}
+    assert body["tool_choice"] in {"required", "any"}
+
+
+async def test_refusals_and_filters(pair: tuple[Driver, ChatReplay]) -> None:
+    driver, _ = pair
+    assert (await driver.answer(chat("refuse"))).text("refusal") == "I cannot help with that."
+    filtered = await driver.answer(chat("filter"))
+    assert (filtered.finish_reason, filtered.is_filtered) == ("stop", True)
+
+
+async def test_what_an_api_lacks_is_refused_by_name(pair: tuple[Driver, ChatReplay]) -> None:
+    driver, replay = pair
+    asked = {"top_k": 5, "logprobs": 2, "min_p": 0.5, "logit_bias": {5: 1.0}, "seed": 7, "presence_penalty": 0.5}
+    for number, (name, value) in enumerate(asked.items()):
+        answer = await driver.answer(name=f"r{number}", **{name: value})
+        if name in driver.engine._format.honoured:
+            assert answer.finish_reason == "stop"
+            field = "random_seed" if name == "seed" and "random_seed" in replay.bodies[-1] else name
+            assert replay.bodies[-1][field] in (value, {"5": 1.0})
+        else:
+            assert driver.refusals[f"r{number}"].param == name
+    schema = AnswerSchema('{"type":"object"}', "thing", is_strict=True)
+    answer = await driver.answer(chat(schema=schema), name="schema")
+    if "json_schema" in driver.engine._format.schemas:
+        told = {"name": "thing", "schema": {"type": "object"}, "strict": True}
+        assert replay.bodies[-1]["response_format"] == {"type": "json_schema", "json_schema": told}
+    else:
+        assert driver.refusals["schema"].param == "response_format"
+
+
+async def test_what_is_said_already_is_gone_on_with_or_left_to_others(pair: tuple[Driver, ChatReplay]) -> None:
+    driver, replay = pair
+    if not driver.engine.continues:
+        return
+    whole = answer_text(ASKED)
+    for said in (whole[:1], whole[: len(whole) // 2], whole[:-1]):
+        answer = await driver.answer(resume=(ChatPoint(0, said, 5),), name=f"after {len(said)}")
+        assert said + answer.text() == whole
+        assert replay.bodies[-1]["messages"][-1]["content"] == said
+
+
+async def test_the_conversation_of_tools_is_told_as_it_was(pair: tuple[Driver, ChatReplay]) -> None:
+    driver, replay = pair
+    turns = (
+        Turn("user", "weather?"),
+        Turn("assistant", None, calls=(Call("call_9", "weather", '{"city":"Rome"}'),)),
+        Turn("tool", "sunny", call_id="call_9"),
+    )
+    assert (await driver.answer(Chat(turns, tools=(WEATHER,)))).finish_reason == "stop"
+    call = {"id": "call_9", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+    assert replay.bodies[0]["messages"][1:] == [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_9"},
+    ]
+
+
+async def test_keys_and_paths_of_azure_and_deepseek(replay: ChatReplay) -> None:
+    async with driving(replay, profile="azure", model="my-gpt") as driver:
+        await driver.answer()
+    assert replay.urls[0].endswith("/openai/deployments/my-gpt/chat/completions?api-version=2024-10-21")
+    assert replay.headers[0]["api-key"] == "k-1"
+    assert "authorization" not in replay.headers[0]
+    async with driving(replay, profile="deepseek") as driver:
+        await driver.answer()
+        await driver.answer(resume=(ChatPoint(0, answer_text(ASKED)[:9], 2),), name="resumed")
+    assert replay.headers[1]["authorization"] == "Bearer k-1"
+    paths = [url.removeprefix(replay.url) for url in replay.urls[1:]]
+    assert paths == ["/chat/completions", "/beta/chat/completions"]
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def faulty(replay: ChatReplay) -> AsyncIterator[tuple[Driver, ChatReplay]]:
+    async with driving(replay) as driver:
+        yield driver, replay
+
+
+def streaming(replay: ChatReplay, change: Callable[[list[str]], list[str]]) -> Fault:
+    def answer(request: Request) -> Response:
+        return StreamingResponse(iter(change(replay.events(request._json))), media_type="text/event-stream")
+
+    return answer
+
+
+CUTS: dict[str, Callable[[list[str]], list[str]]] = {
+    "no end": lambda events: events[:6],
+    "cut in an event": lambda events: [*events[:6], events[6][: len(events[6]) // 2]],
+    "malformed": lambda events: [*events[:6], "data: {not json\n\n", *events[6:]],
+    "a list": lambda events: [*events[:6], "data: [1, 2]\n\n", *events[6:]],
+    "an error in the stream": lambda events: [*events[:6], 'data: {"error": {"message": "overloaded"}}\n\n'],
+    "choices that are none": lambda events: [*events[:6], 'data: {"choices": 5}\n\n', *events[6:]],
+    "an end nobody knows": lambda events: [*events[:6], events[-3].replace('"stop"', '"error"')],
+    "an endless event": lambda events: [*events[:6], "data: " + "x" * 3_000_000],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
+    faulty: tuple[Driver, ChatReplay], cut: str
+) -> None:
+    driver, replay = faulty
+    replay.faults.append(streaming(replay, CUTS[cut]))
+    answer = await driver.answer(name="faulty")
+    assert answer.finish_reason == "error"
+    assert answer.error
+    whole = answer_text(ASKED)
+    assert 0 < len(answer.text()) < len(whole)
+    assert whole.startswith(answer.text())
+    assert not driver.refusals
+    assert (await driver.answer(name="after")).text() == whole
+
+
+@pytest.mark.parametrize("events_lost", [1, 2])
+async def test_an_answer_that_has_said_why_it_ended_is_whole_without_what_follows(
+    faulty: tuple[Driver, ChatReplay], events_lost: int
+) -> None:
+    driver, replay = faulty
+    replay.faults.append(streaming(replay, lambda events: events[:-events_lost]))
+    answer = await driver.answer()
+    assert (answer.finish_reason, answer.text()) == ("stop", answer_text(ASKED))
+    assert answer.usage is not None
+    assert answer.usage.counted_by == ("provider" if events_lost == 1 else "estimate")
+
+
+@pytest.mark.parametrize("usage", ['"usage": {"prompt_tokens": -1, "completion_tokens": "x"}', '"usage": {}'])
+async def test_counts_that_cannot_be_are_estimated(faulty: tuple[Driver, ChatReplay], usage: str) -> None:
+    driver, replay = faulty
+
+    def wrong(events: list[str]) -> list[str]:
+        event = f'data: {{"choices": [], {usage}}}\n\n'
+        return [*events[:-2], event, events[-1]]
+
+    replay.faults.append(streaming(replay, wrong))
+    answer = await driver.answer()
+    assert answer.usage == ChatUsage("estimate", 7, answer.tokens)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500, 502])
+async def test_what_is_wrong_with_the_server_or_its_key_is_not_the_clients_mistake(
+    faulty: tuple[Driver, ChatReplay], status: int
+) -> None:
+    driver, replay = faulty
+    replay.faults.append(lambda _: JSONResponse({"error": "x" * 10_000}, status))
+    answer = await driver.answer()
+    assert answer.finish_reason == "error"
+    assert str(status) in (answer.error or "")
+    assert "k-1" not in (answer.error or "")
+    assert not driver.refusals
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_what_is_wrong_with_the_request_is_refused_for_good(
+    faulty: tuple[Driver, ChatReplay], status: int
+) -> None:
+    driver, replay = faulty
+    replay.faults.append(lambda _: JSONResponse({"error": {"message": "content is not allowed"}}, status))
+    assert "content is not allowed" in ((await driver.answer()).error or "")
+    assert driver.refusals["r"].param
+    assert (await driver.answer(name="after")).finish_reason == "stop"
+
+
+async def test_a_busy_api_is_asked_again_when_it_says(faulty: tuple[Driver, ChatReplay]) -> None:
+    driver, replay = faulty
+    replay.faults += [lambda _: JSONResponse({}, 429, {"retry-after": "0.01"})] * 2
+    assert (await driver.answer()).finish_reason == "stop"
+    assert len(replay.bodies) == 3
+
+
+async def test_redirects_are_not_followed(faulty: tuple[Driver, ChatReplay]) -> None:
+    driver, replay = faulty
+    replay.faults.append(lambda _: RedirectResponse("http://169.254.169.254/latest/meta-data"))
+    assert "307" in ((await driver.answer()).error or "")
+
+
+async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(replay: ChatReplay) -> None:
+    """An API that was to repeat it, and begins anew instead: nothing of it may reach the client."""
+    async with driving(replay, profile="mistral") as driver:
+        answer = await driver.answer(resume=(ChatPoint(0, answer_text(ASKED)[:12], 3),))
+    assert (answer.finish_reason, answer.text()) == ("error", "")
+    assert "does not go on" in (answer.error or "")
+
+
+async def test_leaving_ends_the_servers_work(faulty: tuple[Driver, ChatReplay]) -> None:
+    driver, replay = faulty
+    replay.token_s = 0.05
+    driver.engine.submit(ChatRequest("left", chat(), SamplingParams(max_tokens=100), 7))
+    await driver.wait(lambda: bool(driver.answers["left", 0].parts))
+    driver.engine.cancel("left")
+    await driver.wait(lambda: driver.answers["left", 0].finish_reason == "cancelled")
+    await driver.wait_until(lambda: replay.streams == 0)
+
+
+async def test_an_unhealthy_server_is_lost(replay: ChatReplay) -> None:
+    engine = engines.create(settings(replay, profile="vllm", health_limit_s=0.3))
+    assert isinstance(engine, ChatServerEngine)
+    await engine.start()
+    replay.is_healthy = False
+    with pytest.raises(EngineDiedError, match="500"):
+        await Driver(engine).run()
+    await engine.stop()
