@@ -46,7 +46,8 @@ WITH_LIMITS: Final = (
     errors.LimitsUnavailable, errors.ContextLengthExceeded,
 )  # fmt: skip
 OF_JOBS: Final = (
-    *WITH_LIMITS, errors.IdempotencyKeyReused, errors.AnswerNotKept, errors.IdempotencyKeyBusy, errors.RequestFailed,
+    *WITH_LIMITS, errors.HostedNotAllowed, errors.IdempotencyKeyReused, errors.AnswerNotKept, errors.IdempotencyKeyBusy,
+    errors.RequestFailed,
 )  # fmt: skip
 OF_ADMINS: Final = (
     *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.ForeignOrigin, errors.UnknownObject, errors.NameInUse,
