@@ -60,7 +60,8 @@ class ModelSettings(Settings):
     reasoning_parser: Annotated[str, _one_of(REASONING_FORMATS)] | None = None
     # Whether the text of a control token in a message becomes the token. Then a caller can forge turns of others.
     control_tokens_in_content: bool = False
-    # Whether keywords of JSON schemas that no grammar can enforce ("not", "uniqueItems", …) are ignored, not refused.
+    # Whether keywords of JSON schemas that no grammar can enforce ("not", "uniqueItems", …) are checked when an answer
+    # has been made, not refused.
     lenient_schemas: bool = False
     price: PriceSettings | None = None  # what callers are charged; None: nothing, and budgets do not count it
 

@@ -13,6 +13,7 @@ import msgspec
 from gateway.api.details import NO_DETAILS, Details
 from gateway.api.logprobs import CompletionLogprobs, chat_pieces, prompt_logprobs
 from gateway.api.parsed import finish_reason_of, parsed_message, reasoning_tokens, with_reasoning_tokens
+from gateway.api.schema_check import SchemaCheck, calls_of
 from gateway.api.sse import answer_head, encode_json
 from gateway.dispatch.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_logprobs
 from gateway.tools.dialect import AnswerForm, AnswerParser
@@ -98,10 +99,14 @@ def chat_answer(
     usage: dict[str, Any],
     details: Details = NO_DETAILS,
     form: AnswerForm | None = None,
+    check: SchemaCheck | None = None,
 ) -> WholeAnswer:
-    """A ``chat.completion`` body; ``form``: how the answers are read where they are more than text."""
+    """A ``chat.completion`` body; ``form``: how the answers are read where they are more than text.
+
+    ``check``: what they are checked against.
+    """
     parsers = [form.parser() if form else None for _ in gathered]
-    rows = [_chat_row(index, *one, details) for index, one in enumerate(zip(gathered, parsers, strict=True))]
+    rows = [_chat_row(index, *one, details, check) for index, one in enumerate(zip(gathered, parsers, strict=True))]
     if form is not None and form.dialect.has_reasoning:
         read = [(parser.reasoning, choice.frames) for choice, parser in zip(gathered, parsers, strict=True) if parser]
         usage = with_reasoning_tokens(usage, sum(reasoning_tokens(*one) for one in read))
@@ -119,13 +124,17 @@ def told_choice(text: str, finish_reason: str | None, parser: AnswerParser | Non
     return {"message": message, "finish_reason": finish_reason_of(finish_reason, message)}
 
 
-def _chat_row(index: int, choice: Gathered, parser: AnswerParser | None, details: Details) -> dict[str, Any]:
+def _chat_row(
+    index: int, choice: Gathered, parser: AnswerParser | None, details: Details, check: SchemaCheck | None
+) -> dict[str, Any]:
     told = told_choice(*choice.told, parser)
+    message = told["message"]
     return {
         "index": index,
-        "message": told["message"],
+        "message": message,
         "logprobs": _LOGPROBS_HERE if choice.logprobs else None,
         "finish_reason": told["finish_reason"],
+        **(check.told(message["content"], calls_of(message), told["finish_reason"]) if check else {}),
         **_own_token_ids(choice, details),
     }
 
@@ -168,7 +177,9 @@ def completion_answer(
     return WholeAnswer(marked, logprobs, [told for prompt in prompts for told in prompt.told])
 
 
-def completion_rows(gathered: Sequence[Gathered], details: Details = NO_DETAILS) -> CompletionRows:
+def completion_rows(
+    gathered: Sequence[Gathered], details: Details = NO_DETAILS, check: SchemaCheck | None = None
+) -> CompletionRows:
     """The choices of one prompt."""
     of_prompt = _of_prompt(gathered[0], details)
     has_logprobs = [bool(choice.logprobs) or details.echo_logprobs is not None for choice in gathered]
@@ -178,6 +189,7 @@ def completion_rows(gathered: Sequence[Gathered], details: Details = NO_DETAILS)
             "text": details.echo + "".join(choice.texts),
             "logprobs": _LOGPROBS_HERE if has else None,
             "finish_reason": choice.finish_reason,
+            **(check.told("".join(choice.texts), [], choice.finish_reason) if check else {}),
             **_own_token_ids(choice, details),
             **of_prompt,
         }

@@ -29,6 +29,7 @@ from gateway.api.schema import (
     parse_chat,
     parse_completion,
 )
+from gateway.api.schema_check import CheckedChunks, SchemaCheck
 from gateway.api.sse import ChatChunks, Chunks, CompletionChunks
 from gateway.api.token_ids import with_token_ids
 from gateway.dispatch.mailbox import AnyTokens
@@ -97,7 +98,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         self.request = parse_chat(body)
         self._details = NO_DETAILS
         self._form: AnswerForm | None = None  # of answers that are more than text
-        self._lenient_schemas = False
+        self._check: SchemaCheck | None = None  # where what no grammar enforces is left out
 
     @property
     def message_count(self) -> int:
@@ -118,17 +119,17 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         prompt_ids = truncated(request, prompt_ids, tokens.context_length)
         self._details = details_of(request, prompt_ids)
         self._form = answer_form(tokens, request, prompt_ids)
-        self._lenient_schemas = tokens.lenient_schemas
+        self._check = SchemaCheck() if tokens.lenient_schemas else None
         return prompt_ids
 
     def sampling(self, max_tokens: int) -> Sampling:
         """See Call."""
-        sampling = sampling_of(self.request, max_tokens, lenient_schemas=self._lenient_schemas)
+        sampling = sampling_of(self.request, max_tokens, self._check)
         form = self._form
         if form is None:
             return sampling
         skip_special_tokens = sampling.skip_special_tokens and not form.dialect.has_special_marks
-        grammar = grammar_of(form, self.request, sampling.grammar, lenient_schemas=self._lenient_schemas)
+        grammar = grammar_of(form, self.request, sampling.grammar, self._check)
         return replace(sampling, grammar=grammar, skip_special_tokens=skip_special_tokens)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
@@ -147,6 +148,8 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             else ParsedChatChunks(answer_id, created, request.model, form=self._form, **shape)
         )
         chunks = with_running_usage(chunks, request, self._details)
+        if self._check:
+            chunks = CheckedChunks(chunks, self._check, choices=choices)
         return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=False)
 
     async def whole(
@@ -161,6 +164,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             usage=usage,
             details=self._details,
             form=self._form,
+            check=self._check,
         )
 
     def told(self, text: str, finish_reason: str) -> dict[str, Any]:
@@ -181,7 +185,7 @@ class CompletionCall(JobCall[CompletionRequest]):
         self.prompt_param = "prompt"
         self.first_index = 0  # see Details
         self._details = NO_DETAILS
-        self._lenient_schemas = False
+        self._check: SchemaCheck | None = None  # where what no grammar enforces is left out
 
     def parts(self) -> list["CompletionCall"]:
         """A call for each prompt, in their order."""
@@ -212,12 +216,12 @@ class CompletionCall(JobCall[CompletionRequest]):
             is_whole = len(prompt_ids) == len(given_ids)
             echo = prompt if isinstance(prompt, str) and is_whole else await tokens.decode(prompt_ids)
         self._details = details_of(request, prompt_ids, echo, first_index=self.first_index)
-        self._lenient_schemas = tokens.lenient_schemas
+        self._check = SchemaCheck() if tokens.lenient_schemas else None
         return prompt_ids
 
     def sampling(self, max_tokens: int) -> Sampling:
         """See Call."""
-        return sampling_of(self.request, max_tokens, lenient_schemas=self._lenient_schemas)
+        return sampling_of(self.request, max_tokens, self._check)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """See Call."""
@@ -232,6 +236,8 @@ class CompletionCall(JobCall[CompletionRequest]):
             details=self._details,
         )
         chunks = with_running_usage(chunks, request, self._details)
+        if self._check:
+            chunks = CheckedChunks(chunks, self._check, choices=choices, echo_chars=len(self._details.echo))
         return with_token_ids(chunks, self._details, choices=choices, prompt_in_choice=True)
 
     async def whole(
@@ -242,7 +248,7 @@ class CompletionCall(JobCall[CompletionRequest]):
 
     async def rows(self, frames: Iterable[AnyTokens]) -> CompletionRows:
         """The choices of an answer that is not streamed."""
-        return completion_rows(await gather(frames, self.request.n or 1), self._details)
+        return completion_rows(await gather(frames, self.request.n or 1), self._details, self._check)
 
     def whole_of(
         self, answer_id: str, created: int, prompts: Sequence[CompletionRows], usage: dict[str, Any]

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from gateway.api.errors import InvalidParameter
 from gateway.api.json_schema import enforceable_schema
 from gateway.api.schema import ChatCompletionRequest
+from gateway.api.schema_check import SchemaCheck
 from gateway.api.tool_fields import NamedTool, ToolDefinition, callable_tools
 from gateway.tokens.model_tokens import ModelTokens
 from gateway.tools.dialect import AnswerForm
@@ -62,7 +63,7 @@ def answer_form(tokens: ModelTokens, request: ChatCompletionRequest, prompt_ids:
 
 
 def grammar_of(
-    form: AnswerForm, request: ChatCompletionRequest, content: Grammar | None, *, lenient_schemas: bool
+    form: AnswerForm, request: ChatCompletionRequest, content: Grammar | None, check: SchemaCheck | None
 ) -> Grammar | None:
     """What forces the answers; ``content``: what those must look like that are no calls.
 
@@ -71,7 +72,7 @@ def grammar_of(
     """
     must_call = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
     tools = tuple(
-        replace(tool, schema=enforceable_schema(tool.schema, "tools", lenient=lenient_schemas))
+        replace(tool, schema=enforceable_schema(tool.schema, "tools", check, tool.name))
         if must_call or tool.is_strict
         else tool
         for tool in form.tools

@@ -1,4 +1,4 @@
-"""What of a JSON schema no grammar can enforce: refused by name, or left out where the model's settings are lenient."""
+"""What of a JSON schema no grammar can enforce: refused by name, or left for later where settings are lenient."""
 
 import json
 import re
@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from gateway.api.errors import InvalidParameter
+from gateway.api.schema_check import SchemaCheck
 from protocol.grammar import Grammar
 
 # What a value must be as a whole, which cannot be said of its beginning (llguidance refuses all of them).
@@ -24,27 +25,34 @@ _SCHEMAS: Final = frozenset({"items", "additionalProperties", "additionalItems"}
 _PERHAPS: Final = re.compile("|".join(f'"{word}"' for word in sorted(UNENFORCEABLE)))
 
 
-def enforceable(grammar: Grammar | None, *, lenient: bool) -> Grammar | None:
-    """The grammar without what no grammar can enforce. Raises InvalidParameter for that, unless ``lenient``."""
+def enforceable(grammar: Grammar | None, check: SchemaCheck | None) -> Grammar | None:
+    """The grammar without what none can enforce: ``check`` gets that. Raises InvalidParameter where it is None."""
     if grammar is None or grammar.kind != "json_schema" or not _PERHAPS.search(grammar.source):
         return grammar
     try:
         schema = json.loads(grammar.source)
     except (ValueError, RecursionError):  # the engine says what is wrong with it
         return grammar
-    kept = enforceable_schema(schema, grammar.field, lenient=lenient)
+    kept = enforceable_schema(schema, grammar.field, check)
     return Grammar(grammar.kind, json.dumps(kept), grammar.field)
 
 
-def enforceable_schema(schema: Any, field: str, *, lenient: bool) -> Any:  # noqa: ANN401  # a schema, as it came
-    """The same of a schema; ``field`` of the request holds it."""
+def enforceable_schema(
+    schema: Any,  # noqa: ANN401  # as it came
+    field: str,
+    check: SchemaCheck | None,
+    tool: str | None = None,
+) -> Any:  # noqa: ANN401
+    """The same of a schema; ``field`` of the request holds it. ``tool``: whose arguments it is of."""
     left_out: set[str] = set()
     try:
         kept = _kept(schema, left_out)
     except RecursionError as error:
         raise InvalidParameter(f"The schema in '{field}' is nested too deeply.", param=field) from error
-    if left_out and not lenient:
+    if left_out and check is None:
         raise InvalidParameter(_refusal(left_out), param=field, code="unsupported_schema_keyword")
+    if left_out and check is not None:
+        check.add(schema, tool)
     return kept
 
 
@@ -52,7 +60,7 @@ def _refusal(words: Collection[str]) -> str:
     named = ", ".join(f"'{word}'" for word in sorted(words))
     return (
         f"The schema's {named} cannot be enforced while an answer is made. Leave it out, or have the operator set"
-        " lenient_schemas for this model: then it is ignored, and yours to check."
+        " lenient_schemas for this model: then answers are made without, and checked."
     )
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from gateway.api.json_schema import enforceable
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from gateway.api.schema_check import SchemaCheck
 from protocol.messages import Sampling
 
 _SAME_NAME = (
@@ -30,8 +31,8 @@ def requested_max_tokens(request: GenerationRequest) -> tuple[str, int] | None:
     return None if request.max_tokens is None else ("max_tokens", request.max_tokens)
 
 
-def sampling_of(request: GenerationRequest, max_tokens: int, *, lenient_schemas: bool = False) -> Sampling:
-    """The wire form of a request's sampling fields. ``lenient_schemas``: see ``json_schema``; raises as it does."""
+def sampling_of(request: GenerationRequest, max_tokens: int, check: SchemaCheck | None = None) -> Sampling:
+    """The wire form of a request's sampling fields. ``check``: see ``json_schema``; raises as it does."""
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     if request.top_k is not None and request.top_k > 0:
         given["top_k"] = request.top_k
@@ -46,7 +47,7 @@ def sampling_of(request: GenerationRequest, max_tokens: int, *, lenient_schemas:
     return Sampling(
         max_tokens=max_tokens,
         logprobs=_logprobs(request),
-        grammar=enforceable(request.grammar, lenient=lenient_schemas),
+        grammar=enforceable(request.grammar, check),
         prompt_logprobs=wanted_of_prompt(request),
         **given,
     )

@@ -204,11 +204,16 @@ async def test_schemas_of_tools_that_cannot_be_forced(start_model: StartModel) -
     tools = [{"type": "function", "function": function}]
     ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": tools}
     gateway = await start_model(HERMES_STYLE, lenient_schemas=True)
-    worker = await gateway.add_worker(script=says("{}"))
-    await gateway.client().chat.completions.create(**ask, tool_choice="required")
+    worker = await gateway.add_worker(script=says('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'))
+    answer = await gateway.client().chat.completions.create(**ask, tool_choice="required")
     grammar = worker.attempts[0].job.sampling.grammar
     assert grammar is not None
     assert '"not"' not in grammar.source
+    [told] = answer.choices[0].schema_errors  # type: ignore[attr-defined]
+    assert "not" in told
+    stream = await gateway.client().chat.completions.create(**ask, tool_choice="required", stream=True)
+    ends = [chunk.choices[0] async for chunk in stream if chunk.choices and chunk.choices[0].finish_reason]
+    assert [end.schema_errors for end in ends] == [[told]]
 
 
 async def test_what_is_cut_off_or_no_call(start_model: StartModel) -> None:
