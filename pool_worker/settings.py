@@ -1,7 +1,7 @@
 """What a worker is told: frozen, validated, passed down. Nothing below reads the environment."""
 
 import shlex
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -151,6 +151,23 @@ class ServerEngineSettings(ConnectionSettings):
         return self
 
 
+class VllmInProcessSettings(Settings):
+    """vLLM's engine without its server: AsyncLLM in the worker's own process (docs/ENGINES.md)."""
+
+    kind: Literal["vllm_inprocess"]
+    model: str  # a model's folder, or its name on the Hugging Face hub
+    tokenizer: str = Field(default_factory=lambda known: known["model"])  # a folder, where `model` is none
+    revision: Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")] | None = None  # as ServerEngineSettings.revision
+    max_model_len: PositiveInt | None = None  # None, here and below: what vLLM finds
+    max_sequences: PositiveInt | None = None
+    max_kv_tokens: PositiveInt | None = None
+    engine_args: dict[str, Any] = {}  # of vLLM's AsyncEngineArgs, by their names: tensor_parallel_size, quantization, …
+    silence_s: PositiveSeconds = 60.0  # how long a stream may be silent, before its first token too
+
+
+TokenServerSettings = ServerEngineSettings | VllmInProcessSettings  # those whose tokens are asked of another's engine
+
+
 class ChatEngineSettings(ConnectionSettings):
     """A server or a hosted API that takes messages and gives no token ids (docs/ENGINES.md)."""
 
@@ -187,7 +204,7 @@ class OpenAIChatSettings(ChatEngineSettings):
 AnyChatSettings = OpenAIChatSettings  # those of pools that take messages
 
 EngineSettings = Annotated[
-    LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings | OpenAIChatSettings,
+    LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings | VllmInProcessSettings | OpenAIChatSettings,
     Field(discriminator="kind"),
 ]
 

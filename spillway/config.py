@@ -42,6 +42,7 @@ from pool_worker.settings import (
     OpenAIChatSettings,
     ScriptedEngineSettings,
     ServerEngineSettings,
+    VllmInProcessSettings,
     WorkerSettings,
 )
 from protocol.telemetry import TelemetrySettings
@@ -59,6 +60,7 @@ _ENGINES: Final[dict[str, type[BaseModel]]] = {
     "auto": ServerEngineSettings,
     "vllm": ServerEngineSettings,
     "llamacpp": ServerEngineSettings,
+    "vllm_inprocess": VllmInProcessSettings,
     "sglang": ServerEngineSettings,
     "openai_chat": OpenAIChatSettings,
 }

@@ -1,5 +1,7 @@
 """Engines a worker can run: the plug point's registry."""
 
+from functools import partial
+
 from pool_worker.engines.base import AnyEngine
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.settings import (
@@ -8,6 +10,7 @@ from pool_worker.settings import (
     EngineSettings,
     ScriptedEngineSettings,
     ServerEngineSettings,
+    VllmInProcessSettings,
 )
 
 
@@ -21,8 +24,14 @@ def create(settings: EngineSettings) -> AnyEngine:
 
             return SideCarEngine(settings, create)
         from pool_worker.engines.server import ServerEngine  # noqa: PLC0415 - brings an HTTP client
+        from pool_worker.engines.token_source import HttpSource  # noqa: PLC0415 - likewise
 
-        return ServerEngine(settings)
+        return ServerEngine(settings, partial(HttpSource, settings))
+    if isinstance(settings, VllmInProcessSettings):
+        from pool_worker.engines.server import ServerEngine  # noqa: PLC0415 - likewise
+        from pool_worker.engines.vllm_inprocess import VllmInProcess  # noqa: PLC0415 - likewise
+
+        return ServerEngine(settings, partial(VllmInProcess, settings))
     if isinstance(settings, ChatEngineSettings):
         from pool_worker.engines.chat_server import ChatServerEngine  # noqa: PLC0415 - likewise
 

@@ -1,12 +1,12 @@
-"""An inference server behind a URL as an engine: token ids in, token ids out, so that nothing is lost on the way.
+"""An inference server as an engine: token ids in, token ids out, so that nothing is lost on the way.
 
-    submit ──> one stream a choice (POST, server-sent events) ──token ids──> text, stop conditions ──> steps
+    submit ──> one stream a choice, of a ``TokenSource`` ──token ids──> text, stop conditions ──> steps
 
 The server only makes tokens; one that takes or gives text is understood by ``text_tokens``. The tokens' text, stop
 strings, the count and the end are made here, as for our own engine, so that a choice can go on at any other pool of the
-model from the very tokens it has. What differs between servers is in ``formats``; the way to it, its limits and faults
-are in ``server_connection``. A server that does not answer, or that makes no tokens for any of its streams, is lost
-(EngineDiedError), and the worker's jobs go elsewhere.
+model from the very tokens it has. How the server is reached is in ``token_source`` (by its URL) and ``vllm_inprocess``.
+A server that does not answer, or that makes no tokens for any of its streams, is lost (EngineDiedError), and the
+worker's jobs go elsewhere.
 """
 
 import asyncio
@@ -14,11 +14,9 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
-from urllib.parse import quote
+from typing import Final, Literal
 
 from engine.admission import check_request
 from engine.detokenizer import TokenText
@@ -27,14 +25,13 @@ from engine.pooling_types import PoolingRequest
 from engine.step_stats import StepStats
 from engine.types import EngineCounters, EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
-from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.formats.base import Ask, Delta, ServerFacts, done_here, refuse_unknown
-from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_choice import ServerChoice
-from pool_worker.engines.server_connection import AttemptFailed, ServerConnection
+from pool_worker.engines.server_connection import AttemptFailed
 from pool_worker.engines.text_tokens import TextTokens, UnwritableError
+from pool_worker.engines.token_source import TokenSource
 from pool_worker.engines.tokenizer_folder import TokenizerFolder, TokenizerFolderError
-from pool_worker.settings import ServerEngineSettings
+from pool_worker.settings import TokenServerSettings
 from protocol.artifacts import tokenizer_object_name
 from protocol.chat import CountedBy
 from protocol.messages import PROTOCOL_VERSION, ModelCard
@@ -47,19 +44,22 @@ log = logging.getLogger(__name__)
 class ServerEngine:
     """See the module; the order of life is that of ``base.Engine``."""
 
-    def __init__(self, settings: ServerEngineSettings) -> None:
+    def __init__(
+        self, settings: TokenServerSettings, source_of: Callable[[Callable[[str], None]], TokenSource]
+    ) -> None:
+        """``source_of`` makes the way to the server; it is given what to call, with the reason, where that is lost."""
         self.name: str = settings.kind
         self._settings = settings
-        self._format = FORMATS[settings.kind]
-        self._connection = ServerConnection(settings, self._lose)
+        self._source = source = source_of(self._lose)
+        self._abilities = source.abilities
         self._tokenizer: TokenizerFolder
         self._tokens: TokenText
         self._info: EngineInfo
         self._facts: ServerFacts
         self._text: TextTokens | None = None  # where the server is asked in text
-        self.takes: Literal["ids", "text"] = self._format.asked_in
+        self.takes: Literal["ids", "text"] = self._abilities.asked_in
         self.continues = True  # answers that another worker has begun
-        self.counted_by: CountedBy = "engine" if self._format.answers_in == "ids" else "estimate"
+        self.counted_by: CountedBy = "engine" if self._abilities.answers_in == "ids" else "estimate"
         self.honoured: frozenset[str]  # fields of SamplingParams that are honoured
         self._places: asyncio.Semaphore
         self._tasks: dict[str, dict[ServerChoice, asyncio.Task[None]]] = {}  # by request
@@ -83,19 +83,19 @@ class ServerEngine:
         except TokenizerFolderError as error:
             raise EngineDiedError(f"engine.tokenizer: {error}") from error
         self._tokens = TokenText(self._tokenizer)
-        if self._format.asked_in == "text":
+        if self._abilities.asked_in == "text":
             self._text = await asyncio.to_thread(self._learn_text)
             self.continues = self._may_continue(self._text)
-        self._facts = await self._learn_facts()
-        self.honoured = done_here(self._format.answers_in) | (self._facts.honoured or self._format.honoured)
-        length = settings.max_model_len or self._facts.max_model_len
+        self._facts = facts = await self._source.start()
+        self.honoured = done_here(self._abilities.answers_in) | (facts.honoured or self._abilities.honoured)
+        length = settings.max_model_len or facts.max_model_len
         if length is None:
-            raise EngineDiedError(f"engine.max_model_len: required, since {settings.url} does not tell")
-        sequences = settings.max_sequences or self._facts.max_sequences or 64
-        kv_tokens = settings.max_kv_tokens or sequences * length
+            raise EngineDiedError(f"engine.max_model_len: required, since {self._source.place} does not tell")
+        sequences = settings.max_sequences or facts.max_sequences or 64
+        kv_tokens = settings.max_kv_tokens or facts.max_kv_tokens or sequences * length
         self._places = asyncio.Semaphore(sequences)
         self._info = EngineInfo(
-            model=self._facts.model,
+            model=facts.model,
             max_model_len=length,
             max_sequences=sequences,
             kv_tokens=kv_tokens,
@@ -109,39 +109,27 @@ class ServerEngine:
         log.info(
             "%s at %s serves %s: %d sequences of %d tokens",
             self.name,
-            settings.url,
-            self._facts.model,
+            self._source.place,
+            facts.model,
             sequences,
             length,
         )
-        self._watching = asyncio.create_task(self._connection.watch(self._format.health_path), name="server health")
+        self._watching = asyncio.create_task(self._source.watch(), name="server health")
         return Capacity(sequences, kv_tokens, length)
 
     def _learn_text(self) -> TextTokens:
-        text = TextTokens(self._tokenizer, self._tokens, adds_bos=self._settings.adds_bos)
-        if self._format.answers_in == "text" and not text.can_write():
+        text = TextTokens(self._tokenizer, self._tokens, adds_bos=self._source.adds_bos)
+        if self._abilities.answers_in == "text" and not text.can_write():
             raise EngineDiedError(f"engine.tokenizer: {self._settings.tokenizer} cannot say every text in tokens")
         return text
 
     def _may_continue(self, text: TextTokens) -> bool:
-        if self._settings.continues is not None:
-            return self._settings.continues
-        return self._format.answers_in == "ids" or self._format.keeps_blanks or text.keeps_blanks()
-
-    async def _learn_facts(self) -> ServerFacts:
-        settings = self._settings
-        if settings.model is None and "{model}" in self._format.facts_path:
-            raise EngineDiedError(f"engine.model: required for {self.name}")
-        path = _path(self._format.facts_path, settings.model or "")
-        answer = await self._connection.wait_until_ready(self._format.health_path, path)
-        try:
-            facts = self._format.facts(answer, settings.model)
-        except MalformedEvent as error:
-            raise EngineDiedError(f"{settings.url} is no {self.name} server: {error}") from error
-        return facts if settings.honours is None else replace(facts, honoured=frozenset(settings.honours))
+        if self._source.continues is not None:
+            return self._source.continues
+        return self._abilities.answers_in == "ids" or self._abilities.keeps_blanks or text.keeps_blanks()
 
     def _lose(self, reason: str) -> None:
-        self._death = EngineDiedError(f"{self._settings.url} is lost: {reason}")
+        self._death = EngineDiedError(f"{self._source.place} is lost: {reason}")
         self._changed.set()
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
@@ -188,7 +176,7 @@ class ServerEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._connection.close()
+        await self._source.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +205,7 @@ class ServerEngine:
             raise RequestRejected("request_id", f"{request.request_id!r} is already running")
         check_request(request, self._info)
         params = request.sampling
-        refuse_unknown(params, self.honoured, self._format.grammars, self.name)
+        refuse_unknown(params, self.honoured, self._abilities.grammars, self.name)
         if params.grammar is not None and any(point.token_ids for point in request.resume):
             # The server would begin the grammar anew in the middle of the answer.
             raise RequestRejected(params.grammar.field, "this pool's server cannot go on with a half-made answer to it")
@@ -263,15 +251,13 @@ class ServerEngine:
         finally:
             self._waiting -= 1
         with self._place_of(choice):
-            body = self._format.body(self._ask(choice))
-            path = _path(self._format.generate_path, self._facts.model)
-            await self._connection.stream(path, body, self._format.framing, lambda event: self._read(choice, event))
+            await self._source.stream(self._ask(choice), lambda delta: self._take(choice, delta))
 
     def _ask(self, choice: ServerChoice) -> Ask:
         if choice.is_resumed and not self.continues:
             raise AttemptFailed("this pool's server may lose a blank where it goes on with a text")
         try:
-            return choice.ask(self._facts, self._info.max_model_len, self._text, self._format.answers_in)
+            return choice.ask(self._facts, self._info.max_model_len, self._text, self._abilities.answers_in)
         except UnwritableError as error:
             raise AttemptFailed(str(error)) from error
 
@@ -286,21 +272,13 @@ class ServerEngine:
             self._running.discard(choice)
             self._places.release()
 
-    def _read(self, choice: ServerChoice, event: Mapping[str, Any]) -> bool:
-        """Take one event; return whether the choice has ended."""
-        self._take(choice, self._format.read(event, choice.streamed_tokens))
-        return choice.text.finish_reason is not None
-
-    def _take(self, choice: ServerChoice, delta: Delta) -> None:
+    def _take(self, choice: ServerChoice, delta: Delta) -> bool:
+        """Take what is told; return whether the choice has ended."""
         output = choice.take(delta)
-        if output is None:
-            return
-        if output.token_ids:
-            self._stats.tokens_came([choice.clock], time.monotonic())
-            self._stats.step_tokens.observe(len(output.token_ids))
-            self._counters.generated_tokens += len(output.token_ids)
-        self._put(output)
-
-
-def _path(template: str, model: str) -> str:
-    return template.replace("{model}", quote(model, safe=""))
+        if output is not None:
+            if output.token_ids:
+                self._stats.tokens_came([choice.clock], time.monotonic())
+                self._stats.step_tokens.observe(len(output.token_ids))
+                self._counters.generated_tokens += len(output.token_ids)
+            self._put(output)
+        return choice.text.finish_reason is not None

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from engine.types import Grammar
 from pool_worker.engines.formats import FORMATS
-from pool_worker.engines.formats.base import done_here
+from pool_worker.engines.formats.base import Abilities, done_here
+from pool_worker.engines.vllm_inprocess import VllmInProcess
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "ENGINES.md"
 BEGIN: Final = "<!-- matrix: python -m tests.conformance.matrix -->\n"
@@ -64,7 +65,7 @@ class Column:
     asked_in: str
     answers_in: str
     goes_on_by: str  # what a begun answer is handed over as
-    known: frozenset[str]  # fields of SamplingParams that are honoured
+    known: frozenset[str]  # fields of SamplingParams that are honoured, whoever does it
     grammars: frozenset[str]
 
     def says(self, field: str) -> str:
@@ -74,17 +75,20 @@ class Column:
 
 def columns() -> list[Column]:
     """Every kind of server that is asked in token ids or in text."""
+    asked: list[tuple[str, str, type[Abilities]]]
+    asked = [(kind, f"`{wire.generate_path}`", wire) for kind, wire in FORMATS.items()]
+    asked.insert(1, ("vllm_inprocess", "`AsyncLLM.generate`", VllmInProcess.abilities))
     return [
         Column(
             kind=kind,
-            asked_at=f"`{wire.generate_path}`",
-            asked_in=wire.asked_in,
-            answers_in=wire.answers_in,
-            goes_on_by=wire.asked_in,
-            known=done_here(wire.answers_in) | wire.honoured,
-            grammars=wire.grammars,
+            asked_at=asked_at,
+            asked_in=abilities.asked_in,
+            answers_in=abilities.answers_in,
+            goes_on_by=abilities.asked_in,
+            known=done_here(abilities.answers_in) | abilities.honoured,
+            grammars=abilities.grammars,
         )
-        for kind, wire in FORMATS.items()
+        for kind, asked_at, abilities in asked
     ]
 
 

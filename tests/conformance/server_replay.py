@@ -18,6 +18,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from pool_worker.engines.formats import FORMATS
 from tests.conformance.replay_events import EVENTS
+from tests.conformance.vllm_replay import VllmReplay
 
 CONTEXT: Final = 200
 SLOTS: Final = 4
@@ -122,15 +123,19 @@ def running(replay: Replay) -> Iterator[Replay]:
         listener.close()
 
 
+AnyReplay = Replay | VllmReplay
+
+
 @contextlib.contextmanager
-def running_on_demand() -> Iterator[Callable[[str], Replay]]:
+def running_on_demand() -> Iterator[Callable[[str], Any]]:
     """Give one server of each kind that is asked for, as new, and end them all together."""
     with contextlib.ExitStack() as stack:
-        replays: dict[str, Replay] = {}
+        replays: dict[str, AnyReplay] = {}
 
-        def of(kind: str) -> Replay:
+        def of(kind: str) -> AnyReplay:
             if kind not in replays:
-                replays[kind] = stack.enter_context(running(Replay(kind)))
+                is_here = kind == VllmReplay.kind
+                replays[kind] = stack.enter_context(VllmReplay().installed() if is_here else running(Replay(kind)))
             replay = replays[kind]
             replay.faults.clear()
             replay.bodies.clear()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
 from engine import LLMEngine
@@ -18,9 +19,17 @@ from pool_worker import engines
 from pool_worker.engines.base import Capacity, Engine, EngineDiedError
 from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.server import ServerEngine
-from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, ServerEngineSettings
+from pool_worker.settings import (
+    EngineSettings,
+    LocalEngineSettings,
+    ScriptedEngineSettings,
+    ServerEngineSettings,
+    TokenServerSettings,
+    VllmInProcessSettings,
+)
 from protocol.artifacts import tokenizer_object_name
-from tests.conformance.server_replay import Replay, running_on_demand
+from tests.conformance.server_replay import AnyReplay, Replay, running_on_demand
+from tests.conformance.vllm_replay import VllmReplay
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
 
 WAIT_S = 60
@@ -137,7 +146,13 @@ def replay_of() -> Iterator[Callable[[str], Replay]]:
         yield replay_of
 
 
-def server_settings(replay: Replay, tokenizer: str, **more: Any) -> ServerEngineSettings:
+ASKED = (*FORMATS, VllmReplay.kind)  # kinds of engines that ask others for tokens
+
+
+def server_settings(replay: AnyReplay, tokenizer: str, **more: Any) -> TokenServerSettings:
+    if isinstance(replay, VllmReplay):
+        sizes = {"max_sequences": MAX_SEQUENCES, "max_model_len": MAX_MODEL_LEN}
+        return VllmInProcessSettings(kind="vllm_inprocess", model=tokenizer, **{**sizes, **more})
     known = {
         "max_sequences": MAX_SEQUENCES,
         "model": "replay" if replay.kind == "triton" else None,
@@ -147,13 +162,14 @@ def server_settings(replay: Replay, tokenizer: str, **more: Any) -> ServerEngine
     return ServerEngineSettings(kind=replay.kind, url=replay.url, tokenizer=tokenizer, **known)
 
 
-@pytest.fixture(params=["real"] if REAL_SERVER else ["scripted", "spillway", *FORMATS])
+@pytest.fixture(params=["real"] if REAL_SERVER else ["scripted", "spillway", *ASKED])
 def settings(request: pytest.FixtureRequest) -> EngineSettings:
     if request.param == "real":
-        return ServerEngineSettings(max_sequences=MAX_SEQUENCES, max_model_len=MAX_MODEL_LEN, **REAL_SERVER)
-    if request.param not in FORMATS:
+        sizes = {"max_sequences": MAX_SEQUENCES, "max_model_len": MAX_MODEL_LEN}
+        return TypeAdapter[EngineSettings](EngineSettings).validate_python({**sizes, **REAL_SERVER})
+    if request.param not in ASKED:
         return _own_settings(request)
-    replay: Replay = request.getfixturevalue("replay_of")(request.param)
+    replay: AnyReplay = request.getfixturevalue("replay_of")(request.param)
     replay.token_s = 0.003
     return server_settings(replay, request.getfixturevalue("model_folder"))
 

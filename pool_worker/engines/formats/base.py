@@ -40,6 +40,7 @@ class ServerFacts:
     model: str  # as the server calls it
     max_model_len: int | None = None  # prompt and output tokens of one sequence
     max_sequences: int | None = None  # that it runs at once
+    max_kv_tokens: int | None = None  # that its KV memory holds
     inputs: frozenset[str] = frozenset()  # what a request may have, by name
     honoured: frozenset[str] | None = None  # of the fields of SamplingParams; None: what the format says
 
@@ -80,18 +81,23 @@ class Ask:
 Medium = Literal["ids", "text"]
 
 
-class WireFormat(Protocol):
-    """One server's way to be asked."""
+class Abilities(Protocol):
+    """What can be asked of a server, in whatever way it is reached."""
 
     asked_in: Medium  # what the prompt is sent as
     answers_in: Medium  # what the answer comes as
     keeps_blanks: bool  # it is known to strip nothing from an answer in text
+    honoured: frozenset[str]  # the fields of SamplingParams that the server honours, beside what is done here
+    grammars: frozenset[str]  # the kinds of grammar that it can follow
+
+
+class WireFormat(Abilities, Protocol):
+    """One server's way to be asked by HTTP."""
+
     health_path: str
     facts_path: str  # GET; see ``facts``. Here and below, {model} stands for the model's name
     generate_path: str  # POST; answers with a stream of events
     framing: Framing
-    honoured: frozenset[str]  # the fields of SamplingParams that the server honours, beside what is done here
-    grammars: frozenset[str]  # the kinds of grammar that it can follow
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:

