@@ -201,10 +201,22 @@ class OpenAIChatSettings(ChatEngineSettings):
     api_version: str = "2024-10-21"  # of Azure OpenAI
 
 
-AnyChatSettings = OpenAIChatSettings  # those of pools that take messages
+class AnthropicSettings(ChatEngineSettings):
+    """Anthropic's Messages API."""
+
+    kind: Literal["anthropic"]
+    url: HttpAddress = "https://api.anthropic.com"
+    # The newer one knows no temperature, top_p and top_k; newer models do not either.
+    api_version: Literal["2026-10-21", "2023-06-01"] = "2026-10-21"
+    max_output_tokens: PositiveInt = 8192  # the API must be told a limit
+    thinks: bool = False  # whether it is asked to think as it sees fit, which is told as reasoning
+    continues: bool = False  # whether the model goes on with an assistant's message: newer ones do not
+
+
+AnyChatSettings = OpenAIChatSettings | AnthropicSettings  # those of pools that take messages
 
 EngineSettings = Annotated[
-    LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings | VllmInProcessSettings | OpenAIChatSettings,
+    LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings | VllmInProcessSettings | AnyChatSettings,
     Field(discriminator="kind"),
 ]
 

@@ -38,6 +38,7 @@ from gateway.settings import (
     TimeoutSettings,
 )
 from pool_worker.settings import (
+    AnthropicSettings,
     LocalEngineSettings,
     OpenAIChatSettings,
     ScriptedEngineSettings,
@@ -63,6 +64,7 @@ _ENGINES: Final[dict[str, type[BaseModel]]] = {
     "vllm_inprocess": VllmInProcessSettings,
     "sglang": ServerEngineSettings,
     "openai_chat": OpenAIChatSettings,
+    "anthropic": AnthropicSettings,
 }
 
 

@@ -35,6 +35,8 @@ REFUSED_STATUSES: Final = frozenset({400, 413, 422})  # about this request; all 
 _HEADERS: Final = {"content-type": "application/json", "accept": "text/event-stream, application/x-ndjson"}
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
+Meant = Callable[[int, Mapping[str, str], str], int]  # an error's status, headers and the head of its body → its status
+
 
 class AttemptFailed(Exception):
     """This server did not answer to the end; another may."""
@@ -44,11 +46,16 @@ class ServerConnection:
     """Streams of one server, and its health. ``lose`` is told once why the server is lost."""
 
     def __init__(
-        self, settings: ConnectionSettings, lose: Callable[[str], None], auth: httpx.Auth | None = None
+        self,
+        settings: ConnectionSettings,
+        lose: Callable[[str], None],
+        auth: httpx.Auth | None = None,
+        meant: Meant = lambda status, _headers, _text: status,
     ) -> None:
         """Open nothing yet. ``auth`` signs what is sent, where an API key as a bearer token is not enough."""
         self._settings = settings
         self._lose = lose
+        self._meant = meant
         key = settings.api_key
         self._client = httpx.AsyncClient(
             base_url=settings.url.rstrip("/"),
@@ -140,7 +147,7 @@ class ServerConnection:
         try:
             async with self._client.stream("POST", path, content=content, headers=_HEADERS) as response:
                 if response.status_code != httpx.codes.OK:
-                    return await _refused(response)
+                    return await self._refused(response)
                 reading = _Reading(response, self._settings.silence_s)
                 async for data in FRAMINGS[framing](reading.chunks()):
                     self._heard_s = reading.event_s = time.monotonic()
@@ -153,6 +160,18 @@ class ServerConnection:
         except (MalformedEvent, msgspec.DecodeError, ServerFailure, httpx.HTTPError) as error:
             raise AttemptFailed(self._fault(error)) from error
         raise AttemptFailed("the server's answer has no end")
+
+    async def _refused(self, response: httpx.Response) -> float:
+        """Return how long to wait for a busy server. Raises RequestRejected or AttemptFailed for all else."""
+        text = (await _head_of(response)).decode(errors="replace")
+        status = self._meant(response.status_code, response.headers, text)
+        if status in BUSY_STATUSES:
+            with contextlib.suppress(ValueError):
+                return min(MAX_BUSY_WAIT_S, max(0.0, float(response.headers.get("retry-after", BUSY_WAIT_S))))
+            return BUSY_WAIT_S
+        if status in REFUSED_STATUSES:
+            raise RequestRejected("model", f"this pool's server refused the request: {text}")
+        raise AttemptFailed(f"the server answered {status}: {text}")
 
     def _fault(self, error: Exception) -> str:
         """Say what went wrong with one stream; where that is all of the server's, it is lost."""
@@ -188,19 +207,6 @@ class _Reading:
             if time.monotonic() - self.event_s > self.silence_s and b"\n" not in chunk:
                 raise httpx.ReadTimeout("bytes that make no event")
             yield chunk
-
-
-async def _refused(response: httpx.Response) -> float:
-    """Return how long to wait for a busy server. Raises RequestRejected or AttemptFailed for all else."""
-    status = response.status_code
-    if status in BUSY_STATUSES:
-        with contextlib.suppress(ValueError):
-            return min(MAX_BUSY_WAIT_S, max(0.0, float(response.headers.get("retry-after", BUSY_WAIT_S))))
-        return BUSY_WAIT_S
-    text = (await _head_of(response)).decode(errors="replace")
-    if status in REFUSED_STATUSES:
-        raise RequestRejected("model", f"this pool's server refused the request: {text}")
-    raise AttemptFailed(f"the server answered {status}: {text}")
 
 
 async def _head_of(response: httpx.Response) -> bytes:

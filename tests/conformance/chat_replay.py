@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -51,6 +51,8 @@ def answer_text(messages: Sequence[Mapping[str, Any]]) -> str:
 class ChatReplay:
     """One server: its address, what it was asked, and the faults of its next requests."""
 
+    paths: ClassVar[tuple[str, ...]] = PATHS
+    media_type: ClassVar[str] = "text/event-stream"
     repeats_prefix: bool = False
     tells_usage: bool = True
     faults: deque[Fault] = field(default_factory=deque)
@@ -81,15 +83,15 @@ class ChatReplay:
             self.urls.append(str(request.url))
             if self.faults:
                 return self.faults.popleft()(request)
-            return StreamingResponse(self._paced(self.events(body)), media_type="text/event-stream")
+            return StreamingResponse(self._paced(self.events(body)), media_type=self.media_type)
 
         for path in ("/health", "/readyz", "/v1/models"):
             app.get(path)(health)
-        for path in PATHS:
+        for path in self.paths:
             app.post(path)(chat)
         return app
 
-    async def _paced(self, events: Sequence[str]) -> AsyncIterator[str]:
+    async def _paced(self, events: Sequence[str | bytes]) -> AsyncIterator[str | bytes]:
         self.streams += 1
         try:
             for event in events:
@@ -98,7 +100,7 @@ class ChatReplay:
         finally:
             self.streams -= 1
 
-    def events(self, body: Mapping[str, Any]) -> list[str]:
+    def events(self, body: Mapping[str, Any]) -> Sequence[str | bytes]:
         """The stream that answers a body."""
         messages = list(body["messages"])
         prefix = ""

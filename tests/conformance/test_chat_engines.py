@@ -96,6 +96,12 @@ def settings(replay: ChatReplay, **more: Any) -> OpenAIChatSettings:
 async def driving(replay: ChatReplay, **more: Any) -> AsyncIterator[Driver]:
     engine = engines.create(settings(replay, **more))
     assert isinstance(engine, ChatServerEngine)
+    async with driving_engine(engine) as driver:
+        yield driver
+
+
+@asynccontextmanager
+async def driving_engine(engine: ChatServerEngine) -> AsyncIterator[Driver]:
     driver = Driver(engine)
     await engine.start()
     running_steps = asyncio.create_task(driver.run())

@@ -8,9 +8,10 @@ yields the JSON object of each event, also where the wire is no text (AWS' event
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import httpx
+import msgspec
 from pydantic import SecretStr
 
 from engine.errors import RequestRejected
@@ -24,6 +25,7 @@ DONE_HERE: Final = frozenset({"n", "max_tokens"})
 WITHOUT_MEANING: Final = frozenset({"skip_special_tokens", "grammar"})
 
 EndReason = Literal["stop", "length", "content_filter"]
+Count = Annotated[int, msgspec.Meta(ge=0)]  # of tokens, as an API tells it
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,10 @@ class ChatFormat(Protocol):
 
     def auth(self) -> httpx.Auth | None:
         """Return what signs every request; None: the settings' API key goes as a bearer token."""
+        ...
+
+    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+        """Return the status that an error means by HTTP, where the API tells it by another."""
         ...
 
     def path(self, ask: ChatAsk) -> str:

@@ -51,6 +51,11 @@ class OpenAIChatFormat:
         header, key = self._profile.key_header, self._settings.api_key
         return None if header is None or key is None else HeaderAuth(header, key)
 
+    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+        """See ChatFormat."""
+        del headers, text
+        return status
+
     def path(self, ask: ChatAsk) -> str:
         """See ChatFormat."""
         path = self._profile.continued_path if _is_continued(ask) and self._profile.continued_path else None

@@ -1,0 +1,285 @@
+"""Anthropic's Messages API: ``POST /v1/messages``, a stream of named events.
+
+Its documentation: https://platform.claude.com/docs/en/api/messages and …/docs/en/build-with-claude/streaming; what its
+versions take: …/docs/en/api/versioning.
+"""
+
+from collections.abc import Generator, Mapping
+from typing import Any, Final
+
+import httpx
+import msgspec
+from pydantic import SecretStr
+
+from engine.errors import RequestRejected
+from pool_worker.engines.chat_formats.base import AnswerReader, ChatAsk, ChatDelta, Count, EndReason
+from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, schema_of
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.settings import AnthropicSettings
+from protocol.chat import Call, Chat, ChatUsage, Part, Tool
+
+MAX_TEMPERATURE: Final = 1.0
+_SAMPLED: Final = frozenset({"temperature", "top_p", "top_k"})  # until the version that took them away
+_EFFORTS: Final = frozenset({"low", "medium", "high", "xhigh", "max"})
+_ENDS: Final[dict[str, EndReason]] = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "tool_use": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "refusal": "content_filter",
+}
+_UNPAID: Final = "credit balance"  # in what a 400 says that is about the account
+
+
+class AnthropicFormat:
+    """See the module."""
+
+    framing: Framing = "server-sent events"
+    health_path: str | None = None
+    schemas = frozenset({"json_schema"})
+    takes_tools = True
+
+    def __init__(self, settings: AnthropicSettings) -> None:
+        """Speak the version that the settings name."""
+        self._settings = settings
+        self.continues = settings.continues
+        self.honoured = frozenset({"stop"}) | (_SAMPLED if settings.api_version == "2023-06-01" else frozenset())
+
+    def auth(self) -> httpx.Auth | None:
+        """See ChatFormat."""
+        return _VersionAndKey(self._settings.api_version, self._settings.api_key)
+
+    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+        """See ChatFormat."""
+        del headers
+        return 402 if status == 400 and _UNPAID in text else status
+
+    def path(self, ask: ChatAsk) -> str:
+        """See ChatFormat."""
+        del ask
+        return "/v1/messages"
+
+    def body(self, ask: ChatAsk) -> dict[str, Any]:
+        """See ChatFormat. Raises RequestRejected for what the API does not take."""
+        if (ask.chat.continues_last or ask.prefix) and not self.continues:
+            raise RequestRejected("continue_final_message", "this pool's API does not support it")
+        told = alternate(ask, _Blocks())
+        body: dict[str, Any] = {
+            "model": ask.model,
+            "max_tokens": ask.max_tokens or self._settings.max_output_tokens,
+            "messages": [{"role": role, "content": blocks} for role, blocks in told.messages],
+            "stream": True,
+        }
+        if told.system:
+            body["system"] = [{"type": "text", "text": text} for text in told.system]
+        return body | _sampling(ask) | _tools(ask.chat, told) | self._thinking(ask) | _output(ask.chat)
+
+    def _thinking(self, ask: ChatAsk) -> dict[str, Any]:
+        if ask.chat.reasoning_effort == "none":
+            return {"thinking": {"type": "disabled"}}
+        is_begun = ask.chat.continues_last or bool(ask.prefix)
+        must_call = ask.chat.tool_choice == "required" or ask.chat.only_tool is not None
+        if not self._settings.thinks or is_begun or must_call:  # with which the API does not let it think
+            return {}
+        return {"thinking": {"type": "adaptive", "display": "summarized"}}
+
+    def reader(self, ask: ChatAsk) -> AnswerReader:
+        """See ChatFormat."""
+        return _Reader(alternate(ask, _Blocks()).owed)
+
+
+class _VersionAndKey(httpx.Auth):
+    def __init__(self, version: str, key: SecretStr | None) -> None:
+        self._version = version
+        self._key = key
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["anthropic-version"] = self._version
+        if self._key is not None:
+            request.headers["x-api-key"] = self._key.get_secret_value()
+        yield request
+
+
+class _Blocks:
+    """The blocks of a message's content."""
+
+    def text(self, text: str) -> Block:
+        return {"type": "text", "text": text}
+
+    def call(self, call: Call, arguments: msgspec.Raw) -> Block:
+        return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+    def result(self, call: Call, text: str) -> Block:
+        return {"type": "tool_result", "tool_use_id": call.id, "content": text}
+
+
+def _sampling(ask: ChatAsk) -> dict[str, Any]:
+    """Return what the caller has set; what they have not is the API's own default."""
+    params = ask.params
+    told: dict[str, Any] = {}
+    if params.temperature > MAX_TEMPERATURE:
+        raise RequestRejected("temperature", f"this pool's API takes at most {MAX_TEMPERATURE:g}")
+    if params.temperature != 1.0:
+        told["temperature"] = params.temperature
+    if params.top_p != 1.0:
+        told["top_p"] = params.top_p
+    if params.top_k:
+        told["top_k"] = params.top_k
+    if params.stop:
+        told["stop_sequences"] = list(params.stop)
+    return told
+
+
+def _tools(chat: Chat, told: Conversation) -> dict[str, Any]:
+    if not chat.tools:
+        # The API wants to know the tools of earlier calls, also where none may be called any more.
+        names = dict.fromkeys(call.name for call in told.called.values())
+        stubs = [_tool(Tool(name)) for name in names]
+        return {"tools": stubs, "tool_choice": {"type": "none"}} if stubs else {}
+    choice: dict[str, Any] = {"type": "auto"}
+    if chat.only_tool is not None:
+        choice = {"type": "tool", "name": chat.only_tool}
+    elif chat.tool_choice == "required":
+        choice = {"type": "any"}
+    if chat.is_single_call:
+        choice["disable_parallel_tool_use"] = True
+    return {"tools": [_tool(tool) for tool in chat.tools], "tool_choice": choice}
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": tool.name, "input_schema": schema_of(tool.parameters)}
+    if tool.description is not None:
+        told["description"] = tool.description
+    if tool.is_strict:
+        told["strict"] = True
+    return told
+
+
+def _output(chat: Chat) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if chat.schema is not None and chat.schema.schema is not None:
+        config["format"] = {"type": "json_schema", "schema": msgspec.Raw(chat.schema.schema.encode())}
+    effort = chat.reasoning_effort
+    if effort in _EFFORTS:
+        config["effort"] = effort
+    elif effort not in {None, "none"}:
+        raise RequestRejected("reasoning_effort", f"this pool's API takes none, {', '.join(sorted(_EFFORTS))}")
+    return {"output_config": config} if config else {}
+
+
+class _Content(msgspec.Struct):
+    type: str
+    id: str = ""
+    name: str = ""
+    text: str = ""
+    thinking: str = ""
+
+
+class _Delta(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+    thinking: str = ""
+    partial_json: str = ""
+    stop_reason: str | None = None
+
+
+class _Message(msgspec.Struct):
+    usage: dict[str, Any]
+
+
+class _OutputDetails(msgspec.Struct):
+    thinking_tokens: Count = 0
+
+
+class _Usage(msgspec.Struct):
+    """What ``message_start`` and ``message_delta`` tell together."""
+
+    input_tokens: Count  # beside those that were written to the cache, or read from it
+    output_tokens: Count
+    cache_creation_input_tokens: Count | None = None
+    cache_read_input_tokens: Count | None = None
+    output_tokens_details: _OutputDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    index: int = 0
+    message: _Message | None = None
+    content_block: _Content | None = None
+    delta: _Delta | None = None
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+class _Reader:
+    """Reads the events of one message."""
+
+    def __init__(self, owed: str) -> None:
+        self._overlap = Overlap(owed)
+        self._usage: dict[str, Any] = {}
+        self._call: int | None = None  # the block whose arguments come
+        self._has_arguments = False
+
+    def read(self, told: Mapping[str, Any]) -> ChatDelta:
+        """See AnswerReader. Events of kinds that are not known are passed over, as the API asks for."""
+        try:
+            event = msgspec.convert(told, _Event)
+        except msgspec.ValidationError as error:
+            raise MalformedEvent(str(error)) from error
+        if event.type == "error":
+            raise ServerFailure(str(event.error))
+        if event.message is not None:
+            self._usage |= event.message.usage
+        if event.type == "content_block_start" and event.content_block is not None:
+            return ChatDelta(self._begin(event.index, event.content_block))
+        if event.type == "content_block_delta" and event.delta is not None:
+            return ChatDelta(self._parts(event.index, event.delta))
+        if event.type == "content_block_stop" and event.index == self._call:
+            self._call = None
+            return ChatDelta([] if self._has_arguments else [Part("arguments", "{}")])
+        if event.type == "message_delta" and event.delta is not None:
+            self._usage |= {name: count for name, count in (event.usage or {}).items() if count is not None}
+            return ChatDelta(ended_by=_end_of(event.delta.stop_reason), usage=_usage_of(self._usage))
+        return ChatDelta()
+
+    def _begin(self, index: int, block: _Content) -> list[Part]:
+        if block.type == "tool_use":
+            self._call, self._has_arguments = index, False
+            return [Part("call", block.name, block.id)]
+        if block.type not in {"text", "thinking", "redacted_thinking"}:
+            raise MalformedEvent(f"a block of the type {block.type!r}, which was not asked for")
+        return self._said(block.text, block.thinking)
+
+    def _parts(self, index: int, delta: _Delta) -> list[Part]:
+        if delta.type == "input_json_delta":
+            if index != self._call:
+                raise MalformedEvent("arguments of a call that has not begun, or has ended")
+            self._has_arguments |= bool(delta.partial_json)
+            return [Part("arguments", delta.partial_json)] if delta.partial_json else []
+        return self._said(delta.text, delta.thinking)
+
+    def _said(self, text: str, thinking: str) -> list[Part]:
+        text = self._overlap.cut(text)
+        return [Part("reasoning", thinking)] * bool(thinking) + [Part("text", text)] * bool(text)
+
+
+def _end_of(reason: str | None) -> EndReason | None:
+    if reason is None:
+        return None
+    ended = _ENDS.get(reason)
+    if ended is None:  # "pause_turn" of tools that the server would run, which nobody asked for
+        raise ServerFailure(f"the server ended the message with {reason!r}")
+    return ended
+
+
+def _usage_of(told: Mapping[str, Any]) -> ChatUsage | None:
+    """Return what the API says; None where that cannot be, so that it is estimated."""
+    try:
+        usage = msgspec.convert(told, _Usage)
+    except msgspec.ValidationError:
+        return None
+    cached = usage.cache_read_input_tokens or 0
+    prompt = usage.input_tokens + (usage.cache_creation_input_tokens or 0) + cached
+    details = usage.output_tokens_details
+    return ChatUsage("provider", prompt, usage.output_tokens, cached, 0 if details is None else details.thinking_tokens)

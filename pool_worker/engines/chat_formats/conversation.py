@@ -1,0 +1,125 @@
+"""A conversation as APIs take it in which user and assistant alternate, and say blocks: texts, calls, their results.
+
+What the system says stands beside it. What such an API could not tell apart is refused by name.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol
+
+import msgspec
+
+from engine.errors import RequestRejected
+from pool_worker.engines.chat_formats.base import ChatAsk
+from pool_worker.engines.framing import MalformedEvent
+from protocol.chat import Call, Turn
+
+Block = dict[str, Any]
+Role = Literal["user", "assistant"]
+
+_SYSTEM_ROLES: Final = frozenset({"system", "developer"})
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class Blocks(Protocol):
+    """How one API writes what is said."""
+
+    def text(self, text: str) -> Block:
+        """Write a text, which is not empty."""
+        ...
+
+    def call(self, call: Call, arguments: msgspec.Raw) -> Block:
+        """Write a call, whose arguments are a JSON object."""
+        ...
+
+    def result(self, call: Call, text: str) -> Block:
+        """Write what a call resulted in."""
+        ...
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What is said: neighbouring messages have different roles, and each has a block at least."""
+
+    system: list[str] = field(default_factory=list)
+    messages: list[tuple[Role, list[Block]]] = field(default_factory=list)
+    called: dict[str, Call] = field(default_factory=dict)  # by their ids
+    owed: str = ""  # the blanks at the end of what the client has of the answer: no API takes them there
+
+
+def alternate(ask: ChatAsk, blocks: Blocks) -> Conversation:
+    """Write a conversation, the begun answer at its end. Raises RequestRejected."""
+    turns = list(ask.chat.turns)
+    begun = ask.prefix
+    if ask.chat.continues_last:
+        begun = (turns.pop().content or "") + ask.prefix
+    elif turns[-1].role == "assistant":
+        raise RequestRejected("messages", "this pool's API would go on with the assistant's message at the end")
+    told = Conversation()
+    for turn in turns:
+        _take(told, turn, blocks)
+    if not told.messages:
+        raise RequestRejected("messages", "this pool's API needs a message of the user")
+    said = begun.rstrip()
+    told.owed = begun[len(said) :]
+    if said:
+        _add(told, "assistant", [blocks.text(said)])
+    return told
+
+
+def _take(told: Conversation, turn: Turn, blocks: Blocks) -> None:
+    if turn.name is not None and turn.role != "tool":
+        raise RequestRejected("messages", "this pool's API takes no 'name' in a message")
+    text = turn.content or ""
+    if turn.role in _SYSTEM_ROLES:
+        if told.messages:
+            raise RequestRejected("messages", f"this pool's API takes {turn.role} messages at the beginning only")
+        told.system += [text] if text else []
+    elif turn.role == "tool":
+        call = told.called.get(turn.call_id or "")
+        if call is None:
+            raise RequestRejected("messages", f"a result of a call that was not made, {turn.call_id!r}")
+        _add(told, "user", [blocks.result(call, text)])
+    else:
+        told.called |= {call.id: call for call in turn.calls}
+        said = [blocks.text(text)] if text else []
+        said += [blocks.call(call, _arguments(call)) for call in turn.calls]
+        if not said:
+            raise RequestRejected("messages", "this pool's API takes no empty message")
+        _add(told, "assistant" if turn.role == "assistant" else "user", said)
+
+
+def _add(told: Conversation, role: Role, said: Sequence[Block]) -> None:
+    if told.messages and told.messages[-1][0] == role:
+        told.messages[-1][1].extend(said)
+    else:
+        told.messages.append((role, list(said)))
+
+
+def _arguments(call: Call) -> msgspec.Raw:
+    try:
+        _decode(call.arguments or "{}")
+    except msgspec.DecodeError as error:
+        raise RequestRejected("messages", f"the arguments of the call {call.id!r} are no JSON object") from error
+    return msgspec.Raw((call.arguments or "{}").encode())
+
+
+def schema_of(parameters: str | None) -> msgspec.Raw:
+    """Return the schema of a tool's arguments, where it has none that of any object."""
+    return msgspec.Raw((parameters or '{"type":"object","properties":{}}').encode())
+
+
+class Overlap:
+    """What an answer begins with although the client has it already."""
+
+    def __init__(self, text: str) -> None:
+        """Expect ``text`` before anything new."""
+        self._text = text
+
+    def cut(self, text: str) -> str:
+        """Return what is new. Raises MalformedEvent where the answer does not begin so."""
+        known = min(len(text), len(self._text))
+        if text[:known] != self._text[:known]:
+            raise MalformedEvent("the answer does not go on with the message it was given")
+        self._text = self._text[known:]
+        return text[known:]

@@ -1,0 +1,149 @@
+"""What only Anthropic's Messages API has: versions, thinking, effort, errors of its own (``anthropic_replay``)."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fastapi.responses import JSONResponse
+
+from pool_worker import engines
+from pool_worker.engines.chat_server import ChatServerEngine
+from pool_worker.settings import AnthropicSettings
+from protocol.chat import Call, Chat, ChatUsage, Part, Tool, Turn
+from tests.conformance.anthropic_replay import AnthropicReplay, event
+from tests.conformance.server_replay import running
+from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
+from tests.conformance.test_provider_engines import answering
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[AnthropicReplay]:
+    with running(AnthropicReplay()) as replay:
+        yield replay
+
+
+@pytest.fixture
+def replay(server: AnthropicReplay) -> AnthropicReplay:
+    server.forget()
+    return server
+
+
+@asynccontextmanager
+async def driving(replay: AnthropicReplay, **more: Any) -> AsyncIterator[Driver]:
+    settings = AnthropicSettings(kind="anthropic", url=replay.url, model="replay", **more)
+    engine = engines.create(settings)
+    assert isinstance(engine, ChatServerEngine)
+    async with driving_engine(engine) as driver:
+        yield driver
+
+
+async def test_the_older_version_samples_and_the_newer_does_not(replay: AnthropicReplay) -> None:
+    async with driving(replay, api_version="2023-06-01") as driver:
+        await driver.answer(temperature=0.0, top_k=5)
+        await driver.answer(name="hot", temperature=1.5)
+    assert (replay.bodies[0]["temperature"], replay.bodies[0]["top_k"]) == (0.0, 5)
+    assert driver.refusals["hot"].param == "temperature"
+    async with driving(replay) as driver:
+        await driver.answer(temperature=0.0)
+        await driver.answer(name="usual")
+    assert driver.refusals["r"].param == "temperature"
+    assert [headers["anthropic-version"] for headers in replay.headers] == ["2023-06-01", "2026-10-21"]
+    assert replay.bodies[-1]["max_tokens"] == 8192
+
+
+async def test_thinking_and_effort(replay: AnthropicReplay) -> None:
+    async with driving(replay, thinks=True) as driver:
+        answer = await driver.answer(chat("think", reasoning_effort="high"))
+        await driver.answer(chat("call", tools=(WEATHER,), only_tool="weather", is_single_call=True), name="forced")
+        await driver.answer(chat(reasoning_effort="none"), name="none")
+        await driver.answer(chat(reasoning_effort="minimal"), name="minimal")
+    assert answer.usage == ChatUsage("provider", 22, 32, 4, 2)
+    first, forced, none = replay.bodies
+    assert first["thinking"] == {"type": "adaptive", "display": "summarized"}
+    assert first["output_config"] == {"effort": "high"}
+    assert "thinking" not in forced
+    assert forced["tool_choice"] == {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    assert none["thinking"] == {"type": "disabled"}
+    assert driver.refusals["minimal"].param == "reasoning_effort"
+
+
+async def test_a_conversation_of_tools_is_told_in_blocks(replay: AnthropicReplay) -> None:
+    turns = (
+        Turn("developer", "Be brief."),
+        Turn("user", "weather?"),
+        Turn("assistant", "Well.", calls=(Call("c1", "weather", '{"city":"Rome"}'), Call("c2", "time"))),
+        Turn("tool", "sunny", call_id="c1"),
+        Turn("tool", "noon", call_id="c2"),
+        Turn("user", "and now?"),
+    )
+    async with driving(replay) as driver:
+        await driver.answer(Chat(turns, tools=(Tool("weather", "Tells.", '{"type":"object"}', is_strict=True),)))
+        await driver.answer(Chat(turns), name="without")
+    body, without = replay.bodies
+    assert body["system"] == [{"type": "text", "text": "Be brief."}]
+    assert body["messages"] == [
+        {"role": "user", "content": [{"type": "text", "text": "weather?"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "Well."},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}},
+                {"type": "tool_use", "id": "c2", "name": "time", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "sunny"},
+                {"type": "tool_result", "tool_use_id": "c2", "content": "noon"},
+                {"type": "text", "text": "and now?"},
+            ],
+        },
+    ]
+    [tool] = body["tools"]
+    assert tool == {"name": "weather", "description": "Tells.", "input_schema": {"type": "object"}, "strict": True}
+    assert body["tool_choice"] == {"type": "auto"}
+    assert [tool["name"] for tool in without["tools"]] == ["weather", "time"]
+    assert without["tool_choice"] == {"type": "none"}
+
+
+async def test_a_call_without_arguments_has_an_empty_object(replay: AnthropicReplay) -> None:
+    def without_arguments(events: Any) -> list[str]:
+        return [one for one in events if "partial_json" not in one]
+
+    replay.faults.append(answering(replay, without_arguments))
+    async with driving(replay) as driver:
+        answer = await driver.answer(chat("call", tools=(WEATHER,)))
+    assert answer.parts == [Part("call", "weather", "call_0"), Part("arguments", "{}")]
+
+
+async def test_an_account_without_credit_is_not_the_clients_mistake(replay: AnthropicReplay) -> None:
+    """https://platform.claude.com/docs/en/api/errors: it comes as a 400."""
+    message = "Your credit balance is too low to access the Anthropic API. Please go to Plans & Billing."
+    told = {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+    replay.faults.append(lambda _: JSONResponse(told, 400))
+    async with driving(replay) as driver:
+        answer = await driver.answer()
+    assert (answer.finish_reason, driver.refusals) == ("error", {})
+    assert "402" in (answer.error or "")
+
+
+@pytest.mark.parametrize("counts", [{"output_tokens": -1}, {"output_tokens": "x"}, {"output_tokens_details": 5}])
+async def test_counts_that_cannot_be_are_estimated(replay: AnthropicReplay, counts: dict[str, Any]) -> None:
+    def wrong(events: Any) -> list[str]:
+        return [*events[:-2], event(json.loads(events[-2].split("data: ")[1]) | {"usage": counts}, is_known=False)]
+
+    replay.faults.append(answering(replay, wrong))
+    async with driving(replay) as driver:
+        answer = await driver.answer()
+    assert answer.usage == ChatUsage("estimate", 7, answer.tokens)
+
+
+@pytest.mark.parametrize("told", [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}])
+async def test_blocks_that_nobody_asked_for_are_no_answer(replay: AnthropicReplay, told: dict[str, Any]) -> None:
+    block = event({"type": "content_block_start", "index": 1, "content_block": told})
+    replay.faults.append(answering(replay, lambda events: [*events[:6], block, *events[6:]]))
+    async with driving(replay) as driver:
+        assert "server_tool_use" in ((await driver.answer()).error or "")

@@ -1,0 +1,297 @@
+"""What every hosted API of a format of its own must do as a pool, and what becomes of its faults."""
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+from fastapi import Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from pydantic import TypeAdapter
+
+from engine.types import SamplingParams
+from pool_worker import engines
+from pool_worker.engines.chat import ChatPoint, ChatRequest
+from pool_worker.engines.chat_server import ChatServerEngine
+from pool_worker.settings import AnyChatSettings
+from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Tool, Turn
+from tests.conformance.anthropic_replay import AnthropicReplay
+from tests.conformance.chat_replay import ARGUMENTS, REASONING, answer_text
+from tests.conformance.provider_replay import Asked, ProviderReplay, script_of
+from tests.conformance.server_replay import Fault, running
+from tests.conformance.test_chat_engines import ASKED, WEATHER, Driver, chat, driving_engine
+
+SETTINGS: Final = TypeAdapter[AnyChatSettings](AnyChatSettings)
+SCHEMA: Final = '{"type":"object","additionalProperties":false}'
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One API, and where its fields stand in a body."""
+
+    replay: type[ProviderReplay]
+    settings: Mapping[str, Any]
+    limit_at: str  # where the body has the answer's limit
+    schema_at: str | None  # and a JSON schema
+    key_header: str | None = None
+    tells_written: bool = True  # tokens written to a cache, beside those read
+
+
+PROVIDERS: Final[dict[str, Provider]] = {
+    "anthropic": Provider(
+        AnthropicReplay,
+        {"kind": "anthropic", "api_key": "k-1", "continues": True},
+        limit_at="max_tokens",
+        schema_at="output_config.format.schema",
+        key_header="x-api-key",
+    ),
+}
+
+
+def found(body: Any, path: str) -> Any:
+    for name in path.split("."):
+        body = body.get(name) if body is not None else None
+    return body
+
+
+@asynccontextmanager
+async def driving(provider: Provider, replay: ProviderReplay, **more: Any) -> AsyncIterator[Driver]:
+    known = {"url": replay.url, "model": "replay", **provider.settings, **more}
+    engine = engines.create(SETTINGS.validate_python(known))
+    assert isinstance(engine, ChatServerEngine)
+    async with driving_engine(engine) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def replays() -> Iterator[dict[str, ProviderReplay]]:
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(running(provider.replay())) for name, provider in PROVIDERS.items()}
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request: pytest.FixtureRequest) -> Provider:
+    return PROVIDERS[request.param]
+
+
+@pytest.fixture
+def replay(request: pytest.FixtureRequest, provider: Provider, replays: dict[str, ProviderReplay]) -> ProviderReplay:
+    [replay] = [replays[name] for name, one in PROVIDERS.items() if one is provider]
+    replay.forget()
+    return replay
+
+
+@pytest.fixture
+async def driver(provider: Provider, replay: ProviderReplay) -> AsyncIterator[Driver]:
+    async with driving(provider, replay) as driver:
+        yield driver
+
+
+async def test_text_and_the_providers_counts(driver: Driver, provider: Provider, replay: ProviderReplay) -> None:
+    answer = await driver.answer()
+    assert answer.text() == answer_text(ASKED)
+    assert answer.finish_reason == "stop"
+    assert answer.usage == ChatUsage("provider", 22, 30, 4)
+    assert answer.tokens > 0  # estimated on the way
+    if provider.key_header is not None:
+        assert replay.headers[0][provider.key_header] == "k-1"
+        assert "authorization" not in replay.headers[0]
+
+
+async def test_a_limit_and_several_choices(driver: Driver, provider: Provider, replay: ProviderReplay) -> None:
+    driver.engine.submit(ChatRequest("two", chat(is_limited=True), SamplingParams(max_tokens=3, n=2), 7))
+    await driver.wait(lambda: all(driver.answers["two", index].finish_reason for index in (0, 1)))
+    for index in (0, 1):
+        answer = driver.answers["two", index]
+        assert answer.finish_reason == "length"
+        assert answer_text(ASKED).startswith(answer.text())
+    assert [found(body, provider.limit_at) for body in replay.bodies] == [3, 3]
+
+
+async def test_reasoning_and_calls_are_told_apart(driver: Driver) -> None:
+    tools = (WEATHER, Tool("time"))
+    answer = await driver.answer(chat("think, then call", tools=tools, tool_choice="required"))
+    assert answer.text("reasoning") == REASONING
+    calls = [(part.text, part.call_id) for part in answer.parts if part.kind == "call"]
+    assert calls == [("weather", "call_0"), ("time", "call_1")]
+    assert answer.text("arguments") == ARGUMENTS * 2
+    assert (answer.finish_reason, answer.text()) == ("stop", "")
+    assert answer.usage is not None
+    assert answer.usage.counted_by == "provider"
+
+
+async def test_an_answer_that_was_stopped_for_what_it_says(driver: Driver) -> None:
+    filtered = await driver.answer(chat("filter"))
+    assert (filtered.finish_reason, filtered.is_filtered) == ("stop", True)
+
+
+async def test_what_the_api_lacks_is_refused_by_name(
+    driver: Driver, provider: Provider, replay: ProviderReplay
+) -> None:
+    asked = {
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 5,
+        "min_p": 0.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {5: 1.0},
+        "seed": 7,
+        "logprobs": 2,
+        "stop": ("end",),
+        "ignore_eos": True,
+    }
+    await driver.answer(name="usual")
+    for name, value in asked.items():
+        answer = await driver.answer(name=name, **{name: value})
+        if name in driver.engine._format.honoured:
+            assert answer.finish_reason == "stop"
+            assert replay.bodies[-1] != replay.bodies[0], name
+        else:
+            assert driver.refusals[name].param == name
+    for kind, schema in (("json_schema", AnswerSchema(SCHEMA, "thing")), ("json_object", AnswerSchema())):
+        await driver.answer(chat(schema=schema), name=kind)
+        assert (kind in driver.refusals) == (kind not in driver.engine._format.schemas)
+        if kind in driver.refusals:
+            assert driver.refusals[kind].param == "response_format"
+        elif kind == "json_schema":
+            assert provider.schema_at is not None
+            assert found(replay.bodies[-1], provider.schema_at) == {"type": "object", "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("turns", "param"),
+    [
+        ((Turn("user", "a", name="Anna"),), "messages"),
+        ((Turn("user", "a"), Turn("system", "b"), Turn("user", "c")), "messages"),
+        ((Turn("user", "a"), Turn("assistant", "b")), "messages"),
+        ((Turn("system", "a"),), "messages"),
+        ((Turn("user", ""),), "messages"),
+        ((Turn("user", "a"), Turn("tool", "b", call_id="call_9")), "messages"),
+        ((Turn("user", "a"), Turn("assistant", None, calls=(Call("1", "f", "[1]"),)), Turn("user", "b")), "messages"),
+    ],
+)
+async def test_conversations_that_the_api_cannot_be_told(
+    driver: Driver, replay: ProviderReplay, turns: tuple[Turn, ...], param: str
+) -> None:
+    assert (await driver.answer(Chat(turns))).finish_reason == "error"
+    assert driver.refusals["r"].param == param
+    assert not replay.bodies
+
+
+async def test_what_is_said_already_is_gone_on_with_or_left_to_others(driver: Driver, replay: ProviderReplay) -> None:
+    whole = answer_text(ASKED)
+    if not driver.engine.continues:
+        await driver.answer(Chat((Turn("user", "a"), Turn("assistant", "b")), continues_last=True))
+        assert driver.refusals["r"].param == "continue_final_message"
+        return
+    blank = whole.index(" ")
+    for said in (whole[:1], whole[: blank + 1], whole[: len(whole) // 2], whole[:-1]):
+        answer = await driver.answer(resume=(ChatPoint(0, said, 5),), name=f"after {len(said)}")
+        assert (said + answer.text(), answer.error) == (whole, None)
+        assert replay.asked(replay.bodies[-1]).prefix == said.rstrip()
+
+
+async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(driver: Driver, replay: ProviderReplay) -> None:
+    if not driver.engine.continues:
+        return
+    whole = answer_text(ASKED)
+    replay.faults.append(answering(replay, lambda events: [*events[:3], *events[9:]]))
+    answer = await driver.answer(resume=(ChatPoint(0, whole[:4] + "  ", 3),))
+    assert (answer.finish_reason, answer.text()) == ("error", "")
+
+
+async def test_no_prompt_is_asked_without_its_tools(driver: Driver, provider: Provider, replay: ProviderReplay) -> None:
+    """The last turn forbids tools, and the conversation has calls of them."""
+    turns = (
+        Turn("user", "weather?"),
+        Turn("assistant", "Let me see.", calls=(Call("call_9", "weather", '{"city":"Rome"}'), Call("call_8", "time"))),
+        Turn("tool", "sunny", call_id="call_9"),
+        Turn("tool", "noon", call_id="call_8"),
+        Turn("user", "and call it tomorrow?"),
+    )
+    answer = await driver.answer(Chat(turns, tools=(WEATHER, Tool("time"))), name="with tools")
+    assert [part.text for part in answer.parts if part.kind == "call"] == ["weather", "time"]
+    answer = await driver.answer(Chat(turns))
+    assert answer.finish_reason == "stop" or driver.refusals["r"].param == "tools"
+    assert not [part for part in answer.parts if part.kind == "call"]
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def answering(replay: ProviderReplay, change: Callable[[Sequence[Any]], Sequence[Any]]) -> Fault:
+    def answer(request: Request) -> Response:
+        events = change(replay.events(request._json))
+        return StreamingResponse(iter(events), media_type=replay.media_type)
+
+    return answer
+
+
+def unknown_end(replay: ProviderReplay) -> Sequence[Any]:
+    return replay.told(script_of(Asked(ASKED)), end="error")
+
+
+CUTS: Final[dict[str, Callable[[ProviderReplay, Sequence[Any]], list[Any]]]] = {
+    "no end": lambda _, events: [*events[:6]],
+    "cut in an event": lambda _, events: [*events[:6], events[6][: len(events[6]) // 2]],
+    "malformed": lambda replay, events: [*events[:6], replay.garbage(), *events[6:]],
+    "an error in the stream": lambda replay, events: [*events[:6], replay.failed()],
+    "an end nobody knows": lambda replay, events: [*events[:6], *(set(unknown_end(replay)) - set(events))],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+async def test_what_came_before_a_fault_is_kept_and_the_attempt_fails(
+    driver: Driver, replay: ProviderReplay, cut: str
+) -> None:
+    replay.faults.append(answering(replay, lambda events: CUTS[cut](replay, events)))
+    answer = await driver.answer(name="faulty")
+    assert answer.finish_reason == "error"
+    assert (replay.failure if cut == "an error in the stream" else "") in (answer.error or "")
+    whole = answer_text(ASKED)
+    assert 0 < len(answer.text()) < len(whole)
+    assert whole.startswith(answer.text())
+    assert not driver.refusals
+    assert (await driver.answer(name="after")).text() == whole
+
+
+async def test_an_empty_stream_is_no_answer(driver: Driver, replay: ProviderReplay) -> None:
+    replay.faults.append(answering(replay, lambda _: []))
+    answer = await driver.answer()
+    assert answer.finish_reason == "error"
+    assert "no end" in (answer.error or "")
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500, 502])
+async def test_what_is_wrong_with_the_api_or_its_key_is_not_the_clients_mistake(
+    driver: Driver, replay: ProviderReplay, status: int
+) -> None:
+    """404: the model is gone."""
+    replay.faults.append(lambda _: JSONResponse({"message": "x" * 10_000}, status))
+    answer = await driver.answer()
+    assert answer.finish_reason == "error"
+    assert str(status) in (answer.error or "")
+    assert "k-1" not in (answer.error or "")
+    assert not driver.refusals
+
+
+async def test_a_prompt_that_is_too_long_is_the_clients_mistake(driver: Driver, replay: ProviderReplay) -> None:
+    replay.faults.append(lambda _: JSONResponse({"message": "prompt is too long: 210000 tokens > 200000 maximum"}, 400))
+    assert "prompt is too long" in ((await driver.answer()).error or "")
+    assert driver.refusals["r"].param
+    assert (await driver.answer(name="after")).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("status", [429, 503, 529])
+async def test_a_busy_api_is_asked_again_when_it_says(driver: Driver, replay: ProviderReplay, status: int) -> None:
+    replay.faults += [lambda _: JSONResponse({}, status, {"retry-after": "0.01"})] * 2
+    assert (await driver.answer()).finish_reason == "stop"
+    assert len(replay.bodies) == 3
+
+
+async def test_redirects_are_not_followed(driver: Driver, replay: ProviderReplay) -> None:
+    replay.faults.append(lambda _: RedirectResponse("http://169.254.169.254/latest/meta-data"))
+    assert "307" in ((await driver.answer()).error or "")
