@@ -31,6 +31,7 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.hosted.pools import HostedPools
+from gateway.limits.body_reader import BodyReader
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.prices import CurrentPrices
@@ -116,6 +117,7 @@ async def run(
             catalog=catalog,
             dispatcher=dispatcher,
             admission_control=admission_control,
+            bodies=BodyReader(settings.limits, settings.timeouts.body_s),
             keyed=keyed,
             series=series,
             refusals=RefusalLog(series),

@@ -75,6 +75,8 @@ class LimitSettings(Settings):
     """What one gateway refuses before it costs anything."""
 
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
+    # Of all bodies that are being read. No tenant holds more of it than they leave; what finds no room waits.
+    max_reading_bytes: PositiveInt = 256 * 1024 * 1024
     max_messages: PositiveInt = 2048
     max_prompt_tokens: PositiveInt | None = None  # beyond the model's own context length
     max_prompt_logprobs: PositiveInt = 131_072  # told by one answer, candidates counted: some 20 MB in the gateway

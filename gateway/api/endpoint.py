@@ -28,7 +28,7 @@ from gateway.dispatch.admission import Admission
 from gateway.dispatch.dispatcher import KEY_REVOKED
 from gateway.dispatch.mailbox import SharedMailbox
 from gateway.dispatch.request import OpenRequest
-from gateway.limits.body import LARGE_BODY_BYTES, check_values, read_body
+from gateway.limits.body import LARGE_BODY_BYTES, check_values
 from gateway.payloads.consent import consent_of
 from gateway.quotas.reservation import Reservation
 from gateway.tokens.model_tokens import ModelTokens
@@ -159,7 +159,7 @@ class Endpoint(ABC, Generic[_Call]):
     ) -> tuple[Sequence[_Call], Sequence[Ticket]]:
         """``held``: what was reserved before the body is read, where it may be large."""
         services = self._services
-        body = await self._read_body(exchange)
+        body = await self._read_body(exchange, principal)
         calls = await self._read_calls(body, principal)
         if principal.is_batch_only:
             for call in calls:
@@ -237,10 +237,8 @@ class Endpoint(ABC, Generic[_Call]):
                 admission.reservation.refund()
         raise RequestFailed(refusal)
 
-    async def _read_body(self, exchange: Exchange) -> bytes:
-        settings = self._services.settings
-        limits, limit_s = settings.limits, settings.timeouts.body_s
-        body = await read_body(exchange.receive, exchange.headers, limits.max_body_bytes, limit_s)
+    async def _read_body(self, exchange: Exchange, principal: Principal) -> bytes:
+        body = await self._services.bodies.read(principal.tenant, exchange.receive, exchange.headers)
         exchange.start_clock()  # a slow upload is not ours
         return body
 

@@ -22,6 +22,7 @@ from gateway.api.errors import (
 )
 from gateway.api.exchange import ABORT_KEY, Exchange, Message, Scope
 from gateway.auth.keyring import KeyRing
+from gateway.auth.principal import Principal
 from gateway.idempotency.claims import Claims
 from gateway.idempotency.runs import Run, Runs
 from gateway.idempotency.sharing import AnswerServer, OwnerGone, OwnerSilent, ask, part_of, standing_of
@@ -37,7 +38,7 @@ SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read one part
 
 log = logging.getLogger(__name__)
 
-ReadBody = Callable[[Exchange], Awaitable[bytes]]
+ReadBody = Callable[[Exchange, Principal], Awaitable[bytes]]
 Application = Callable[[Exchange], Awaitable[None]]
 NextPart = Callable[[int], Awaitable[Part]]
 
@@ -121,7 +122,7 @@ class KeyedRequests:
                 f"The Idempotency-Key header must have 1 to {MAX_KEY_CHARS} printable ASCII characters.",
                 param="Idempotency-Key",
             )
-        body = await read_body(exchange)
+        body = await read_body(exchange, principal)
         return Question(
             name=_digest(principal.key_id.encode(), key.encode()),
             fingerprint=_digest(scope["path"].encode(), body),

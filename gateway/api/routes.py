@@ -26,7 +26,7 @@ from gateway.api.services import Services
 from gateway.api.sse import encode_json
 from gateway.auth.principal import Principal
 from gateway.db.errors import SQL_ERRORS, describe
-from gateway.limits.body import check_values, read_body
+from gateway.limits.body import check_values
 from gateway.limits.request_limits import check_shape
 from gateway.tokens.model_tokens import ModelTokens
 
@@ -168,9 +168,8 @@ def tokenize_router(services: Services) -> APIRouter:
 
 
 async def _tokenized(services: Services, exchange: Exchange, principal: Principal) -> Response:
-    limits, limit_s = services.settings.limits, services.settings.timeouts.body_s
-    body = await read_body(exchange.receive, exchange.headers, limits.max_body_bytes, limit_s)
-    pool, tenant = services.catalog.pool, principal.tenant
+    pool, tenant, limits = services.catalog.pool, principal.tenant, services.settings.limits
+    body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
     request = await pool.run(tenant, len(body), partial(_read_tokenize, body), is_quick=True)
     check_shape(limits, messages=len(request.messages or ()), choices=1)
     tokens = services.catalog.tokens_of(_model_named(services, request, principal)).of_tenant(tenant)

@@ -11,6 +11,7 @@ from gateway.api.refusals import RefusalLog
 from gateway.auth.keyring import KeyRing
 from gateway.dashboard.reader import Reader
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.limits.body_reader import BodyReader
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.quotas.prices import CurrentPrices
@@ -34,6 +35,7 @@ class Services:
     catalog: ModelCatalog
     dispatcher: Dispatcher
     admission_control: AdmissionControl
+    bodies: BodyReader
     keyed: KeyedRequests
     series: RequestSeries
     refusals: RefusalLog

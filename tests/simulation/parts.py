@@ -23,6 +23,7 @@ from gateway.dispatch.registry import WorkerRegistry
 from gateway.ledger import main as ledger_main
 from gateway.ledger.prices import TokenPrice
 from gateway.ledger.writer import LedgerWriter
+from gateway.limits.body_reader import BodyReader
 from gateway.main import FLUSH_LIMIT_S, _must_not_end
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
@@ -230,6 +231,7 @@ class Gateway(Part):
             catalog=Catalog(),  # type: ignore[arg-type]
             dispatcher=dispatcher,
             admission_control=admission_control,
+            bodies=BodyReader(settings.limits, settings.timeouts.body_s),
             keyed=nothing,
             series=series,
             refusals=RefusalLog(series),
