@@ -89,6 +89,7 @@ lock: ## Resolve the dependencies anew
 	@scripts/setup.sh test
 	.venv/bin/python -m pip install --quiet uv
 	$(UV_COMPILE) --extra otel pyproject.toml -o requirements/core.txt
+	$(UV_COMPILE) --override requirements/no-hub.txt -c requirements/core.txt requirements/sidecar.in -o requirements/sidecar.txt
 	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra otel -c requirements/core.txt \
 	  pyproject.toml requirements/torch.in -o requirements/worker.txt
 	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra bench --extra export --extra otel --group dev -c requirements/worker.txt \

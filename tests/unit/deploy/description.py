@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 OVERLAY_FILE = ROOT / "deploy/compose/remote-workers.yml"
 OBSERVABILITY_FILE = ROOT / "deploy/compose/observability.yml"
+VLLM_FILE = ROOT / "deploy/compose/vllm.yml"
 DOCKERFILES = sorted((ROOT / "deploy/images").glob("*.Dockerfile"))
 
 # As init-env.sh makes them: hex, and here of digits only, which is the hard case for nats-server's configuration.
@@ -70,6 +71,11 @@ def services() -> dict[str, Any]:
 def observability() -> dict[str, Any]:
     """The services that the overlay for Prometheus and Grafana adds."""
     return filled_in(yaml.safe_load(OBSERVABILITY_FILE.read_text()))["services"]
+
+
+def vllm_overlay() -> dict[str, Any]:
+    """The overlay with vLLM and a side-car."""
+    return filled_in(yaml.safe_load(VLLM_FILE.read_text()))
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:

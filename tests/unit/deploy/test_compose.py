@@ -19,6 +19,7 @@ from tests.unit.deploy.description import (
     OBSERVABILITY_FILE,
     OVERLAY_FILE,
     ROOT,
+    VLLM_FILE,
     compose,
     instructions,
     observability,
@@ -61,6 +62,7 @@ def test_files_follow_the_compose_specification() -> None:
         str(COMPOSE_FILE),
         str(OVERLAY_FILE),
         str(OBSERVABILITY_FILE),
+        str(VLLM_FILE),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

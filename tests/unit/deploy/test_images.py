@@ -81,8 +81,17 @@ def test_torch_is_the_version_that_everybody_else_installs() -> None:
     assert in_image[1] == pinned[1]
 
 
-def test_gateway_image_has_no_torch() -> None:
-    assert re.search(r"^(torch|transformers)==", (ROOT / "requirements/core.txt").read_text(), re.MULTILINE) is None
+@pytest.mark.parametrize("lock", ["core", "sidecar"])
+def test_images_of_gateway_and_side_car_have_no_torch(lock: str) -> None:
+    assert re.search(r"^(torch|transformers)==", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE) is None
+
+
+def test_the_side_car_has_the_versions_that_are_tested() -> None:
+    pins = {
+        lock: set(re.findall(r"^([\w-]+==[^ ]+)", (ROOT / f"requirements/{lock}.txt").read_text(), re.MULTILINE))
+        for lock in ("sidecar", "core")
+    }
+    assert pins["sidecar"] < pins["core"]
 
 
 def pin_of(package: str, lock: Path) -> str:
@@ -97,7 +106,7 @@ def test_build_backend_is_locked_as_in_the_other_locks() -> None:
     )
 
 
-@pytest.mark.parametrize("lock", ["core", "worker"])
+@pytest.mark.parametrize("lock", ["core", "worker", "sidecar"])
 def test_images_can_trace(lock: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed = {requirement.partition(">")[0] for requirement in extras["otel"]}
