@@ -26,6 +26,9 @@ class Capacity:
     max_sequences: int  # or pooling jobs
     max_kv_tokens: int
     max_model_len: int  # prompt + output tokens of one sequence
+    # What the engine itself says that it can hold, whatever the settings say; None: it does not say.
+    told_sequences: int | None = None
+    told_kv_tokens: int | None = None
 
 
 class Engine(Protocol):

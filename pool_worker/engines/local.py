@@ -266,7 +266,8 @@ def _capacity(settings: LocalEngineSettings, info: EngineInfo) -> Capacity:
         )
     fits = ", ".join(f"{count} of {length}" for length, count in sequences_that_fit(info).items())
     log.info("%d tokens of KV memory hold so many sequences of so many tokens: %s", info.kv_tokens, fits)
-    return Capacity(info.max_sequences, int(info.kv_tokens * settings.kv_overcommit), info.max_model_len)
+    kv_tokens = int(info.kv_tokens * settings.kv_overcommit)
+    return Capacity(info.max_sequences, kv_tokens, info.max_model_len, info.max_sequences, info.kv_tokens)
 
 
 def engine_config(settings: LocalEngineSettings) -> EngineConfig:

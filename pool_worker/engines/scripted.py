@@ -205,7 +205,8 @@ class ScriptedEngine:
     async def start(self) -> Capacity:
         """Do nothing but say what fits."""
         settings = self._settings
-        return Capacity(settings.max_sequences, settings.max_kv_tokens, settings.max_model_len)
+        held = settings.max_sequences, settings.max_kv_tokens
+        return Capacity(*held, settings.max_model_len, *held)
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
         """See ``base.Engine``."""

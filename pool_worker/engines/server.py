@@ -115,7 +115,8 @@ class ServerEngine:
             length,
         )
         self._watching = asyncio.create_task(self._source.watch(), name="server health")
-        return Capacity(sequences, kv_tokens, length)
+        memory_tokens = facts.memory_tokens or facts.max_kv_tokens
+        return Capacity(sequences, kv_tokens, length, facts.max_sequences, memory_tokens)
 
     def _learn_text(self) -> TextTokens:
         text = TextTokens(self._tokenizer, self._tokens, adds_bos=self._source.adds_bos)

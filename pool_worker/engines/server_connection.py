@@ -23,6 +23,8 @@ from pool_worker.sidecar.readiness import Readiness
 from protocol.backoff import wait_for
 
 HEALTH_PERIOD_S: Final = 1.0
+PAGE_LIMIT_S: Final = 5.0
+PAGE_LIMIT_BYTES: Final = 4 * 1024 * 1024
 BUSY_WAIT_S: Final = 1.0  # after a 429 or 503 without a Retry-After
 MAX_BUSY_WAIT_S: Final = 10.0
 BUSY_TRIES: Final = 3  # of one stream, before the gateway looks for another pool
@@ -91,6 +93,21 @@ class ServerConnection:
                 raise EngineDiedError(f"{self._settings.url}{facts_path} answers no JSON object: {error}") from error
             except httpx.HTTPError as error:
                 await wait.not_yet(_reason(error))
+
+    async def page(self, path: str) -> bytes:
+        """Return what a ready server shows at ``path``; nothing where it shows nothing, or too much."""
+        page = b""
+        try:
+            async with asyncio.timeout(PAGE_LIMIT_S), self._client.stream("GET", path) as response:
+                if not response.is_success:
+                    return b""
+                async for chunk in response.aiter_bytes():
+                    page += chunk
+                    if len(page) > PAGE_LIMIT_BYTES:
+                        return b""
+        except (httpx.HTTPError, TimeoutError):
+            return b""
+        return page
 
     async def watch(self, health_path: str) -> None:
         """Ask for the server's health until it is lost."""

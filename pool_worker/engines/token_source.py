@@ -8,6 +8,7 @@ from urllib.parse import quote
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.formats.base import Abilities, Ask, Delta, ServerFacts
+from pool_worker.engines.formats.memory import MEMORY_PAGES
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_connection import ServerConnection
 from pool_worker.settings import ServerEngineSettings
@@ -66,6 +67,9 @@ class HttpSource:
             facts = self._format.facts(answer, settings.model)
         except MalformedEvent as error:
             raise EngineDiedError(f"{settings.url} is no {settings.kind} server: {error}") from error
+        memory = MEMORY_PAGES.get(settings.kind)
+        if memory is not None:
+            facts = replace(facts, memory_tokens=memory.read(await self._connection.page(memory.path)))
         return facts if settings.honours is None else replace(facts, honoured=frozenset(settings.honours))
 
     async def watch(self) -> None:

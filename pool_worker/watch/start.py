@@ -56,7 +56,7 @@ class StartBenchmark:
         """Measure what the time allows: one request alone, then batches. Raises NotMeasured if not even the first."""
         if self._prompt_tokens < 1:
             raise NotMeasured("the model's context is too short")
-        words = await asyncio.to_thread(_vocabulary, self._engine, model)
+        words = await asyncio.to_thread(number_tokens, self._engine, model)
         alone: StartFigures | None = None
         loads: list[Load] = []
         try:
@@ -139,7 +139,7 @@ def _faster(one: StartFigures | None, other: StartFigures) -> StartFigures:
     return StartFigures(min(one.tpot_s, other.tpot_s), min(one.ttft_s, other.ttft_s))
 
 
-def _vocabulary(engine: TokenEngine, model: str) -> list[int]:
+def number_tokens(engine: TokenEngine, model: str) -> list[int]:
     """Return ids of ordinary tokens: those of numbers, which every tokenizer has."""
     _, tokenizer_json = engine.model_card(model)
     text = " ".join(map(str, range(1000)))

@@ -38,7 +38,7 @@ class EndpointTarget:
         """See ``measure.Target``."""
         source = random.Random(seed)  # noqa: S311 - nothing secret
         words = max(1, round((load.prompt_tokens - self._template_tokens) / self._tokens_per_word))
-        return asyncio.run(self._run([_prompt(source, words) for _ in range(load.batch)], load.new_tokens))
+        return asyncio.run(self._run([random_words(source, words) for _ in range(load.batch)], load.new_tokens))
 
     def environment(self) -> dict[str, Any]:
         """See ``measure.Target``."""
@@ -58,15 +58,15 @@ class EndpointTarget:
     def _learn_prompt_size(self) -> tuple[float, float]:
         source = random.Random(0)  # noqa: S311 - nothing secret
         try:
-            few, many = (self._count(_prompt(source, words)) for words in PROBE_WORDS)
+            few, many = (self._count(random_words(source, words)) for words in PROBE_WORDS)
         except BenchError:
             # Servers that do not know vLLM's fields refuse them; answers may then end before new_tokens.
             self._extra = {}
-            few, many = (self._count(_prompt(source, words)) for words in PROBE_WORDS)
-        per_word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
-        if per_word <= 0:
+            few, many = (self._count(random_words(source, words)) for words in PROBE_WORDS)
+        size = prompt_size(few, many)
+        if size is None:
             raise BenchError(f"{self._base} counts {few} and {many} tokens for {PROBE_WORDS} words")
-        return per_word, few - PROBE_WORDS[0] * per_word
+        return size
 
     def _count(self, prompt: str) -> int:
         usage = self._ask("POST", "/chat/completions", self._body(prompt, 1)).get("usage") or {}
@@ -131,7 +131,14 @@ class EndpointTarget:
         return Answer(usage["prompt_tokens"], [Piece(moment, share) for moment in moments])
 
 
-def _prompt(source: random.Random, words: int) -> str:
+def prompt_size(few: int, many: int) -> tuple[float, float] | None:
+    """Return the tokens of a word and of what stands around them, by the counts of ``PROBE_WORDS``; None: nonsense."""
+    per_word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
+    return None if per_word <= 0 else (per_word, few - PROBE_WORDS[0] * per_word)
+
+
+def random_words(source: random.Random, words: int) -> str:
+    """Return so many numbers, which no cache knows."""
     return " ".join(str(source.randint(0, LARGEST_WORD)) for _ in range(words))
 
 

@@ -28,6 +28,10 @@ class LoadRefused(Exception):
     """What is measured cannot take a load of this size; the message is its reason."""
 
 
+class OutOfTime(LoadRefused):
+    """There is no time left for this load; rounds of it that were run count."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """The size of one load."""
@@ -77,7 +81,7 @@ class Target(Protocol):
     """What can be measured: an engine in this process, or an endpoint."""
 
     def run(self, load: Load, seed: int) -> list[Answer]:
-        """Run one load to its end; `seed` makes its prompts. Raises LoadRefused or BenchError."""
+        """Run one load to its end; `seed` makes its prompts. Raises LoadRefused, OutOfTime or BenchError."""
         ...
 
     def environment(self) -> dict[str, Any]:
@@ -140,9 +144,10 @@ def measure(
         except LoadRefused as refusal:
             for _ in range(rounds - len(found)):
                 advance()
-            yield Skipped(load.prompt_tokens, load.batch, load.new_tokens, str(refusal))
-        else:
-            yield figures(load, found)
+            if not found or not isinstance(refusal, OutOfTime):
+                yield Skipped(load.prompt_tokens, load.batch, load.new_tokens, str(refusal))
+                continue
+        yield figures(load, found)
 
 
 def figures(load: Load, rounds: Sequence[Sequence[Answer]]) -> Row:

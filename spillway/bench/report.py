@@ -12,10 +12,12 @@ from spillway.bench.measure import Row, Skipped
 DIGITS = 4  # of JSON's figures after the point; below that is noise
 
 
-def as_json(environment: dict[str, Any], rounds: int, outcomes: Sequence[Row | Skipped]) -> dict[str, Any]:
+def as_json(
+    benchmark: str, environment: dict[str, Any], rounds: int, outcomes: Sequence[Row | Skipped]
+) -> dict[str, Any]:
     """One object per row, what was skipped and why, and what the figures depend on."""
     return {
-        "benchmark": "engine",
+        "benchmark": benchmark,
         "rounds": rounds,
         "environment": environment,
         "rows": [_rounded(dataclasses.asdict(row)) for row in outcomes if isinstance(row, Row)],
@@ -29,6 +31,10 @@ def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
 
 def headline(environment: dict[str, Any]) -> str:
     """What was measured, on one line."""
+    if "pool" in environment:
+        where = f" at {environment['url']}" if environment["url"] else ""
+        length = f"{environment['max_model_len']:,} tokens of context"
+        return f"{environment['model']} · pool {environment['pool']} · {environment['kind']}{where} · {length}"
     if "url" in environment:
         return f"{environment['model']} at {environment['url']}, as a caller sees it"
     return (

@@ -2,7 +2,7 @@
 
 import typer
 
-from spillway.cli import admin, bench, export, keys, limits, payloads, processes, setup, teams
+from spillway.cli import admin, bench, bench_pool, export, keys, limits, payloads, processes, setup, teams
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.parked import parked
 from spillway.cli.usage import usage
@@ -74,4 +74,5 @@ app.add_typer(config_app, name="config")
 
 bench_app = typer.Typer(help="Measure how fast an engine or an endpoint is.", no_args_is_help=True)
 bench_app.command("engine")(bench.engine)
+bench_app.command("pool")(bench_pool.pool)
 app.add_typer(bench_app, name="bench")

@@ -87,12 +87,12 @@ def engine(
     """
     loads = [
         Load(prompt, size, new)
-        for new in _numbers(new_tokens, "--new-tokens")
-        for prompt in _numbers(prompt_tokens, "--prompt-tokens")
-        for size in _numbers(batch, "--batch")
+        for new in numbers(new_tokens, "--new-tokens")
+        for prompt in numbers(prompt_tokens, "--prompt-tokens")
+        for size in numbers(batch, "--batch")
     ]
-    _check_outputs(json_path, picture)
-    chosen = {"threads": threads, "dtype": dtype} | dict(_pair(text) for text in set_ or ())
+    check_outputs(json_path, picture)
+    chosen = {"threads": threads, "dtype": dtype} | dict(key_and_value(text) for text in set_ or ())
     overrides = {name: value for name, value in chosen.items() if value is not None}
     try:
         if url is None:
@@ -103,27 +103,29 @@ def engine(
     except BenchError as error:
         raise fail(str(error)) from error
     outcomes: list[Row | Skipped] = []
-    code = _measure(target, loads, rounds, outcomes)
-    _report(target.environment(), rounds, outcomes, json_path, picture)
+    code = run_loads(target, loads, rounds, outcomes)
+    report(as_json("engine", target.environment(), rounds, outcomes), outcomes, json_path, picture)
     if code:
         raise typer.Exit(code)
 
 
-def _numbers(text: str, option: str) -> list[int]:
+def numbers(text: str, option: str) -> list[int]:
+    """Read a list of numbers. Raises BadParameter."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{text!r} is no list of whole numbers above 0, such as 1,8,32", param_hint=option)
     return list(dict.fromkeys(int(part) for part in parts))
 
 
-def _pair(text: str) -> tuple[str, str]:
+def key_and_value(text: str) -> tuple[str, str]:
+    """Read one key of an engine's settings. Raises BadParameter."""
     name, equals, value = text.partition("=")
     if not equals or name in {"kind", "path"}:
         raise typer.BadParameter(f"{text!r} is no KEY=VALUE of an engine's settings", param_hint="--set")
     return name, value
 
 
-def _check_outputs(json_path: str | None, picture: Path | None) -> None:
+def check_outputs(json_path: str | None, picture: Path | None) -> None:
     """Find before measuring what would fail after it."""
     for option, path in (
         ("--json", None if json_path in {None, "-"} else Path(str(json_path))),
@@ -185,7 +187,7 @@ def _endpoint(url: str, key: str | None, model: str | None) -> Target:
     return EndpointTarget(url, key, model)
 
 
-def _measure(target: Target, loads: Sequence[Load], rounds: int, outcomes: list[Row | Skipped]) -> int:
+def run_loads(target: Target, loads: Sequence[Load], rounds: int, outcomes: list[Row | Skipped]) -> int:
     """Add to `outcomes` what is measured, until all is or something stops it; return the exit code."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
@@ -201,21 +203,24 @@ def _measure(target: Target, loads: Sequence[Load], rounds: int, outcomes: list[
     return 0 if any(isinstance(outcome, Row) for outcome in outcomes) else 1
 
 
-def _report(
-    environment: dict[str, Any],
-    rounds: int,
+def report(
+    told: dict[str, Any],
     outcomes: Sequence[Row | Skipped],
     json_path: str | None,
     picture: Path | None,
+    more: Sequence[str] = (),
 ) -> None:
-    figures = json.dumps(as_json(environment, rounds, outcomes))
+    """Show the outcome, which ``told`` is for programs; ``more``: lines below the table."""
+    figures, title = json.dumps(told), headline(told["environment"])
     if json_path == "-":
         out.print_json(figures)
     else:
         # A pipe has no width, and a narrow terminal wraps better than rich cuts.
         console = Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False)
-        console.print(headline(environment), markup=False)
+        console.print(title, markup=False)
         console.print(as_table(outcomes))
+        for line in more:
+            console.print(line, markup=False, soft_wrap=True)
     for outcome in outcomes:
         if isinstance(outcome, Skipped):
             size = f"{outcome.prompt_tokens} + {outcome.new_tokens} tokens, batch {outcome.batch}"
@@ -227,6 +232,6 @@ def _report(
         if picture is not None and rows:
             from spillway.bench.picture import draw
 
-            draw(rows, headline(environment), picture)
+            draw(rows, title, picture)
     except OSError as error:
         raise fail(str(error)) from error

@@ -40,7 +40,9 @@ class ServerFacts:
     model: str  # as the server calls it
     max_model_len: int | None = None  # prompt and output tokens of one sequence
     max_sequences: int | None = None  # that it runs at once
-    max_kv_tokens: int | None = None  # that its KV memory holds
+    max_kv_tokens: int | None = None  # that may be promised to jobs
+    # That its memory holds. More may be promised: jobs rarely become as long as they may.
+    memory_tokens: int | None = None
     inputs: frozenset[str] = frozenset()  # what a request may have, by name
     honoured: frozenset[str] | None = None  # of the fields of SamplingParams; None: what the format says
 

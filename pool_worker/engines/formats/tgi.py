@@ -37,10 +37,12 @@ class TgiFormat:
         if not isinstance(served, str):
             raise MalformedEvent("/info names no model_id")
         length, requests = answer.get("max_total_tokens"), answer.get("max_concurrent_requests")
+        memory = answer.get("max_batch_total_tokens")  # not of every release
         return ServerFacts(
             model or served,
             length if isinstance(length, int) else None,
             requests if isinstance(requests, int) else None,
+            memory_tokens=memory if isinstance(memory, int) else None,
         )
 
     @staticmethod

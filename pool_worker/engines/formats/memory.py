@@ -1,0 +1,46 @@
+"""How many tokens a server's memory holds, where it tells that on a page of its own.
+
+vLLM: the metric ``vllm:cache_config_info`` (https://docs.vllm.ai/en/latest/usage/metrics.html). SGLang:
+``/get_server_info`` (https://docs.sglang.ai/basic_usage/native_api.html).
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+_VLLM_CACHE: Final = re.compile(rb"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_VLLM_LABEL: Final = re.compile(rb'(kv_cache_size_tokens|num_gpu_blocks|block_size)="(\d+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPage:
+    """Where a server tells it, and how the page is read: None where it does not say after all."""
+
+    path: str
+    read: Callable[[bytes], int | None]
+
+
+def _vllm(page: bytes) -> int | None:
+    """Add up the engines of one server: with data parallelism it has several."""
+    total = 0
+    for labels in _VLLM_CACHE.findall(page):
+        told = {name: int(value) for name, value in _VLLM_LABEL.findall(labels)}
+        total += told.get(b"kv_cache_size_tokens") or told.get(b"num_gpu_blocks", 0) * told.get(b"block_size", 0)
+    return total or None
+
+
+def _sglang(page: bytes) -> int | None:
+    try:
+        told = msgspec.json.decode(page, type=dict[str, Any]).get("max_total_num_tokens")
+    except msgspec.DecodeError:
+        return None
+    return told if isinstance(told, int) and told > 0 else None
+
+
+MEMORY_PAGES: Final[Mapping[str, MemoryPage]] = {
+    "vllm": MemoryPage("/metrics", _vllm),
+    "sglang": MemoryPage("/get_server_info", _sglang),
+}

@@ -1,0 +1,257 @@
+"""The engine of a pool, of any kind, in this process and without gateway and queue: what its workers give at best.
+
+It is asked as a worker asks it (``submit``, ``steps``), so a server or a hosted API is measured with all that its
+adapter adds. All loads together have a time: what they have not done by then is left out.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any, Final, Self
+
+import uvloop
+
+from engine.types import GenerationRequest, Refusal, SamplingParams, SequenceOutput
+from pool_worker import engines
+from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
+from pool_worker.engines.chat import ChatOutput, ChatRequest
+from pool_worker.settings import EngineSettings
+from pool_worker.watch.start import number_tokens
+from protocol.chat import TAKES_MESSAGES, Chat, Turn
+from spillway.bench.endpoint import PROBE_WORDS, prompt_size, random_words
+from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, OutOfTime, Piece
+
+CANCEL_LIMIT_S: Final = 5.0  # for an engine to let go of what it is told to stop
+TOKENS_PER_WORD: Final = 1.5  # of a number, where an API does not count
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One request, as far as it has come."""
+
+    prompt_tokens: int
+    pieces: list[Piece] = field(default_factory=list)
+    completion_tokens: int | None = None  # where somebody counts better than by the pieces
+
+
+class PoolTarget:
+    """See ``measure.Target``. To be entered, which starts the engine, and left, which stops it."""
+
+    def __init__(self, pool: str, model: str, settings: EngineSettings, limit_s: float) -> None:
+        """``model``: one that the pool serves; ``limit_s``: for all loads together, from when the engine is ready."""
+        self._pool = pool
+        self._model = model
+        self._settings = settings
+        self._limit_s = limit_s
+        self._deadline_s = 0.0
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._engine: AnyEngine = engines.create(settings)
+        self._reading: asyncio.Task[None] | None = None
+        self._vocabulary: Sequence[int] = ()  # of prompts in token ids
+        self._tokens_per_word, self._tokens_around = TOKENS_PER_WORD, 0.0  # of prompts in words
+        self._params = SamplingParams(temperature=0.0, ignore_eos=True)
+        self._started_s = 0.0
+        self._number = 0
+        self._seen: dict[str, _Seen] = {}
+        self._live: set[str] = set()
+        self._refusal: Refusal | None = None
+        self._error: str | None = None
+        self._death: EngineDiedError | None = None
+        self._changed = asyncio.Event()
+        self.capacity: Capacity
+
+    def __enter__(self) -> Self:
+        """Start the engine. Raises BenchError."""
+        try:
+            self._runner.run(self._start())
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        self._deadline_s = time.monotonic() + self._limit_s
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the engine, and the server's process where that is the pool's own."""
+        self._runner.run(self._stop())
+        self._runner.close()
+
+    async def _start(self) -> None:
+        try:
+            self.capacity = await self._engine.start()
+            card, _ = self._engine.model_card(self._model)
+            if card.pooling is not None:
+                raise BenchError(f"pools.{self._pool}: makes vectors; what is measured here is text")
+            self._reading = asyncio.create_task(self._read_steps(), name="steps")
+            if self._engine.takes == TAKES_MESSAGES:
+                await self._learn_words()
+            else:
+                self._vocabulary = await asyncio.to_thread(number_tokens, self._engine, self._model)
+        except EngineDiedError as error:
+            raise BenchError(str(error)) from error
+
+    async def _stop(self) -> None:
+        await self._engine.stop()
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
+
+    async def _learn_words(self) -> None:
+        """Learn how many tokens a word has, from an API's counts of two small prompts."""
+        counts = []
+        for words in PROBE_WORDS:
+            self._tokens_per_word = 1 / words
+            [seen] = await self._ask(Load(1, 1, 1), seed=-words)
+            counts.append(seen.prompt_tokens)
+        self._tokens_per_word, self._tokens_around = prompt_size(*counts) or (TOKENS_PER_WORD, 0.0)
+
+    def _request(self, source: random.Random, load: Load) -> GenerationRequest | ChatRequest:
+        self._number += 1
+        request_id, params = f"bench-{self._number}", replace(self._params, max_tokens=load.new_tokens)
+        if not self.is_an_api:
+            return GenerationRequest(request_id, source.choices(self._vocabulary, k=load.prompt_tokens), params)
+        words = max(1, round((load.prompt_tokens - self._tokens_around) / self._tokens_per_word))
+        chat = Chat((Turn("user", random_words(source, words)),), is_limited=True)
+        return ChatRequest(request_id, chat, params, load.prompt_tokens)
+
+    # --- one load -----------------------------------------------------------------------------------------------------
+
+    def run(self, load: Load, seed: int) -> list[Answer]:
+        """See ``measure.Target``."""
+        self._refuse_what_cannot_be_held(load)
+        if time.monotonic() >= self._deadline_s:
+            raise OutOfTime(f"no time was left of {self._limit_s:g} s (--seconds)")
+        return self._runner.run(self._run(load, seed))
+
+    def _refuse_what_cannot_be_held(self, load: Load) -> None:
+        """An engine would make them wait for each other, or cut them off."""
+        tokens, held = load.prompt_tokens + load.new_tokens, self.capacity
+        if tokens > held.max_model_len:
+            raise LoadRefused(f"one request has at most {held.max_model_len:,} tokens")
+        if held.told_sequences is not None and load.batch > held.told_sequences:
+            raise LoadRefused(f"the engine runs {held.told_sequences:,} at once")
+        if held.told_kv_tokens is not None and load.batch * tokens > held.told_kv_tokens:
+            raise LoadRefused(f"the engine's memory holds {held.told_kv_tokens:,} tokens")
+
+    async def _run(self, load: Load, seed: int) -> list[Answer]:
+        try:
+            async with asyncio.timeout(self._deadline_s - time.monotonic()):
+                seen = await self._ask(load, seed)
+        except TimeoutError:
+            raise OutOfTime(f"not done within {self._limit_s:g} s for all loads (--seconds)") from None
+        if not all(one.pieces for one in seen):
+            raise LoadRefused("an answer came without a token")
+        return [_answer(one) for one in seen]
+
+    async def _ask(self, load: Load, seed: int) -> list[_Seen]:
+        try:
+            return await self._ask_once(load, seed)
+        except LoadRefused:
+            # Not everybody knows this field; answers may then end before they have all their tokens.
+            if self._refusal is None or self._refusal.param != "ignore_eos":
+                raise
+        self._params = replace(self._params, ignore_eos=False)
+        return await self._ask_once(load, seed)
+
+    async def _ask_once(self, load: Load, seed: int) -> list[_Seen]:
+        """Hand over a load, and wait for its end. Raises LoadRefused, and BenchError where the engine is lost."""
+        source = random.Random(seed)  # noqa: S311 - nothing secret
+        requests = [self._request(source, load) for _ in range(load.batch)]
+        self._seen = {request.request_id: _Seen(load.prompt_tokens) for request in requests}
+        self._live, self._refusal, self._error = set(self._seen), None, None
+        self._started_s = time.perf_counter()
+        try:
+            for request in requests:
+                self._engine.submit(request)  # type: ignore[arg-type]  # as the engine takes it
+            await self._until(lambda: not self._live or self._error is not None)
+        finally:
+            await self._cancel_what_runs()
+        if self._error is not None:
+            raise LoadRefused(self._error)
+        return list(self._seen.values())
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while self._death is None and not condition():
+            self._changed.clear()
+            await self._changed.wait()
+        if self._death is not None:
+            raise BenchError(str(self._death)) from self._death
+
+    async def _cancel_what_runs(self) -> None:
+        """The next load must not run beside it."""
+        if not self._live or self._death is not None:
+            return
+        for request_id in self._live:
+            self._engine.cancel(request_id)
+        try:
+            async with asyncio.timeout(CANCEL_LIMIT_S):
+                await self._until(lambda: not self._live)
+        except TimeoutError:
+            raise BenchError(f"the engine does not cancel a request within {CANCEL_LIMIT_S:g} s") from None
+
+    # --- what comes ---------------------------------------------------------------------------------------------------
+
+    async def _read_steps(self) -> None:
+        try:
+            async for outputs in self._engine.steps():
+                self._take(outputs)
+        except EngineDiedError as error:
+            self._death = error
+        else:
+            self._death = EngineDiedError("the engine stopped by itself")
+        self._changed.set()
+
+    def _take(self, outputs: Sequence[SequenceOutput]) -> None:
+        now_s = time.perf_counter() - self._started_s
+        for output in outputs:
+            seen = self._seen.get(output.request_id)
+            if seen is None:
+                continue
+            if isinstance(output, ChatOutput):
+                if output.parts:
+                    seen.pieces.append(Piece(now_s, output.tokens))
+                if output.usage is not None and output.usage.counted_by == "provider":
+                    seen.prompt_tokens = output.usage.prompt_tokens
+                    seen.completion_tokens = output.usage.completion_tokens
+            elif output.token_ids:
+                seen.pieces.append(Piece(now_s, len(output.token_ids)))
+            if output.finish_reason is not None:
+                self._live.discard(output.request_id)
+                self._note_fault(output)
+        self._changed.set()
+
+    def _note_fault(self, output: SequenceOutput) -> None:
+        if output.finish_reason != "error" or self._error is not None:
+            return
+        self._error = output.error or "the engine failed the request"
+        if isinstance(output, Refusal):
+            self._refusal = output
+
+    @property
+    def is_an_api(self) -> bool:
+        """Whether it is asked in messages, and so has no memory that a pool could be told of."""
+        return self._engine.takes == TAKES_MESSAGES
+
+    def environment(self) -> dict[str, Any]:
+        """See ``measure.Target``."""
+        return {
+            "pool": self._pool,
+            "model": self._model,
+            "kind": self._engine.name,
+            "url": getattr(self._settings, "url", None),
+            "max_model_len": self.capacity.max_model_len,
+            "told_sequences": self.capacity.told_sequences,
+            "told_kv_tokens": self.capacity.told_kv_tokens,
+            "ends_ignored": self._params.ignore_eos,
+            "seconds": self._limit_s,
+            "spillway": version("spillway"),
+        }
+
+
+def _answer(seen: _Seen) -> Answer:
+    """Where somebody else counts the tokens, each piece has an equal share."""
+    if seen.completion_tokens is None:
+        return Answer(seen.prompt_tokens, seen.pieces)
+    share = seen.completion_tokens / len(seen.pieces)
+    return Answer(seen.prompt_tokens, [Piece(piece.at_s, share) for piece in seen.pieces])

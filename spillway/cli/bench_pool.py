@@ -1,0 +1,159 @@
+"""``spillway bench pool``: how fast a pool's engine is, of whatever kind, and which limits follow from that."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from pool_worker.settings import ConnectionSettings, EngineSettings
+from spillway.bench.limits import Memory, recommend
+from spillway.bench.measure import WARM_UP_TOKENS, BenchError, Load, Row, Skipped
+from spillway.bench.report import as_json
+from spillway.cli.bench import MOST_ROUNDS, check_outputs, key_and_value, numbers, report, run_loads
+from spillway.cli.context import ConfigOption, err, fail, resolve_config
+from spillway.config import Config
+from spillway.pool_section import PoolSettings
+
+# What runs an engine is imported when it is used, as in bench.py.
+
+MOST_SECONDS: Final = 86_400.0
+TOKENS_OF_A_PRICE: Final = 1_000_000
+
+
+def pool(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One of the configuration's pools.")],
+    config: ConfigOption = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths, as your callers have them.")] = "128,1024",
+    batch: Annotated[str, typer.Option(help="Requests handed over at once.")] = "1,2,4,8,16,32,64",
+    new_tokens: Annotated[str, typer.Option(help="Tokens generated for each request.")] = "64",
+    rounds: Annotated[int, typer.Option(min=1, max=MOST_ROUNDS, help="How often each load is run.")] = 2,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=MOST_SECONDS, help="For all loads, from when the engine is ready.")
+    ] = 300,
+    max_tpot_ms: Annotated[
+        float, typer.Option(min=0.001, help="How long a token may take: the bound of what is recommended.")
+    ] = 50,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any other key of the pool's engine, such as url=http://10.0.0.7:8000. Repeatable.",
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Pay for a hosted API's tokens without being asked.")] = False,
+    json_path: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write all figures as JSON; - prints them instead of the table."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw a picture: a .png or .svg file. Needs the extra `bench`.")
+    ] = None,
+) -> None:
+    """Measure a pool's engine, and say which limits to write into its configuration.
+
+    Any kind: Spillway's own, a server behind a URL, one that the pool starts by
+    itself (`exec`), a hosted API. It is asked as a worker asks it, from a process
+    of its own: no gateway, no queue. Stop the pool's workers meanwhile, or what
+    they run is measured with it.
+
+    Every combination of lengths and batch is a load of BATCH requests at once,
+    greedily and past the model's own ends where the engine can; the columns are
+    those of `spillway bench engine --help`. What does not fit, or what the time
+    (--seconds) does not allow, is skipped with a note; Ctrl-C prints what has
+    been measured.
+
+    Then come lines to paste:
+
+    max_sequences   the most requests at once whose TPOT keeps --max-tpot-ms
+                    (99 of 100 requests) at every length that was measured; and
+                    no more than bring throughput: the others wait better in the
+                    queue, where another pool may take them
+    max_kv_tokens   what the engine's memory holds, where it tells so (vLLM,
+                    SGLang, TGI)
+
+    Some calls:
+
+    spillway bench pool runpod
+    spillway bench pool runpod --prompt-tokens 256,4096 --max-tpot-ms 30
+    spillway bench pool laptop --batch 1,2,4 --seconds 60 --json laptop.json
+    """
+    loads = [
+        Load(prompt, size, new)
+        for new in numbers(new_tokens, "--new-tokens")
+        for size in sorted(numbers(batch, "--batch"))  # if time runs out, every length has its smallest
+        for prompt in numbers(prompt_tokens, "--prompt-tokens")
+    ]
+    check_outputs(json_path, picture)
+    section = _section(name, resolve_config(config, None))
+    overrides = dict(key_and_value(text) for text in set_ or ())
+    if overrides:
+        section = resolve_config(config, None, {"pools": {name: {"engine": overrides}}}).pools[name]
+    if section.is_hosted and not yes:
+        _ask_before_paying(name, section, loads, rounds)
+    outcomes: list[Row | Skipped] = []
+    code, told, lines = _measure(name, section, loads, rounds, seconds, max_tpot_ms, outcomes)
+    report(told, outcomes, json_path, picture, lines)
+    if code:
+        raise typer.Exit(code)
+
+
+def _section(name: str, config: Config) -> PoolSettings:
+    if name not in config.pools:
+        raise fail(f"pools.{name}: no such pool; there are: {', '.join(config.pools) or 'none'}")
+    return config.pools[name]
+
+
+def _ask_before_paying(name: str, section: PoolSettings, loads: list[Load], rounds: int) -> None:
+    shortest = min(load.prompt_tokens for load in loads)
+    warm_up = [Load(shortest, size, WARM_UP_TOKENS) for size in {load.batch for load in loads}]
+    asked = [*loads * rounds, *warm_up]
+    prompt = sum(load.batch * load.prompt_tokens for load in asked)
+    new = sum(load.batch * load.new_tokens for load in asked)
+    price = section.prices.get(section.models[0])
+    usd = 0.0 if price is None else (prompt * price.prompt + new * price.completion) / TOKENS_OF_A_PRICE
+    cost = f", about {usd:,.2f} USD" if usd else ""
+    err.print(f"pools.{name} is a hosted API: {prompt:,} prompt tokens and {new:,} new ones will be paid for{cost}.")
+    typer.confirm("Ask it?", abort=True, err=True)
+
+
+def _measure(
+    name: str,
+    section: PoolSettings,
+    loads: list[Load],
+    rounds: int,
+    seconds: float,
+    max_tpot_ms: float,
+    outcomes: list[Row | Skipped],
+) -> tuple[int, dict[str, Any], list[str]]:
+    """Return the exit code, the outcome for programs, and the lines to paste."""
+    from spillway.bench.pool import PoolTarget
+
+    settings = _not_held_back(section.engine, max(load.batch for load in loads))
+    with contextlib.ExitStack() as stack:
+        try:
+            with err.status(f"waiting for the engine of pools.{name} ({settings.kind})"):
+                target = stack.enter_context(PoolTarget(name, section.models[0], settings, seconds))
+        except BenchError as error:
+            raise fail(f"pools.{name}: {error}") from error
+        except ModuleNotFoundError as error:
+            raise fail(f"pools.{name}: its engine needs {error.name}: pip install 'spillway[worker]'") from error
+        code = run_loads(target, loads, rounds, outcomes)
+        memory = Memory(
+            target.capacity.told_kv_tokens,
+            is_a_setting="max_kv_tokens" in type(settings).model_fields,
+            is_there=not target.is_an_api,
+        )
+        environment = target.environment()
+    rows = [outcome for outcome in outcomes if isinstance(outcome, Row)]
+    found = recommend(rows, max_tpot_ms, pool=name, memory=memory)
+    told = as_json("pool", environment, rounds, outcomes) | {"recommended": found.as_json()}
+    return code, told, found.as_lines() if rows else []
+
+
+def _not_held_back(settings: EngineSettings, most_at_once: int) -> EngineSettings:
+    """Let a server be asked for all that is handed over: what it runs at once is what is to be found out."""
+    if isinstance(settings, ConnectionSettings):
+        return settings.model_copy(update={"max_sequences": most_at_once})
+    return settings
