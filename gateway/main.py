@@ -100,7 +100,13 @@ async def run(
         hosted = HostedPools(settings.hosted, admission_control.capacity, quotas, prices)
         overflow = Overflow(hosted, admission_control, registry, settings.timeouts.overflow_after_s)
         dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series, overflow=overflow)
-        catalog = ModelCatalog(bus, settings.models, settings.data_dir)
+        catalog = ModelCatalog(
+            bus,
+            settings.models,
+            settings.data_dir,
+            by_messages=settings.by_messages,
+            only_by_messages=settings.only_by_messages,
+        )
         stack.callback(catalog.close)
         keys.on_revoked = dispatcher.keys_revoked
         await dispatcher.start()

@@ -269,6 +269,8 @@ class GatewaySettings(Settings):
     tenants: dict[str, TenantSettings] = {}  # by tenant, or by the name of the API key
     hosted: dict[str, HostedPoolSettings] = {}  # by pool
     only_hosted: frozenset[str] = frozenset()  # models that no other pool serves
+    by_messages: frozenset[str] = frozenset()  # models with pools that take messages instead of token ids
+    only_by_messages: frozenset[str] = frozenset()  # and with no others: these have a tokenizer, to count by
     limits: LimitSettings = LimitSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     connections: ConnectionSettings = ConnectionSettings()

@@ -12,7 +12,7 @@ from pool_worker.credit import Cost
 from pool_worker.engines.chat import ChatOutput
 from pool_worker.generation import prompt_tokens_of
 from pool_worker.settings import WorkerSettings
-from protocol.chat import ChatUsage, Deltas
+from protocol.chat import ChatUsage, CountedBy, Deltas
 from protocol.clock import unix_now_ms
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import Accepted, Failed, Finished, Frame, Job, Timings, Tokens, Vector, encode
@@ -124,11 +124,12 @@ class Attempt:
 
     # --- frames: each takes the next sequence number -----------------------------------------------------------------
 
-    def accepted(self, settings: WorkerSettings, revision: str) -> bytes:
+    def accepted(self, settings: WorkerSettings, revision: str, counted_by: CountedBy) -> bytes:
         """Make the first frame."""
         job = self.job
         names = (settings.worker_id, settings.pool, settings.provider, settings.region)
-        return self.add(Accepted(job.request_id, job.attempt, 0, *names, self.queue_ms, settings.tier, revision))
+        how = (self.queue_ms, settings.tier, revision, counted_by)
+        return self.add(Accepted(job.request_id, job.attempt, 0, *names, *how))
 
     def tokens(
         self,

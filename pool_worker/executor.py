@@ -29,7 +29,7 @@ from pool_worker.usage import Outcome, attempt_record
 from protocol import subjects
 from protocol.artifacts import get_object
 from protocol.bus import Bus
-from protocol.chat import NO_TOKENIZER, TAKES_MESSAGES
+from protocol.chat import NO_TOKENIZER, TAKES_MESSAGES, CountedBy
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids
 from protocol.outbox import Outbox
@@ -81,9 +81,9 @@ class Executor:
         self._spawn = spawn
         self._on_end = on_end
         self._traces = traces
-        self._send: Callable[[Attempt, Any], None] = (
-            self._send_deltas if engine.takes == TAKES_MESSAGES else self._send_tokens
-        )
+        is_chat = engine.takes == TAKES_MESSAGES
+        self._send: Callable[[Attempt, Any], None] = self._send_deltas if is_chat else self._send_tokens
+        self._counted_by: CountedBy = "provider" if engine.takes == TAKES_MESSAGES else engine.counted_by
         self.jobs_taken = 0  # accepted, since the start
         self.tokens_made = 0
         self._held: dict[str, Attempt] = {}  # pulled and not ended
@@ -196,7 +196,8 @@ class Executor:
         self._held[attempt.id] = attempt
         self.jobs_taken += 1
         self.is_idle.clear()
-        self._publisher.send(job.reply_subject, attempt.accepted(self._settings, self._revisions[job.model].weights))
+        frame = attempt.accepted(self._settings, self._revisions[job.model].weights, self._counted_by)
+        self._publisher.send(job.reply_subject, frame)
         self._publisher.ack(delivery)  # from here on the gateway watches over it
         self._waiting.append(attempt)
         self._start_what_fits()

@@ -105,6 +105,26 @@ class Deltas(Struct, frozen=True, array_like=True, tag="d"):
     finish_reason: str | None = None  # "stop" | "length" | "content_filter" on the choice's last frame
     usage: ChatUsage | None = None  # with the finish reason: takes the place of the estimates
 
+    # What a frame of tokens has, for those who read either: text alone, and nothing of tokens.
+
+    @property
+    def text(self) -> str:
+        """What the choice says, reasoning and calls aside."""
+        return "".join([part.text for part in self.parts if part.kind == "text"])
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """None: they are not told."""
+        return ()
+
+    @property
+    def logprobs(self) -> None:
+        """None likewise."""
+
+    @property
+    def prompt_logprobs(self) -> None:
+        """None likewise."""
+
 
 _chat_decoder = msgspec.msgpack.Decoder(Chat)
 encode_chat = msgspec.msgpack.Encoder().encode

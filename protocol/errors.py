@@ -41,6 +41,7 @@ class ErrorCode(StrEnum):
     TENANT_QUEUED = "tenant_queued_exceeded"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     MODEL_CHANGED = "model_changed"  # nobody runs the weights any more that the answer, or its prompt's tokens, are of
+    ANSWER_CUT = "answer_cut"  # what is told of it can be gone on with by nobody, and is not told twice
     # The attempt failed; the request may go on elsewhere.
     ENGINE_ERROR = "engine_error"
     ENGINE_DIED = "engine_died"

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol import wire
-from protocol.chat import Deltas, Input
+from protocol.chat import CountedBy, Deltas, Input
 from protocol.engine_stats import EngineStats, Pace
 from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
@@ -165,6 +165,7 @@ class Accepted(Struct, frozen=True, array_like=True, tag="a"):
     queue_ms: float  # publish → pull, by the worker's clock against JetStream's time stamp
     tier: str | None = None  # of its pool
     revision: str = ""  # Revision.weights of what it runs
+    counted_by: CountedBy = "engine"  # whose counts its own will be; "provider": it takes messages
 
 
 class Tokens(Struct, frozen=True, array_like=True, tag="t"):
@@ -230,12 +231,9 @@ class Failed(Struct, frozen=True, array_like=True, tag="x"):
 
 
 class Unread(Struct, frozen=True, array_like=True, tag="?"):
-    """In the place of a frame that its reader could not read; nobody sends it.
+    """In the place of a frame that its reader could not read; nobody sends it."""
 
-    Every frame, of whatever kind, begins with its tag, request, attempt and ``seq``.
-    """
-
-    request_id: str
+    request_id: str  # with this and the next two every frame begins, of whatever kind, after its tag
     attempt: int
     seq: int
     kind: str  # the frame's tag

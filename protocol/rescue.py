@@ -12,10 +12,18 @@ Rescue = Literal["ids", "text", "message", "start"]
 
 def rescue_of(job: Job, takes: Input) -> Rescue | None:
     """How a worker that takes such input goes on with a job; None for a first attempt, and where no text is made."""
-    if job.attempt == 1 or job.pooling is not None:
+    if job.pooling is not None:
         return None
-    if not any(point.token_ids or point.text for point in job.resume):
+    is_begun = any(point.token_ids or point.text for point in job.resume)
+    return rescue_by(job.attempt, takes, is_begun=is_begun, is_encoded=any(point.is_encoded for point in job.resume))
+
+
+def rescue_by(attempt: int, takes: Input, *, is_begun: bool, is_encoded: bool) -> Rescue | None:
+    """The same, by what it depends on. ``is_encoded``: see ``ResumePoint``."""
+    if attempt == 1:
+        return None
+    if not is_begun:
         return "start"
     if takes == TAKES_MESSAGES:
         return "message"
-    return "ids" if takes == TAKES_IDS and not any(point.is_encoded for point in job.resume) else "text"
+    return "ids" if takes == TAKES_IDS and not is_encoded else "text"

@@ -48,7 +48,7 @@ from pool_worker.settings import (
 )
 from protocol.telemetry import TelemetrySettings
 from spillway.config_problems import explain, keys_of
-from spillway.pool_section import PoolSettings, hosted_pools, only_hosted
+from spillway.pool_section import PoolSettings, by_messages, hosted_pools, only_by_messages, only_hosted
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
@@ -186,6 +186,16 @@ class Config(BaseSettings):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _who_has_no_card_must_say_how_to_count(self) -> "Config":
+        for model_name in self.models.keys() & only_by_messages(self.pools).keys():
+            if self.models[model_name].tokenizer is None:
+                raise ValueError(
+                    f"models.{model_name}.tokenizer: required to count by, since only pools that take messages serve"
+                    " it: a tokenizer.json, a folder with one, or tiktoken:o200k_base"
+                )
+        return self
+
     @property
     def database_url(self) -> str:
         """The database's URL, by default SQLite in the data folder."""
@@ -201,10 +211,12 @@ class Config(BaseSettings):
             database_url=self.database_url,
             data_dir=self.data_dir,
             key_pepper=pepper,
-            models=self.models,
+            models=self._models_with_lengths(),
             tenants=self.tenants,
             hosted=hosted_pools(self.pools),
             only_hosted=only_hosted(self.pools),
+            by_messages=by_messages(self.pools),
+            only_by_messages=frozenset(only_by_messages(self.pools)),
             limits=self.gateway.limits,
             timeouts=self.gateway.timeouts,
             connections=self.gateway.connections,
@@ -217,6 +229,16 @@ class Config(BaseSettings):
             cors_origins=self.gateway.cors_origins,
             telemetry=self.telemetry,
         )
+
+    def _models_with_lengths(self) -> dict[str, ModelSettings]:
+        """The models; who has no card to tell a context's length has that of its pools."""
+        lengths = only_by_messages(self.pools)
+        return {
+            name: model
+            if model.context_length is not None or name not in lengths
+            else model.model_copy(update={"context_length": lengths[name]})
+            for name, model in self.models.items()
+        }
 
     def payload_settings(self) -> PayloadSettings:
         """How payloads are sealed and opened. Raises ConfigError if the key's file cannot be used."""

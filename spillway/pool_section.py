@@ -1,12 +1,13 @@
 """``[pools.<name>]`` of spillway.toml, and what a gateway must know of the hosted ones."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from gateway.settings import HostedPoolSettings, PriceSettings, Settings
 from pool_worker.settings import (
+    ChatEngineSettings,
     EngineSettings,
     GateSettings,
     HttpAddress,
@@ -45,6 +46,11 @@ class PoolSettings(Settings):
         """Whether its engine is somebody else's API."""
         return self.tier == subjects.HOSTED_TIER
 
+    @property
+    def takes_messages(self) -> bool:
+        """Whether its engine is sent conversations, and not token ids."""
+        return isinstance(self.engine, ChatEngineSettings)
+
     @model_validator(mode="after")
     def _what_belongs_to_hosted_pools(self) -> "PoolSettings":
         caps = [name for name in ("usd_per_day", "usd_per_month") if getattr(self, name) is not None]
@@ -70,5 +76,28 @@ def hosted_pools(pools: Mapping[str, PoolSettings]) -> dict[str, HostedPoolSetti
 
 def only_hosted(pools: Mapping[str, PoolSettings]) -> frozenset[str]:
     """The models that hosted pools alone serve."""
-    ours = {model for pool in pools.values() if not pool.is_hosted for model in pool.models}
-    return frozenset(model for pool in pools.values() for model in pool.models) - ours
+    return _models_of(pool for pool in pools.values() if pool.is_hosted) - _models_of(
+        pool for pool in pools.values() if not pool.is_hosted
+    )
+
+
+def by_messages(pools: Mapping[str, PoolSettings]) -> frozenset[str]:
+    """The models that a pool serves which takes messages."""
+    return _models_of(pool for pool in pools.values() if pool.takes_messages)
+
+
+def only_by_messages(pools: Mapping[str, PoolSettings]) -> dict[str, int]:
+    """The models that such pools alone serve, and the longest context that one of these has for it."""
+    models = by_messages(pools) - _models_of(pool for pool in pools.values() if not pool.takes_messages)
+    return {
+        model: max(
+            pool.engine.max_model_len
+            for pool in pools.values()
+            if isinstance(pool.engine, ChatEngineSettings) and model in pool.models
+        )
+        for model in models
+    }
+
+
+def _models_of(pools: Iterable[PoolSettings]) -> frozenset[str]:
+    return frozenset(model for pool in pools for model in pool.models)

@@ -17,6 +17,7 @@ from gateway.api.schema_check import SchemaCheck, calls_of
 from gateway.api.sse import answer_head, encode_json
 from gateway.dispatch.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_logprobs
 from gateway.tools.dialect import AnswerForm, AnswerParser
+from protocol.chat import Deltas, Part
 from protocol.logprobs import PromptLogprob, TokenLogprob
 
 FRAMES_AT_ONCE: Final = 1024  # are put together before others' requests get their turn: some 2 ms
@@ -24,12 +25,20 @@ _MARK: Final = b"\0"  # never inside JSON: strings escape it
 _LOGPROBS_HERE: Final = msgspec.Raw(_MARK)
 
 
+class Told(NamedTuple):
+    """What a choice says: as text that engines have made, then in parts that came of a pool which takes messages."""
+
+    text: str
+    finish_reason: str | None
+    parts: Sequence[Part] = ()
+
+
 class WholeAnswer(NamedTuple):
     """A body in which marks stand for the choices' log-probabilities."""
 
     marked: bytes
     logprobs: Sequence[Iterator[bytes]]  # the pieces of each
-    told: Sequence[tuple[str, str | None]]  # text and finish reason of every choice
+    told: Sequence[Told]  # of every choice
 
     @property
     def body(self) -> bytes:
@@ -56,10 +65,17 @@ class Gathered:
         self.logprobs: list[HeldLogprobs] = []
         self.token_ids: list[int] = []
         self.prompt_logprobs: list[PromptLogprob] = []
+        self.parts: list[Part] = []
+        self.reasoning_tokens = 0  # as an API says
         self.finish_reason: str | None = None
 
     def add(self, frame: AnyTokens) -> None:
         """Take the next one."""
+        if isinstance(frame, Deltas):
+            self.parts += frame.parts
+            self.reasoning_tokens += 0 if frame.usage is None else frame.usage.reasoning_tokens
+            self.finish_reason = frame.finish_reason
+            return
         self.texts.append(frame.text)
         self.frames.append((len(frame.text), len(frame.token_ids)))
         self.token_ids += frame.token_ids
@@ -70,9 +86,9 @@ class Gathered:
             self.logprobs.append(held)
 
     @property
-    def told(self) -> tuple[str, str | None]:
-        """Its text and finish reason."""
-        return "".join(self.texts), self.finish_reason
+    def told(self) -> Told:
+        """What it says."""
+        return Told("".join(self.texts), self.finish_reason, self.parts)
 
     def token_logprobs(self) -> Iterator[TokenLogprob]:
         """Those of its tokens."""
@@ -107,9 +123,10 @@ def chat_answer(
     """
     parsers = [form.parser() if form else None for _ in gathered]
     rows = [_chat_row(index, *one, details, check) for index, one in enumerate(zip(gathered, parsers, strict=True))]
-    if form is not None and form.dialect.has_reasoning:
+    told_tokens = sum(choice.reasoning_tokens for choice in gathered)
+    if form is not None and (form.dialect.has_reasoning or told_tokens):
         read = [(parser.reasoning, choice.frames) for choice, parser in zip(gathered, parsers, strict=True) if parser]
-        usage = with_reasoning_tokens(usage, sum(reasoning_tokens(*one) for one in read))
+        usage = with_reasoning_tokens(usage, told_tokens + sum(reasoning_tokens(*one) for one in read))
     head = answer_head(answer_id, "chat.completion", created, model, details)
     marked = encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], details)})
     logprobs = [
@@ -118,16 +135,19 @@ def chat_answer(
     return WholeAnswer(marked, logprobs, [choice.told for choice in gathered])
 
 
-def told_choice(text: str, finish_reason: str | None, parser: AnswerParser | None) -> dict[str, Any]:
+def told_choice(told: Told, parser: AnswerParser | None) -> dict[str, Any]:
     """What a choice of a chat says, and why it ended; ``parser``: a new one, where answers are more than text."""
-    message = parsed_message(text, parser) if parser else {"role": "assistant", "content": text, "refusal": None}
-    return {"message": message, "finish_reason": finish_reason_of(finish_reason, message)}
+    if parser is None:
+        message = {"role": "assistant", "content": told.text, "refusal": None}
+    else:
+        message = parsed_message(told.text, parser, told.parts)
+    return {"message": message, "finish_reason": finish_reason_of(told.finish_reason, message)}
 
 
 def _chat_row(
     index: int, choice: Gathered, parser: AnswerParser | None, details: Details, check: SchemaCheck | None
 ) -> dict[str, Any]:
-    told = told_choice(*choice.told, parser)
+    told = told_choice(choice.told, parser)
     message = told["message"]
     return {
         "index": index,
@@ -158,7 +178,7 @@ class CompletionRows(NamedTuple):
 
     rows: Sequence[dict[str, Any]]
     logprobs: Sequence[Iterator[bytes]]  # of those rows that have them
-    told: Sequence[tuple[str, str | None]]
+    told: Sequence[Told]
 
 
 def completion_answer(

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from gateway.api.answers import (
     CompletionRows,
+    Told,
     WholeAnswer,
     chat_answer,
     completion_answer,
@@ -15,8 +16,17 @@ from gateway.api.answers import (
     gather,
     told_choice,
 )
+from gateway.api.chat_job import conversation_of
 from gateway.api.details import NO_DETAILS, details_of
-from gateway.api.form import answer_form, grammar_of, template_variables, tools_for_template, tools_told
+from gateway.api.errors import InvalidParameter
+from gateway.api.form import (
+    answer_form,
+    form_of_parts,
+    grammar_of,
+    template_variables,
+    tools_for_template,
+    tools_told,
+)
 from gateway.api.job_call import JobCall
 from gateway.api.parsed import ParsedChatChunks
 from gateway.api.running_usage import with_running_usage
@@ -32,9 +42,11 @@ from gateway.api.schema import (
 from gateway.api.schema_check import CheckedChunks, SchemaCheck
 from gateway.api.sse import ChatChunks, Chunks, CompletionChunks
 from gateway.api.token_ids import with_token_ids
+from gateway.dispatch.conversation import Conversation
 from gateway.dispatch.mailbox import AnyTokens
 from gateway.tokens.model_tokens import ModelTokens
 from gateway.tools.dialect import AnswerForm
+from protocol.chat import NO_TOKENIZER, Part
 from protocol.messages import Sampling
 
 
@@ -63,6 +75,7 @@ class Call(AnswerMaker, Protocol):
     name: str  # as in RequestRecord.endpoint
     prompt_param: str  # the field that holds the prompt
     usual_max_tokens: int | None  # OpenAI's default for this endpoint; None: what the context leaves
+    is_counted_only: bool  # the prompt's token ids, once encoded, mean nothing to who answers
 
     def serve_as_batch(self) -> None:
         """See JobCall."""
@@ -81,7 +94,11 @@ class Call(AnswerMaker, Protocol):
         """How to choose tokens, once the prompt is known. Raises InvalidParameter."""
         ...
 
-    def told(self, text: str, finish_reason: str) -> dict[str, Any]:
+    def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
+        """What pools that take messages are sent, once the prompt is encoded. Raises InvalidParameter."""
+        ...
+
+    def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """See gateway.payloads.answers.Teller."""
         ...
 
@@ -96,8 +113,10 @@ class ChatCall(JobCall[ChatCompletionRequest]):
     def __init__(self, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_chat(body)
+        self.is_counted_only = False
         self._details = NO_DETAILS
-        self._form: AnswerForm | None = None  # of answers that are more than text
+        self._form: AnswerForm | None = None  # of answers that engines make, where these are more than text
+        self._told_form: AnswerForm | None = None  # of all answers, where some may come in parts
         self._check: SchemaCheck | None = None  # where what no grammar enforces is left out
 
     @property
@@ -118,12 +137,22 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         )
         prompt_ids = truncated(request, prompt_ids, tokens.context_length)
         self._details = details_of(request, prompt_ids)
-        self._form = answer_form(tokens, request, prompt_ids)
-        self._check = SchemaCheck() if tokens.lenient_schemas else None
+        self.is_counted_only = tokens.counts_chats
+        self._form = None if tokens.counts_chats else answer_form(tokens, request, prompt_ids)
+        self._told_form = form_of_parts(request) if tokens.takes_messages and self._form is None else self._form
+        self._check = SchemaCheck() if tokens.lenient_schemas and not tokens.counts_chats else None
         return prompt_ids
+
+    def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
+        """See Call."""
+        return conversation_of(
+            self.request, tokens, max_tokens=max_tokens, prompt_tokens=prompt_tokens, is_text=self._form is None
+        )
 
     def sampling(self, max_tokens: int) -> Sampling:
         """See Call."""
+        if self.is_counted_only:  # what a schema may hold is the API's business
+            return replace(sampling_of(self.request, max_tokens, SchemaCheck()), grammar=None)
         sampling = sampling_of(self.request, max_tokens, self._check)
         form = self._form
         if form is None:
@@ -144,8 +173,8 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         }
         chunks: Chunks = (
             ChatChunks(answer_id, created, request.model, **shape)
-            if self._form is None
-            else ParsedChatChunks(answer_id, created, request.model, form=self._form, **shape)
+            if self._told_form is None
+            else ParsedChatChunks(answer_id, created, request.model, form=self._told_form, **shape)
         )
         chunks = with_running_usage(chunks, request, self._details)
         if self._check:
@@ -163,13 +192,14 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             await gather(frames, self.request.n or 1),
             usage=usage,
             details=self._details,
-            form=self._form,
+            form=self._told_form,
             check=self._check,
         )
 
-    def told(self, text: str, finish_reason: str) -> dict[str, Any]:
+    def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """See Call."""
-        return told_choice(text, finish_reason, self._form.parser() if self._form else None)
+        form = self._told_form
+        return told_choice(Told(text, finish_reason, parts), form.parser() if form else None)
 
 
 class CompletionCall(JobCall[CompletionRequest]):
@@ -177,6 +207,7 @@ class CompletionCall(JobCall[CompletionRequest]):
 
     name = "completions"
     usual_max_tokens: int | None = 16
+    is_counted_only = False
     message_count = 0
 
     def __init__(self, body: bytes) -> None:
@@ -201,6 +232,9 @@ class CompletionCall(JobCall[CompletionRequest]):
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
         """See Call."""
+        if tokens.tokenizer == NO_TOKENIZER:
+            text = f"The model {tokens.model} is served by APIs that take messages alone: use /v1/chat/completions."
+            raise InvalidParameter(text, param="model")
         request, echo = self.request, ""
         [prompt] = request.prompts
         if isinstance(prompt, str):
@@ -258,8 +292,14 @@ class CompletionCall(JobCall[CompletionRequest]):
             f"cmpl-{answer_id}", created, self.request.model, prompts, usage=usage, details=self._details
         )
 
-    def told(self, text: str, finish_reason: str) -> dict[str, Any]:
+    def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
+        """See Call: a prompt that is no conversation goes to nobody who takes messages."""
+        del tokens, max_tokens, prompt_tokens
+        return None
+
+    def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """See Call."""
+        del parts
         return {"text": text, "finish_reason": finish_reason}
 
 

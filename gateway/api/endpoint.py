@@ -25,6 +25,7 @@ from gateway.api.schema import JobRequest
 from gateway.api.services import Services
 from gateway.auth.principal import Principal
 from gateway.dispatch.admission import Admission
+from gateway.dispatch.conversation import Conversation
 from gateway.dispatch.dispatcher import KEY_REVOKED
 from gateway.dispatch.mailbox import SharedMailbox
 from gateway.dispatch.request import OpenRequest
@@ -32,6 +33,7 @@ from gateway.limits.body import LARGE_BODY_BYTES, check_values
 from gateway.payloads.consent import consent_of
 from gateway.quotas.reservation import Reservation
 from gateway.tokens.model_tokens import ModelTokens
+from protocol.chat import NO_TOKENIZER
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 
@@ -75,12 +77,13 @@ class CallMaker(Protocol[_Made_co]):
 class Work(Struct, frozen=True):
     """What a call asks of a worker."""
 
-    prompt_ids: bytes  # packed
+    prompt_ids: bytes  # packed; empty: see Admission
     prompt_tokens: int
     prompt_param: str  # see Admission
     sampling: Sampling
     pooling: Pooling | None = None
     stream: bool = False
+    conversation: Conversation | None = None  # see Admission
 
 
 class Endpoint(ABC, Generic[_Call]):
@@ -202,7 +205,8 @@ class Endpoint(ABC, Generic[_Call]):
                 do_not_queue=bool(request.do_not_queue),
                 deadline_s=deadline_s,
                 pooling=work.pooling,
-                tokenizer=tokens.tokenizer,
+                tokenizer=tokens.tokenizer if work.prompt_ids or work.conversation is None else NO_TOKENIZER,
+                conversation=work.conversation,
                 hosted=hosted,
                 reservation=reservation,
                 consent=consent_of(principal),

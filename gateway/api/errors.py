@@ -387,6 +387,7 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.TENANT_QUEUED: _CONTENDED,
     ErrorCode.NO_WORKERS: _NO_CAPACITY,
     ErrorCode.MODEL_CHANGED: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
+    ErrorCode.ANSWER_CUT: FailureKind(502, should_retry=True, retry_after_s=RETRY_SOON_S),
     ErrorCode.DEADLINE_EXCEEDED: _TOO_SLOW,
     ErrorCode.QUEUE_WAIT_TIMEOUT: _NO_CAPACITY,
     ErrorCode.SHUTTING_DOWN: FailureKind(503, should_retry=True, retry_after_s=RETRY_SOON_S),
@@ -402,8 +403,7 @@ FAILURES: Final[dict[ErrorCode, FailureKind]] = {
     ErrorCode.JOB_VANISHED: _INTERNAL,
     ErrorCode.UNKNOWN_ATTEMPT: _INTERNAL,
     ErrorCode.GATEWAY_LOST: _INTERNAL,
-    # It has failed on several workers already: a client that retries makes it only worse.
-    ErrorCode.ATTEMPTS_EXHAUSTED: FailureKind(502, should_retry=False),
+    ErrorCode.ATTEMPTS_EXHAUSTED: FailureKind(502, should_retry=False),  # several workers: a retry makes it only worse
     ErrorCode.INTERNAL_ERROR: _INTERNAL,
 }
 

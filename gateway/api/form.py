@@ -12,7 +12,7 @@ from gateway.api.schema import ChatCompletionRequest
 from gateway.api.schema_check import SchemaCheck
 from gateway.api.tool_fields import NamedTool, ToolDefinition, callable_tools
 from gateway.tokens.model_tokens import ModelTokens
-from gateway.tools.dialect import AnswerForm
+from gateway.tools.dialect import PLAIN, AnswerForm
 from protocol.grammar import Grammar
 
 _UNSUPPORTED: Final = "unsupported_parameter"
@@ -60,6 +60,12 @@ def answer_form(tokens: ModelTokens, request: ChatCompletionRequest, prompt_ids:
         is_legacy=request.is_legacy,
         begins_in_reasoning=dialect.thinking is not None and dialect.thinking.is_open_after(tokens.end_of(prompt_ids)),
     )
+
+
+def form_of_parts(request: ChatCompletionRequest) -> AnswerForm:
+    """How answers are told that come in parts, or as mere text."""
+    is_single_call = isinstance(request.tool_choice, NamedTool) or request.parallel_tool_calls is False
+    return AnswerForm(PLAIN, (), is_single_call=is_single_call, is_legacy=request.is_legacy)
 
 
 def grammar_of(

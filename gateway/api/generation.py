@@ -55,11 +55,12 @@ class GenerationEndpoint(Endpoint[_Call]):
         if sampling.grammar is not None:
             check_grammar(sampling.grammar)
         return Work(
-            pack_token_ids(prompt_ids),
+            b"" if call.is_counted_only else pack_token_ids(prompt_ids),
             len(prompt_ids),
             call.prompt_param,
             sampling,
             stream=bool(call.request.stream),
+            conversation=call.conversation(tokens, sampling.max_tokens, len(prompt_ids)),
         )
 
     def _output_limit(self, call: _Call, tokens: ModelTokens, prompt_tokens: int) -> int:

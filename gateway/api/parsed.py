@@ -1,6 +1,6 @@
 """Chat answers in which calls of tools and reasoning are told from content, streamed and whole."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from gateway.api.details import NO_DETAILS, Details
@@ -8,10 +8,18 @@ from gateway.api.logprobs import chat_logprobs
 from gateway.api.sse import ChunkEnds, answer_head, encode_json
 from gateway.tools.dialect import AnswerForm, AnswerParser
 from gateway.tools.source import Kind, Piece
+from protocol.chat import Deltas, Part
 from protocol.messages import Tokens
 
 # What a message has that holds calls, and the finish reason that says so; the second is OpenAI's older form.
 CALLS: Final = ("tool_calls", "function_call")
+_KINDS: Final = {
+    "text": Kind.CONTENT,
+    "reasoning": Kind.REASONING,
+    "call": Kind.CALL,
+    "arguments": Kind.ARGUMENTS,
+    "refusal": Kind.REFUSAL,
+}
 
 
 def _reasoning(text: str) -> dict[str, Any]:
@@ -48,26 +56,45 @@ def with_reasoning_tokens(usage: dict[str, Any], count: int) -> dict[str, Any]:
     return {**usage, "completion_tokens_details": {"reasoning_tokens": count}}
 
 
+def pieces_of(parts: Iterable[Part], *, calls_before: int, is_single_call: bool) -> Iterator[Piece]:
+    """What pools that take messages have told, as what is read of a text. ``is_single_call``: see AnswerForm."""
+    calls = calls_before
+    for part in parts:
+        calls += part.kind == "call"
+        if not (is_single_call and calls > 1 and part.kind in {"call", "arguments"}):
+            yield Piece(_KINDS[part.kind], part.text, part.call_id)
+
+
 class _StreamedChoice:
     """What was sent of one choice."""
 
     def __init__(self, form: AnswerForm) -> None:
         self.parser: AnswerParser = form.parser()
         self.calls = 0
+        self._calls_told = 0  # in parts, with those that are not sent
+        self._reasoning_tokens = 0  # as an API says
         self._frames: list[tuple[int, int]] = []  # characters and tokens of each
         self._form = form
         self._has_started = False
 
-    def deltas(self, frame: Tokens) -> list[dict[str, Any]]:
+    def deltas(self, frame: Tokens | Deltas) -> list[dict[str, Any]]:
         """The deltas that tell what a frame has brought."""
-        self._frames.append((len(frame.text), len(frame.token_ids)))
-        pieces = self.parser.push(frame.text, is_last=frame.finish_reason is not None)
-        deltas = [self._delta(piece) for piece in pieces]
+        deltas = [self._delta(piece) for piece in self._pieces(frame)]
         if self._has_started or not (deltas or frame.logprobs or frame.finish_reason):
             return deltas
         self._has_started = True
         # As OpenAI has it: null where something else than content comes first.
         return [{"role": "assistant", "content": "" if not deltas or "content" in deltas[0] else None}, *deltas]
+
+    def _pieces(self, frame: Tokens | Deltas) -> Iterable[Piece]:
+        if isinstance(frame, Tokens):
+            self._frames.append((len(frame.text), len(frame.token_ids)))
+            return self.parser.push(frame.text, is_last=frame.finish_reason is not None)
+        if frame.usage is not None:
+            self._reasoning_tokens += frame.usage.reasoning_tokens
+        calls_before = self._calls_told
+        self._calls_told += sum(part.kind == "call" for part in frame.parts)
+        return list(pieces_of(frame.parts, calls_before=calls_before, is_single_call=self._form.is_single_call))
 
     def finish_reason(self, reason: str) -> str | None:
         """Why it ended, as callers know it."""
@@ -75,13 +102,15 @@ class _StreamedChoice:
 
     def reasoning_tokens(self) -> int:
         """How many tokens were reasoning."""
-        return reasoning_tokens(self.parser.reasoning, self._frames)
+        return self._reasoning_tokens + reasoning_tokens(self.parser.reasoning, self._frames)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         if piece.kind is Kind.CONTENT:
             return {"content": piece.text}
         if piece.kind is Kind.REASONING:
             return _reasoning(piece.text)
+        if piece.kind is Kind.REFUSAL:
+            return {"refusal": piece.text}
         if self._form.is_legacy:
             is_call = piece.kind is Kind.CALL
             self.calls += is_call
@@ -115,7 +144,7 @@ class ParsedChatChunks:
         self._has_reasoning = form.dialect.has_reasoning
         self._choices = [_StreamedChoice(form) for _ in range(choices)]
 
-    def of(self, frame: Tokens) -> bytes:
+    def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
         choice = self._choices[frame.index]
         deltas = choice.deltas(frame)
@@ -133,8 +162,9 @@ class ParsedChatChunks:
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
         """See Chunks."""
-        if self._has_reasoning:
-            usage = with_reasoning_tokens(usage, sum(choice.reasoning_tokens() for choice in self._choices))
+        count = sum(choice.reasoning_tokens() for choice in self._choices)
+        if self._has_reasoning or count:
+            usage = with_reasoning_tokens(usage, count)
         return self._ends.usage(usage, attempts)
 
     def _event(self, index: int, delta: dict[str, Any], logprobs: object, finish_reason: str | None) -> bytes:
@@ -142,25 +172,28 @@ class ParsedChatChunks:
         return self._ends.heads[index] + rest[1:] + b"]" + self._ends.tail
 
 
-def parsed_message(text: str, parser: AnswerParser) -> dict[str, Any]:
-    """The message of a choice that is not streamed."""
+def parsed_message(text: str, parser: AnswerParser, parts: Sequence[Part] = ()) -> dict[str, Any]:
+    """The message of a choice that is not streamed: its text as engines have made it, then what was told in parts."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     calls: list[dict[str, Any]] = []
-    parts: dict[Kind, list[str]] = {}
-    for kind, part, call_id in parser.push(text, is_last=True):
+    texts: dict[Kind, list[str]] = {}
+    told = pieces_of(parts, calls_before=0, is_single_call=parser.form.is_single_call)
+    for kind, part, call_id in (*parser.push(text, is_last=True), *told):
         if kind is Kind.CALL:
             function = {"name": part, "arguments": ""}
             calls.append({"id": call_id or parser.form.new_call_id(), "type": "function", "function": function})
         elif kind is Kind.ARGUMENTS:
             calls[-1]["function"]["arguments"] += part
         else:
-            parts.setdefault(kind, []).append(part)
-    if Kind.REASONING in parts:
-        message.update(_reasoning("".join(parts[Kind.REASONING])))
+            texts.setdefault(kind, []).append(part)
+    if Kind.REASONING in texts:
+        message.update(_reasoning("".join(texts[Kind.REASONING])))
+    if Kind.REFUSAL in texts:
+        message["refusal"] = "".join(texts[Kind.REFUSAL])
     if calls and parser.form.is_legacy:
         message["function_call"] = calls[0]["function"]
     elif calls:
         message["tool_calls"] = calls
-    if Kind.CONTENT in parts or len(message) == 3:
-        message["content"] = "".join(parts.get(Kind.CONTENT, ()))
+    if Kind.CONTENT in texts or not (calls or texts):
+        message["content"] = "".join(texts.get(Kind.CONTENT, ()))
     return message

@@ -21,6 +21,7 @@ from gateway.dispatch.states import State
 from gateway.limits.request_limits import check_prompts
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.tokens.model_tokens import ModelTokens
+from protocol.chat import Deltas
 from protocol.messages import Tokens
 
 
@@ -115,6 +116,6 @@ class ChunksOfParts:
         self.usage = next(iter(chunks.values())).usage
         self._chunks = chunks
 
-    def of(self, frame: Tokens) -> bytes:
+    def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
         return self._chunks[frame.request_id].of(frame)

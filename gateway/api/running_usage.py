@@ -5,6 +5,7 @@ from typing import Final
 from gateway.api.details import Details
 from gateway.api.schema import GenerationRequest
 from gateway.api.sse import NO_USAGE_YET, Chunks, encode_json, usage_fields
+from protocol.chat import Deltas
 from protocol.messages import Tokens
 
 _NO_CACHE_KNOWN: Final = 0  # how much of the prompt was cached is told when the request has ended
@@ -26,9 +27,9 @@ class WithRunningUsage:
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
 
-    def of(self, frame: Tokens) -> bytes:
+    def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
-        self._completion_tokens += len(frame.token_ids)
+        self._completion_tokens += len(frame.token_ids) if isinstance(frame, Tokens) else frame.tokens
         usage = usage_fields(self._prompt_tokens, _NO_CACHE_KNOWN, self._completion_tokens)
         # In texts, these characters are escaped.
         return self._inner.of(frame).replace(NO_USAGE_YET, b',"usage":' + encode_json(usage) + b"}\n\n")

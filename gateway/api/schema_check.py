@@ -12,6 +12,7 @@ import jsonschema_rs
 import msgspec
 
 from gateway.api.sse import Chunks, encode_json
+from protocol.chat import Deltas
 from protocol.messages import Tokens
 
 MAX_SCHEMA_CHARS: Final = 16_384  # of patterns alone, it takes some 50 ms to compile
@@ -130,7 +131,7 @@ class CheckedChunks:
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._calls: list[list[dict[str, Any]]] = [[] for _ in range(choices)]
 
-    def of(self, frame: Tokens) -> bytes:
+    def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
         events = self._inner.of(frame).split(_EVENT_END)[:-1]
         return b"".join(self._completed(event, frame.index) for event in events)

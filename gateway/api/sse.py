@@ -11,6 +11,7 @@ import msgspec
 from gateway.api.details import NO_DETAILS, Details
 from gateway.api.errors import ApiError
 from gateway.api.logprobs import CompletionLogprobs, chat_logprobs
+from protocol.chat import Deltas
 from protocol.logprobs import PromptLogprob
 from protocol.messages import Tokens
 
@@ -44,7 +45,7 @@ def usage_fields(prompt_tokens: int, cached_tokens: int, completion_tokens: int)
 class Chunks(Protocol):
     """Turns one request's frames into events."""
 
-    def of(self, frame: Tokens) -> bytes:
+    def of(self, frame: Tokens | Deltas) -> bytes:
         """The events of one frame; may be none."""
         ...
 
@@ -102,7 +103,7 @@ class ChatChunks:
         self._content_tail = b'},"logprobs":null' + _FINISH_NULL + ends.tail
         self._started = [False] * choices
 
-    def of(self, frame: Tokens) -> bytes:
+    def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
         index = frame.index
         if self._started[index] and frame.finish_reason is None and frame.logprobs is None:  # nearly always
@@ -111,7 +112,7 @@ class ChatChunks:
             return self._content_heads[index] + encode_json(frame.text) + self._content_tail
         return self._of_unusual(frame, index)
 
-    def _of_unusual(self, frame: Tokens, index: int) -> bytes:
+    def _of_unusual(self, frame: Tokens | Deltas, index: int) -> bytes:
         events = b""
         if not self._started[index]:
             self._started[index] = True
@@ -159,9 +160,9 @@ class CompletionChunks:
         self._details = details
         self._missing_prompt_tokens = 0 if details.echo_logprobs is None else details.prompt_tokens
         self._prompt: list[PromptLogprob] = []
-        self._waiting: list[Tokens] = []
+        self._waiting: list[Tokens | Deltas] = []
 
-    def of(self, frame: Tokens) -> bytes:
+    def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
         if self._missing_prompt_tokens:
             return self._take_of_prompt(frame)
@@ -178,7 +179,7 @@ class CompletionChunks:
         end = b',"logprobs":%b,"finish_reason":%b}]' % (encode_json(logprobs), encode_json(finish_reason))
         return self._heads[index] + encode_json(text) + end + self._tail
 
-    def _take_of_prompt(self, frame: Tokens) -> bytes:
+    def _take_of_prompt(self, frame: Tokens | Deltas) -> bytes:
         if frame.prompt_logprobs is None:
             self._waiting.append(frame)
             return b""

@@ -16,6 +16,7 @@ from gateway.dispatch.mailbox import Ended, Event, ReaderCut, StillWaiting
 from gateway.dispatch.states import State
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from gateway.settings import TimeoutSettings
+from protocol.chat import Deltas
 from protocol.errors import ErrorCode
 from protocol.messages import Tokens
 
@@ -111,7 +112,7 @@ class StreamWriter:
         return b"".join([self._piece(event) for event in events])
 
     def _piece(self, event: Event) -> bytes:
-        if isinstance(event, Tokens):
+        if isinstance(event, (Tokens, Deltas)):
             return self._chunks.of(event)
         return self._sign_of_life(event.state) if isinstance(event, StillWaiting) else b""
 

@@ -7,6 +7,7 @@ import msgspec
 
 from gateway.api.details import Details
 from gateway.api.sse import Chunks, encode_json
+from protocol.chat import Deltas
 from protocol.messages import Tokens
 
 _EVENT_START: Final = b"data: "
@@ -44,7 +45,7 @@ class WithTokenIds:
         self._untold: list[list[int]] = [[] for _ in range(choices)]
         self._started = [False] * choices
 
-    def of(self, frame: Tokens) -> bytes:
+    def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
         self._untold[frame.index] += frame.token_ids
         events = self._inner.of(frame).split(_EVENT_END)[:-1]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from gateway.dispatch.conversation import Conversation
 from gateway.payloads.consent import Consent
 from gateway.quotas.reservation import Reservation
 from protocol.messages import Sampling, encode
@@ -26,8 +27,8 @@ class Admission:
     key_name: str
     tenant: str
     stream: bool
-    prompt_ids: bytes  # packed
-    prompt_tokens: int
+    prompt_ids: bytes  # packed; empty where they mean nothing to the model's workers
+    prompt_tokens: int  # as counted here
     prompt_param: str  # the field that holds the prompt, as errors name it
     sampling: Sampling
     received_s: float  # monotonic clock
@@ -47,13 +48,15 @@ class Admission:
     organisation_id: str | None = None
     tokenizer: str = ""  # that has made the prompt's ids: protocol.messages.Revision.tokenizer; empty: any
     hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to
+    conversation: Conversation | None = None  # where the model has pools that take messages, and these may take it
     reservation: Reservation | None = None  # of limits; None: its key and team have none
 
     @property
     def job_bytes(self) -> int:
         """How large its job is, about, wherever its prompt lies."""
         pooling = 0 if self.pooling is None else len(encode(self.pooling))
-        return JOB_OVERHEAD_BYTES + len(self.prompt_ids) + len(encode(self.sampling)) + pooling
+        chat = 0 if self.conversation is None else len(self.conversation.packed)
+        return JOB_OVERHEAD_BYTES + len(self.prompt_ids) + chat + len(encode(self.sampling)) + pooling
 
     @property
     def answers(self) -> int:

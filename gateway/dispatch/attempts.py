@@ -38,6 +38,7 @@ class CurrentAttempt:
     queued_s: float  # when it was handed to the queue, or is to be
     heard_s: float  # of its worker
     tokens_before: int = 0  # output tokens held when it began
+    is_encoded: bool = False  # it begins with token ids that were made of a text: ResumePoint.is_encoded
     hosted: HostedPlace | None = None  # at the pool whose lane it waits in, or runs at; None: our own workers
     is_rescue: bool = False  # one of its request's attempts was taken before: it goes first
     is_moved: bool = False  # the one before was withdrawn, to wait elsewhere, and has not failed

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from protocol.chat import ChatUsage, CountedBy, Deltas
 from protocol.logprobs import PromptLogprob
-from protocol.messages import ResumePoint, Tokens, Vector, pack_token_ids
+from protocol.messages import Accepted, Failed, ResumePoint, Tokens, Vector, pack_token_ids
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class Choices:
         """``max_tokens``: of each answer; ``tokens_to_score``: how many prompt tokens' logprobs are wanted."""
         self.scored_tokens = 0  # of these: how many are here
         self.revision = ""  # Revision.weights of whoever has made what is held; empty: not told
+        self.is_estimated = False  # some of it was counted by us, for want of the engine's own counts
         self._max_tokens = max_tokens
         self._tokens_to_score = tokens_to_score
         self._choices = [Choice([]) for _ in range(n)]
@@ -30,6 +32,7 @@ class Choices:
     def clear(self) -> None:
         """Hold nothing again."""
         self.scored_tokens = 0
+        self.is_estimated = False
         self._choices = [Choice([]) for _ in self._choices]
 
     @property
@@ -37,10 +40,61 @@ class Choices:
         """Whether a part of any answer is made."""
         return self.scored_tokens > 0 or any(one.token_ids or one.finish_reason for one in self._choices)
 
-    def made_by(self, revision: str) -> None:
+    def made_by(self, accepted: Accepted) -> None:
         """Note whose tokens come from now on; of what is held, the first is what counts."""
         if not self.hold_something:
-            self.revision = revision
+            self.revision = accepted.revision
+        self.is_estimated = self.is_estimated or accepted.counted_by == "estimate"
+
+    # --- what only pools that take messages bring: gateway.dispatch.chat_choices --------------------------------------
+
+    @property
+    def packed_chat(self) -> bytes | None:
+        """The conversation, for the next attempt; None: only who understands token ids may take it."""
+        return None
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the next attempt's token ids are made of a text."""
+        return False
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether who understands token ids can go on with what is held."""
+        return True
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether who takes messages can."""
+        return False
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether what is held can be gone on with by anybody."""
+        return True
+
+    @property
+    def counted_by(self) -> CountedBy:
+        """Whose counts are told of them."""
+        return "estimate" if self.is_estimated else "engine"
+
+    @property
+    def usage(self) -> ChatUsage | None:
+        """The provider's counts of all of them; None: they are counted here."""
+        return None
+
+    def is_final(self, frame: Failed) -> bool:
+        """Note a failure; whether it is the request's, so that nobody else is to try."""
+        return not frame.retryable
+
+    def add_deltas(self, frame: Deltas) -> str | None:
+        """Take parts of one choice; why not, where nobody has asked for that."""
+        return f"parts of answer {frame.index} came that was to be made of tokens"
+
+    async def prepare(self) -> None:
+        """Make ready what the next attempt begins with."""
+
+    # --- what all have ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -61,6 +115,10 @@ class Choices:
         choice.text_chars += len(frame.text)
         choice.finish_reason = frame.finish_reason
         return None
+
+    def take(self, frame: Tokens | Deltas) -> str | None:
+        """Take either likewise."""
+        return self.add(frame) if isinstance(frame, Tokens) else self.add_deltas(frame)
 
     def add_vector(self, frame: Vector) -> str | None:
         """Take the answer to one input; why not, where nobody has asked for that."""

@@ -19,13 +19,13 @@ from gateway.admission.ticket import Ticket
 from gateway.dispatch.dead_letters import DeadLetters
 from gateway.dispatch.detector import LossDetector
 from gateway.dispatch.failovers import MAX_REMEMBERED, Failover
-from gateway.dispatch.job_queue import JobQueue
+from gateway.dispatch.job_queue import JobQueue, objects_of
 from gateway.dispatch.lookups import Lookups
 from gateway.dispatch.mailbox import Failure, Mailbox
 from gateway.dispatch.open_requests import OpenRequests
 from gateway.dispatch.orphans import Orphans
 from gateway.dispatch.overflow import Overflow
-from gateway.dispatch.record import dead_letter, settle_limits
+from gateway.dispatch.record import dead_letter, rescue, settle_limits
 from gateway.dispatch.recorder import Recorder
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest
@@ -37,7 +37,6 @@ from gateway.dispatch.unread import UnreadBytes
 from gateway.metrics.requests import RequestSeries
 from gateway.settings import GatewaySettings
 from protocol import subjects
-from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, decode_step, encode
@@ -125,7 +124,8 @@ class Dispatcher:
             last_s = now_s
             if connected:
                 self._registry.lose_silent(list(self._by_worker), now_s)
-            revisions = LiveRevisions(self._registry.live_beats(now_s)) if connected else None
+            beats = self._registry.live_beats(now_s) if connected else ()
+            revisions = LiveRevisions(beats, self._settings.only_hosted) if connected else None
             for request in list(self._open.values()):
                 self._tick(request, now_s, connected=connected, revisions=revisions)
             if self._overflow is not None and connected:
@@ -138,7 +138,8 @@ class Dispatcher:
         try:
             request.on_tick(now_s, connected=connected)
             if revisions is not None and request.state is State.QUEUED and revisions.is_changed(request):
-                go_on_without(request, self._settings.timeouts.revision_wait_s, now_s)
+                wait_s, is_cut = self._settings.timeouts.revision_wait_s, revisions.is_cut(request)
+                go_on_without(request, wait_s, now_s, is_cut=is_cut)
         except Exception as mistake:  # noqa: BLE001  # logged there
             fail_alone(request, self, mistake)
 
@@ -320,6 +321,9 @@ class Dispatcher:
         if request.admission.trace is not None:
             request.admission.trace.accepted(request)
         if request.worker_id is not None:
+            how = rescue(request, self._registry.last_beat(request.worker_id))
+            if how is not None:
+                log.info("request %s goes on by %s at %s", request.request_id, how, request.worker_id)
             self._by_worker.setdefault(request.worker_id, {})[request.request_id] = request
             self._detector.on_work()
 
@@ -364,8 +368,8 @@ class Dispatcher:
         timer = self._deadlines.pop(request.request_id, None)
         if timer is not None:
             timer.cancel()
-        if len(request.admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES:
-            self._spawn(self._queue.drop_prompt(request))
+        for name in objects_of(request.admission):
+            self._spawn(self._queue.drop_object(name))
         if request.failure is not None and request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED:
             log.error("request %s is given up: %s", request.request_id, request.failure.message)
             self._spawn(self._dead_letters.publish(dead_letter(request, self._settings.gateway_id)))

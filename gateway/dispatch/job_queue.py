@@ -5,6 +5,7 @@ import logging
 import time
 from typing import Final
 
+from gateway.dispatch.admission import Admission
 from gateway.dispatch.attempts import CurrentAttempt
 from gateway.dispatch.lookups import Lookups
 from gateway.dispatch.mailbox import Failure
@@ -31,6 +32,19 @@ def _lane_of(request: OpenRequest, current: CurrentAttempt) -> str:
     if current.hosted is not None:
         return current.hosted.pool.lane
     return subjects.RESUME_LANE if current.is_rescue and not request.admission.batch else request.ticket.lane
+
+
+def objects_of(admission: Admission) -> dict[str, bytes]:
+    """What of a request is too large for a message, by the names under which it is stored beside the queue."""
+    if admission.conversation is None and len(admission.prompt_ids) <= MAX_INLINE_PROMPT_BYTES:
+        return {}  # nearly always
+    chat = b"" if admission.conversation is None else admission.conversation.packed
+    parts = {admission.request_id: admission.prompt_ids, _chat_object(admission): chat}
+    return {name: data for name, data in parts.items() if len(data) > MAX_INLINE_PROMPT_BYTES}
+
+
+def _chat_object(admission: Admission) -> str:
+    return f"{admission.request_id}.chat"
 
 
 class JobQueue:
@@ -74,8 +88,10 @@ class JobQueue:
         admission, current = request.admission, request.current
         if current.number != attempt:  # given up meanwhile
             return
-        if len(admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES:
-            await put_object(self._bus, subjects.PROMPTS_BUCKET, admission.request_id, admission.prompt_ids)
+        if attempt > 1:
+            await request.choices.prepare()
+        for name, data in objects_of(admission).items():
+            await put_object(self._bus, subjects.PROMPTS_BUCKET, name, data)
         remaining_s = max(1.0, request.queue_deadline_s - time.monotonic())
         if current.hosted is not None:
             remaining_s = min(remaining_s, JOB_LIMIT_S)
@@ -98,7 +114,9 @@ class JobQueue:
 
     def _job(self, request: OpenRequest, current: CurrentAttempt, remaining_s: float) -> Job:
         admission = request.admission
-        by_reference = len(admission.prompt_ids) > MAX_INLINE_PROMPT_BYTES
+        objects, chat_object, chat = objects_of(admission), _chat_object(admission), request.choices.packed_chat
+        by_reference = admission.request_id in objects
+        has_chat_object = chat is not None and chat_object in objects
         return Job(
             v=PROTOCOL_VERSION,
             request_id=admission.request_id,
@@ -120,6 +138,8 @@ class JobQueue:
             pooling=admission.pooling,
             scored_tokens=request.choices.scored_tokens,
             revision=needed_revision(request),
+            chat=None if has_chat_object else chat,
+            chat_object=chat_object if has_chat_object else None,
             hosted=() if current.hosted is None else (current.hosted.pool.provider,),
         )
 
@@ -152,12 +172,12 @@ class JobQueue:
         except BusError as error:  # its time to live ends it
             log.debug("job %s could not be withdrawn: %s", message_id, error)
 
-    async def drop_prompt(self, request: OpenRequest) -> None:
-        """Delete the prompt that travelled by reference, if it did."""
+    async def drop_object(self, name: str) -> None:
+        """Delete what travelled by reference."""
         try:
-            await delete_object(self._bus, subjects.PROMPTS_BUCKET, request.request_id)
+            await delete_object(self._bus, subjects.PROMPTS_BUCKET, name)
         except BusError as error:  # the bucket's maximum age ends it
-            log.warning("prompt of %s could not be deleted: %s", request.request_id, error)
+            log.warning("prompt %s could not be deleted: %s", name, error)
 
     async def publish_again(self, request: OpenRequest) -> None:
         """After a reconnect: make sure that a job nobody has accepted is still in the queue.

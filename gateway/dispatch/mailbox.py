@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.dispatch.unread import UnreadBytes
+from protocol.chat import Deltas
 from protocol.errors import ErrorCode
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import Tokens, Vector, encode
@@ -47,7 +48,7 @@ class StillWaiting(Struct, frozen=True):
     state: str  # "queued" | "running"
 
 
-Event = Tokens | Vector | StillWaiting | Ended
+Event = Tokens | Deltas | Vector | StillWaiting | Ended
 
 
 class HeldTokens(Struct, frozen=True, array_like=True, tag="t"):
@@ -69,11 +70,11 @@ class HeldTokens(Struct, frozen=True, array_like=True, tag="t"):
         return None if bytes(self.logprobs) == _NIL else self.logprobs
 
 
-AnyTokens = Tokens | HeldTokens
+AnyTokens = Tokens | HeldTokens | Deltas
 HeldLogprobs = tuple[TokenLogprob, ...] | msgspec.Raw
 
-_decode_tokens = msgspec.msgpack.Decoder(Tokens).decode
-_decode_held = msgspec.msgpack.Decoder(HeldTokens).decode
+_decode_tokens: Callable[[bytes], Tokens | Deltas] = msgspec.msgpack.Decoder(Tokens | Deltas).decode
+_decode_held: Callable[[bytes], HeldTokens | Deltas] = msgspec.msgpack.Decoder(HeldTokens | Deltas).decode
 _decode_logprobs = msgspec.msgpack.Decoder(tuple[TokenLogprob, ...] | None).decode
 
 
@@ -119,7 +120,7 @@ class Mailbox:
         else:
             self._pack(event)
 
-    def put_tokens(self, frame: Tokens) -> None:
+    def put_tokens(self, frame: Tokens | Deltas) -> None:
         """Add a frame likewise. One with log-probabilities is kept as bytes, unless its reader takes it at once."""
         is_large = frame.logprobs is not None or frame.prompt_logprobs is not None
         if is_large and (self._waiter is None or self._events or self._packed):
@@ -128,7 +129,7 @@ class Mailbox:
             self.put(frame)
 
     def _pack(self, event: Event) -> None:
-        if not isinstance(event, Tokens):
+        if not isinstance(event, (Tokens, Deltas)):
             self._packed.append(event)
             return
         packed = encode(event)
@@ -225,7 +226,7 @@ class Mailbox:
         for event in (*self._events, *self._packed):
             if isinstance(event, bytes):
                 yield _decode_held(event)
-            elif isinstance(event, Tokens):
+            elif isinstance(event, (Tokens, Deltas)):
                 yield event
 
 
@@ -252,7 +253,7 @@ class SharedMailbox(Mailbox):
             return
         super().put(event)
 
-    def put_tokens(self, frame: Tokens) -> None:
+    def put_tokens(self, frame: Tokens | Deltas) -> None:
         """See Mailbox."""
         if not self._has_ended:
             super().put_tokens(frame)

@@ -17,7 +17,7 @@ from gateway.admission.control import AdmissionControl
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.revisions import needed_revision, revisions_agree
+from gateway.dispatch.revisions import Taker
 from gateway.dispatch.states import State
 from gateway.hosted.place import HostedPlace
 from gateway.hosted.pool import HostedPool
@@ -125,10 +125,10 @@ class Overflow:
         return offer
 
     def _fits(self, request: OpenRequest, pool: HostedPool) -> bool:
-        """Whether a worker there may go on with what is made already, and can read the prompt's token ids."""
-        needed, model = needed_revision(request), request.admission.model
+        """Whether a worker there may go on with what is made already, and can read the prompt."""
+        model = request.admission.model
         return any(
-            beat.pool == pool.name and model in beat.models and revisions_agree(needed, beat, model)
+            beat.pool == pool.name and model in beat.models and Taker.of(beat, model).may_take(request)
             for beat in self._registry.live_beats(time.monotonic())
             if beat.tier == subjects.HOSTED_TIER
         )

@@ -6,11 +6,15 @@ tokens are bounded by what was asked for and heard (``choices``, ``attempts``), 
 
 from typing import Final
 
+from gateway.dispatch.choices import Choices
 from protocol.messages import Accepted, Finished, Timings
 
 MAX_NAME_CHARS: Final = 255
 SLACK_S: Final = 1.0  # of timings: two clocks run at different speeds
 MAX_PREEMPTIONS: Final = 1_000_000
+# Others' tokenizers cut texts otherwise than ours, and APIs put words of their own before a prompt.
+COUNT_FACTOR: Final = 4
+COUNT_SLACK: Final = 4096
 
 
 def why_implausible(frame: Accepted) -> str | None:
@@ -32,6 +36,14 @@ def plausible_timings(timings: Timings | None, since_queued_s: float) -> Timings
     return timings if is_plausible and 0 <= timings.preemptions <= MAX_PREEMPTIONS else None
 
 
-def plausible_cached_tokens(frame: Finished, prompt_tokens: int) -> int:
-    """How many prompt tokens its cache had: at most all, at least none."""
-    return max(0, min(frame.cached_tokens, prompt_tokens))
+def plausible_prompt(frame: Finished, choices: Choices, prompt_tokens: int) -> tuple[int, int]:
+    """How many tokens the prompt had, as its provider says, and of them its cache: at most all, at least none."""
+    usage = choices.usage
+    if usage is not None:
+        prompt_tokens = max(0, min(usage.prompt_tokens, len(choices) * most_plausible(prompt_tokens)))
+    return prompt_tokens, max(0, min(frame.cached_tokens, prompt_tokens))
+
+
+def most_plausible(tokens: int) -> int:
+    """How many tokens somebody else may count where we count, or ask for, so many."""
+    return tokens * COUNT_FACTOR + COUNT_SLACK

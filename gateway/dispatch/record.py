@@ -8,9 +8,11 @@ from msgspec.structs import asdict, replace
 
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.request import OpenRequest
+from protocol.chat import TAKES_IDS
 from protocol.clock import unix_now_ms
 from protocol.dead_letters import DeadLetter, sampling_without_texts
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Origin
+from protocol.rescue import Rescue, rescue_by
 from protocol.usage import AttemptRecord, RequestIntent, RequestRecord
 
 CLIENT_CLOSED_REQUEST: Final = 499  # nginx's status for a caller that left before there was an answer
@@ -66,7 +68,7 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         http_status=request.http_status or CLIENT_CLOSED_REQUEST,
         error_code=request.failure.code if request.failure else None,
         finish_reason=request.choices[0].finish_reason if admission.pooling is None else None,
-        prompt_tokens=admission.prompt_tokens,
+        prompt_tokens=request.prompt_tokens,
         cached_tokens=request.cached_tokens,
         completion_tokens=request.completion_tokens,
         attempts=request.attempt,
@@ -83,6 +85,7 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         team_id=admission.team_id,
         organisation_id=admission.organisation_id,
         tier=accepted.tier if accepted else None,
+        counted_by=request.choices.counted_by,
     )
 
 
@@ -94,7 +97,7 @@ def settle_limits(request: OpenRequest) -> None:
     if request.accepted is None:
         reservation.settle(0, 0, 0)
     else:
-        tokens = request.admission.prompt_tokens, request.cached_tokens, request.completion_tokens
+        tokens = request.prompt_tokens, request.cached_tokens, request.completion_tokens
         reservation.settle(*tokens)
 
 
@@ -139,8 +142,19 @@ def lost_attempt_record(
         usd_per_hour=worker.usd_per_hour if worker else 0.0,
         resumed_tokens=current.tokens_before,
         received_unix_ms=request.admission.received_unix_ms,
+        counted_by="engine" if accepted.counted_by == "engine" else "estimate",
+        rescue=rescue(request, worker),
         **asdict(origin_of(request.admission, gateway_id)),
     )
+
+
+def rescue(request: OpenRequest, worker: Heartbeat | None) -> Rescue | None:
+    """How the current attempt goes on with what was made before it."""
+    if request.admission.pooling is not None:
+        return None
+    current = request.current
+    takes = TAKES_IDS if worker is None else worker.takes
+    return rescue_by(current.number, takes, is_begun=current.tokens_before > 0, is_encoded=current.is_encoded)
 
 
 def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:

@@ -13,12 +13,12 @@ from gateway.admission.estimate import Place
 from gateway.admission.ticket import Ticket
 from gateway.dispatch.actions import Actions
 from gateway.dispatch.attempts import AttemptLog, CurrentAttempt
-from gateway.dispatch.choices import Choices
+from gateway.dispatch.chat_choices import choices_of
 from gateway.dispatch.deadlines import WITHDRAW_LINGER_S, Patience, overdue
 from gateway.dispatch.mailbox import Ended, Failure, Mailbox, StillWaiting
-from gateway.dispatch.plausible import plausible_cached_tokens, why_implausible
+from gateway.dispatch.plausible import plausible_prompt, why_implausible
 from gateway.dispatch.states import State
-from gateway.dispatch.verdicts import VANISHED, is_premature, too_much_unread, verdict_of
+from gateway.dispatch.verdicts import VANISHED, is_premature, too_much_unread, verdict_of, why_over
 from gateway.hosted.place import HostedPlace
 from gateway.settings import TimeoutSettings
 from protocol.chat import Deltas
@@ -53,7 +53,7 @@ class OpenRequest:
         self.log = AttemptLog(max_attempts)
         self.accepted: Accepted | None = None  # of the last attempt that was accepted
         self.published_s: float | None = None  # when the first attempt was first handed to the queue server
-        self.choices = Choices(admission.answers, admission.sampling.max_tokens, admission.tokens_to_score)
+        self.choices = choices_of(admission)
         self._unheard_tokens = 0  # of a stopped or failed attempt, as its worker says, and as it can have made
         self.cached_tokens = 0
         self.accepted_s: float | None = None
@@ -153,8 +153,8 @@ class OpenRequest:
     def _take(self, worker_id: str, frame: Frame, now_s: float) -> None:
         self.current.next_seq += 1
         self.current.gap_since_s = None
-        if isinstance(frame, Tokens):
-            reason = self.choices.add(frame)
+        if isinstance(frame, (Tokens, Deltas)):
+            reason = self.choices.add(frame) if isinstance(frame, Tokens) else self.choices.add_deltas(frame)
             if reason is None:
                 self._on_tokens(frame, now_s)
         elif isinstance(frame, Vector):
@@ -165,8 +165,6 @@ class OpenRequest:
                 self.current.last_token_s = self._last_event_s = now_s
         elif isinstance(frame, Accepted):
             reason = self._on_accepted(worker_id, frame, now_s)
-        elif isinstance(frame, Deltas):
-            reason = "parts of an answer came that was to be made of tokens"
         elif isinstance(frame, Unread):  # of a kind that a newer worker sends: whoever does not know it does without
             reason = frame.reason if frame.is_known else None
         else:
@@ -193,17 +191,17 @@ class OpenRequest:
         return None
 
     def _note_worker(self, worker_id: str, frame: Accepted, now_s: float) -> None:
-        self.choices.made_by(frame.revision)
+        self.choices.made_by(frame)
         self.current.worker_id = worker_id
         self.current.accepted = self.accepted = frame
         self.current.accepted_s = self.accepted_s = now_s
         self._actions.taken(self)
 
-    def _on_tokens(self, frame: Tokens, now_s: float) -> None:
+    def _on_tokens(self, frame: Tokens | Deltas, now_s: float) -> None:
         self.mailbox.put_tokens(frame)
         if frame.prompt_logprobs is not None:
             return  # read together with what comes after them
-        if self.current.first_token_s is None and frame.token_ids:
+        if self.current.first_token_s is None and (frame.token_ids or isinstance(frame, Deltas)):
             self.current.first_token_s, self.first_token_s = now_s, self.first_token_s or now_s
         self.current.last_token_s = self._last_event_s = now_s
         if self.admission.stream:  # others read everything at the end
@@ -216,13 +214,13 @@ class OpenRequest:
             reason = "the worker ended the request before it was complete"
             self._attempt_failed(ErrorCode.ENGINE_ERROR, reason, now_s, ended_there=True)
             return
-        self.cached_tokens = plausible_cached_tokens(frame, self.prompt_tokens)
+        self.prompt_tokens, self.cached_tokens = plausible_prompt(frame, self.choices, self.prompt_tokens)
         self._end("ok", None, now_s)
 
     def _on_failed(self, worker_id: str, frame: Failed, now_s: float) -> None:
         if is_premature(frame, self.queue_deadline_s, now_s):
             self.log.shun(worker_id)
-        elif not frame.retryable:
+        elif self.choices.is_final(frame):
             self._end("failed", verdict_of(frame, self.admission, now_s), now_s)
             return
         self._attempt_failed(frame.code, frame.message, now_s, ended_there=True)
@@ -241,10 +239,10 @@ class OpenRequest:
                 self._note_worker(worker_id, frame, now_s)
             self._stop_deadline_s = now_s + CANCEL_LIMIT_S
             self._send_cancel(now_s)
-        elif isinstance(frame, Tokens):
-            if frame.seq >= current.next_seq and self.choices.add(frame) is None:
+        elif isinstance(frame, (Tokens, Deltas)):
+            if frame.seq >= current.next_seq and self.choices.take(frame) is None:
                 current.next_seq, current.last_token_s = frame.seq + 1, now_s
-        elif isinstance(frame, (Vector, Deltas, Unread)):
+        elif isinstance(frame, (Vector, Unread)):
             current.next_seq = max(current.next_seq, frame.seq + 1)
         else:
             self._take_last_word(frame, now_s)
@@ -301,8 +299,8 @@ class OpenRequest:
             self._end("ok", None, now_s)
             return
         self.log.add(self.current, code, reason, self.attempt_tokens)
-        if self.log.exhausted:
-            self._end("failed", Failure(ErrorCode.ATTEMPTS_EXHAUSTED, self.log.why()), now_s)
+        if (over := why_over(self)) is not None:
+            self._end("failed", over, now_s)
         else:
             self._next_attempt(now_s)
 
@@ -313,7 +311,7 @@ class OpenRequest:
         self._actions.left(self)
         self.log.spent.add(last)
         held, self._unheard_tokens = self.choices.held_tokens(), 0
-        self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, tokens_before=held, is_moved=is_moved)
+        self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, held, self.choices.is_encoded, is_moved=is_moved)
         # Whoever has only been at a hosted pool, in vain, has not come before those that wait for our own workers.
         self.current.is_rescue = last.is_rescue or held > 0 or not (is_moved or last.hosted)
         self.state = State.QUEUED

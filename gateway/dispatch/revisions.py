@@ -6,48 +6,90 @@ run its model, one that has told its caller nothing starts again; a stream that 
 may come back, and then ends with an error: it never goes on with other weights.
 """
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Collection, Iterable
+from typing import Final, NamedTuple
 
 from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.states import State
+from gateway.dispatch.verdicts import ANSWER_CUT, forget_answer
 from protocol import subjects
+from protocol.chat import NO_TOKENIZER, TAKES_MESSAGES, Input
 from protocol.errors import ErrorCode
 from protocol.messages import Heartbeat, Revision
 
 TOKENIZER_WAIT_S: Final = 5.0  # longer than it takes from a card to the first heartbeat of the worker that published it
 
 
-class LiveRevisions:
-    """What the live workers run, by model. Hosted ones aside: nobody waits for them."""
+class Taker(NamedTuple):
+    """What a worker says of how it serves a model."""
 
-    def __init__(self, beats: Iterable[Heartbeat]) -> None:
-        self._by_model: dict[str, set[Revision]] = {}
+    revision: Revision
+    takes: Input
+    continues: bool  # answers that others have begun
+
+    @classmethod
+    def of(cls, beat: Heartbeat, model: str) -> "Taker":
+        """What a heartbeat says."""
+        return cls(beat.revisions.get(model, Revision()), beat.takes, beat.continues)
+
+    def may_take(self, request: OpenRequest) -> bool:
+        """Whether it may take a request's next attempt, and can go on with what is made already."""
+        choices = request.choices
+        if choices.hold_something and not self.continues:
+            return False
+        if self.takes == TAKES_MESSAGES:
+            reads = choices.packed_chat is not None and choices.takes_messages
+        else:
+            reads = choices.takes_ids
+        return reads and _agree(needed_revision(request), self.revision)
+
+
+class LiveRevisions:
+    """What the live workers run, by model. Hosted ones aside, for which nobody waits; unless there are no others."""
+
+    def __init__(self, beats: Iterable[Heartbeat], only_hosted: Collection[str] = ()) -> None:
+        """``only_hosted``: models that hosted pools alone serve."""
+        self._by_model: dict[str, set[Taker]] = {}
+        self._all: dict[str, set[Taker]] = {}  # hosted ones, too
         for beat in beats:
-            if not beat.draining and beat.tier != subjects.HOSTED_TIER:
-                for model in beat.models:
-                    self._by_model.setdefault(model, set()).add(beat.revisions.get(model, Revision()))
+            is_hosted = beat.tier == subjects.HOSTED_TIER
+            for model in () if beat.draining else beat.models:
+                taker = Taker.of(beat, model)
+                self._all.setdefault(model, set()).add(taker)
+                if not is_hosted or model in only_hosted:
+                    self._by_model.setdefault(model, set()).add(taker)
 
     def is_changed(self, request: OpenRequest) -> bool:
         """Whether workers run its model, and none of them may take it."""
         if request.current.hosted is not None:
             return False
         live = self._by_model.get(request.admission.model, ())
-        held, tokenizer = request.choices.revision, request.admission.tokenizer
-        if any(own.tokenizer == tokenizer and (not held or own.weights == held) for own in live):
+        held, tokenizer, choices = request.choices.revision, request.admission.tokenizer, request.choices
+        if choices.takes_ids and any(
+            own.continues
+            and own.takes != TAKES_MESSAGES
+            and own.revision.tokenizer == tokenizer
+            and (not held or own.revision.weights == held)
+            for own in live
+        ):
             return False  # the usual case, at once
-        return bool(live) and not any(_agree(needed_revision(request), own) for own in live)
+        if tokenizer == NO_TOKENIZER and not choices.hold_something:
+            return False  # it never was for those who understand token ids
+        return bool(live) and not any(own.may_take(request) for own in live)
+
+    def is_cut(self, request: OpenRequest) -> bool:
+        """Whether one of them runs the weights that have begun the answer, and cannot go on with it all the same."""
+        held = request.choices.revision if request.choices.hold_something else ""
+        live = self._all.get(request.admission.model, ())
+        return bool(held) and any(own.revision.weights == held and not own.may_take(request) for own in live)
 
 
 def needed_revision(request: OpenRequest) -> Revision:
     """What a worker must run to take the request's next attempt."""
-    return Revision(request.choices.revision if request.choices.hold_something else "", request.admission.tokenizer)
-
-
-def revisions_agree(needed: Revision, beat: Heartbeat, model: str) -> bool:
-    """Whether a worker may take what needs this revision."""
-    return _agree(needed, beat.revisions.get(model, Revision()))
+    choices = request.choices
+    tokenizer = request.admission.tokenizer if choices.takes_ids else NO_TOKENIZER
+    return Revision(choices.revision if choices.hold_something else "", tokenizer)
 
 
 def _agree(needed: Revision, own: Revision) -> bool:
@@ -55,8 +97,11 @@ def _agree(needed: Revision, own: Revision) -> bool:
     return is_same and (needed.tokenizer == own.tokenizer or not (needed.tokenizer and own.tokenizer))
 
 
-def go_on_without(request: OpenRequest, revision_wait_s: float, now_s: float) -> None:
-    """Nobody who runs a waiting request's model may take it: start it again, wait, or end it."""
+def go_on_without(request: OpenRequest, revision_wait_s: float, now_s: float, *, is_cut: bool = False) -> None:
+    """Nobody who runs a waiting request's model may take it: start it again, wait, or end it.
+
+    ``is_cut``: who has begun it is there, and cannot go on with it.
+    """
     if request.state is not State.QUEUED:
         return
     waited_s = now_s - request.current.queued_s
@@ -65,11 +110,11 @@ def go_on_without(request: OpenRequest, revision_wait_s: float, now_s: float) ->
             message = "the model's tokenizer was changed while the request waited for a worker: send it again"
             request.fail(Failure(ErrorCode.MODEL_CHANGED, message), now_s)
     elif not request.admission.stream:
-        request.choices.clear()
-        request.current.tokens_before = 0
-        request.mailbox.drop(request.request_id)
+        forget_answer(request)
         message = "nobody runs the weights any more that had made a part of the answer"
         request.job_vanished(request.attempt, now_s, Failure(ErrorCode.MODEL_CHANGED, message))
+    elif is_cut:
+        request.fail(ANSWER_CUT, now_s)
     elif waited_s >= revision_wait_s:
         message = "the model was changed during the answer, and nobody runs any more what had begun it"
         request.fail(Failure(ErrorCode.MODEL_CHANGED, message), now_s)

@@ -1,13 +1,19 @@
 """What the caller is told where a worker refuses his request for good, and what is noted of an attempt."""
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.mailbox import Failure
 from protocol.errors import ErrorCode
 from protocol.messages import Failed
 
+if TYPE_CHECKING:
+    from gateway.dispatch.request import OpenRequest
+
 VANISHED: Final = Failure(ErrorCode.JOB_VANISHED, "the job vanished from the queue")
+ANSWER_CUT: Final = Failure(
+    ErrorCode.ANSWER_CUT, "the answer was cut where nobody can go on with it, and what you have is not told again"
+)
 CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
 
 
@@ -24,6 +30,22 @@ def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
     # The engine knows token ids only; the caller knows the field that they were made from.
     param = admission.prompt_param if frame.param == "prompt_ids" else frame.param
     return Failure(code, frame.message, param)
+
+
+def why_over(request: "OpenRequest") -> Failure | None:
+    """Why a request whose attempt has failed gets no other; None if it gets one, and goes on or begins anew."""
+    if request.log.exhausted:
+        return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, request.log.why())
+    if request.choices.is_encoded and not request.admission.stream:
+        forget_answer(request)  # its caller has been told nothing of it
+    return None if request.choices.may_go_on else ANSWER_CUT
+
+
+def forget_answer(request: "OpenRequest") -> None:
+    """Have the next attempt begin the answer anew: what is made of it goes to nobody."""
+    request.choices.clear()
+    request.current.tokens_before = 0
+    request.mailbox.drop(request.request_id)
 
 
 def _known_code(code: str) -> ErrorCode:

@@ -1,11 +1,12 @@
 """The answer of one request, remembered while it is written: its texts, and the ids that its calls of tools got."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from gateway.api.sse import Chunks
+from protocol.chat import Deltas, Part
 from protocol.messages import Tokens
 
 # In what begins a call, and tells its id. Never inside a JSON string, where its quotes would be escaped.
@@ -17,8 +18,8 @@ _EVENT_END: Final = b"\n\n"
 class Teller(Protocol):
     """What a call makes of a choice's text."""
 
-    def told(self, text: str, finish_reason: str) -> dict[str, Any]:
-        """The choice as a whole answer tells it, without logprobs and token ids."""
+    def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
+        """The choice as a whole answer tells it, without logprobs and token ids; ``parts`` follow its text."""
         ...
 
 
@@ -29,6 +30,7 @@ class RecordedAnswer:
         self.is_too_large = False
         self._max_chars = self._room_chars = max_chars
         self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._parts: list[list[Part]] = [[] for _ in range(choices)]  # that came of pools which take messages
         self._finish_reasons: list[str | None] = [None] * choices
         self._calls: list[bytes] = []  # JSON that tells ids of calls
 
@@ -42,18 +44,22 @@ class RecordedAnswer:
         """How much it holds."""
         return 0 if self.is_too_large else self._max_chars - self._room_chars
 
-    def add(self, frame: Tokens) -> None:
+    def add(self, frame: Tokens | Deltas) -> None:
         """Take what one step brought."""
-        self._add(frame.index, frame.text, frame.finish_reason)
+        if isinstance(frame, Deltas):
+            self._add(frame.index, "", frame.finish_reason, frame.parts)
+        else:
+            self._add(frame.index, frame.text, frame.finish_reason)
 
-    def _add(self, index: int, text: str, finish_reason: str | None) -> None:
-        self._room_chars -= len(text)
+    def _add(self, index: int, text: str, finish_reason: str | None, parts: Sequence[Part] = ()) -> None:
+        self._room_chars -= len(text) + sum(len(part.text) for part in parts)
         self._finish_reasons[index] = finish_reason
         if self._room_chars >= 0:
             self._texts[index].append(text)
+            self._parts[index] += parts
         elif not self.is_too_large:
             self.is_too_large = True
-            self._texts = [[] for _ in self._texts]
+            self._texts, self._parts = [[] for _ in self._texts], [[] for _ in self._parts]
             self._calls = []
 
     def add_events(self, events: bytes) -> None:
@@ -61,10 +67,10 @@ class RecordedAnswer:
         if _CALLS in events and not self.is_too_large:
             self._calls += [event.removeprefix(_EVENT_START) for event in events.split(_EVENT_END) if _CALLS in event]
 
-    def add_whole(self, choices: Iterable[tuple[str, str | None]], body: bytes) -> None:
-        """Take an answer that is not streamed: its choices' texts and finish reasons, and the body that tells them."""
-        for index, (text, finish_reason) in enumerate(choices):
-            self._add(index, text, finish_reason)
+    def add_whole(self, choices: Iterable[tuple[str, str | None, Sequence[Part]]], body: bytes) -> None:
+        """Take an answer that is not streamed: its choices (``answers.Told``), and the body that tells them."""
+        for index, (text, finish_reason, parts) in enumerate(choices):
+            self._add(index, text, finish_reason, parts)
         if _CALLS in body:
             self._calls.append(body)
 
@@ -72,8 +78,9 @@ class RecordedAnswer:
         """The choices, once complete."""
         ids = self._call_ids()
         choices = []
-        for index, (texts, finish_reason) in enumerate(zip(self._texts, self._finish_reasons, strict=True)):
-            choice = {"index": index, **teller.told("".join(texts), finish_reason or "")}
+        rows = zip(self._texts, self._finish_reasons, self._parts, strict=True)
+        for index, (texts, finish_reason, parts) in enumerate(rows):
+            choice = {"index": index, **teller.told("".join(texts), finish_reason or "", parts)}
             for place, call in enumerate(choice.get("message", {}).get("tool_calls", ())):
                 call["id"] = ids.get((index, place), call["id"])
             choices.append(choice)
@@ -99,7 +106,7 @@ class RecordedChunks:
         self._inner = inner
         self._answer = answer
 
-    def of(self, frame: Tokens) -> bytes:
+    def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
         events = self._inner.of(frame)
         self._answer.add(frame)

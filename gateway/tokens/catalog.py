@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from gateway.api.errors import ModelNotFound, ModelNotReady, Overloaded
 from gateway.auth.principal import Principal
 from gateway.settings import ModelSettings, canonical_names
 from gateway.tokens.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
+from gateway.tokens.chat_template import COUNTING_SOURCE
 from gateway.tokens.encoder_pool import EncoderPool
 from gateway.tokens.encoders import (
     TIKTOKEN_PREFIX,
@@ -34,6 +35,7 @@ from gateway.tools.dialect import Dialect
 from protocol import subjects
 from protocol.artifacts import get_object, read_model_card, tokenizer_name, tokenizer_object_name
 from protocol.bus import Bus
+from protocol.chat import NO_TOKENIZER
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import ModelCard
 
@@ -46,7 +48,18 @@ log = logging.getLogger(__name__)
 class ModelCatalog:
     """Names → models → tokens. ``start`` it and run ``run`` as a supervised task."""
 
-    def __init__(self, bus: Bus, models: Mapping[str, ModelSettings], data_dir: Path) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        models: Mapping[str, ModelSettings],
+        data_dir: Path,
+        *,
+        by_messages: Collection[str] = (),
+        only_by_messages: Collection[str] = (),
+    ) -> None:
+        """``by_messages``: models with a pool that takes messages; ``only_by_messages``: those with no other."""
+        self._by_messages = frozenset(by_messages)
+        self._only_by_messages = frozenset(only_by_messages)
         self._bus = bus
         self._models = dict(models)
         self._names = canonical_names(models)
@@ -175,7 +188,8 @@ class ModelCatalog:
 
     async def _load(self, model: str) -> None:
         settings = self._models[model]
-        card = await read_model_card(self._bus, model)
+        has_card = model not in self._only_by_messages
+        card = await read_model_card(self._bus, model) if has_card else None
         if model in self._tokens and card == self._cards.get(model):
             return
         context_length = _smaller(settings.context_length, card.context_length if card else None)
@@ -183,6 +197,9 @@ class ModelCatalog:
         if encoder is None or context_length is None:
             return  # nobody knows yet; a card will come
         check_context_length(context_length)
+        counts_chats = not has_card or (template_source is None and model in self._by_messages)
+        if counts_chats:
+            template_source, special_tokens = COUNTING_SOURCE, {}
         template = await usable_template(model, template_source, special_tokens) if template_source else None
         tool_source = card.tool_template if card else None
         tool_template = await usable_template(model, tool_source, special_tokens) if tool_source else None
@@ -199,8 +216,12 @@ class ModelCatalog:
             tool_template=tool_template,
             control_tokens_in_content=settings.control_tokens_in_content,
             lenient_schemas=settings.lenient_schemas,
-            tokenizer=tokenizer_name(card.tokenizer_object) if card and settings.tokenizer is None else "",
-            dialect=Dialect.of(
+            tokenizer=_tokenizer(settings, card) if has_card else NO_TOKENIZER,
+            takes_messages=model in self._by_messages,
+            counts_chats=counts_chats,
+            dialect=None
+            if counts_chats
+            else Dialect.of(
                 tool_source or template_source or "",
                 encoder.added_tokens(),
                 tool_parser=settings.tool_parser,
@@ -248,6 +269,10 @@ class ModelCatalog:
         except OSError as error:  # it is only a cache
             log.warning("%s cannot be written: %s", cached, error)
         return data
+
+
+def _tokenizer(settings: ModelSettings, card: ModelCard | None) -> str:
+    return tokenizer_name(card.tokenizer_object) if card and settings.tokenizer is None else ""
 
 
 def _smaller(configured: int | None, published: int | None) -> int | None:

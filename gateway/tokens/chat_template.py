@@ -62,6 +62,19 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+# What a conversation is counted by that an API renders in a way of its own: about as many tokens, none of them sent.
+COUNTING_SOURCE: Final = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{%- for message in messages %}{{ message.role }}
+{{ message.name or '' }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}
+
+{% endfor %}
+{%- if add_generation_prompt %}assistant
+{% endif %}"""
+
+
 class Arguments(dict[str, Any]):
     """The arguments of a call: an object, and where a template joins them to a text, as DeepSeek's do, its JSON."""
 

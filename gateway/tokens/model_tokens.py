@@ -41,9 +41,14 @@ class ModelTokens:
         control_tokens_in_content: bool = False,
         lenient_schemas: bool = False,
         tokenizer: str = "",
+        takes_messages: bool = False,
+        counts_chats: bool = False,
     ) -> None:
         self.model = model
-        self.tokenizer = tokenizer  # protocol.messages.Revision.tokenizer of the workers that understand its ids
+        # protocol.messages.Revision.tokenizer of the workers that understand its ids; NO_TOKENIZER: there are none.
+        self.tokenizer = tokenizer
+        self.takes_messages = takes_messages  # some of its pools do
+        self.counts_chats = counts_chats  # and no others answer a conversation, whose ids merely count its tokens
         self.pooling = pooling  # what it makes of its inputs; None: it generates text
         self.context_length = context_length  # prompt + output tokens
         self.dialect = dialect  # how answers to a conversation are written, where they are not mere text

@@ -8,6 +8,7 @@ from typing import Final
 
 from gateway.tools.base import MAX_FORCED_CALLS, Tool, ToolFormat
 from gateway.tools.lark import LarkGrammar
+from gateway.tools.marked import new_call_id
 from gateway.tools.registry import (
     HARMONY,
     NONE,
@@ -74,6 +75,9 @@ class Dialect:
         return self.thinking is not None or (self.format is not None and self.format.reads_reasoning)
 
 
+PLAIN: Final = Dialect(None, None, takes_tools=False, token_ids={}, has_special_marks=False)  # mere text
+
+
 @dataclass(frozen=True)
 class AnswerForm:
     """What the answers to one request may hold."""
@@ -100,7 +104,7 @@ class AnswerForm:
 
     def new_call_id(self) -> str:
         """An id for a call, as this model's template wants it to be."""
-        return self.dialect.format.call_id() if self.dialect.format is not None else ""
+        return self.dialect.format.call_id() if self.dialect.format is not None else new_call_id()
 
     def grammar(self, *, must_call: bool, content: Grammar | None) -> Grammar | None:
         """What forces the answers; None where nothing is to be forced.

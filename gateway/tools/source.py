@@ -33,6 +33,7 @@ class Kind(Enum):
     REASONING = auto()
     CALL = auto()  # of a tool begins; the text is the tool's name
     ARGUMENTS = auto()  # of the call that began last, as JSON text
+    REFUSAL = auto()  # only of what comes in parts
 
 
 class Piece(NamedTuple):

@@ -1,0 +1,121 @@
+"""A chat body as a job carries it to pools that take messages, and which bodies these cannot honour at all.
+
+What only some of their APIs take, the pool's worker knows, and refuses by name.
+"""
+
+import json
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final
+
+from gateway.api.conversation import Message
+from gateway.api.errors import ApiError, InvalidParameter
+from gateway.api.form import tools_told
+from gateway.api.schema import ChatCompletionRequest
+from gateway.api.tool_fields import NamedTool, ToolDefinition
+from gateway.dispatch.conversation import Conversation
+from gateway.tokens.encoders import TokenizerError
+from gateway.tokens.model_tokens import ModelTokens
+from protocol.chat import AnswerSchema, Call, Chat, Tool, Turn, encode_chat
+
+_SCHEMA_KINDS: Final = frozenset({"json_schema", "json_object"})
+
+
+def conversation_of(
+    request: ChatCompletionRequest, tokens: ModelTokens, *, max_tokens: int, prompt_tokens: int, is_text: bool
+) -> Conversation | None:
+    """What pools that take messages are sent; None where the model has none, or they cannot honour the body.
+
+    ``is_text``: what engines make of its answer is what is told of it. Raises InvalidParameter where only such pools
+    serve the model.
+    """
+    if not tokens.takes_messages:
+        return None
+    field = _not_honoured(request)
+    if field is not None and tokens.counts_chats:
+        text = f"The model {tokens.model} is served by APIs that take messages, which do not support '{field}'."
+        raise InvalidParameter(text, param=field, code="unsupported_parameter")
+    if field is not None:
+        return None
+    is_limited = max_tokens < tokens.context_length - prompt_tokens
+    chat = chat_of(request, is_limited=is_limited)
+    has_ids = not tokens.counts_chats
+    return Conversation(
+        packed=encode_chat(chat),
+        is_plain=not chat.tools and chat.schema is None,
+        has_ids=has_ids,
+        encode=encoder_of(tokens) if has_ids and is_text else None,
+    )
+
+
+def encoder_of(tokens: ModelTokens) -> Callable[[str], Awaitable[list[int] | None]]:
+    """What makes the token ids of a part of an answer; None where the tokenizer or a full gateway does not."""
+    return partial(_encoded, tokens)
+
+
+async def _encoded(tokens: ModelTokens, text: str) -> list[int] | None:
+    try:
+        return await tokens.encode_text(text, add_special_tokens=False)
+    except (ApiError, TokenizerError):
+        return None
+
+
+def _not_honoured(request: ChatCompletionRequest) -> str | None:
+    """The first field that no API which takes messages can honour: what needs the model's own tokens or template."""
+    grammar = request.grammar
+    wanted = {
+        "logprobs": bool(request.logprobs),
+        "prompt_logprobs": request.prompt_logprobs is not None,
+        "return_token_ids": bool(request.return_token_ids),
+        "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+        "chat_template_kwargs": bool(request.chat_template_kwargs),
+        "add_generation_prompt": not (request.adds_generation_prompt or request.continue_final_message),
+        "" if grammar is None else grammar.field: grammar is not None and grammar.kind not in _SCHEMA_KINDS,
+    }
+    return next((name for name, is_wanted in wanted.items() if is_wanted), None)
+
+
+def chat_of(request: ChatCompletionRequest, *, is_limited: bool) -> Chat:
+    """The wire form. ``is_limited``: see Chat."""
+    choice = request.tool_choice
+    tools = tools_told(request)
+    return Chat(
+        turns=tuple(map(_turn, request.messages)),
+        tools=tuple(map(_tool, tools)),
+        tool_choice=choice if tools and choice in {"auto", "required"} else None,
+        only_tool=choice.function.name if isinstance(choice, NamedTool) else None,
+        is_single_call=request.parallel_tool_calls is False,
+        schema=_schema(request),
+        reasoning_effort=request.reasoning_effort,
+        is_limited=is_limited,
+        continues_last=bool(request.continue_final_message),
+    )
+
+
+def _turn(message: Message) -> Turn:
+    told: dict[str, Any] = message.for_template()  # older forms of tools become calls there
+    calls = tuple(
+        Call(call["id"], call["function"]["name"], function.arguments)
+        for call, function in zip(told.get("tool_calls", ()), message.called, strict=True)
+    )
+    role = "developer" if message.role == "developer" else told["role"]
+    reasoning = message.reasoning_content or message.reasoning
+    return Turn(role, message.content, message.name, calls, told.get("tool_call_id"), reasoning)
+
+
+def _tool(tool: ToolDefinition) -> Tool:
+    function = tool.function
+    parameters = None if function.parameters is None else json.dumps(function.parameters)
+    return Tool(function.name, function.description, parameters, function.strict)
+
+
+def _schema(request: ChatCompletionRequest) -> AnswerSchema | None:
+    grammar = request.grammar
+    if grammar is None:
+        return None
+    if grammar.kind == "json_object":
+        return AnswerSchema()
+    asked = request.response_format.json_schema if request.response_format is not None else None
+    if asked is None:
+        return AnswerSchema(grammar.source)
+    return AnswerSchema(grammar.source, asked.name, asked.strict)
