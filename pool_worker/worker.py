@@ -122,7 +122,12 @@ class Worker:
             revisions=revisions,
             pace=lambda: None if self._watch is None else self._watch.told(),
         )
-        self._drain = Drain(self._executor, lambda model: self._peers.others_serving(model, revisions[model].weights))
+        # What an API has begun is ended here as long as that lasts: elsewhere it may not go on.
+        is_chat = engine.takes == TAKES_MESSAGES
+        self._drain = Drain(
+            self._executor,
+            lambda model: not is_chat and self._peers.others_serving(model, revisions[model].weights),
+        )
         self._gateways = GatewayWatch(bus, settings.worker_id, self._executor)
         bus.on_reconnect(self._on_reconnected)
 

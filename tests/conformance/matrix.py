@@ -1,4 +1,4 @@
-"""Which kind of server honours what: the table in docs/ENGINES.md, from what the wire formats declare.
+"""Which kind of server honours what: the tables in docs/ENGINES.md, from what the wire formats declare.
 
     python -m tests.conformance.matrix
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.types import Grammar
+from pool_worker.engines.chat_formats.openai_profiles import PROFILES, Profile
 from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.formats.base import Abilities, done_here
 from pool_worker.engines.vllm_inprocess import VllmInProcess
@@ -20,6 +21,8 @@ from pool_worker.engines.vllm_inprocess import VllmInProcess
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "ENGINES.md"
 BEGIN: Final = "<!-- matrix: python -m tests.conformance.matrix -->\n"
 END: Final = "<!-- end of the matrix -->\n"
+PROFILES_BEGIN: Final = "<!-- profiles: python -m tests.conformance.matrix -->\n"
+PROFILES_END: Final = "<!-- end of the profiles -->\n"
 
 # Fields of SamplingParams that not every server honours, each with a value that is not its default.
 FIELDS: Final[dict[str, Any]] = {
@@ -53,6 +56,23 @@ CHECKED: Final = {
     "triton": "Triton 2.51, as in `nvidia-pytriton` 0.7",
     "openai_completions": "llama.cpp",
 }
+# What each profile of "openai_chat" follows.
+SOURCES: Final = {
+    "openai": "https://platform.openai.com/docs/api-reference/chat",
+    "azure": "https://learn.microsoft.com/en-us/azure/ai-services/openai/reference",
+    "openrouter": "https://openrouter.ai/docs/api-reference/chat-completion",
+    "together": "https://docs.together.ai/reference/chat-completions-1",
+    "groq": "https://console.groq.com/docs/api-reference",
+    "deepseek": "https://api-docs.deepseek.com/guides/chat_prefix_completion",
+    "mistral": "https://docs.mistral.ai/api/",
+    "gemini": "https://ai.google.dev/gemini-api/docs/openai",
+    "ray": "https://docs.ray.io/en/latest/serve/llm/index.html",
+    "openllm": "https://github.com/bentoml/OpenLLM",
+    "tgi": "https://huggingface.co/docs/text-generation-inference/messages_api",
+    "vllm": "https://docs.vllm.ai/en/latest/serving/openai_compatible_server/",
+    "sglang": "https://docs.sglang.ai/basic_usage/openai_api_completions.html",
+}
+ALL_PROFILES: Final = frozenset({"temperature", "top_p", "stop"})  # fields that each of them takes
 A_REPLAY: Final = "a replay of its schema"
 
 
@@ -106,20 +126,40 @@ def table(shown: Sequence[Column]) -> str:
     return "".join([*lines, *(_line([label, *map(cell, shown)]) for label, cell in rows)])
 
 
+def profiles_table() -> str:
+    """The profiles of "openai_chat", a row each."""
+    heads = ["`profile`", "asked at", "fields beside " + _names(ALL_PROFILES), "schemas", "goes on with a begun answer"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    return "".join([*lines, *(_line(_profile_cells(name, profile)) for name, profile in PROFILES.items())])
+
+
+def _profile_cells(name: str, profile: Profile) -> list[str]:
+    fields = profile.honoured - ALL_PROFILES | ({"reasoning_effort"} if profile.takes_effort else set())
+    path = profile.path.partition("?")[0]
+    goes_on = "no" if profile.in_last_message is None else "yes"
+    return [f"[`{name}`]({SOURCES[name]})", f"`{path}`", _names(fields), _names(profile.schemas), goes_on]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def split(text: str) -> tuple[str, str, str]:
-    """A document before, in and after the table."""
-    before, _, rest = text.partition(BEGIN)
-    inside, _, after = rest.partition(END)
+def split(text: str, begin: str = BEGIN, end: str = END) -> tuple[str, str, str]:
+    """A document before, in and after a table."""
+    before, _, rest = text.partition(begin)
+    inside, _, after = rest.partition(end)
     return before, inside, after
 
 
 def main() -> int:
     before, _, after = split(DOCUMENT.read_text())
-    DOCUMENT.write_text(f"{before}{BEGIN}{table(columns())}{END}{after}")
+    text = f"{before}{BEGIN}{table(columns())}{END}{after}"
+    before, _, after = split(text, PROFILES_BEGIN, PROFILES_END)
+    DOCUMENT.write_text(f"{before}{PROFILES_BEGIN}{profiles_table()}{PROFILES_END}{after}")
     return 0
 
 

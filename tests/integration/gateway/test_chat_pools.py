@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from gateway.settings import ModelSettings
 from pool_worker.settings import OpenAIChatSettings, WorkerSettings
+from pool_worker.stopping import Stop
 from protocol.messages import unpack_token_ids
 from protocol.pull import nak
 from protocol.usage import AttemptRecord, RequestRecord
@@ -49,15 +50,23 @@ def replay(server: ChatReplay) -> ChatReplay:
 
 
 @pytest.fixture
+def stops() -> list[Stop]:
+    """What makes the workers leave."""
+    return []
+
+
+@pytest.fixture
 async def start_pool(
-    start_gateway: Start, replay: ChatReplay, nats_url: str, tmp_path: Path
+    start_gateway: Start, replay: ChatReplay, nats_url: str, tmp_path: Path, stops: list[Stop]
 ) -> AsyncIterator[StartPool]:
-    """Starts a gateway and a worker for the replay; ``is_mixed``: the model has workers of its own, too."""
+    """Starts a gateway and workers for the replay; ``is_mixed``: the model has workers of its own, too."""
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_bytes(byte_tokenizer_json())
     async with AsyncExitStack() as stack:
 
-        async def start(profile: str = "openai", *, is_mixed: bool = False, workers: int = 1) -> GatewayUnderTest:
+        async def start(
+            profile: str = "openai", *, is_mixed: bool = False, workers: int = 1, tier: str = "spot"
+        ) -> GatewayUnderTest:
             model = ModelSettings() if is_mixed else ModelSettings(tokenizer=str(tokenizer), context_length=1_000_000)
             names = frozenset({MODEL})
             gateway = await start_gateway(
@@ -76,9 +85,9 @@ async def start_pool(
                 }
             )
             for number in range(workers):
-                names_of = {"worker_id": f"api-{number}", "pool": "api", "provider": "openai", "tier": "spot"}
+                names_of = {"worker_id": f"api-{number}", "pool": "api", "provider": "openai", "tier": tier}
                 settings = WorkerSettings(nats_urls=(nats_url,), engine=engine, models=(MODEL,), **names_of)
-                await stack.enter_async_context(running_worker(settings))
+                stops.append(await stack.enter_async_context(running_worker(settings)))
             return gateway
 
         yield start
@@ -364,6 +373,21 @@ async def test_nothing_told_is_begun_anew(start_pool: StartPool, replay: ChatRep
     assert record.counted_by == "provider"
 
 
+async def test_a_worker_that_leaves_ends_what_its_api_has_begun(
+    start_pool: StartPool, replay: ChatReplay, stops: list[Stop]
+) -> None:
+    gateway = await start_pool("deepseek", workers=2)
+    replay.token_s = 0.05
+    told = Streamed()
+    async for chunk in await ask(gateway, stream=True):
+        told.take(chunk)
+        if told.text and not stops[0].requested.is_set():
+            for stop in stops:
+                stop.request()
+    assert (told.text, told.finish_reason) == (WHOLE, "stop")
+    assert len(replay.bodies) == 1
+
+
 async def test_who_leaves_is_counted_for_what_was_made(start_pool: StartPool, replay: ChatReplay) -> None:
     gateway = await start_pool()
     replay.token_s = 0.05
@@ -382,35 +406,32 @@ async def test_who_leaves_is_counted_for_what_was_made(start_pool: StartPool, re
 
 
 async def hand_back(attempt: Attempt) -> None:
-    await nak(attempt.worker.bus, attempt.delivery, 0.05)
+    await nak(attempt.worker.bus, attempt.delivery, 0.2)
 
 
 async def test_what_an_engine_began_goes_on_as_a_message(start_pool: StartPool, replay: ChatReplay) -> None:
-    gateway = await start_pool("deepseek", is_mixed=True)
+    gateway = await start_pool("deepseek", is_mixed=True, tier="on-demand")
     begun = WHOLE[:20]
 
     async def begin(attempt: Attempt) -> None:
         if attempt.job.attempt > 1:
             await hand_back(attempt)
             return
+        attempt.worker.takes_jobs = False
         await attempt.accept()
         await attempt.tokens(begun, (5, 6, 7))
         await attempt.fail("engine_error", "lost", True)
 
-    replay.token_s = 0.01
-    ours = await gateway.add_worker(script=begin)
-    while True:
-        told = await stream(gateway)
-        assert (told.text, told.finish_reason, told.error) == (WHOLE, "stop", None)
-        if ours.attempts:
-            break
-    assert replay.bodies[-1]["messages"][-1]["content"] == begun
-    used = [record for record in await gateway.usage() if isinstance(record, AttemptRecord)]
-    assert used[-1].rescue == "message"
+    await gateway.add_worker(script=begin)  # of a cheaper tier: it comes first
+    told = await stream(gateway)
+    assert (told.text, told.finish_reason, told.error) == (WHOLE, "stop", None)
+    assert replay.bodies[0]["messages"][-1]["content"] == begun
+    record, [attempt] = await rows(gateway)  # our worker leaves none
+    assert (attempt.rescue, attempt.resumed_tokens, record.counted_by) == ("message", 3, "estimate")
 
 
 async def test_what_an_api_began_goes_on_from_its_text(start_pool: StartPool, replay: ChatReplay) -> None:
-    gateway = await start_pool("openai", is_mixed=True)
+    gateway = await start_pool("openai", is_mixed=True, tier="spot")
     replay.faults.append(cut(replay, 12))
 
     async def go_on(attempt: Attempt) -> None:
@@ -421,7 +442,7 @@ async def test_what_an_api_began_goes_on_from_its_text(start_pool: StartPool, re
         await attempt.tokens(" and an end", (1, 2), finish_reason="stop")
         await attempt.finish()
 
-    ours = await gateway.add_worker(script=go_on)
+    ours = await gateway.add_worker(script=go_on, place=("pool-a", "provider-a", "region-a", "on-demand"))
     told = await stream(gateway)
     assert told.error is None
     said = told.text.removesuffix(" and an end")

@@ -29,6 +29,7 @@ def attempt(**changes: Any) -> dict[str, Any]:
         "engine_queue_ms": 50.0,
         "completion_tokens": 9,
         "resumed_tokens": 0,
+        "rescue": None,
     }
     return values | changes
 
