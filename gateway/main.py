@@ -107,7 +107,7 @@ async def run(
             by_messages=settings.by_messages,
             only_by_messages=settings.only_by_messages,
         )
-        stack.callback(catalog.close)
+        stack.push_async_callback(catalog.close)
         keys.on_revoked = dispatcher.keys_revoked
         await dispatcher.start()
         await keys.start()

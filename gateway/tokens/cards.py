@@ -74,6 +74,6 @@ async def _renderer(source: str, special_tokens: Mapping[str, str]) -> Renderer:
         await renderer.start()
         await renderer.probe(_PROBE)
     except (RendererDied, InvalidParameter) as error:
-        renderer.kill()
+        await renderer.close()
         raise UnusableCard(f"its chat template cannot be used: {error}") from error
     return renderer

@@ -132,10 +132,10 @@ class ModelCatalog:
             self._wake.clear()
             await self._load_stale()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the encoder threads, and the processes that render."""
         for tokens in self._tokens.values():
-            tokens.close()
+            await tokens.close()
         self._pool.close()
 
     async def _wait(self, limit_s: float | None) -> None:
@@ -167,24 +167,24 @@ class ModelCatalog:
             log.warning("model %s: %s", model, error)
         except (ProtocolError, TokenizerError, UnusableCard) as error:
             log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake
-            self._refuse(model, str(error))
+            await self._refuse(model, str(error))
         except Exception as error:  # a card that does what nobody foresaw: it must not end the gateway
             log.exception("model %s cannot be served", model)
-            self._refuse(model, f"{type(error).__name__}: {error}")
+            await self._refuse(model, f"{type(error).__name__}: {error}")
         else:
             if model in self._tokens:  # else look again: the news of a card may be here before the card is stored
                 self._stale.discard(model)
 
-    def _refuse(self, model: str, reason: str) -> None:
+    async def _refuse(self, model: str, reason: str) -> None:
         """Serve a model no more, until its next card."""
         self._stale.discard(model)
-        self._forget(self._tokens.pop(model, None))
         self._cards.pop(model, None)
         self._unusable[model] = reason
+        await self._forget(self._tokens.pop(model, None))
 
-    def _forget(self, tokens: ModelTokens | None) -> None:
+    async def _forget(self, tokens: ModelTokens | None) -> None:
         if tokens is not None:
-            tokens.close()
+            await tokens.close()
 
     async def _load(self, model: str) -> None:
         settings = self._models[model]
@@ -203,7 +203,7 @@ class ModelCatalog:
         template = await usable_template(model, template_source, special_tokens) if template_source else None
         tool_source = card.tool_template if card else None
         tool_template = await usable_template(model, tool_source, special_tokens) if tool_source else None
-        self._forget(self._tokens.get(model))
+        replaced = self._tokens.get(model)
         self._unusable.pop(model, None)
         self._tokens[model] = ModelTokens(
             model,
@@ -232,6 +232,7 @@ class ModelCatalog:
             self._cards[model] = card
         revision = card.revision if card else ""
         log.info("model %s is ready: context length %d, revision %s", model, context_length, revision or "unknown")
+        await self._forget(replaced)
 
     async def _parts(
         self, settings: ModelSettings, card: ModelCard | None

@@ -67,11 +67,11 @@ class ModelTokens:
         tokens.__dict__.update(self.__dict__, _tenant=tenant)  # per request: copy.copy takes ten times as long
         return tokens
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the processes that render its templates."""
         for template in (self._template, self._tool_template):
             if isinstance(template, Renderer):
-                template.kill()
+                await template.close()
 
     async def encode_text(
         self, text: str, *, add_special_tokens: bool | None = None, within_context: str | None = None

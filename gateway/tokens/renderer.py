@@ -10,6 +10,7 @@ template's own code. This module is both sides: the gateway's, and with ``python
 """
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -27,6 +28,7 @@ from gateway.tokens.chat_template import Arguments, BeyondLimits, ChatTemplate
 RENDER_CPU_S: Final = 2.0  # of one conversation
 COMPILE_CPU_S: Final = 2.0
 ANSWER_LIMIT_S: Final = 20.0  # then the machine is too busy, which says nothing of the template
+END_LIMIT_S: Final = 5.0  # of a killed process; past it, the machine hangs
 MEMORY_BYTES: Final = 1024**3
 MAX_WAITING: Final = 64  # conversations for one template
 _LENGTH: Final = struct.Struct(">I")
@@ -70,6 +72,7 @@ class Renderer:
         self.variables: frozenset[str] = frozenset()  # that it reads; known once it has started
         self._special_tokens = dict(special_tokens)
         self._process: asyncio.subprocess.Process | None = None
+        self._killed: asyncio.subprocess.Process | None = None  # the last one
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -151,7 +154,16 @@ class Renderer:
         """End the process; the next conversation starts another."""
         process, self._process = self._process, None
         if process is not None:
+            self._killed = process
             process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001  # kills it, and closes its pipes
+
+    async def close(self) -> None:
+        """End the process for good, and return when it has ended."""
+        self.kill()
+        if self._killed is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_LIMIT_S):
+                    await self._killed.wait()
 
 
 async def _answer_of(process: asyncio.subprocess.Process, frame: bytes) -> bytes:

@@ -41,7 +41,7 @@ async def running(
     yield catalog
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    catalog.close()
+    await catalog.close()
 
 
 async def publish(bus: Bus, **changes: Any) -> None:
