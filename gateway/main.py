@@ -98,7 +98,8 @@ async def run(
         series = RequestSeries(prices)
         quotas = Quotas(bus, settings.gateway_id, RollupLedger(database))
         hosted = HostedPools(settings.hosted, admission_control.capacity, quotas, prices)
-        overflow = Overflow(hosted, admission_control, registry, settings.timeouts.overflow_after_s)
+        after_s, only_hosted = settings.timeouts.overflow_after_s, settings.only_hosted
+        overflow = Overflow(hosted, admission_control, registry, after_s, only_hosted)
         dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series, overflow=overflow)
         catalog = ModelCatalog(
             bus,

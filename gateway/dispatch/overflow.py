@@ -10,7 +10,7 @@ heard. Where our workers have room, nothing is chosen: so what comes next is the
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any, Final
 
 from gateway.admission.control import AdmissionControl
@@ -38,9 +38,16 @@ class Overflow:
     """Decides from memory; only the money of a pool's caps is waited for."""
 
     def __init__(
-        self, pools: HostedPools, control: AdmissionControl, registry: WorkerRegistry, overflow_after_s: float
+        self,
+        pools: HostedPools,
+        control: AdmissionControl,
+        registry: WorkerRegistry,
+        overflow_after_s: float,
+        only_hosted: Collection[str] = (),
     ) -> None:
+        """``only_hosted``: models that no pool of our own serves."""
         self._pools = pools
+        self._only_hosted = frozenset(only_hosted)
         self._control = control
         self._registry = registry
         self._after_s = overflow_after_s
@@ -118,7 +125,10 @@ class Overflow:
         """The pool that can take the rest of a request; None, and the reason is noted: none can."""
         admission, held = request.admission, request.choices.held_tokens()
         wanted = _wanted(admission, max(0, admission.sampling.max_tokens * admission.sampling.n - held), held)
-        offer = self._pools.offer(wanted, request.log.hosted_failed, lambda pool: self._fits(request, pool))
+        failed = request.log.hosted_failed
+        offer = self._pools.offer(wanted, failed, lambda pool: self._fits(request, pool))
+        if isinstance(offer, str) and failed and admission.model in self._only_hosted:  # there is nobody else
+            offer = self._pools.offer(wanted, (), lambda pool: self._fits(request, pool))
         if isinstance(offer, str):
             request.hosted_wait = offer
             return None

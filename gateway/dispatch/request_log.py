@@ -28,6 +28,7 @@ def log_end(request: "OpenRequest", record: RequestRecord) -> None:
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "completion_tokens": record.completion_tokens,
+        "counted_by": record.counted_by,
         "attempts": record.attempts,
         "queue_ms": record.queue_ms,
         "engine_queue_ms": record.engine_queue_ms,

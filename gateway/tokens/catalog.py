@@ -40,6 +40,7 @@ from protocol.errors import BusError, ProtocolError
 from protocol.messages import ModelCard
 
 RETRY_S: Final = 2.0
+FETCH_LIMIT_S: Final = 60.0  # for a tokenizer of the configuration, which tiktoken may have to fetch
 TEMPLATE_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class ModelCatalog:
         self._bus.on_reconnect(self._on_reconnected)
         for settings in self._models.values():
             if settings.tokenizer is not None:
-                await asyncio.to_thread(_configured_encoder, settings.tokenizer)  # a mistake ends the start
+                await _encoder(settings.tokenizer)  # a mistake ends the start
         await self._load_stale()
 
     async def run(self) -> None:
@@ -240,7 +241,7 @@ class ModelCatalog:
         source = card.chat_template if card else None
         special_tokens: Mapping[str, str] = card.special_tokens if card else {}
         if settings.tokenizer is not None:
-            encoder = await asyncio.to_thread(_configured_encoder, settings.tokenizer)
+            encoder = await _encoder(settings.tokenizer)
             if source is None:
                 source, special_tokens = await asyncio.to_thread(_configured_template, settings.tokenizer)
             return encoder, source, special_tokens
@@ -288,6 +289,16 @@ def _write_whole(path: Path, data: bytes) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+async def _encoder(tokenizer: str) -> Encoder:
+    """What the configuration names. Raises TokenizerError, also where tiktoken waits for the net for too long."""
+    try:
+        async with asyncio.timeout(FETCH_LIMIT_S):
+            return await asyncio.to_thread(_configured_encoder, tokenizer)
+    except TimeoutError as error:
+        text = f"{tokenizer!r} could not be loaded within {FETCH_LIMIT_S:g} s: put its file into TIKTOKEN_CACHE_DIR"
+        raise TokenizerError(text) from error
 
 
 def _configured_encoder(tokenizer: str) -> Encoder:

@@ -307,7 +307,12 @@ class TiktokenEncoder:
         """Load the encoding. Raises TokenizerError."""
         try:
             self._encoding = tiktoken.get_encoding(encoding_name)
-        except Exception as error:  # unknown name, or the network library's own errors
+        except OSError as error:  # of the network, or the disk
+            raise TokenizerError(
+                f"the tiktoken encoding {encoding_name!r} is not in tiktoken's cache, and cannot be fetched: put its"
+                f" file into the folder TIKTOKEN_CACHE_DIR, or name a tokenizer.json: {error}"
+            ) from error
+        except Exception as error:  # the library raises what it likes for a name that it does not know
             raise TokenizerError(f"tiktoken encoding {encoding_name!r}: {error}") from error
         added = map(len, self._encoding.special_tokens_set)
         self.most_chars: int | None = max([*map(len, self._encoding.token_byte_values()), *added])

@@ -13,7 +13,7 @@ import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from gateway.settings import ModelSettings
+from gateway.settings import HostedPoolSettings, ModelSettings, TenantSettings
 from pool_worker.settings import OpenAIChatSettings, WorkerSettings
 from pool_worker.stopping import Stop
 from protocol.messages import unpack_token_ids
@@ -67,6 +67,11 @@ async def start_pool(
         async def start(
             profile: str = "openai", *, is_mixed: bool = False, workers: int = 1, tier: str = "spot"
         ) -> GatewayUnderTest:
+            hosted: dict[str, Any] = {}
+            if tier == "hosted":
+                hosted["hosted"] = {"api": HostedPoolSettings(provider="openai", models=(MODEL,))}
+                hosted["tenants"] = {"test 0": TenantSettings(allow_hosted=("openai",))}
+                hosted["only_hosted"] = frozenset({MODEL})
             model = ModelSettings() if is_mixed else ModelSettings(tokenizer=str(tokenizer), context_length=1_000_000)
             names = frozenset({MODEL})
             gateway = await start_gateway(
@@ -74,6 +79,7 @@ async def start_pool(
                 models={MODEL: model.model_copy(update={"aliases": ("short",)})},
                 by_messages=names,
                 only_by_messages=frozenset() if is_mixed else names,
+                **hosted,
             )
             engine = OpenAIChatSettings.model_validate(
                 {
@@ -400,6 +406,36 @@ async def test_who_leaves_is_counted_for_what_was_made(start_pool: StartPool, re
     assert (record.counted_by, attempt.counted_by) == ("estimate", "estimate")
     assert record.completion_tokens == attempt.completion_tokens > 0
     await until(lambda: replay.streams == 0)
+
+
+# --- somebody else's API --------------------------------------------------------------------------------------------
+
+
+async def test_a_model_that_only_a_hosted_api_serves(start_pool: StartPool, replay: ChatReplay) -> None:
+    gateway = await start_pool("deepseek", tier="hosted")
+    answer = await ask(gateway)
+    assert answer.choices[0].message.content == WHOLE
+    replay.faults.append(lambda _: JSONResponse({"error": {"message": "content is not allowed"}}, 400))
+    with pytest.raises(openai.BadRequestError, match="content is not allowed"):
+        await ask(gateway)
+    assert len(replay.bodies) == 2
+    replay.faults.append(cut(replay, 12))
+    told = await stream(gateway)
+    assert (told.text, told.error) == (WHOLE, None)
+    first, *_ = await gateway.records(3)
+    assert (first.tier, first.provider) == ("hosted", "openai")
+    assert is_provider(first, 22, 4, 30)
+
+
+async def test_a_hosted_stream_that_nobody_can_go_on_with_ends_soon(start_pool: StartPool, replay: ChatReplay) -> None:
+    """It waits for nobody: its own workers are alive, and their API does not take the beginning of an answer."""
+    gateway = await start_pool("openai", tier="hosted")
+    await ask(gateway)  # the pool is known
+    replay.faults.append(cut(replay, 12))
+    told = await stream(gateway)
+    assert told.error == "answer_cut"
+    assert WHOLE.startswith(told.text)
+    assert len(replay.bodies) == 2
 
 
 # --- beside the model's own workers ---------------------------------------------------------------------------------

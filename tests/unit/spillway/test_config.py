@@ -93,6 +93,34 @@ def test_what_a_gateway_knows_of_a_hosted_pool(tmp_path: Path) -> None:
             load(tmp_path, text)
 
 
+CHAT_POOL = """
+[pools.api]
+models = ["small"]
+[pools.api.engine]
+kind = "openai_chat"
+profile = "openai"
+url = "https://api.example.com"
+model = "gpt"
+max_model_len = 9000
+"""
+
+
+def test_what_a_gateway_knows_of_pools_that_take_messages(tmp_path: Path) -> None:
+    def told(text: str) -> tuple[frozenset[str], frozenset[str], int | None]:
+        gateway = load(tmp_path, text).gateway_settings(SecretStr("pepper"))
+        return gateway.by_messages, gateway.only_by_messages, gateway.models["small"].context_length
+
+    without_length = GOOD.replace("context_length = 2048\n", "")
+    none, small = frozenset[str](), frozenset({"small"})
+    assert told(GOOD) == (none, none, 2048)
+    assert told(without_length + CHAT_POOL) == (small, none, None)
+    only = without_length[: without_length.index("[pools")].replace("[models.small]", "[models.small]\ntokenizer = 't'")
+    assert told(only + CHAT_POOL) == (small, small, 9000)
+    assert told(only.replace("tokenizer", "context_length = 5\ntokenizer") + CHAT_POOL) == (small, small, 5)
+    with pytest.raises(ConfigError, match=r"models\.small\.tokenizer: required to count by"):
+        load(tmp_path, only.replace("tokenizer = 't'", "") + CHAT_POOL)
+
+
 def test_adapters_are_models_of_their_own(tmp_path: Path) -> None:
     text = GOOD.replace('models = ["small"]', 'models = ["small", "support-bot"]') + "[models.support-bot]\n"
     adapters = '[pools.cheap.engine.adapters]\n"support-bot" = "org/support"\n'

@@ -36,6 +36,16 @@ def test_unknown_tiktoken_encoding() -> None:
         TiktokenEncoder("no-such-encoding")
 
 
+def test_a_tiktoken_encoding_that_is_neither_cached_nor_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    with pytest.raises(TokenizerError, match="TIKTOKEN_CACHE_DIR"):
+        TiktokenEncoder("o200k_base")
+
+
 def test_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real tiktoken encoding, built here because the published ones are downloaded."""
     import tiktoken
