@@ -18,8 +18,9 @@ strikes, and every answer is compared with the undisturbed one, word by word.
     nothing goes on running for nobody             orphans        (sequences still held 15 s after the last answer)
 
 Beside inference servers there is more to an answer: where makes of engine agree undisturbed, a disturbed answer must be
-exactly that one; where they do not, it begins with what they have in common and has as many tokens. What a server does
-wrong must end as its caller would wish: in the answer, or in the caller's own error at once.
+exactly that one; where they do not, it begins with what they have in common and has as many tokens. Either way it is
+the text of the tokens that its attempts have made, each of them once, as the bus tells. What a server does wrong must
+end as its caller would wish: in the answer, or in the caller's own error at once.
 
 A *gap* is what one caller sees of one fault: from the fault to the arrival of the first token that the next worker
 made. Where the fault struck no single worker (the queue server, a gateway), it is the longest pause of each open stream
@@ -29,7 +30,8 @@ that overlaps the fault.
     run.py        one run of a scenario    faults.py     every fault, one function each    strikes.py  what one is
     system.py     the processes            workers.py    worker processes, forked fast
     servers.py    inference servers        server_faults.py, upstream_faults.py  what goes wrong there
-    agreement.py  what each make of engine answers       vllm_forks.py  real vLLM servers, started fast
+    agreement.py  what each make answers   handovers.py  answers held to the tokens that were made for them
+    vllm_forks.py real vLLM, started fast
     load.py       the closed loop          client.py     one HTTP exchange      mix.py    what is asked
     watcher.py    who runs which request   oracle.py     answers compared       ledger.py rows counted
     report.py     figures and verdict      load_scenarios/  spikes, shares, tiers, callers who hang up

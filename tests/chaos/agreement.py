@@ -14,6 +14,7 @@ from tests.chaos.mix import Question
 from tests.chaos.oracle import Answer, compare
 from tests.chaos.report import LOGPROB_TOLERANCE, Report
 from tests.chaos.system import System
+from tests.chaos.watcher import Watcher
 
 Ids = dict[int, list[int]]  # by choice
 
@@ -62,6 +63,11 @@ def _shared(one: Sequence[object], other: Sequence[object]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
+def _ids_of(call: Call, watcher: Watcher) -> Ids:
+    made = watcher.made[call.request_id or ""]
+    return {index: made.token_ids(index) for index in range(call.question.choices)}
+
+
 async def ask_each_make(system: System, load: Load, asked: Sequence[Question], callers: int) -> Agreement:
     """Ask everything of each make alone. An answer that is none stays in ``calls`` with its error."""
     agreement = Agreement()
@@ -71,13 +77,9 @@ async def ask_each_make(system: System, load: Load, asked: Sequence[Question], c
             continue
         await system.start_pool(pool)
         await load.wait_until_served(asked[0], system.gateway_ports)
-        system.watcher.keeps_tokens = True
         calls = await load.ask_all(asked, min(callers, len(asked)))
-        system.watcher.keeps_tokens = False
         agreement.calls[make] = {call.question.number: call for call in calls}
-        agreement.ids[make] = {
-            call.question.number: system.watcher.token_ids.get(call.request_id or "", {}) for call in calls
-        }
+        agreement.ids[make] = {call.question.number: _ids_of(call, system.watcher) for call in calls if call.answer}
         await system.retire_pool(pool)
     return agreement
 

@@ -47,6 +47,12 @@ class Difference:
     def __bool__(self) -> bool:
         return bool(self.lost or self.repeated or self.changed)
 
+    def add(self, other: "Difference") -> None:
+        """Count another answer's difference, too."""
+        self.lost += other.lost
+        self.repeated += other.repeated
+        self.changed += other.changed
+
 
 # --- taking apart -----------------------------------------------------------------------------------------------------
 

@@ -166,9 +166,7 @@ def judge_answers(report: Report, calls: Sequence[Call], oracle: dict[int, Answe
             continue
         expected = oracle[call.question.number]
         found = compare(expected, call.answer, 0.0 if exact_logprobs else LOGPROB_TOLERANCE)
-        report.difference.lost += found.lost
-        report.difference.repeated += found.repeated
-        report.difference.changed += found.changed
+        report.difference.add(found)
         if found:
             details = f"{call.question}\nexpected {_shown(expected)}\nactual   {_shown(call.answer)}"
             report.offend(str(found), call.request_id, details)

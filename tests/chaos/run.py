@@ -12,6 +12,7 @@ from gateway.ledger.check import check_rollups
 from protocol import subjects
 from tests.chaos import faults, server_faults, upstream_faults  # noqa: F401 - they register theirs
 from tests.chaos.agreement import Agreement, ask_each_make, judge_disputed
+from tests.chaos.handovers import judge_handovers
 from tests.chaos.ledger import settled_rows
 from tests.chaos.load import Call, Load
 from tests.chaos.mix import Question, questions
@@ -141,6 +142,8 @@ async def _reckon(
     oracle = agreement.settled()
     judge_answers(report, [c for c in calls if c.question.number in oracle], oracle, exact_logprobs=exact_logprobs)
     judge_disputed(report, [c for c in calls if c.question.number not in oracle], agreement)
+    if system.servers:
+        judge_handovers(report, [call for call in everything if call.answer], system.watcher.made)
     judge_endings(report, chaos.endings, oracle)
     measure_gaps(report, chaos.strikes, calls, system.watcher)
     found = await settled_rows(system.database, accepted_ids(everything))

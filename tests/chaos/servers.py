@@ -95,9 +95,14 @@ class VllmServers:
         self._folder = folder
         self._log = logs / "vllm-forks.log"
         self._forks: asyncio.subprocess.Process | None = None
+        self._one_by_one = asyncio.Lock()  # requests of one process, and their answers
 
     async def launch(self, port: int, log: Path) -> int:
         """Return the id of a new process, and of its group. The first time installs vLLM, and imports it."""
+        async with self._one_by_one:
+            return await self._fork(port, log)
+
+    async def _fork(self, port: int, log: Path) -> int:
         if self._forks is None:
             ([python, _, _, *arguments], environment) = await asyncio.to_thread(vllm_server, self._folder, port)
             with self._log.open("ab") as output:

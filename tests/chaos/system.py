@@ -146,6 +146,8 @@ class System:
             self.queue_servers = [server]
         bus = await self.watcher.start([server.url for server in self.queue_servers])
         self._stack.push_async_callback(bus.close)
+        if self.shape.servers:
+            await self.watcher.watch_tokens(bus)
         if self.cluster is not None:
             await self.cluster.wait_until_ready(bus)
         return bus

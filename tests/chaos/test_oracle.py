@@ -1,12 +1,18 @@
 """The judges themselves: each kind of damage is found and called by its name."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from pool_worker.engines.tokenizer_folder import TokenizerFolder
+from protocol.messages import Job, ResumePoint, Sampling, Tokens, pack_token_ids
+from spillway.config import DEMO_MODEL_PATH
 from tests.chaos.client import Reply
+from tests.chaos.handovers import judge_handovers
 from tests.chaos.ledger import LedgerRow
 from tests.chaos.load import Call
 from tests.chaos.load_scenarios.plan import expect
@@ -14,7 +20,7 @@ from tests.chaos.mix import Question, questions
 from tests.chaos.oracle import Answer, BadAnswer, Choice, Difference, compare, read
 from tests.chaos.report import Report, judge_answers, judge_gaps, judge_ledger, measure_gaps
 from tests.chaos.strikes import Strike
-from tests.chaos.watcher import Run, Watcher
+from tests.chaos.watcher import HandoverBroken, Made, Run, Watcher
 
 STREAMED = Question(1, "/v1/chat/completions", {"stream": True})
 TEXT = "one two three four five six"
@@ -113,6 +119,46 @@ def test_a_gap_ends_with_the_next_workers_first_token() -> None:
     report = Report("test", 1, 1)
     measure_gaps(report, [Strike("kill", 2.5, "w1", ["req_1"], 1)], [call], watcher)
     assert report.gaps_ms["kill"] == [pytest.approx(1500)]  # the token at 3.0 was under way when w1 died
+
+
+def made(first: Sequence[int], handed_over: Sequence[int], then: Sequence[int]) -> Made:
+    """What two attempts have made, the second of them of what the first handed over; one frame was sent twice."""
+    found = Made()
+    job = Job(1, "req_1", 1, "m", "fr.g", Sampling(max_tokens=9), b"")
+    found.add_job(job)
+    frame = Tokens("req_1", 1, 1, 0, tuple(first), "")
+    found.add_frame(frame)
+    found.add_frame(frame)
+    resume = (ResumePoint(0, pack_token_ids(handed_over), 1),)
+    found.add_job(structs.replace(job, attempt=2, resume=resume))
+    found.add_frame(Tokens("req_1", 2, 1, 0, tuple(then), "", "length"))
+    return found
+
+
+def test_what_attempts_make_is_put_together_from_what_they_hand_over() -> None:
+    assert made([5, 6, 7], [5, 6], [7, 8]).token_ids(0) == [5, 6, 7, 8]  # the third was not heard by the gateway
+    with pytest.raises(HandoverBroken):
+        made([5, 6, 7], [5, 6, 6], [7, 8]).token_ids(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "difference"),
+    [
+        ("abcd", 4, Difference()),
+        ("abccd", 4, Difference(changed=1)),
+        ("ab d", 4, Difference(changed=2)),
+        ("abcd", 5, Difference(changed=1)),
+    ],
+    ids=["same", "repeated", "lost", "miscounted"],
+)
+def test_an_answer_is_the_text_of_the_tokens_that_were_made(text: str, tokens: int, difference: Difference) -> None:
+    ids = TokenizerFolder(DEMO_MODEL_PATH).backend_tokenizer
+    a, b, c, d = (ids.token_to_id(letter) for letter in "abcd")
+    told = Answer([Choice(text, "length")], {"completion_tokens": tokens})
+    report = Report("test", 1, 1)
+    judge_handovers(report, [Call(STREAMED, [reply()], answer=told)], {"req_1": made([a, b], [a, b], [c, d])})
+    assert report.difference == difference
+    assert report.kept is not bool(difference)
 
 
 def test_the_same_seed_asks_the_same_questions() -> None:

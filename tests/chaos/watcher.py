@@ -1,4 +1,4 @@
-"""Who runs which request: read from the workers' own frames and heartbeats, as a gateway does."""
+"""Who runs which request, and what they make of it: read from jobs, the workers' own frames and their heartbeats."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,18 @@ from nats.aio.msg import Msg
 
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.messages import Accepted, Heartbeat, Tokens, decode_heartbeat, decode_step
+from protocol.messages import (
+    Accepted,
+    Heartbeat,
+    Job,
+    Tokens,
+    decode_heartbeat,
+    decode_job,
+    decode_step,
+    unpack_token_ids,
+)
+
+JOB_SUBJECTS = "rq.>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +32,47 @@ class Run:
     attempt: int
 
 
+class HandoverBroken(Exception):
+    """An attempt goes on from other tokens than those before it have made; the message says which."""
+
+
+@dataclass(slots=True)
+class Made:
+    """What the attempts at one request went on from, and made."""
+
+    prompt_ids: list[int] = field(default_factory=list)
+    _resumed: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # by attempt and choice
+    _frames: dict[int, dict[int, Tokens]] = field(default_factory=dict)  # by attempt and number: some are sent twice
+
+    def add_job(self, job: Job) -> None:
+        """Note what an attempt goes on from."""
+        self.prompt_ids = unpack_token_ids(job.prompt_ids)
+        self._resumed[job.attempt] = {point.index: unpack_token_ids(point.token_ids) for point in job.resume}
+
+    def add_frame(self, frame: Tokens) -> None:
+        """Note what an attempt has made."""
+        self._frames.setdefault(frame.attempt, {})[frame.seq] = frame
+
+    def token_ids(self, choice: int) -> list[int]:
+        """All tokens of a choice. Raises HandoverBroken."""
+        ids: list[int] = []
+        for attempt, resumed in sorted(self._resumed.items()):
+            begun = resumed.get(choice, [])
+            if begun != ids[: len(begun)]:
+                raise HandoverBroken(f"attempt {attempt} goes on from {begun[-9:]} instead of {ids[-9:]}")
+            frames = sorted(self._frames.get(attempt, {}).items())
+            ids = begun + [id_ for _, frame in frames if frame.index == choice for id_ in frame.token_ids]
+        return ids
+
+
 @dataclass(slots=True)
 class Watcher:
     """``runs`` holds every acceptance of every request, in the order in which they were heard."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     gateways: dict[str, str] = field(default_factory=dict)  # the id of the one that holds it, by accepted request
-    token_ids: dict[str, dict[int, list[int]]] = field(default_factory=dict)  # by undisturbed request and choice
-    keeps_tokens: bool = False
+    made: dict[str, Made] = field(default_factory=dict)  # by request; empty without ``watch_tokens``
+    _keeps_tokens: bool = False
     _beats: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
 
     async def start(self, urls: list[str]) -> Bus:
@@ -37,6 +81,11 @@ class Watcher:
         await bus.subscribe(subjects.frames_subject("*"), self._on_step)
         await bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
         return bus
+
+    async def watch_tokens(self, bus: Bus) -> None:
+        """Keep what each attempt goes on from, and what it makes."""
+        self._keeps_tokens = True
+        await bus.subscribe(JOB_SUBJECTS, self._on_job)
 
     def worker_of(self, request_id: str) -> str | None:
         """Who runs a request, as far as is known."""
@@ -78,9 +127,12 @@ class Watcher:
             if isinstance(frame, Accepted):
                 self.runs.setdefault(frame.request_id, []).append(Run(now_s, frame.worker_id, frame.attempt))
                 self.gateways[frame.request_id] = message.subject.rpartition(".")[2]
-            elif self.keeps_tokens and isinstance(frame, Tokens):
-                choices = self.token_ids.setdefault(frame.request_id, {})
-                choices.setdefault(frame.index, []).extend(frame.token_ids)
+            elif self._keeps_tokens and isinstance(frame, Tokens):
+                self.made.setdefault(frame.request_id, Made()).add_frame(frame)
+
+    async def _on_job(self, message: Msg) -> None:
+        job = decode_job(message.data)
+        self.made.setdefault(job.request_id, Made()).add_job(job)
 
     async def _on_heartbeat(self, message: Msg) -> None:
         worker_id = message.subject.rpartition(".")[2]

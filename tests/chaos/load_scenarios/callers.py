@@ -19,9 +19,9 @@ from tests.chaos.ledger import settled_rows
 from tests.chaos.mix import SUBJECTS
 from tests.chaos.report import Report
 from tests.chaos.system import MODEL, System
+from tests.chaos.watcher import JOB_SUBJECTS
 
 PATH = "/v1/chat/completions"
-JOB_SUBJECTS = "rq.>"
 READY_LIMIT_S = 60.0
 READY_POLL_S = 0.1
 PATIENCE = Patience(idle_s=60.0, total_s=900.0)
