@@ -213,7 +213,40 @@ class AnthropicSettings(ChatEngineSettings):
     continues: bool = False  # whether the model goes on with an assistant's message: newer ones do not
 
 
-AnyChatSettings = OpenAIChatSettings | AnthropicSettings  # those of pools that take messages
+class AwsSettings(ChatEngineSettings):
+    """Amazon's APIs: requests are signed with the credentials that AWS' own chain finds, if there is no API key."""
+
+    aws_region: Annotated[str, Field(pattern="^[a-z0-9-]+$")]
+    aws_profile: str | None = None  # of ~/.aws; None: what the environment says, or the machine's role
+
+
+class BedrockSettings(AwsSettings):
+    """Amazon Bedrock's ConverseStream."""
+
+    kind: Literal["bedrock"]
+    continues: bool = False  # whether the model goes on with an assistant's message
+
+    @model_validator(mode="before")
+    @classmethod
+    def _url_by_region(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {"url": f"https://bedrock-runtime.{given.get('aws_region')}.amazonaws.com", **given}
+
+
+class SageMakerSettings(AwsSettings):
+    """An endpoint of Amazon SageMaker whose container speaks OpenAI's chat format."""
+
+    kind: Literal["sagemaker"]
+    endpoint: str  # its name
+    profile: Literal["vllm", "tgi", "sglang"] = "vllm"  # which server the container has, as OpenAIChatSettings.profile
+
+    @model_validator(mode="before")
+    @classmethod
+    def _url_by_region(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {"url": f"https://runtime.sagemaker.{given.get('aws_region')}.amazonaws.com", **given}
+
+
+# Those of pools that take messages.
+AnyChatSettings = OpenAIChatSettings | AnthropicSettings | BedrockSettings | SageMakerSettings
 
 EngineSettings = Annotated[
     LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings | VllmInProcessSettings | AnyChatSettings,

@@ -39,8 +39,10 @@ from gateway.settings import (
 )
 from pool_worker.settings import (
     AnthropicSettings,
+    BedrockSettings,
     LocalEngineSettings,
     OpenAIChatSettings,
+    SageMakerSettings,
     ScriptedEngineSettings,
     ServerEngineSettings,
     VllmInProcessSettings,
@@ -65,6 +67,8 @@ _ENGINES: Final[dict[str, type[BaseModel]]] = {
     "sglang": ServerEngineSettings,
     "openai_chat": OpenAIChatSettings,
     "anthropic": AnthropicSettings,
+    "bedrock": BedrockSettings,
+    "sagemaker": SageMakerSettings,
 }
 
 

@@ -70,6 +70,9 @@ class ChatReplay:
             told.clear()
         self.repeats_prefix, self.is_healthy, self.token_s = False, True, 0.0
 
+    def received(self, request: Request) -> None:
+        """Look at what is not in the body."""
+
     def app(self) -> FastAPI:
         app = FastAPI()
 
@@ -81,6 +84,7 @@ class ChatReplay:
             self.bodies.append(body)
             self.headers.append(dict(request.headers))
             self.urls.append(str(request.url))
+            self.received(request)
             if self.faults:
                 return self.faults.popleft()(request)
             return StreamingResponse(self._paced(self.events(body)), media_type=self.media_type)

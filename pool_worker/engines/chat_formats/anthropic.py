@@ -11,16 +11,24 @@ import httpx
 import msgspec
 from pydantic import SecretStr
 
-from engine.errors import RequestRejected
-from pool_worker.engines.chat_formats.base import AnswerReader, ChatAsk, ChatDelta, Count, EndReason
+from pool_worker.engines.chat_formats.base import (
+    AnswerReader,
+    ChatAsk,
+    ChatDelta,
+    Count,
+    EndReason,
+    effort,
+    refuse_continuation,
+    sampling,
+)
 from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, schema_of
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.settings import AnthropicSettings
 from protocol.chat import Call, Chat, ChatUsage, Part, Tool
 
 MAX_TEMPERATURE: Final = 1.0
-_SAMPLED: Final = frozenset({"temperature", "top_p", "top_k"})  # until the version that took them away
-_EFFORTS: Final = frozenset({"low", "medium", "high", "xhigh", "max"})
+_SAMPLED: Final = {name: name for name in ("temperature", "top_p", "top_k")}  # until the version that took them away
+_EFFORTS: Final = ("none", "low", "medium", "high", "xhigh", "max")
 _ENDS: Final[dict[str, EndReason]] = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -44,7 +52,8 @@ class AnthropicFormat:
         """Speak the version that the settings name."""
         self._settings = settings
         self.continues = settings.continues
-        self.honoured = frozenset({"stop"}) | (_SAMPLED if settings.api_version == "2023-06-01" else frozenset())
+        self._names = {"stop": "stop_sequences"} | (_SAMPLED if settings.api_version == "2023-06-01" else {})
+        self.honoured = frozenset(self._names)
 
     def auth(self) -> httpx.Auth | None:
         """See ChatFormat."""
@@ -62,8 +71,7 @@ class AnthropicFormat:
 
     def body(self, ask: ChatAsk) -> dict[str, Any]:
         """See ChatFormat. Raises RequestRejected for what the API does not take."""
-        if (ask.chat.continues_last or ask.prefix) and not self.continues:
-            raise RequestRejected("continue_final_message", "this pool's API does not support it")
+        refuse_continuation(ask, self)
         told = alternate(ask, _Blocks())
         body: dict[str, Any] = {
             "model": ask.model,
@@ -73,7 +81,13 @@ class AnthropicFormat:
         }
         if told.system:
             body["system"] = [{"type": "text", "text": text} for text in told.system]
-        return body | _sampling(ask) | _tools(ask.chat, told) | self._thinking(ask) | _output(ask.chat)
+        return (
+            body
+            | sampling(ask, self._names, MAX_TEMPERATURE)
+            | _tools(ask.chat, told)
+            | self._thinking(ask)
+            | _output(ask.chat)
+        )
 
     def _thinking(self, ask: ChatAsk) -> dict[str, Any]:
         if ask.chat.reasoning_effort == "none":
@@ -114,23 +128,6 @@ class _Blocks:
         return {"type": "tool_result", "tool_use_id": call.id, "content": text}
 
 
-def _sampling(ask: ChatAsk) -> dict[str, Any]:
-    """Return what the caller has set; what they have not is the API's own default."""
-    params = ask.params
-    told: dict[str, Any] = {}
-    if params.temperature > MAX_TEMPERATURE:
-        raise RequestRejected("temperature", f"this pool's API takes at most {MAX_TEMPERATURE:g}")
-    if params.temperature != 1.0:
-        told["temperature"] = params.temperature
-    if params.top_p != 1.0:
-        told["top_p"] = params.top_p
-    if params.top_k:
-        told["top_k"] = params.top_k
-    if params.stop:
-        told["stop_sequences"] = list(params.stop)
-    return told
-
-
 def _tools(chat: Chat, told: Conversation) -> dict[str, Any]:
     if not chat.tools:
         # The API wants to know the tools of earlier calls, also where none may be called any more.
@@ -160,11 +157,9 @@ def _output(chat: Chat) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if chat.schema is not None and chat.schema.schema is not None:
         config["format"] = {"type": "json_schema", "schema": msgspec.Raw(chat.schema.schema.encode())}
-    effort = chat.reasoning_effort
-    if effort in _EFFORTS:
-        config["effort"] = effort
-    elif effort not in {None, "none"}:
-        raise RequestRejected("reasoning_effort", f"this pool's API takes none, {', '.join(sorted(_EFFORTS))}")
+    level = effort(chat, _EFFORTS)
+    if level not in {None, "none"}:
+        config["effort"] = level
     return {"output_config": config} if config else {}
 
 

@@ -115,3 +115,31 @@ def refuse_unknown(chat: Chat, params: SamplingParams, chat_format: ChatFormat) 
         kind = "json_object" if chat.schema.schema is None else "json_schema"
         if kind not in chat_format.schemas:
             raise RequestRejected("response_format", f"this pool's API cannot follow a {kind}")
+
+
+def sampling(ask: ChatAsk, names: Mapping[str, str], max_temperature: float) -> dict[str, Any]:
+    """Return what the caller has set, under an API's own names; what they have not is the API's own default."""
+    if ask.params.temperature > max_temperature:
+        raise RequestRejected("temperature", f"this pool's API takes at most {max_temperature:g}")
+    told: dict[str, Any] = {}
+    for name, api_name in names.items():
+        value = ask.seed if name == "seed" else getattr(ask.params, name)
+        if value != getattr(_UNSET, name):
+            told[api_name] = list(value) if isinstance(value, tuple) else value
+    return told
+
+
+_UNSET: Final = SamplingParams()
+
+
+def effort(chat: Chat, known: Sequence[str]) -> str | None:
+    """Return how hard the model is to think, None where nobody has said it. Raises RequestRejected."""
+    if chat.reasoning_effort is None or chat.reasoning_effort in known:
+        return chat.reasoning_effort
+    raise RequestRejected("reasoning_effort", f"this pool's API takes {', '.join(known)}")
+
+
+def refuse_continuation(ask: ChatAsk, chat_format: ChatFormat) -> None:
+    """Raise RequestRejected where an answer is begun, and the API does not go on with one."""
+    if (ask.chat.continues_last or ask.prefix) and not chat_format.continues:
+        raise RequestRejected("continue_final_message", "this pool's API does not support it")

@@ -1,0 +1,243 @@
+"""Amazon Bedrock's ConverseStream: one format for all its models, a binary stream of events.
+
+Its documentation: https://docs.aws.amazon.com/bedrock/latest/APIReference/API_runtime_ConverseStream.html.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from engine.errors import RequestRejected
+from pool_worker.engines.chat_formats.aws import auth_of, meant_by_aws
+from pool_worker.engines.chat_formats.base import (
+    AnswerReader,
+    ChatAsk,
+    ChatDelta,
+    Count,
+    EndReason,
+    effort,
+    refuse_continuation,
+    sampling,
+)
+from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, schema_of
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.settings import BedrockSettings
+from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
+
+MAX_TEMPERATURE: Final = 1.0
+_NAMES: Final = {"temperature": "temperature", "top_p": "topP", "stop": "stopSequences"}
+_EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
+_ENDS: Final[dict[str, EndReason]] = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "tool_use": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+    "content_filtered": "content_filter",
+    "guardrail_intervened": "content_filter",
+}
+
+
+class BedrockFormat:
+    """See the module."""
+
+    framing: Framing = "AWS event stream"
+    health_path: str | None = None
+    honoured = frozenset(_NAMES)
+    schemas = frozenset({"json_schema"})
+    takes_tools = True
+
+    def __init__(self, settings: BedrockSettings) -> None:
+        """Ask as the settings say."""
+        self._settings = settings
+        self.continues = settings.continues
+
+    def auth(self) -> httpx.Auth | None:
+        """See ChatFormat."""
+        return auth_of(self._settings, "bedrock")
+
+    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+        """See ChatFormat."""
+        return meant_by_aws(status, headers, text)
+
+    def path(self, ask: ChatAsk) -> str:
+        """See ChatFormat."""
+        return f"/model/{quote(ask.model, safe='')}/converse-stream"
+
+    def body(self, ask: ChatAsk) -> dict[str, Any]:
+        """See ChatFormat. Raises RequestRejected for what the API does not take."""
+        refuse_continuation(ask, self)
+        told = alternate(ask, _Blocks())
+        body: dict[str, Any] = {"messages": [{"role": role, "content": blocks} for role, blocks in told.messages]}
+        if told.system:
+            body["system"] = [{"text": text} for text in told.system]
+        inference = sampling(ask, _NAMES, MAX_TEMPERATURE)
+        limit = ask.max_tokens or self._settings.max_output_tokens
+        if limit is not None:
+            inference["maxTokens"] = limit
+        return body | {"inferenceConfig": inference} | _tools(ask.chat, told) | _output(ask.chat)
+
+    def reader(self, ask: ChatAsk) -> AnswerReader:
+        """See ChatFormat."""
+        return _Reader(alternate(ask, _Blocks()).owed)
+
+
+class _Blocks:
+    """The blocks of a message's content."""
+
+    def text(self, text: str) -> Block:
+        return {"text": text}
+
+    def call(self, call: Call, arguments: msgspec.Raw) -> Block:
+        return {"toolUse": {"toolUseId": call.id, "name": call.name, "input": arguments}}
+
+    def result(self, call: Call, text: str) -> Block:
+        return {"toolResult": {"toolUseId": call.id, "content": [{"text": text}]}}
+
+
+def _tools(chat: Chat, told: Conversation) -> dict[str, Any]:
+    if not chat.tools:
+        if told.called:  # it has no way to forbid tools, and wants to know those of earlier calls
+            raise RequestRejected("tools", "this pool's API takes no calls of tools without tools")
+        return {}
+    if chat.is_single_call:
+        raise RequestRejected("parallel_tool_calls", "this pool's API does not support it")
+    choice: dict[str, Any] = {"auto": {}}
+    if chat.only_tool is not None:
+        choice = {"tool": {"name": chat.only_tool}}
+    elif chat.tool_choice == "required":
+        choice = {"any": {}}
+    return {"toolConfig": {"tools": [{"toolSpec": _tool(tool)} for tool in chat.tools], "toolChoice": choice}}
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": tool.name, "inputSchema": {"json": schema_of(tool.parameters)}}
+    if tool.description:
+        told["description"] = tool.description
+    if tool.is_strict:
+        told["strict"] = True
+    return told
+
+
+def _output(chat: Chat) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if chat.schema is not None:
+        config["textFormat"] = {"type": "json_schema", "structure": {"jsonSchema": _json_schema(chat.schema)}}
+    level = effort(chat, _EFFORTS)
+    if level is not None:
+        config["effort"] = level
+    return {"outputConfig": config} if config else {}
+
+
+def _json_schema(schema: AnswerSchema) -> dict[str, Any]:
+    return {"schema": schema.schema, "name": schema.name}
+
+
+class _ToolUse(msgspec.Struct, rename="camel"):
+    tool_use_id: str = ""
+    name: str = ""
+    input: str = ""
+
+
+class _Reasoning(msgspec.Struct):
+    text: str = ""  # else a signature, or what is not to be read
+
+
+class _Delta(msgspec.Struct, rename="camel"):
+    text: str = ""
+    tool_use: _ToolUse | None = None
+    reasoning_content: _Reasoning | None = None
+
+
+class _Content(msgspec.Struct, rename="camel"):
+    """What ``contentBlockStart``, ``contentBlockDelta`` and ``contentBlockStop`` say."""
+
+    content_block_index: int = 0
+    start: _Delta | None = None
+    delta: _Delta | None = None
+
+
+class _MessageStop(msgspec.Struct, rename="camel"):
+    stop_reason: str
+
+
+class _Usage(msgspec.Struct, rename="camel"):
+    input_tokens: Count  # beside those that were written to a cache, or read from it
+    output_tokens: Count
+    cache_read_input_tokens: Count = 0
+    cache_write_input_tokens: Count = 0
+
+
+class _Event(msgspec.Struct, rename="camel"):
+    """One of these."""
+
+    content_block_start: _Content | None = None
+    content_block_delta: _Content | None = None
+    content_block_stop: _Content | None = None
+    message_stop: _MessageStop | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class _Reader:
+    """Reads the events of one message."""
+
+    def __init__(self, owed: str) -> None:
+        self._overlap = Overlap(owed)
+        self._call: int | None = None  # the block whose arguments come
+        self._has_arguments = False
+
+    def read(self, told: Mapping[str, Any]) -> ChatDelta:
+        """See AnswerReader."""
+        try:
+            event = msgspec.convert(told, _Event)
+        except msgspec.ValidationError as error:
+            raise MalformedEvent(str(error)) from error
+        if event.content_block_start is not None:
+            return ChatDelta(self._begin(event.content_block_start))
+        if event.content_block_delta is not None:
+            return ChatDelta(self._parts(event.content_block_delta))
+        if event.content_block_stop is not None and event.content_block_stop.content_block_index == self._call:
+            self._call = None
+            return ChatDelta([] if self._has_arguments else [Part("arguments", "{}")])
+        if event.message_stop is not None:
+            return ChatDelta(ended_by=_end_of(event.message_stop.stop_reason))
+        return ChatDelta(usage=None if event.metadata is None else _usage_of(event.metadata.get("usage")))
+
+    def _begin(self, block: _Content) -> list[Part]:
+        if block.start is None or block.start.tool_use is None:
+            return []
+        self._call, self._has_arguments = block.content_block_index, False
+        return [Part("call", block.start.tool_use.name, block.start.tool_use.tool_use_id)]
+
+    def _parts(self, block: _Content) -> list[Part]:
+        delta = block.delta or _Delta()
+        if delta.tool_use is not None:
+            if block.content_block_index != self._call:
+                raise MalformedEvent("arguments of a call that has not begun, or has ended")
+            self._has_arguments |= bool(delta.tool_use.input)
+            return [Part("arguments", delta.tool_use.input)] if delta.tool_use.input else []
+        if delta.reasoning_content is not None:
+            return [Part("reasoning", delta.reasoning_content.text)] if delta.reasoning_content.text else []
+        text = self._overlap.cut(delta.text)
+        return [Part("text", text)] if text else []
+
+
+def _end_of(reason: str) -> EndReason:
+    ended = _ENDS.get(reason)
+    if ended is None:  # "malformed_model_output", "malformed_tool_use"
+        raise ServerFailure(f"the server ended the message with {reason!r}")
+    return ended
+
+
+def _usage_of(told: object) -> ChatUsage | None:
+    """Return what the API says; None where that cannot be, so that it is estimated."""
+    try:
+        usage = msgspec.convert(told, _Usage)
+    except msgspec.ValidationError:
+        return None
+    cached = usage.cache_read_input_tokens
+    prompt = usage.input_tokens + usage.cache_write_input_tokens + cached
+    return ChatUsage("provider", prompt, usage.output_tokens, cached)

@@ -1,0 +1,50 @@
+"""An endpoint of Amazon SageMaker whose container speaks OpenAI's chat format (vLLM's, TGI's and SGLang's do).
+
+``InvokeEndpointWithResponseStream`` hands the body to the container, and its stream back in payload parts that are cut
+anywhere: https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_runtime_InvokeEndpointWithResponseStream.html.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import quote
+
+import httpx
+
+from pool_worker.engines.chat_formats.aws import auth_of, meant_by_aws
+from pool_worker.engines.chat_formats.base import ChatAsk
+from pool_worker.engines.chat_formats.openai_chat import OpenAIChatFormat
+from pool_worker.engines.framing import Framing
+from pool_worker.settings import OpenAIChatSettings, SageMakerSettings
+
+# What a ModelError says of the container's answer, in the head of a body that may be long.
+_ANSWERED: Final = re.compile(r'"OriginalStatusCode":\s*(\d{3})|(?:client|server) error \((\d{3})\)')
+
+
+class SageMakerFormat(OpenAIChatFormat):
+    """See the module."""
+
+    framing: Framing = "server-sent events in an AWS event stream"
+
+    def __init__(self, settings: SageMakerSettings) -> None:
+        """Ask the container as its profile says."""
+        names = settings.model_fields_set & OpenAIChatSettings.model_fields.keys() - {"kind"}
+        asked = {name: getattr(settings, name) for name in names} | {"url": settings.url, "profile": settings.profile}
+        super().__init__(OpenAIChatSettings(kind="openai_chat", **asked))
+        self._endpoint = settings
+        self.health_path = None  # of the container, which only the endpoint reaches
+
+    def auth(self) -> httpx.Auth | None:
+        """See ChatFormat."""
+        return auth_of(self._endpoint, "sagemaker")
+
+    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+        """See ChatFormat: what the container answered is in a ModelError's body."""
+        if status == httpx.codes.FAILED_DEPENDENCY and (answered := _ANSWERED.search(text)):
+            return int(answered[1] or answered[2])
+        return meant_by_aws(status, headers, text)
+
+    def path(self, ask: ChatAsk) -> str:
+        """See ChatFormat."""
+        del ask
+        return f"/endpoints/{quote(self._endpoint.endpoint, safe='')}/invocations-response-stream"

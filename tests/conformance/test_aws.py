@@ -1,0 +1,150 @@
+"""What only Amazon's APIs have: credentials and keys, regions, errors whose type says what they mean."""
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import pytest
+from fastapi.responses import JSONResponse
+
+from pool_worker import engines
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.chat_server import ChatServerEngine
+from pool_worker.settings import BedrockSettings, SageMakerSettings
+from protocol.chat import Tool
+from tests.conformance.aws_replay import AWS_ENVIRONMENT, REGION, BedrockReplay, SageMakerReplay
+from tests.conformance.server_replay import running
+from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
+
+BEDROCK: Final = {"kind": "bedrock", "model": "anthropic.claude-v1:0", "aws_region": REGION}
+SAGEMAKER: Final = {"kind": "sagemaker", "model": "m", "endpoint": "my-endpoint", "aws_region": REGION}
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in AWS_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[BedrockReplay, SageMakerReplay]]:
+    with running(BedrockReplay()) as bedrock, running(SageMakerReplay()) as sagemaker:
+        yield bedrock, sagemaker
+
+
+@pytest.fixture
+def bedrock(servers: tuple[BedrockReplay, SageMakerReplay]) -> BedrockReplay:
+    servers[0].forget()
+    return servers[0]
+
+
+@pytest.fixture
+def sagemaker(servers: tuple[BedrockReplay, SageMakerReplay]) -> SageMakerReplay:
+    servers[1].forget()
+    return servers[1]
+
+
+@asynccontextmanager
+async def driving(settings: BedrockSettings | SageMakerSettings) -> AsyncIterator[Driver]:
+    engine = engines.create(settings)
+    assert isinstance(engine, ChatServerEngine)
+    async with driving_engine(engine) as driver:
+        yield driver
+
+
+async def test_a_key_goes_as_a_bearer_token_instead_of_a_signature(bedrock: BedrockReplay) -> None:
+    """https://docs.aws.amazon.com/bedrock/latest/userguide/api-keys.html."""
+    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url, api_key="k-1")) as driver:
+        assert (await driver.answer()).finish_reason == "stop"
+    assert bedrock.headers[0]["authorization"] == "Bearer k-1"
+
+
+async def test_a_request_signed_with_another_secret_is_not_answered(
+    bedrock: BedrockReplay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url)) as driver:
+        assert "500" in ((await driver.answer()).error or "")
+
+
+def test_without_credentials_or_the_extra_no_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(EngineDiedError, match="no AWS credentials"):
+        engines.create(BedrockSettings(**BEDROCK))
+    with pytest.raises(EngineDiedError, match="aws_profile.*nobody"):
+        engines.create(BedrockSettings(**BEDROCK, aws_profile="nobody"))
+    for name in [name for name in sys.modules if name.startswith(("botocore", "pool_worker.engines.chat_formats."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    for settings in (BedrockSettings(**BEDROCK), SageMakerSettings(**SAGEMAKER)):
+        with pytest.raises(EngineDiedError, match=r"pip install 'spillway\[aws\]'"):
+            engines.create(settings)
+
+
+def test_the_region_says_the_url_and_a_url_may_be_given() -> None:
+    assert BedrockSettings(**BEDROCK).url == "https://bedrock-runtime.eu-central-1.amazonaws.com"
+    assert SageMakerSettings(**SAGEMAKER).url == "https://runtime.sagemaker.eu-central-1.amazonaws.com"
+    assert BedrockSettings(**BEDROCK, url="https://vpce-1.example").url == "https://vpce-1.example"
+
+
+async def test_effort_and_single_calls(bedrock: BedrockReplay) -> None:
+    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url)) as driver:
+        await driver.answer(chat(reasoning_effort="high", tools=(WEATHER,), only_tool="weather"))
+        await driver.answer(chat(reasoning_effort="none"), name="none")
+        await driver.answer(chat(tools=(Tool("time"),), is_single_call=True), name="single")
+        await driver.answer(name="hot", temperature=1.5)
+    [body] = bedrock.bodies
+    assert body["outputConfig"] == {"effort": "high"}
+    assert body["toolConfig"]["toolChoice"] == {"tool": {"name": "weather"}}
+    told = {name: refusal.param for name, refusal in driver.refusals.items()}
+    assert told == {"none": "reasoning_effort", "single": "parallel_tool_calls", "hot": "temperature"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "meant"),
+    [
+        ("ThrottlingException:http://internal.amazon.com/", "Too many requests", "busy"),
+        ("ExpiredTokenException", "The security token included in the request is expired", "403"),
+        ("ServiceQuotaExceededException", "Your request exceeds the service quota", "403"),
+        ("ValidationException", "The provided model identifier is invalid.", "404"),
+        ("ValidationException", "Input is too long for requested model.", "refused"),
+    ],
+)
+async def test_what_a_400_means_says_its_type(bedrock: BedrockReplay, kind: str, message: str, meant: str) -> None:
+    """https://docs.aws.amazon.com/bedrock/latest/APIReference/CommonErrors.html."""
+    headers = {"x-amzn-errortype": kind, "retry-after": "0.01"}
+    bedrock.faults.append(lambda _: JSONResponse({"message": message}, 400, headers))
+    async with driving(BedrockSettings(**BEDROCK, url=bedrock.url)) as driver:
+        answer = await driver.answer()
+    assert bool(driver.refusals) == (meant == "refused")
+    assert len(bedrock.bodies) == (2 if meant == "busy" else 1)
+    assert (answer.finish_reason == "stop") == (meant == "busy")
+    assert meant in {"busy", "refused"} or meant in (answer.error or "")
+
+
+@pytest.mark.parametrize(("status", "is_refused"), [(400, True), (500, False)])
+async def test_what_the_container_answers_is_what_counts(
+    sagemaker: SageMakerReplay, status: int, is_refused: bool
+) -> None:
+    """https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_runtime_InvokeEndpointWithResponseStream.html#API_runtime_InvokeEndpointWithResponseStream_Errors."""
+    message = f'Received client error ({status}) from primary with message "{"x" * 900}"'
+    told = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": message, "OriginalStatusCode": status}
+    sagemaker.faults.append(lambda _: JSONResponse(told, 424))
+    async with driving(SageMakerSettings(**SAGEMAKER, url=sagemaker.url)) as driver:
+        answer = await driver.answer()
+        assert answer.finish_reason == "error"
+        assert bool(driver.refusals) == is_refused
+        assert (await driver.answer(name="after")).finish_reason == "stop"
+    assert sagemaker.urls[0].endswith("/endpoints/my-endpoint/invocations-response-stream")
+    assert sagemaker.bodies[0]["model"] == "m"
+
+
+async def test_an_endpoint_that_is_gone_is_not_the_clients_mistake(sagemaker: SageMakerReplay) -> None:
+    headers = {"x-amzn-errortype": "ValidationError"}
+    told = {"message": "Endpoint my-endpoint of account 123456789012 not found."}
+    sagemaker.faults.append(lambda _: JSONResponse(told, 400, headers))
+    async with driving(SageMakerSettings(**SAGEMAKER, url=sagemaker.url)) as driver:
+        assert "404" in ((await driver.answer()).error or "")
+    assert not driver.refusals
