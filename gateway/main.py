@@ -20,6 +20,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from gateway.admission.control import AdmissionControl
 from gateway.api.connection import Connection
 from gateway.api.connections import Connections
+from gateway.api.hosted import still_allowed
 from gateway.api.keyed import KeyedRequests
 from gateway.api.refusals import RefusalLog
 from gateway.api.services import Services
@@ -98,8 +99,8 @@ async def run(
         series = RequestSeries(prices)
         quotas = Quotas(bus, settings.gateway_id, RollupLedger(database))
         hosted = HostedPools(settings.hosted, admission_control.capacity, quotas, prices)
-        after_s, only_hosted = settings.timeouts.overflow_after_s, settings.only_hosted
-        overflow = Overflow(hosted, admission_control, registry, after_s, only_hosted)
+        allowed = partial(still_allowed, keys, admission_control)
+        overflow = Overflow(hosted, admission_control, registry, settings, allowed)
         dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series, overflow=overflow)
         catalog = ModelCatalog(
             bus,

@@ -10,7 +10,7 @@ import time
 from engine.types import SequenceTimings
 from pool_worker.credit import Cost
 from pool_worker.engines.chat import ChatOutput
-from pool_worker.generation import prompt_tokens_of
+from pool_worker.generation import billed_prompt_tokens_of, prompt_tokens_of
 from pool_worker.settings import WorkerSettings
 from protocol.chat import ChatUsage, CountedBy, Deltas
 from protocol.clock import unix_now_ms
@@ -58,7 +58,7 @@ class Attempt:
         self.lane = delivery.subject.rpartition(".")[2]  # of subjects.LANES: where it was pulled from
         self.cost = cost
         self.deliveries = delivery.deliveries  # of its message, this one included
-        self.prompt_tokens = prompt_tokens_of(job)
+        self.prompt_tokens = billed_prompt_tokens_of(job) if job.hosted else prompt_tokens_of(job)
         self.holds_credit = False  # `cost` is taken from the worker's credit
         self.in_engine = False
         complete = {point.index for point in job.resume if point.finish_reason is not None}

@@ -23,6 +23,15 @@ def prompt_tokens_of(job: Job) -> int:
     return len(job.prompt_ids) // 4 or job.prompt_tokens
 
 
+def billed_prompt_tokens_of(job: Job) -> int:
+    """Return what a hosted API reads: for each choice that it is asked for, the prompt and what is made already."""
+    if job.pooling is not None:
+        return prompt_tokens_of(job)
+    ended = sum(point.finish_reason is not None for point in job.resume)
+    begun = sum(point.used_tokens for point in job.resume if point.finish_reason is None)
+    return prompt_tokens_of(job) * (job.answers - ended) + begun
+
+
 def engine_request(
     request_id: str, job: Job, prompt_ids: list[int], adapters: Collection[str] = ()
 ) -> GenerationRequest | PoolingRequest:

@@ -1,8 +1,11 @@
 """To which hosted APIs a request may go: what its key and team allow, unless it says itself that it must not."""
 
+from gateway.admission.control import AdmissionControl
 from gateway.api.errors import HostedNotAllowed
 from gateway.auth.hosted import Leaves, allowed_providers
+from gateway.auth.keyring import KeyRing
 from gateway.auth.principal import Principal
+from gateway.dispatch.admission import Admission
 from gateway.settings import GatewaySettings
 
 
@@ -20,6 +23,14 @@ def providers_for(
     if not allowed and (asked or model in settings.only_hosted):
         raise HostedNotAllowed(_why_not(list(serving), model, asked=asked), param="allow_hosted")
     return allowed
+
+
+def still_allowed(keys: KeyRing, control: AdmissionControl, admission: Admission) -> tuple[str, ...]:
+    """Those of a request's providers to which it may go by what its key, team and configuration say now."""
+    principal = keys.holder_of(admission.key_id)
+    if principal is None:
+        return ()
+    return allowed_providers(principal, control.hosted_leaves(principal), admission.hosted, admission.model)
 
 
 def _why_not(serving: list[str], model: str, *, asked: bool | None) -> str:

@@ -36,6 +36,7 @@ class KeyRing:
         self._bus = bus
         self.on_revoked: OnRevoked | None = None
         self._principals: dict[str, Principal] = {}
+        self._by_key: dict[str, Principal] = {}  # the same by the ids of their keys
         self._revoked: frozenset[str] = frozenset()  # ids of keys that were active here
         self._stopped: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
@@ -61,6 +62,10 @@ class KeyRing:
         if principal is None or principal.has_expired(unix_now_ms()):
             return None
         return principal
+
+    def holder_of(self, key_id: str) -> Principal | None:
+        """Whose key this is, as it stands now; None: it is no longer accepted. From memory."""
+        return self._by_key.get(key_id)
 
     def is_revoked(self, key_id: str) -> bool:
         """Whether a key has been revoked that was accepted here before."""
@@ -106,6 +111,7 @@ class KeyRing:
         gone = _key_ids(self._principals) - _key_ids(principals)
         newly_stopped = stopped - self._stopped
         self._principals, self._stopped = principals, stopped
+        self._by_key = {principal.key_id: principal for principal in principals.values()}
         self._revoked |= gone
         self._changes_loaded = changes_told
         if (gone or newly_stopped) and self.on_revoked is not None:

@@ -10,7 +10,7 @@ heard. Where our workers have room, nothing is chosen: so what comes next is the
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final
 
 from gateway.admission.control import AdmissionControl
@@ -22,6 +22,7 @@ from gateway.dispatch.states import State
 from gateway.hosted.place import HostedPlace
 from gateway.hosted.pool import HostedPool
 from gateway.hosted.pools import HostedPools, Offer, Wanted
+from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.messages import Frame
 
@@ -32,6 +33,7 @@ LINGER_S: Final = JOB_LIMIT_S + 2.0  # how long the money of an attempt is kept 
 FREE_PLACES_GRACE_S: Final = 1.0  # how long a waiting request is left to free places of our own that do not take it
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
+Allowed = Callable[[Admission], tuple[str, ...]]  # the providers to which a request may still go, by its key's policy
 
 
 class Overflow:
@@ -42,31 +44,36 @@ class Overflow:
         pools: HostedPools,
         control: AdmissionControl,
         registry: WorkerRegistry,
-        overflow_after_s: float,
-        only_hosted: Collection[str] = (),
+        settings: GatewaySettings,
+        allowed: Allowed,
     ) -> None:
-        """``only_hosted``: models that no pool of our own serves."""
+        """``allowed``: asked again whenever a request is about to leave, as its owner may have changed their mind."""
         self._pools = pools
-        self._only_hosted = frozenset(only_hosted)
         self._control = control
         self._registry = registry
-        self._after_s = overflow_after_s
+        self._after_s = settings.timeouts.overflow_after_s
+        self._only_hosted = settings.only_hosted
+        self._allowed = allowed
         self._moving: set[str] = set()  # requests for whose places money is waited for
         self._lingering: dict[tuple[str, int], HostedPlace] = {}  # by request and attempt
         control.hosted_has_room = self._has_room
 
+    def _stays(self, admission: Admission) -> bool:
+        """Whether it waits for our own workers, however long that is: batch jobs do, where there are any for them."""
+        return not admission.hosted or (admission.batch and admission.model not in self._only_hosted)
+
     def _has_room(self, admission: Admission) -> bool:
-        if not admission.hosted or admission.batch:
+        if self._stays(admission):
             return False
         completion_tokens = admission.sampling.max_tokens * admission.sampling.n
-        return not isinstance(self._pools.offer(_wanted(admission, completion_tokens)), str)
+        return not isinstance(self._pools.offer(_wanted(admission, admission.hosted, completion_tokens)), str)
 
     # --- to a hosted pool ---------------------------------------------------------------------------------------------
 
     async def choose(self, request: OpenRequest) -> None:
         """Find a hosted pool for the current attempt, which is about to be queued, where our workers are full."""
         admission, current = request.admission, request.current
-        if not admission.hosted or admission.batch or current.hosted is not None or current.is_back:
+        if self._stays(admission) or current.hosted is not None or current.is_back:
             return
         if not self._control.would_wait(admission, 0.0 if admission.do_not_queue else self._after_s):
             return
@@ -82,7 +89,7 @@ class Overflow:
     def look(self, requests: Iterable[OpenRequest], now_s: float, spawn: Spawn) -> None:
         """Move those that have waited for too long, where they are."""
         for request in requests:
-            if request.state is not State.QUEUED or not request.admission.hosted:
+            if request.state is not State.QUEUED or self._stays(request.admission):
                 continue
             place = request.current.hosted
             if place is not None:
@@ -98,8 +105,6 @@ class Overflow:
 
     def _has_waited(self, request: OpenRequest, now_s: float) -> bool:
         admission = request.admission
-        if admission.batch:
-            return False
         waited_s = now_s - request.current.queued_s
         if not self._control.has_workers(admission.model):
             return not request.current.is_back or waited_s >= TAKEN_LIMIT_S
@@ -124,7 +129,8 @@ class Overflow:
     def _offer(self, request: OpenRequest) -> Offer | None:
         """The pool that can take the rest of a request; None, and the reason is noted: none can."""
         admission, held = request.admission, request.choices.held_tokens()
-        wanted = _wanted(admission, max(0, admission.sampling.max_tokens * admission.sampling.n - held), held)
+        left = max(0, admission.sampling.max_tokens * admission.sampling.n - held)
+        wanted = _wanted(admission, self._allowed(admission), left, held)
         failed = request.log.hosted_failed
         offer = self._pools.offer(wanted, failed, lambda pool: self._fits(request, pool))
         if isinstance(offer, str) and failed and admission.model in self._only_hosted:  # there is nobody else
@@ -170,11 +176,13 @@ class Overflow:
             place.settle()
 
 
-def _wanted(admission: Admission, completion_tokens: int, held_tokens: int = 0) -> Wanted:
+def _wanted(admission: Admission, providers: tuple[str, ...], completion_tokens: int, held_tokens: int = 0) -> Wanted:
+    # A hosted API is asked for each choice by itself, and reads the prompt and what is made of it already each time.
+    prompts = admission.sampling.n if admission.pooling is None else 1
     return Wanted(
         admission.model,
-        admission.hosted,
-        admission.prompt_tokens + held_tokens,
+        providers,
+        admission.prompt_tokens * prompts + held_tokens,
         completion_tokens,
         admission.sampling.n,
         admission.received_unix_ms,

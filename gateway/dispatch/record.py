@@ -133,7 +133,7 @@ def lost_attempt_record(
         started_unix_ms=int(time.time() * 1000 - total_ms),
         outcome=outcome,
         error_code=code,
-        prompt_tokens=request.admission.prompt_tokens,
+        prompt_tokens=_read_tokens(request),
         cached_tokens=0,
         completion_tokens=request.attempt_tokens,
         queue_ms=accepted.queue_ms,
@@ -155,6 +155,14 @@ def rescue(request: OpenRequest, worker: Heartbeat | None) -> Rescue | None:
     current = request.current
     takes = TAKES_IDS if worker is None else worker.takes
     return rescue_by(current.number, takes, is_begun=current.tokens_before > 0, is_encoded=current.is_encoded)
+
+
+def _read_tokens(request: OpenRequest) -> int:
+    """Prompt tokens of the current attempt. A hosted API is asked for each choice by itself, and reads what is made."""
+    admission = request.admission
+    if request.current.hosted is None or admission.pooling is not None:
+        return admission.prompt_tokens
+    return admission.prompt_tokens * admission.sampling.n + request.current.tokens_before
 
 
 def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:

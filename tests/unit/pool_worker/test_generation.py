@@ -6,9 +6,13 @@ import msgspec
 import pytest
 
 from engine.types import ResumePoint, SamplingParams
-from pool_worker.generation import generation_request, sampling_params
+from pool_worker.attempt import Attempt
+from pool_worker.credit import Cost
+from pool_worker.generation import billed_prompt_tokens_of, generation_request, sampling_params
 from protocol import messages as m
 from protocol.errors import ProtocolError
+from protocol.pooling import Pooling
+from protocol.pull import Delivery
 
 SAMPLING = m.Sampling(
     max_tokens=7,
@@ -64,3 +68,15 @@ def test_the_jobs_model_chooses_the_adapter() -> None:
         job = m.Job(m.PROTOCOL_VERSION, "r", 1, model, "fr.g", SAMPLING, b"")
         assert generation_request("r.1", job, [1], adapters).adapter == adapter
         assert generation_request("r.1", job, [1]).adapter is None
+
+
+def test_a_hosted_api_bills_each_choices_prompt_and_what_is_made_of_it_already() -> None:
+    resume = (m.ResumePoint(0, m.pack_token_ids([4, 5]), 2), m.ResumePoint(1, m.pack_token_ids([6]), 1, "stop"))
+    sampling = m.Sampling(max_tokens=7, n=3)
+    job = m.Job(m.PROTOCOL_VERSION, "r", 2, "m", "fr.g", sampling, m.pack_token_ids([1] * 10), resume=resume)
+    assert billed_prompt_tokens_of(job) == 10 + 2 + 10  # of choices 0 and 2; 1 has ended
+    delivery = Delivery(b"", "rq.m.hosted-api", "$JS.ACK", 1, 1, 0, 0)
+    assert Attempt(job, delivery, Cost(3, 9)).prompt_tokens == 10
+    assert Attempt(msgspec.structs.replace(job, hosted=("openai",)), delivery, Cost(3, 9)).prompt_tokens == 22
+    pooling = Pooling("embed", m.pack_token_ids([5, 5]))
+    assert billed_prompt_tokens_of(msgspec.structs.replace(job, pooling=pooling, resume=())) == 10
