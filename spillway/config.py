@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_args
 
 from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
@@ -37,17 +37,7 @@ from gateway.settings import (
     TenantSettings,
     TimeoutSettings,
 )
-from pool_worker.settings import (
-    AnthropicSettings,
-    BedrockSettings,
-    LocalEngineSettings,
-    OpenAIChatSettings,
-    SageMakerSettings,
-    ScriptedEngineSettings,
-    ServerEngineSettings,
-    VllmInProcessSettings,
-    WorkerSettings,
-)
+from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.telemetry import TelemetrySettings
 from spillway.config_problems import explain, keys_of
 from spillway.pool_section import PoolSettings, by_messages, hosted_pools, only_by_messages, only_hosted
@@ -57,18 +47,10 @@ DEMO_MODEL_NAME: Final = "spillway-demo"
 DEMO_MODEL_PATH: Final = Path(__file__).resolve().parent.parent / "models" / DEMO_MODEL_NAME
 ENV_PREFIX: Final = "SPILLWAY_"
 
-_ENGINES: Final[dict[str, type[BaseModel]]] = {
-    "spillway": LocalEngineSettings,
-    "scripted": ScriptedEngineSettings,
-    "auto": ServerEngineSettings,
-    "vllm": ServerEngineSettings,
-    "llamacpp": ServerEngineSettings,
-    "vllm_inprocess": VllmInProcessSettings,
-    "sglang": ServerEngineSettings,
-    "openai_chat": OpenAIChatSettings,
-    "anthropic": AnthropicSettings,
-    "bedrock": BedrockSettings,
-    "sagemaker": SageMakerSettings,
+_ENGINES: Final[dict[str, type[BaseModel]]] = {  # by kind
+    kind: settings
+    for settings in get_args(get_args(EngineSettings)[0])
+    for kind in get_args(settings.model_fields["kind"].annotation)
 }
 
 

@@ -3,7 +3,7 @@
 #
 #   docker build -f deploy/images/sidecar.Dockerfile -t spillway-sidecar:0.1.0 .      (from the repository's root)
 #
-# Give it the queue, the server's address and the model's tokenizer; docs/ENGINES.md says more:
+# Give it the queue, the server's address and the model's tokenizer; docs/engines/ has whole examples:
 #
 #   docker run --detach --restart unless-stopped --stop-timeout 45 --network container:vllm \
 #     --volume /models/llama-8b:/model:ro --env SPILLWAY_NATS_URL=nats://spillway:PASSWORD@queue:4222 \
