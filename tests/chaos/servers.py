@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -143,6 +144,7 @@ class RealServer:
 
     async def start(self) -> None:
         """See Server."""
+        await self._wait_for_port()
         self._process_id = await self._launcher.launch(self._port, self._log)
         deadline_s = time.monotonic() + START_LIMIT_S
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -153,6 +155,17 @@ class RealServer:
                         return
                 await asyncio.sleep(READY_POLL_S)
         raise AssertionError(f"{self.spec.pool} did not start: {self._log.read_text(errors='replace')[-2000:]}")
+
+    async def _wait_for_port(self) -> None:
+        """Wait until nobody has the port: the kernel takes its time to end who was killed with so much memory."""
+        async with asyncio.timeout(STOP_LIMIT_S):
+            while True:
+                try:
+                    socket.create_server(("127.0.0.1", self._port)).close()
+                except OSError:
+                    await asyncio.sleep(READY_POLL_S)
+                else:
+                    return
 
     def kill(self) -> None:
         """See Server: SIGKILL."""
