@@ -31,7 +31,7 @@ class Parts:
     tokens: int = 0  # that they have: as estimated, and once an API has said it, as it says
     attempt: int = 0  # that has made the last ones
     tokens_before: int = 0  # this attempt
-    usage: ChatUsage | None = None  # of the attempt that has ended the choice
+    usage: ChatUsage | None = None  # as the API says whose attempt has ended the choice
     encoded: list[int] | None = None  # the token ids of the text
     encoded_chars: int = 0
 
@@ -78,13 +78,14 @@ class ChatChoices(Choices):
         parts = self._parts[index]
         if frame.attempt != parts.attempt:
             parts.attempt, parts.tokens_before = frame.attempt, parts.tokens
-        tokens = parts.tokens + frame.tokens
-        if frame.usage is not None:
-            parts.usage = frame.usage
-            if frame.usage.counted_by == "provider":
-                tokens = parts.tokens_before + frame.usage.completion_tokens
-        if frame.tokens < 0 or not 0 <= tokens <= most_plausible(self._max_tokens):
+        tokens, most = parts.tokens + frame.tokens, most_plausible(self._max_tokens)
+        if not 0 <= frame.tokens <= tokens <= most:
             return f"answer {index} cannot have {tokens} tokens"
+        usage = frame.usage
+        if usage is not None and usage.counted_by == "provider":
+            told = parts.tokens_before + usage.completion_tokens
+            if parts.tokens_before <= told <= most:  # else its counts are no reason to lose the answer
+                parts.usage, tokens = usage, told
         parts.tokens, parts.has_come = tokens, True
         parts.is_text = parts.is_text and all(part.kind == "text" for part in frame.parts)
         text = frame.text
@@ -139,7 +140,7 @@ class ChatChoices(Choices):
     def usage(self) -> ChatUsage | None:
         """See Choices. Each choice was asked for by itself, and so has had the prompt to itself."""
         told = [parts.usage for one, parts in self._rows() if not (one.token_ids or parts.tokens_before)]
-        whole = [usage for usage in told if usage is not None and usage.counted_by == "provider"]
+        whole = [usage for usage in told if usage is not None]
         if len(whole) < len(self):
             return None
         return ChatUsage(

@@ -115,11 +115,19 @@ def test_what_two_attempts_have_made_is_estimated() -> None:
 
 
 @pytest.mark.parametrize("usage", [ChatUsage("provider", 1, 10_000_000), ChatUsage("provider", 1, -1)])
-def test_counts_that_cannot_be_are_a_lie(usage: ChatUsage) -> None:
+def test_counts_that_cannot_be_are_not_told(usage: ChatUsage) -> None:
     held = choices()
-    assert held.add_deltas(deltas(*TEXT, finish_reason="stop", usage=usage)) is not None
+    assert held.add_deltas(deltas(*TEXT, finish_reason="stop", usage=usage)) is None
+    assert (held.counted_by, held.held_tokens(), held.are_complete()) == ("estimate", 2, True)
+
+
+def test_parts_that_nobody_has_asked_for_are_a_lie() -> None:
+    held = choices()
     assert held.add_deltas(deltas(*TEXT, index=5)) is not None
     assert held.add_deltas(deltas(*TEXT, tokens=-1)) is not None
+    assert held.add_deltas(deltas(*TEXT, tokens=100_000)) is not None
+    held.add_deltas(deltas(*TEXT, finish_reason="stop"))
+    assert held.add_deltas(deltas(*TEXT)) is not None
 
 
 def test_what_one_api_does_not_take_others_may() -> None:
