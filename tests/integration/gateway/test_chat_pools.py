@@ -12,11 +12,15 @@ import openai
 import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from nats.aio.msg import Msg
 
 from gateway.settings import HostedPoolSettings, ModelSettings, TenantSettings
 from pool_worker.settings import OpenAIChatSettings, WorkerSettings
 from pool_worker.stopping import Stop
-from protocol.messages import unpack_token_ids
+from protocol import subjects
+from protocol.artifacts import get_object
+from protocol.errors import BusError
+from protocol.messages import Job, decode_job, unpack_token_ids
 from protocol.pull import nak
 from protocol.usage import AttemptRecord, RequestRecord
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
@@ -255,10 +259,29 @@ async def test_the_conversation_of_tools_is_sent_as_it_was(start_pool: StartPool
 
 async def test_a_conversation_too_large_for_a_message(start_pool: StartPool, replay: ChatReplay) -> None:
     gateway = await start_pool()
+    jobs: list[Job] = []
+
+    async def on_job(message: Msg) -> None:
+        jobs.append(decode_job(message.data))
+
+    await gateway.bus.subscribe("rq.>", on_job)
     content = "many words " * 30_000
     answer = await ask(gateway, content)
     assert answer.choices[0].message.content == answer_text([ASKED[0], {"role": "user", "content": content}])
     assert replay.bodies[0]["messages"][1]["content"] == content
+    await until(lambda: jobs)
+    assert (jobs[0].chat, jobs[0].prompt_ids) == (None, b"")
+    assert jobs[0].chat_object is not None
+    bucket, name = subjects.PROMPTS_BUCKET, jobs[0].chat_object
+
+    async def is_gone() -> bool:
+        try:
+            await get_object(gateway.bus, bucket, name)
+        except BusError:
+            return True
+        return False
+
+    await until_async(is_gone)  # nothing of it stays
 
 
 # --- what cannot be -------------------------------------------------------------------------------------------------
