@@ -3,7 +3,8 @@
     python misbehaving_server.py FOLDER PORT [--die-at-start] [--ignore-term] [--grandchild]
 
 In FOLDER it appends to ``events``: "started PID", "grandchild PID", "ended". It dies in mid-stream where ``die`` is
-there (and takes that away), and answers nobody, health included, while ``hang`` is there.
+there (and takes that away), and answers nobody, health included, while ``hang`` is there. Whoever asks for REFUSED
+tokens is told that this is their own mistake.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(sys.argv[1])
 TOKEN_S = 0.02
+REFUSED = 13
 
 
 def tell(event: str) -> None:
@@ -38,6 +40,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["max_tokens"] == REFUSED:
+            self._answer(b'{"error": {"message": "an unlucky number"}}', 400)
+            return
         self.send_response(200)
         self.end_headers()
         ids = list(body["prompt"])
@@ -57,8 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         while (FOLDER / "hang").exists():
             time.sleep(TOKEN_S)
 
-    def _answer(self, body: bytes) -> None:
-        self.send_response(200)
+    def _answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

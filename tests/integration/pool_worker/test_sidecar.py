@@ -1,6 +1,8 @@
 """A worker that owns its server's process (`exec`), with a server program that misbehaves."""
 
 import asyncio
+import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from tests.integration.pool_worker.playing_gateway import MODEL, WAIT_S, Attempt
 from tests.integration.pool_worker.worker_process import finish, start_process
 
 PROGRAM = Path(__file__).with_name("misbehaving_server.py")
+REFUSED = 13  # tokens: the program's own
 PROMPT = m.pack_token_ids(range(40, 50))
 
 
@@ -85,6 +88,10 @@ async def answer(gateway: PlayingGateway) -> m.Frame:
     return end
 
 
+async def mistake(gateway: PlayingGateway) -> m.Frame:
+    return await gateway.end_of(await ask(gateway, max_tokens=REFUSED))
+
+
 async def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
         return await finish(process)
@@ -132,6 +139,73 @@ async def test_a_server_that_hangs_is_ended_and_started_again(
     assert code == 0, log
     assert len(server.events("started")) == 2
     assert server.is_gone()
+
+
+async def test_a_server_that_is_frozen_is_killed_and_started_again(
+    gateway: PlayingGateway, nats_url: str, server: Server
+) -> None:
+    """A stopped process takes connections, and no SIGTERM."""
+    process = start_process(server.settings(nats_url, health_limit_s=0.5))
+    running = await ask(gateway, max_tokens=400)
+    await gateway.tokens_of(running, 3)
+    os.kill(server.pids()[0], signal.SIGSTOP)
+    failed = await gateway.end_of(running)
+    assert isinstance(failed, m.Failed)
+    assert failed.retryable
+    assert isinstance(await answer(gateway), m.Finished)
+    process.send_signal(signal.SIGTERM)
+    code, log = await ended(process)
+    assert code == 0, log
+    assert re.search(r"is lost.*; starting the server again in [\d.]+ s", log)
+    assert log.count("server: listening") == 2  # its log is in ours, of both lives
+    assert server.is_gone()
+
+
+async def test_a_server_that_is_never_ready_is_started_again_until_enough(nats_url: str, server: Server) -> None:
+    (server.folder / "hang").touch()
+    process = start_process(server.settings(nats_url, ready_s=0.2, exec_restarts=1))
+    code, log = await ended(process)
+    assert code == 1
+    assert "given up after 2 deaths" in log[log.rindex("EngineDiedError") :]
+    assert log.count("started the server: ") == 2
+    assert server.is_gone()
+
+
+async def test_a_server_that_hangs_while_it_is_drained_holds_nobody_up(
+    gateway: PlayingGateway, nats_url: str, server: Server
+) -> None:
+    process = start_process(server.settings(nats_url, "--ignore-term", "--grandchild", drain_s=0.5))
+    running = await ask(gateway, max_tokens=400)
+    await gateway.tokens_of(running, 3)
+    (server.folder / "hang").touch()
+    process.send_signal(signal.SIGTERM)
+    failed = await gateway.end_of(running)
+    assert isinstance(failed, m.Failed)
+    assert failed.retryable
+    code, log = await ended(process)
+    assert code == 0, log
+    assert len(server.events("started")) == 1
+    assert server.is_gone()
+
+
+async def test_callers_mistakes_are_theirs_alone(gateway: PlayingGateway, nats_url: str, server: Server) -> None:
+    """Refused a hundred times, the worker is as good as ever (sglang #25811: the fleet was marked as bad)."""
+    process = start_process(server.settings(nats_url, health_limit_s=0.5))
+    beside = await ask(gateway, max_tokens=200)
+    await gateway.tokens_of(beside, 3)
+    for _ in range(10):
+        for end in await asyncio.gather(*(mistake(gateway) for _ in range(10))):
+            assert isinstance(end, m.Failed)
+            assert not end.retryable
+            assert "an unlucky number" in end.message
+    assert isinstance(await gateway.end_of(beside), m.Finished)
+    last = await ask(gateway)
+    assert isinstance(await gateway.end_of(last), m.Finished)
+    assert gateway.frames[last][0].worker_id == "w1"  # type: ignore[union-attr]  # in its first life
+    process.send_signal(signal.SIGTERM)
+    code, log = await ended(process)
+    assert code == 0, log
+    assert len(server.events("started")) == 1
 
 
 async def test_a_drain_ends_the_jobs_first_and_then_the_server(
