@@ -62,6 +62,7 @@ class Shape:
     clocks_ahead_s: tuple[float, ...] = ()  # of the gateways, in order; the others' are right
     other_models: tuple[str, ...] = ()  # that no worker serves
     servers: tuple[ServerSpec, ...] = ()  # each a pool beside that of the workers
+    other_pools: dict[str, dict[str, Any]] = field(default_factory=dict)  # further [pools.X], which gateways know
     standing_by: str | None = None  # the pool that only a fault starts
 
 
@@ -192,7 +193,8 @@ class System:
                         "drain_s": shape.drain_s,
                         "engine": self._engine(),
                         **shape.worker_settings,
-                    }
+                    },
+                    **shape.other_pools,
                 },
             }
             self._config_path(number).write_text(json.dumps(config))

@@ -1,11 +1,13 @@
 """The load scenarios for a few seconds each: whether they work. How well is for ``make chaos`` on a quiet machine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.load_scenarios import LOAD_SCENARIOS
 from tests.chaos.load_scenarios.disconnect import disconnect
+from tests.chaos.load_scenarios.overflow import overflow_shape
 from tests.chaos.load_scenarios.plan import LoadPlan, LoadScenario, Stage, run_load
 from tests.chaos.load_scenarios.shares import BUSY, QUIET, fair
 from tests.chaos.load_scenarios.spike import spike
@@ -42,6 +44,18 @@ async def test_the_dear_pool_works_only_while_the_cheap_one_is_gone(tmp_path: Pa
     assert report.offences == []
     assert report.extras["dear_jobs_in_health"] == 0
     assert report.extras["attempts_by_pool"]["dear"] >= report.extras["cut_streams"] > 0
+
+
+@pytest.mark.timeout(300)
+async def test_nobodys_prompt_leaves_who_has_not_said_so_and_a_cap_is_kept(tmp_path: Path) -> None:
+    scenario = replace(LOAD_SCENARIOS["overflow"], shape=overflow_shape(cap_calls=60))
+    plan = LoadPlan("overflow", seed=5, seconds=2.0, count=1, slack=NO_MATTER_HOW_LATE)
+    report = await run_load(scenario, plan, tmp_path / "run")
+    assert report.offences == []
+    assert report.errors == report.difference.lost == report.difference.changed == 0
+    assert report.extras["hosted_calls"] > report.extras["went_on_at_the_api"] > 0
+    assert report.extras["prompts_that_must_stay"] > 0
+    assert report.extras["usd_billed"] <= report.extras["usd_in_account"] <= report.extras["usd_cap"]
 
 
 @pytest.mark.timeout(120)

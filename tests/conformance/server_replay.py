@@ -79,7 +79,7 @@ class Replay:
             self.bodies.append(body)
             if (fault := self.fault_for(body)) is not None:
                 return fault(request)
-            return StreamingResponse(self._paced(EVENTS[self.kind](body)), media_type="text/event-stream")
+            return StreamingResponse(self.answer(body), media_type="text/event-stream")
 
         wire = FORMATS[self.kind]
         facts = FACTS.get(wire.facts_path, {})
@@ -93,6 +93,10 @@ class Replay:
         """What to do instead of an answer to this request, if anything."""
         del body
         return self.faults.popleft() if self.faults else None
+
+    def answer(self, body: Mapping[str, Any]) -> AsyncIterator[str]:
+        """The events of an undisturbed answer, in their time."""
+        return self._paced(EVENTS[self.kind](body))
 
     async def _paced(self, events: Sequence[str]) -> AsyncIterator[str]:
         self.streams += 1

@@ -8,11 +8,13 @@ otherwise the machine would be measured (``machine_busy_percent`` says how busy 
     spike.py    too much, and nobody there    shares.py   tenants, weights, batch
     tiers.py    cheap pools before dear ones  disconnect.py  callers who hang up
     sql_away.py SQL stopped, frozen, locked  hostile.py  one against all others
+    overflow.py  a hosted API beside ours     hosted_api.py  the API, and its bills
 """
 
 from tests.chaos.load_scenarios import shares, spike, sql_away
 from tests.chaos.load_scenarios.disconnect import DISCONNECT_SHAPE, disconnect
 from tests.chaos.load_scenarios.hostile import HOSTILE_SHAPE, hostile
+from tests.chaos.load_scenarios.overflow import OVERFLOW_SHAPE, overflow
 from tests.chaos.load_scenarios.plan import LoadScenario
 from tests.chaos.load_scenarios.shares import FAIR_SHAPE, WEIGHTS_SHAPE
 from tests.chaos.load_scenarios.spike import NOBODY_SHAPE, SPIKE_SHAPE
@@ -28,6 +30,7 @@ LOAD_SCENARIOS = {
     "light-tenant": LoadScenario("one tenant's spike beside another's few", FAIR_SHAPE, shares.light_tenant, 40),
     "batch": LoadScenario("batch jobs fill every pool", FAIR_SHAPE, shares.batch, 40),
     "tiers": LoadScenario("a cheap pool dies and comes back", TIERS_SHAPE, tiers, 10, 5),
+    "overflow": LoadScenario("our workers full, gone and back beside a hosted API", OVERFLOW_SHAPE, overflow, 10, 3),
     "sql-stopped": LoadScenario(
         "200 requests/s, and no PostgreSQL for 60 s", sql_away.POSTGRES_SHAPE, sql_away.play(sql_away.stopped), 60, 200
     ),

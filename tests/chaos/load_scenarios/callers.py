@@ -5,8 +5,8 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -37,6 +37,7 @@ class Asked:
     tokens: int
     record: Exchange
     answer: Answer
+    rest: Mapping[str, Any] = field(default_factory=dict)  # of the body
 
     @property
     def request_id(self) -> str | None:
@@ -84,13 +85,16 @@ class Callers:
         *,
         tokens: int,
         tenant: str = "",
-        flex: bool = False,
+        rest: Mapping[str, Any] | None = None,
         wish: str = "",
         due_s: float | None = None,
         leave: asyncio.Event | None = None,
         on_piece: Callable[[Exchange], None] | None = None,
     ) -> Asked:
-        """Ask one question and wait for the end of its answer. ``wish`` goes to the scripted engine."""
+        """Ask one question and wait for the end of its answer.
+
+        ``rest``: further fields of the body; ``wish`` goes to the scripted engine.
+        """
         self.started += 1
         prompt = f"Question {self.started}: what of {self._rng.choice(SUBJECTS)}? [[tokens={tokens}]]{wish}"
         body: dict[str, Any] = {
@@ -99,12 +103,12 @@ class Callers:
             "messages": [{"role": "user", "content": prompt}],
             "stream": True,
             "stream_options": {"include_usage": True},
-            **({"service_tier": "flex"} if flex else {}),
+            **(rest or {}),
         }
         key = self._system.tenant_keys[tenant] if tenant else self._system.api_key
         request = http_request(PATH, key, body)
         record = await exchange(self._system.port, request, PATIENCE, due_s=due_s, leave=leave, on_piece=on_piece)
-        asked = Asked(tenant, prompt, tokens, record, read(record))
+        asked = Asked(tenant, prompt, tokens, record, read(record), rest or {})
         self.asked.append(asked)
         return asked
 

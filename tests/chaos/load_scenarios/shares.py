@@ -19,6 +19,7 @@ WEIGHTS_SHAPE = Shape(workers=2, max_sequences=10, inter_token_s=0.05, tenants={
 MIN_FLOOD = 0.8  # of capacity: what others must be kept busy with, or nothing is proven; a tenth is reserved
 ALONE_S = 10.0  # how long it is measured how it is without others
 BEFORE_PER_S = 2.0
+FLEX = {"service_tier": "flex"}
 
 
 async def fair(stage: Stage) -> None:
@@ -85,7 +86,7 @@ async def batch(stage: Stage) -> None:
     leave = asyncio.Event()
     first_s = time.perf_counter()
     flood = asyncio.create_task(
-        callers.offer(3 * ceiling.requests_per_s, plan.seconds, tokens=TOKENS, tenant=BUSY, flex=True, leave=leave)
+        callers.offer(3 * ceiling.requests_per_s, plan.seconds, tokens=TOKENS, tenant=BUSY, rest=FLEX, leave=leave)
     )
     await asyncio.sleep(ceiling.service_s)
     interactive = await callers.offer(BEFORE_PER_S, plan.seconds - ceiling.service_s, tokens=FEW_TOKENS, tenant=QUIET)
