@@ -10,6 +10,11 @@ from gateway.ledger.queries.log import RequestStory, Row
 ROW_PX: Final = 46
 TOP_PX: Final = 22  # for the axis
 TICKS: Final = 4
+COUNTED_BY: Final[dict[str, str]] = {
+    "engine": "the engine",
+    "provider": "the provider",
+    "estimate": "nobody: they are estimated",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,7 @@ def facts(request: Row, names: dict[str, str], view: Any) -> list[tuple[str, str
             f"{formats.count(request['prompt_tokens'])} ({formats.count(request['cached_tokens'])} cached)",
         ),
         ("Completion tokens", formats.count(tokens)),
+        ("Tokens counted by", COUNTED_BY.get(request["counted_by"] or "engine", "unknown")),
         ("Queue wait", formats.duration(request["queue_ms"])),
         ("TTFT", formats.duration(request["ttft_ms"])),
         ("TPOT", formats.duration(tpot_ms)),

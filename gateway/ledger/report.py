@@ -49,6 +49,7 @@ class UsageRow:
     cached_tokens: int
     completion_tokens: int
     preemptions: int
+    estimated: int  # requests whose tokens whoever made them does not count
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
     tpot_p50_ms: float | None
@@ -153,6 +154,7 @@ def _sums(span: Span, groups: list[_Column]) -> Select[Any]:
         func.sum(RequestRow.cached_tokens),
         func.sum(RequestRow.completion_tokens),
         func.sum(func.coalesce(RequestRow.preemptions, 0)),
+        _count_where(RequestRow.counted_by == "estimate"),
     ]
     # A key's name never changes, so its greatest is its only one.
     statement = select(*groups, func.max(RequestRow.key_name), *counts)

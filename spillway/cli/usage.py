@@ -110,19 +110,21 @@ def _print(rows: Sequence[UsageRow], groups: Sequence[GroupBy], output: Format) 
 
 def _table(rows: Sequence[UsageRow], groups: Sequence[GroupBy]) -> Table:
     """What fits a line of some 100 characters; the other formats have every column."""
-    table = Table(
-        *groups, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="TTFT, TPOT, queue wait: milliseconds, p50 / p95"
-    )
+    caption = "TTFT, TPOT, queue wait: milliseconds, p50 / p95"
+    if any(row.estimated for row in rows):
+        caption += "\n≈: some of these tokens are estimated"
+    table = Table(*groups, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
     for name in ("requests", "failed", "canc.", "retried", "prompt", "cached", "output", "TTFT", "TPOT", "queue"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         key = row.key_name or row.key_id or ""
         labels = [{"day": str(row.day), "model": row.model or "", "key": key}[group] for group in groups]
         counts = (row.requests, row.failed, row.cancelled, row.retried)
-        tokens = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+        mark = "≈" if row.estimated else ""
+        tokens = [f"{mark}{n:,}" for n in (row.prompt_tokens, row.cached_tokens, row.completion_tokens)]
         ttft = f"{_ms(row.ttft_p50_ms)} / {_ms(row.ttft_p95_ms)}"
         queue = f"{_ms(row.queue_p50_ms)} / {_ms(row.queue_p95_ms)}"
-        table.add_row(*labels, *(f"{n:,}" for n in (*counts, *tokens)), ttft, _ms(row.tpot_p50_ms), queue)
+        table.add_row(*labels, *(f"{n:,}" for n in counts), *tokens, ttft, _ms(row.tpot_p50_ms), queue)
     return table
 
 

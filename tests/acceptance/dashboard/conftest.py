@@ -13,13 +13,16 @@ from pydantic import SecretStr
 
 from gateway.auth.admins import set_password
 from gateway.db.engine import create_engine
+from gateway.ledger.store import store_records
 from tests.acceptance.conftest import run_system
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
 from tests.acceptance.system import System
+from tests.usage_records import attempt_record, request_record
 
 PASSWORD = "correct horse battery"
 ZONE = "Asia/Kolkata"
 REQUESTS = 3000
+LONG_AGO_UNIX_MS = 1_700_000_000_000  # of one request whose tokens are estimated: no other page shows it
 
 
 @dataclass
@@ -59,6 +62,8 @@ async def _prepare(data_dir: Path) -> None:
     engine = create_engine(f"sqlite:///{data_dir / 'spillway.db'}")
     await set_password(engine, PASSWORD, "cli:test")
     await fill_ledger(engine, SecretStr("p" * 64), REQUESTS)
+    counted = {"received_unix_ms": LONG_AGO_UNIX_MS, "counted_by": "estimate", "prompt_tokens": 1234}
+    await store_records(engine, [request_record("estimated", **counted), attempt_record("estimated", **counted)])
     await engine.dispose()
 
 

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from playwright.sync_api import expect
 
-from tests.acceptance.dashboard.conftest import Visit
+from tests.acceptance.dashboard.conftest import LONG_AGO_UNIX_MS, Visit
 from tests.acceptance.system import System
 
 AXE = Path(__file__).with_name("axe.min.js").read_text()
@@ -79,6 +79,22 @@ def test_from_a_chart_to_a_request_to_its_waterfall(visit: Visit) -> None:
     expect(page.locator("svg.waterfall rect").first).to_be_visible()
     assert page.locator("svg.waterfall rect").count() >= 3
     expect(page.locator("dl.facts")).to_contain_text("demo-8b")
+
+
+def test_estimated_counts_are_marked_as_such(visit: Visit) -> None:
+    page = visit.page
+    visit.go(f"/dashboard/requests?since={LONG_AGO_UNIX_MS - 1000}&until={LONG_AGO_UNIX_MS + 1000}")
+    row = page.locator("#estimated")
+    expect(row.locator("abbr[title^=estimated]")).to_have_count(2)
+    expect(row).to_contain_text("≈ 1,234")
+    row.locator("th a").click()
+    expect(page.locator("dl.facts")).to_contain_text("Tokens counted by")
+    expect(page.locator("dl.facts")).to_contain_text("nobody: they are estimated")
+    expect(page.locator("table.log abbr[title^=estimated]")).to_have_count(1)
+    assert faults(visit) == []
+    visit.go("/dashboard/requests?range=7d")
+    expect(page.locator("#rows th a").first).to_be_visible()
+    expect(page.locator("#rows abbr")).to_have_count(0)
 
 
 def test_filters_live_in_the_url(visit: Visit) -> None:

@@ -286,7 +286,13 @@ async def test_an_export_holds_the_whole_filtered_set(
 ) -> None:
     received = 1_800_000_000_000
     records = [
-        request_record(f"r{n:04}", received_unix_ms=received + n, model="a,b" if n % 3 else "other", error_code=None)
+        request_record(
+            f"r{n:04}",
+            received_unix_ms=received + n,
+            model="a,b" if n % 3 else "other",
+            error_code=None,
+            counted_by="estimate" if n % 2 else "engine",
+        )
         for n in range(2500)
     ]
     await store_records(engine, records)
@@ -306,6 +312,7 @@ async def test_an_export_holds_the_whole_filtered_set(
     rows = rows_of(answer.content, kind)
     assert [row["request_id"] for row in rows] == [f"r{n:04}" for n in range(2399, -1, -1) if n % 3]
     assert {row["model"] for row in rows} == {"a,b"}
+    assert {(int(row["request_id"][1:]) % 2, row["counted_by"]) for row in rows} == {(0, "engine"), (1, "estimate")}
 
 
 def rows_of(content: bytes, kind: str) -> list[dict[str, Any]]:

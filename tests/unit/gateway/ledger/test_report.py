@@ -56,6 +56,13 @@ async def test_what_engines_told_is_summed_and_what_they_did_not_is_left_out(eng
     assert (other.prefill_p50_ms, other.preemptions) == (None, 0)
 
 
+async def test_requests_whose_tokens_are_estimated_are_counted(engine: AsyncEngine) -> None:
+    counted_by = ("engine", "provider", "estimate", "estimate")
+    await store_records(engine, [request_record(str(n), counted_by=who) for n, who in enumerate(counted_by)])
+    [row] = await usage_report(engine)
+    assert (row.requests, row.estimated) == (4, 2)
+
+
 async def test_no_requests_no_rows_and_percentiles_of_nothing_are_none(engine: AsyncEngine) -> None:
     assert await usage_report(engine, group_by=["model", "key", "day"]) == []
     assert await usage_report(engine) == []
