@@ -92,8 +92,8 @@ lock: ## Resolve the dependencies anew
 	$(UV_COMPILE) --override requirements/no-hub.txt -c requirements/core.txt requirements/sidecar.in -o requirements/sidecar.txt
 	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra otel -c requirements/core.txt \
 	  pyproject.toml requirements/torch.in -o requirements/worker.txt
-	$(UV_COMPILE) --extra aws --extra otel -c requirements/core.txt pyproject.toml -o requirements/hosted.txt
-	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra bench --extra export --extra otel --extra aws --group dev \
+	$(UV_COMPILE) --extra aws --extra gcp --extra otel -c requirements/core.txt pyproject.toml -o requirements/hosted.txt
+	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra bench --extra export --extra otel --extra aws --extra gcp --group dev \
 	  -c requirements/worker.txt -c requirements/hosted.txt \
 	  pyproject.toml requirements/torch.in -o requirements/dev.txt
 	echo setuptools | $(UV_COMPILE) -c requirements/worker.txt - -o requirements/build.txt

@@ -245,8 +245,23 @@ class SageMakerSettings(AwsSettings):
         return {"url": f"https://runtime.sagemaker.{given.get('aws_region')}.amazonaws.com", **given}
 
 
+class VertexSettings(ChatEngineSettings):
+    """Gemini on Google's Vertex AI, with the credentials that Google's own chain finds."""
+
+    kind: Literal["vertex"]
+    project: Annotated[str, Field(pattern="^[a-z0-9:.-]+$")]
+    location: Annotated[str, Field(pattern="^[a-z0-9-]+$")]  # a region, or "global"
+    thinks: bool = False  # whether what it thinks is told as reasoning
+
+    @model_validator(mode="before")
+    @classmethod
+    def _url_by_location(cls, given: dict[str, Any]) -> dict[str, Any]:
+        prefix = "" if given.get("location") == "global" else f"{given.get('location')}-"
+        return {"url": f"https://{prefix}aiplatform.googleapis.com", **given}
+
+
 # Those of pools that take messages.
-AnyChatSettings = OpenAIChatSettings | AnthropicSettings | BedrockSettings | SageMakerSettings
+AnyChatSettings = OpenAIChatSettings | AnthropicSettings | BedrockSettings | SageMakerSettings | VertexSettings
 
 EngineSettings = Annotated[
     LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings | VllmInProcessSettings | AnyChatSettings,

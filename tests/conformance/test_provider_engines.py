@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -23,6 +24,7 @@ from tests.conformance.chat_replay import ARGUMENTS, REASONING, answer_text
 from tests.conformance.provider_replay import Asked, ProviderReplay, script_of
 from tests.conformance.server_replay import Fault, running
 from tests.conformance.test_chat_engines import ASKED, WEATHER, Driver, chat, driving_engine
+from tests.conformance.vertex_replay import VertexReplay, google_environment
 
 SETTINGS: Final = TypeAdapter[AnyChatSettings](AnyChatSettings)
 SCHEMA: Final = '{"type":"object","additionalProperties":false}'
@@ -62,13 +64,13 @@ PROVIDERS: Final[dict[str, Provider]] = {
         schema_at="response_format.json_schema.schema",
         alternates=False,
     ),
+    "vertex": Provider(
+        VertexReplay,
+        {"kind": "vertex", "project": "my-project", "location": "europe-west4", "thinks": True},
+        limit_at="generationConfig.maxOutputTokens",
+        schema_at="generationConfig.responseJsonSchema",
+    ),
 }
-
-
-@pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in AWS_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
 
 
 def found(body: Any, path: str) -> Any:
@@ -90,6 +92,12 @@ async def driving(provider: Provider, replay: ProviderReplay, **more: Any) -> As
 def replays() -> Iterator[dict[str, ProviderReplay]]:
     with ExitStack() as stack:
         yield {name: stack.enter_context(running(provider.replay())) for name, provider in PROVIDERS.items()}
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replays: dict[str, ProviderReplay]) -> None:
+    for name, value in {**AWS_ENVIRONMENT, **google_environment(tmp_path, replays["vertex"].url)}.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(params=PROVIDERS)

@@ -7,7 +7,7 @@ from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat_formats.anthropic import AnthropicFormat
 from pool_worker.engines.chat_formats.base import ChatFormat
 from pool_worker.engines.chat_formats.openai_chat import OpenAIChatFormat
-from pool_worker.settings import AnthropicSettings, AnyChatSettings, BedrockSettings, SageMakerSettings
+from pool_worker.settings import AnthropicSettings, AnyChatSettings, BedrockSettings, SageMakerSettings, VertexSettings
 
 
 def chat_format(settings: AnyChatSettings) -> ChatFormat:
@@ -22,6 +22,10 @@ def chat_format(settings: AnyChatSettings) -> ChatFormat:
         with _extra("aws"):
             from pool_worker.engines.chat_formats.sagemaker import SageMakerFormat  # noqa: PLC0415 - likewise
         return SageMakerFormat(settings)
+    if isinstance(settings, VertexSettings):
+        with _extra("gcp"):
+            from pool_worker.engines.chat_formats.vertex import VertexFormat  # noqa: PLC0415 - brings google-auth
+        return VertexFormat(settings)
     return OpenAIChatFormat(settings)
 
 

@@ -1,0 +1,64 @@
+"""Google's access tokens, by the extra ``gcp``: renewed before they expire, off the event loop."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import google.auth
+import httpx
+from google.auth.exceptions import GoogleAuthError, TransportError
+
+from pool_worker.engines.base import EngineDiedError
+
+SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
+TOKEN_LIMIT_S: Final = 10.0  # how long who gives out tokens may take
+
+
+class AccessToken(httpx.Auth):
+    """The token of the credentials that Google's own chain finds."""
+
+    def __init__(self) -> None:
+        """Find the credentials. Raises EngineDiedError where there are none."""
+        try:
+            self._credentials, _ = google.auth.default(scopes=[SCOPE], request=_ask)
+        except GoogleAuthError as error:
+            raise EngineDiedError(f"engine: no Google credentials: {error}") from error
+        self._renewing = asyncio.Lock()
+
+    async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
+        """See httpx.Auth."""
+        async with self._renewing:
+            if not self._credentials.valid:  # which it is not any more some minutes before it expires
+                try:
+                    await asyncio.to_thread(self._credentials.refresh, _ask)
+                except GoogleAuthError as error:
+                    raise httpx.RequestError(f"no access token: {error}", request=request) from error
+        request.headers["authorization"] = f"Bearer {self._credentials.token}"
+        yield request
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What google-auth wants to know of an answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+
+def _ask(  # what google-auth calls a request: its own bring another HTTP client
+    url: str,
+    method: str = "GET",
+    body: Any = None,  # noqa: ANN401  # bytes or text
+    headers: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    **_unused: object,
+) -> _Answer:
+    try:
+        answer = httpx.request(
+            method, url, content=body, headers=headers, timeout=timeout or TOKEN_LIMIT_S, trust_env=False
+        )
+    except httpx.HTTPError as error:
+        raise TransportError(str(error)) from error
+    return _Answer(answer.status_code, answer.headers, answer.content)

@@ -1,0 +1,244 @@
+"""Gemini on Google's Vertex AI: ``streamGenerateContent``, a stream of server-sent events.
+
+Its documentation: https://cloud.google.com/vertex-ai/generative-ai/docs/model-reference/inference.
+"""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from engine.errors import RequestRejected
+from pool_worker.engines.chat_formats.base import (
+    AnswerReader,
+    ChatAsk,
+    ChatDelta,
+    Count,
+    EndReason,
+    effort,
+    refuse_continuation,
+    sampling,
+)
+from pool_worker.engines.chat_formats.conversation import Block, alternate, schema_of
+from pool_worker.engines.chat_formats.google import AccessToken
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.settings import VertexSettings
+from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
+
+MAX_TEMPERATURE: Final = 2.0
+_NAMES: Final = {
+    "temperature": "temperature",
+    "top_p": "topP",
+    "top_k": "topK",
+    "presence_penalty": "presencePenalty",
+    "frequency_penalty": "frequencyPenalty",
+    "seed": "seed",
+    "stop": "stopSequences",
+}
+_ROLES: Final = {"user": "user", "assistant": "model"}
+_EFFORTS: Final = ("minimal", "low", "medium", "high")
+_ENDS: Final[dict[str, EndReason]] = {
+    "STOP": "stop",
+    "MAX_TOKENS": "length",
+    "SAFETY": "content_filter",
+    "RECITATION": "content_filter",
+    "BLOCKLIST": "content_filter",
+    "PROHIBITED_CONTENT": "content_filter",
+    "SPII": "content_filter",
+    "MODEL_ARMOR": "content_filter",
+}
+# Calls have a signature of the thinking behind them, which no client sends back; this one stands for any:
+# https://cloud.google.com/vertex-ai/generative-ai/docs/thought-signatures.
+_ANY_SIGNATURE: Final = "skip_thought_signature_validator"
+
+
+class VertexFormat:
+    """See the module."""
+
+    framing: Framing = "server-sent events"
+    health_path: str | None = None
+    honoured = frozenset(_NAMES)
+    schemas = frozenset({"json_object", "json_schema"})
+    takes_tools = True
+    continues = False  # no document says that it goes on with a model's message
+
+    def __init__(self, settings: VertexSettings) -> None:
+        """Ask as the settings say."""
+        self._settings = settings
+
+    def auth(self) -> httpx.Auth | None:
+        """See ChatFormat."""
+        return AccessToken()
+
+    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+        """See ChatFormat: a project without billing, or a place without the model, is no mistake of the client."""
+        del headers
+        return httpx.codes.FORBIDDEN if status == httpx.codes.BAD_REQUEST and "FAILED_PRECONDITION" in text else status
+
+    def path(self, ask: ChatAsk) -> str:
+        """See ChatFormat."""
+        place = f"projects/{self._settings.project}/locations/{self._settings.location}"
+        return f"/v1/{place}/publishers/google/models/{quote(ask.model, safe='')}:streamGenerateContent?alt=sse"
+
+    def body(self, ask: ChatAsk) -> dict[str, Any]:
+        """See ChatFormat. Raises RequestRejected for what the API does not take."""
+        refuse_continuation(ask, self)
+        told = alternate(ask, _Parts())
+        body: dict[str, Any] = {"contents": [{"role": _ROLES[role], "parts": parts} for role, parts in told.messages]}
+        if told.system:
+            body["systemInstruction"] = {"parts": [{"text": text} for text in told.system]}
+        generation = sampling(ask, _NAMES, MAX_TEMPERATURE) | _schema(ask.chat.schema) | self._thinking(ask.chat)
+        limit = ask.max_tokens or self._settings.max_output_tokens
+        if limit is not None:
+            generation["maxOutputTokens"] = limit
+        return body | {"generationConfig": generation} | _tools(ask.chat)
+
+    def _thinking(self, chat: Chat) -> dict[str, Any]:
+        config: dict[str, Any] = {"includeThoughts": True} if self._settings.thinks else {}
+        level = effort(chat, _EFFORTS)
+        if level is not None:
+            config["thinkingLevel"] = level.upper()
+        return {"thinkingConfig": config} if config else {}
+
+    def reader(self, ask: ChatAsk) -> AnswerReader:
+        """See ChatFormat."""
+        del ask
+        return _Reader()
+
+
+class _Parts:
+    """The parts of a content."""
+
+    def text(self, text: str) -> Block:
+        return {"text": text}
+
+    def call(self, call: Call, arguments: msgspec.Raw) -> Block:
+        return {"functionCall": {"name": call.name, "args": arguments}, "thoughtSignature": _ANY_SIGNATURE}
+
+    def result(self, call: Call, text: str) -> Block:
+        return {"functionResponse": {"name": call.name, "response": {"result": text}}}
+
+
+def _schema(schema: AnswerSchema | None) -> dict[str, Any]:
+    if schema is None:
+        return {}
+    told: dict[str, Any] = {"responseMimeType": "application/json"}
+    if schema.schema is not None:
+        told["responseJsonSchema"] = msgspec.Raw(schema.schema.encode())
+    return told
+
+
+def _tools(chat: Chat) -> dict[str, Any]:
+    if not chat.tools:
+        return {}
+    if chat.is_single_call:
+        raise RequestRejected("parallel_tool_calls", "this pool's API does not support it")
+    calling: dict[str, Any] = {"mode": "VALIDATED" if any(tool.is_strict for tool in chat.tools) else "AUTO"}
+    if chat.only_tool is not None:
+        calling = {"mode": "ANY", "allowedFunctionNames": [chat.only_tool]}
+    elif chat.tool_choice == "required":
+        calling = {"mode": "ANY"}
+    declared = [_declaration(tool) for tool in chat.tools]
+    return {"tools": [{"functionDeclarations": declared}], "toolConfig": {"functionCallingConfig": calling}}
+
+
+def _declaration(tool: Tool) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": tool.name, "parametersJsonSchema": schema_of(tool.parameters)}
+    if tool.description is not None:
+        told["description"] = tool.description
+    return told
+
+
+class _FunctionCall(msgspec.Struct):
+    name: str
+    args: dict[str, Any] = {}
+    id: str | None = None
+
+
+class _Part(msgspec.Struct, rename="camel"):
+    text: str = ""
+    thought: bool = False
+    function_call: _FunctionCall | None = None
+
+
+class _Content(msgspec.Struct):
+    parts: list[_Part] = []
+
+
+class _Candidate(msgspec.Struct, rename="camel"):
+    content: _Content | None = None
+    finish_reason: str | None = None
+    index: int = 0
+
+
+class _PromptFeedback(msgspec.Struct, rename="camel"):
+    block_reason: str | None = None
+
+
+class _Usage(msgspec.Struct, rename="camel"):
+    prompt_token_count: Count
+    candidates_token_count: Count = 0
+    thoughts_token_count: Count = 0  # beside the candidates'
+    cached_content_token_count: Count = 0  # of the prompt's
+
+
+class _Chunk(msgspec.Struct, rename="camel"):
+    candidates: list[_Candidate] = []
+    prompt_feedback: _PromptFeedback | None = None
+    usage_metadata: dict[str, Any] | None = None
+    error: Any = None
+
+
+class _Reader:
+    """Reads the chunks of one answer."""
+
+    def read(self, event: Mapping[str, Any]) -> ChatDelta:
+        """See AnswerReader."""
+        try:
+            chunk = msgspec.convert(event, _Chunk)
+        except msgspec.ValidationError as error:
+            raise MalformedEvent(str(error)) from error
+        if chunk.error is not None:
+            raise ServerFailure(str(chunk.error))
+        usage = _usage_of(chunk.usage_metadata)
+        if chunk.prompt_feedback is not None and chunk.prompt_feedback.block_reason is not None:
+            return ChatDelta(ended_by="content_filter", usage=usage)
+        if not chunk.candidates:
+            return ChatDelta(usage=usage)
+        [candidate, *more] = chunk.candidates
+        if more or candidate.index:
+            raise MalformedEvent("a candidate that was not asked for")
+        said = [] if candidate.content is None else candidate.content.parts
+        parts = [part for one in said for part in _parts_of(one)]
+        return ChatDelta(parts, _end_of(candidate.finish_reason), usage)
+
+
+def _parts_of(part: _Part) -> list[Part]:
+    if part.function_call is not None:
+        call = part.function_call
+        call_id = call.id or f"call_{secrets.token_hex(12)}"
+        return [Part("call", call.name, call_id), Part("arguments", msgspec.json.encode(call.args).decode())]
+    return [Part("reasoning" if part.thought else "text", part.text)] if part.text else []
+
+
+def _end_of(reason: str | None) -> EndReason | None:
+    if reason is None:
+        return None
+    ended = _ENDS.get(reason)
+    if ended is None:  # "MALFORMED_FUNCTION_CALL", "OTHER", …
+        raise ServerFailure(f"the server ended the answer with {reason!r}")
+    return ended
+
+
+def _usage_of(told: object) -> ChatUsage | None:
+    """Return what the API says; None where that cannot be, so that it is estimated."""
+    try:
+        usage = msgspec.convert(told, _Usage)
+    except msgspec.ValidationError:
+        return None
+    thoughts = usage.thoughts_token_count
+    completion = usage.candidates_token_count + thoughts
+    return ChatUsage("provider", usage.prompt_token_count, completion, usage.cached_content_token_count, thoughts)

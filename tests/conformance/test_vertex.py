@@ -1,0 +1,144 @@
+"""What only Gemini on Vertex AI has: access tokens, parts, blocked prompts (``vertex_replay``)."""
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from fastapi.responses import JSONResponse
+
+from engine.types import SamplingParams
+from pool_worker import engines
+from pool_worker.engines.base import EngineDiedError
+from pool_worker.engines.chat import ChatRequest
+from pool_worker.engines.chat_server import ChatServerEngine
+from pool_worker.settings import VertexSettings
+from protocol.chat import Call, Chat, ChatUsage, Tool, Turn
+from tests.conformance.server_replay import running
+from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
+from tests.conformance.test_provider_engines import answering
+from tests.conformance.vertex_replay import VertexReplay, chunk, google_environment
+
+VERTEX: Final = {"kind": "vertex", "model": "gemini-3-pro", "project": "my-project", "location": "europe-west4"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[VertexReplay]:
+    with running(VertexReplay()) as replay:
+        yield replay
+
+
+@pytest.fixture
+def replay(server: VertexReplay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VertexReplay:
+    server.forget()
+    for name, value in google_environment(tmp_path, server.url).items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@asynccontextmanager
+async def driving(replay: VertexReplay, **more: Any) -> AsyncIterator[Driver]:
+    engine = engines.create(VertexSettings(**VERTEX, url=replay.url, **more))
+    assert isinstance(engine, ChatServerEngine)
+    async with driving_engine(engine) as driver:
+        yield driver
+
+
+@pytest.mark.parametrize(("life_s", "tokens"), [(3600, 1), (60, 2)])
+async def test_a_token_serves_until_shortly_before_it_expires(replay: VertexReplay, life_s: int, tokens: int) -> None:
+    replay.token_life_s = life_s
+    async with driving(replay) as driver:
+        for name in ("a", "b"):
+            assert (await driver.answer(name=name)).finish_reason == "stop"
+    assert replay.tokens == tokens
+    assert replay.urls[0].split(replay.url)[1] == (
+        "/v1/projects/my-project/locations/europe-west4/publishers/google/models/gemini-3-pro:streamGenerateContent?alt=sse"
+    )
+
+
+async def test_nothing_else_waits_for_a_token_and_many_ask_for_one_once(replay: VertexReplay) -> None:
+    replay.may_give_tokens.clear()
+    async with driving(replay) as driver:
+        for name in ("a", "b"):
+            driver.engine.submit(ChatRequest(name, chat(), SamplingParams(max_tokens=100), 7))
+        await driver.wait_until(lambda: replay.tokens == 1)  # while the loop runs
+        assert not replay.bodies
+        replay.may_give_tokens.set()
+        await driver.wait(lambda: all(driver.answers[name, 0].finish_reason == "stop" for name in ("a", "b")))
+    assert replay.tokens == 1
+
+
+async def test_who_gets_no_token_fails_the_attempt_alone(replay: VertexReplay) -> None:
+    replay.token_status = 400
+    async with driving(replay) as driver:
+        assert "no access token" in ((await driver.answer()).error or "")
+        assert not driver.refusals
+        replay.token_status = 200
+        assert (await driver.answer(name="after")).finish_reason == "stop"
+
+
+def test_without_credentials_or_the_extra_no_worker_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing.json"))
+    with pytest.raises(EngineDiedError, match=r"no Google credentials: .*missing\.json"):
+        engines.create(VertexSettings(**VERTEX))
+    for name in [name for name in sys.modules if name.startswith(("google.auth", "pool_worker.engines.chat_formats."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "google.auth", None)
+    with pytest.raises(EngineDiedError, match=r"pip install 'spillway\[gcp\]'"):
+        engines.create(VertexSettings(**VERTEX))
+
+
+def test_the_location_says_the_url() -> None:
+    assert VertexSettings(**VERTEX).url == "https://europe-west4-aiplatform.googleapis.com"
+    assert VertexSettings(**{**VERTEX, "location": "global"}).url == "https://aiplatform.googleapis.com"
+
+
+async def test_a_conversation_of_tools_is_told_in_parts(replay: VertexReplay) -> None:
+    turns = (
+        Turn("user", "weather?"),
+        Turn("assistant", None, calls=(Call("c1", "weather", '{"city":"Rome"}'),)),
+        Turn("tool", "sunny", call_id="c1"),
+    )
+    tools = (WEATHER, Tool("time", is_strict=True))
+    async with driving(replay, thinks=True) as driver:
+        await driver.answer(Chat(turns, tools=tools, reasoning_effort="low"))
+        await driver.answer(Chat(turns, tools=tools, only_tool="time"), name="forced")
+        await driver.answer(Chat(turns, tools=tools, is_single_call=True), name="single")
+        await driver.answer(chat(reasoning_effort="xhigh"), name="xhigh")
+    body, forced = replay.bodies
+    call = {"name": "weather", "args": {"city": "Rome"}}
+    result = {"name": "weather", "response": {"result": "sunny"}}
+    assert body["contents"] == [
+        {"role": "user", "parts": [{"text": "weather?"}]},
+        {"role": "model", "parts": [{"functionCall": call, "thoughtSignature": "skip_thought_signature_validator"}]},
+        {"role": "user", "parts": [{"functionResponse": result}]},
+    ]
+    assert body["generationConfig"]["thinkingConfig"] == {"includeThoughts": True, "thinkingLevel": "LOW"}
+    assert body["toolConfig"]["functionCallingConfig"] == {"mode": "VALIDATED"}
+    assert forced["toolConfig"]["functionCallingConfig"] == {"mode": "ANY", "allowedFunctionNames": ["time"]}
+    told = {name: refusal.param for name, refusal in driver.refusals.items()}
+    assert told == {"single": "parallel_tool_calls", "xhigh": "reasoning_effort"}
+
+
+async def test_thoughts_are_counted_beside_what_is_said(replay: VertexReplay) -> None:
+    async with driving(replay) as driver:
+        assert (await driver.answer(chat("think"))).usage == ChatUsage("provider", 22, 32, 4, 2)
+
+
+async def test_a_prompt_that_is_blocked_is_filtered(replay: VertexReplay) -> None:
+    blocked = chunk({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 22}})
+    replay.faults.append(answering(replay, lambda _: [blocked]))
+    async with driving(replay) as driver:
+        answer = await driver.answer()
+    assert (answer.finish_reason, answer.is_filtered) == ("stop", True)
+    assert answer.usage == ChatUsage("provider", 22, 0)
+
+
+async def test_a_place_without_the_model_is_not_the_clients_mistake(replay: VertexReplay) -> None:
+    told = {"error": {"code": 400, "message": "User location is not supported", "status": "FAILED_PRECONDITION"}}
+    replay.faults.append(lambda _: JSONResponse(told, 400))
+    async with driving(replay) as driver:
+        assert "403" in ((await driver.answer()).error or "")
+    assert not driver.refusals
