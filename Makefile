@@ -6,7 +6,7 @@ MODEL ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-gpu check format bench bench-engine-peers leaks chaos conformance-llamacpp conformance-triton conformance-vllm simulate limits lock clean
+.PHONY: help run test test-gpu check format bench bench-engine-peers leaks chaos conformance-llamacpp conformance-ray conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -70,10 +70,21 @@ conformance-llamacpp: ## The conformance suite of engines against a real llama.c
 	.venv/bin/python -m tests.conformance.real_servers llamacpp
 	.venv/bin/python -m tests.conformance.real_servers llamacpp-completions
 
-conformance-vllm: ## The same against vLLM for CPUs
+conformance-vllm: ## The same against vLLM for CPUs, by HTTP and in the worker's process
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.conformance.real_servers vllm
 	.venv/bin/python -m tests.conformance.real_servers vllm-completions
+	.venv/bin/python -m tests.conformance.real_servers vllm-chat
+	.venv/bin/python -m tests.conformance.real_servers vllm-inprocess
+
+conformance-transformers: ## The same against `transformers serve`
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.conformance.real_servers transformers
+
+conformance-ray: ## The same against Ray Serve, around our engine
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.conformance.real_servers ray-chat
+	.venv/bin/python -m tests.conformance.real_servers ray-completions
 
 conformance-triton: ## The same against a real Triton, around our engine
 	@scripts/setup.sh test

@@ -4,8 +4,10 @@
 
 Serves the demo model, whose files the repository holds, and hands further arguments to pytest. ``vllm`` is vLLM for
 CPUs (its first start compiles for a minute); ``llamacpp`` is llama.cpp's own server as the package xllamacpp ships it,
-with the model converted to GGUF; ``triton`` is Triton around our engine. The first two are asked once more as any other
-server would be, in text (``vllm-completions``, ``llamacpp-completions``).
+with the model converted to GGUF; ``triton`` is Triton around our engine; ``transformers`` is `transformers serve`;
+``ray`` is Ray Serve around our engine. ``…-completions`` asks a server as any other would be, in text, ``…-chat`` in
+messages. ``vllm-inprocess`` is no server: the suite runs in vLLM's own environment. What is left out for a server is
+said, with the reason.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -108,6 +110,38 @@ def triton(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
     }
 
 
+HUB_NAME: Final = "spillway/demo"
+
+
+def transformers_server(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Lay the demo model out as the hub's cache has models, since it lists no others; return how the server starts."""
+    pinned.install("transformers", "transformers", needs_torch=True)
+    kept = folder / "hub" / f"models--{HUB_NAME.replace('/', '--')}"
+    commit = "0" * 40
+    shutil.copytree(DEMO_MODEL_PATH, kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commit)
+    (kept / "blobs").mkdir()
+    program = pinned.ENVIRONMENTS / "transformers" / "bin" / "transformers"
+    serve = [str(program), "serve", HUB_NAME, "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    return serve, {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def ray_server(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return how an app of Ray Serve around our engine is started."""
+    pinned.install("ray", "ray", needs_torch=True)
+    python = pinned.ENVIRONMENTS / "ray" / "bin" / "python"
+    serve = [str(python), "-m", "tests.conformance.ray_app", str(port), str(DEMO_MODEL_PATH), str(SLOTS), str(CONTEXT)]
+    environment = {
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(HERE.parents[1]),
+        "RAY_AUTH_MODE": "disabled",  # else it leaves a token in the home folder; it listens on this machine alone
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": str(int(READY_S)),
+    }
+    return [*serve, str(folder)], environment
+
+
 @dataclass(frozen=True)
 class Checked:
     """A server, and the settings of the engine that asks it."""
@@ -116,8 +150,10 @@ class Checked:
     kind: str
     ready_path: str = "/health"
     settings: Mapping[str, Any] = field(default_factory=dict)
+    leaves_out: Mapping[str, str] = field(default_factory=dict)  # name of a test → why it cannot be held
 
 
+CHAT: Final = "openai_chat"
 OF_OPENAI: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
 IN_TEXT: Final = {"honours": (*OF_OPENAI, "ignore_eos")}
 SERVERS: Final = {
@@ -126,7 +162,19 @@ SERVERS: Final = {
     "triton": Checked(triton, "triton", "/v2/models/demo", {"model": "demo"}),
     "llamacpp-completions": Checked(llamacpp, "openai_completions", settings=IN_TEXT),
     "vllm-completions": Checked(vllm_server, "openai_completions", settings=IN_TEXT),
+    "vllm-chat": Checked(vllm_server, CHAT, settings={"profile": "vllm", "model": str(DEMO_MODEL_PATH)}),
+    "transformers": Checked(
+        transformers_server,
+        "openai_completions",
+        settings={"honours": ("temperature", "top_p", "seed")},
+        leaves_out={
+            "test_the_cancelled_tell_their_timings_too": "it answers one request at a time, so four never run at once"
+        },
+    ),
+    "ray-chat": Checked(ray_server, CHAT, "/v1/models", {"profile": "ray", "model": "demo"}),
+    "ray-completions": Checked(ray_server, "openai_completions", "/v1/models", IN_TEXT),
 }
+IN_PROCESS: Final = "vllm-inprocess"
 
 
 @contextlib.contextmanager
@@ -158,20 +206,57 @@ def _wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> N
     raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
 
 
+def check(name: str, for_pytest: Sequence[str]) -> int:
+    """Run the suite against a server; return pytest's exit status."""
+    checked = SERVERS[name]
+    with (
+        tempfile.TemporaryDirectory(prefix="spillway-conformance-") as folder,
+        serving(name, Path(folder) / "server.log") as url,
+    ):
+        settings = {"kind": checked.kind, "url": url, **checked.settings}
+        if checked.kind != CHAT:
+            settings["tokenizer"] = str(DEMO_MODEL_PATH)
+        suite = HERE / ("test_chat_servers.py" if checked.kind == CHAT else "test_engines.py")
+        command = [sys.executable, "-m", "pytest", "-n", "0", str(suite), "-k", "real"]
+        for test, reason in checked.leaves_out.items():
+            sys.stderr.write(f"{name}: {test} is left out: {reason}\n")
+            command += ["--deselect", f"{suite}::{test}"]
+        environment = {**os.environ, "SPILLWAY_TEST_SERVER": json.dumps(settings)}
+        return subprocess.run([*command, *for_pytest], check=False, env=environment).returncode
+
+
+def check_vllm_in_process(for_pytest: Sequence[str]) -> int:
+    """Run the suite in vLLM's environment, with one engine for all tests; then, with one each, those of its life."""
+    vllm.install()
+    settings = {
+        "kind": "vllm_inprocess",
+        "model": str(DEMO_MODEL_PATH),
+        "engine_args": {"dtype": "float32", "enforce_eager": True},
+    }
+    environment = {
+        **os.environ,
+        **vllm.environment(1),
+        "PATH": f"{vllm.FOLDER / 'bin'}:{os.environ['PATH']}",
+        "SPILLWAY_TEST_SERVER": json.dumps(settings),
+    }
+    pytest = [str(vllm.PYTHON), "-m", "pytest", "--noconftest", "-p", "no:cacheprovider"]
+    kept = ["-p", "tests.conformance.kept_vllm", "-o", "asyncio_default_test_loop_scope=session"]
+    kept += ["-o", "asyncio_default_fixture_loop_scope=session"]
+    runs = [[*kept, str(HERE / "test_engines.py"), "-k", "real"], [str(HERE / "real_vllm.py")]]
+    done = [
+        subprocess.run([*pytest, *run, *for_pytest], check=False, env=environment, cwd=HERE.parents[1]) for run in runs
+    ]
+    return max(one.returncode for one in done)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.real_servers", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("server", choices=SERVERS)
+    parser.add_argument("server", choices=[*SERVERS, IN_PROCESS])
     arguments, for_pytest = parser.parse_known_args()
-    with (
-        tempfile.TemporaryDirectory(prefix="spillway-conformance-") as folder,
-        serving(arguments.server, Path(folder) / "server.log") as url,
-    ):
-        checked = SERVERS[arguments.server]
-        settings = {"kind": checked.kind, "url": url, "tokenizer": str(DEMO_MODEL_PATH), **checked.settings}
-        environment = {**os.environ, "SPILLWAY_TEST_SERVER": json.dumps(settings)}
-        suite = [sys.executable, "-m", "pytest", "-n", "0", str(HERE / "test_engines.py"), "-k", "real"]
-        return subprocess.run([*suite, *for_pytest], check=False, env=environment).returncode
+    if arguments.server == IN_PROCESS:
+        return check_vllm_in_process(for_pytest)
+    return check(arguments.server, for_pytest)
 
 
 if __name__ == "__main__":
