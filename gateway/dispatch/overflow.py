@@ -10,7 +10,7 @@ heard. Where our workers have room, nothing is chosen: so what comes next is the
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, Final
 
 from gateway.admission.control import AdmissionControl
@@ -24,6 +24,7 @@ from gateway.hosted.pool import HostedPool
 from gateway.hosted.pools import HostedPools, Offer, Wanted
 from gateway.settings import GatewaySettings
 from protocol import subjects
+from protocol.chat import TAKES_MESSAGES
 from protocol.messages import Frame
 
 TAKEN_LIMIT_S: Final = 1.5  # within which a hosted worker takes what was sent because it had room
@@ -66,7 +67,13 @@ class Overflow:
         if self._stays(admission):
             return False
         completion_tokens = admission.sampling.max_tokens * admission.sampling.n
-        return not isinstance(self._pools.offer(_wanted(admission, admission.hosted, completion_tokens)), str)
+
+        def reads(pool: HostedPool) -> bool:
+            takers = self._takers(pool, admission.model)
+            return any(taker.takes != TAKES_MESSAGES or admission.conversation is not None for taker in takers)
+
+        wanted = _wanted(admission, admission.hosted, completion_tokens)
+        return not isinstance(self._pools.offer(wanted, (), reads), str)
 
     # --- to a hosted pool ---------------------------------------------------------------------------------------------
 
@@ -142,12 +149,13 @@ class Overflow:
 
     def _fits(self, request: OpenRequest, pool: HostedPool) -> bool:
         """Whether a worker there may go on with what is made already, and can read the prompt."""
-        model = request.admission.model
-        return any(
-            beat.pool == pool.name and model in beat.models and Taker.of(beat, model).may_take(request)
-            for beat in self._registry.live_beats(time.monotonic())
-            if beat.tier == subjects.HOSTED_TIER
-        )
+        return any(taker.may_take(request) for taker in self._takers(pool, request.admission.model))
+
+    def _takers(self, pool: HostedPool, model: str) -> Iterator[Taker]:
+        """Its live workers that serve a model."""
+        for beat in self._registry.live_beats(time.monotonic()):
+            if beat.tier == subjects.HOSTED_TIER and beat.pool == pool.name and model in beat.models:
+                yield Taker.of(beat, model)
 
     # --- what it has cost ---------------------------------------------------------------------------------------------
 

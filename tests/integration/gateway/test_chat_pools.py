@@ -75,7 +75,7 @@ async def start_pool(
             if tier == "hosted":
                 hosted["hosted"] = {"api": HostedPoolSettings(provider="openai", models=(MODEL,))}
                 hosted["tenants"] = {"test 0": TenantSettings(allow_hosted=("openai",))}
-                hosted["only_hosted"] = frozenset({MODEL})
+                hosted["only_hosted"] = frozenset() if is_mixed else frozenset({MODEL})
             model = ModelSettings() if is_mixed else ModelSettings(tokenizer=str(tokenizer), context_length=1_000_000)
             names = frozenset({MODEL})
             gateway = await start_gateway(
@@ -459,6 +459,16 @@ async def test_a_hosted_stream_that_nobody_can_go_on_with_ends_soon(start_pool: 
     assert told.error == "answer_cut"
     assert WHOLE.startswith(told.text)
     assert len(replay.bodies) == 2
+
+
+async def test_what_no_api_can_read_finds_no_room_at_a_hosted_pool(start_pool: StartPool, replay: ChatReplay) -> None:
+    gateway = await start_pool("openai", is_mixed=True, tier="hosted")
+    assert (await ask(gateway)).choices[0].message.content == WHOLE
+    with pytest.raises(openai.APIStatusError) as refusal:
+        await ask(gateway, extra_body={"structured_outputs": {"regex": "a+"}, "do_not_queue": True})
+    assert refusal.value.code == "no_workers"
+    assert "x-spillway-attempts" not in refusal.value.response.headers, "it was not admitted"
+    assert len(replay.bodies) == 1
 
 
 # --- beside the model's own workers ---------------------------------------------------------------------------------
