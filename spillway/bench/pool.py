@@ -18,7 +18,7 @@ from engine.types import GenerationRequest, Refusal, SamplingParams, SequenceOut
 from pool_worker import engines
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatRequest
-from pool_worker.settings import EngineSettings
+from pool_worker.settings import PORT_PLACE, EngineSettings
 from pool_worker.watch.start import number_tokens
 from protocol.chat import TAKES_MESSAGES, Chat, Turn
 from spillway.bench.endpoint import PROBE_WORDS, prompt_size, random_words
@@ -235,11 +235,12 @@ class PoolTarget:
 
     def environment(self) -> dict[str, Any]:
         """See ``measure.Target``."""
+        url = getattr(self._settings, "url", "")
         return {
             "pool": self._pool,
             "model": self._model,
             "kind": self._engine.name,
-            "url": getattr(self._settings, "url", None),
+            "url": None if PORT_PLACE in url else url or None,
             "max_model_len": self.capacity.max_model_len,
             "told_sequences": self.capacity.told_sequences,
             "told_kv_tokens": self.capacity.told_kv_tokens,
