@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from tests.postgres import TEMPLATE, PostgresServer
 # Tests run on the CPU wherever they run, GPU kernels in Triton's interpreter; `make test-gpu` sets both otherwise.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all processes of the session share what one of them has compiled of the engine's C (tests/compiler/gcc)."""
+    if "SPILLWAY_TESTS_COMPILED" not in os.environ:  # else an earlier process of the session has done it
+        folder = tempfile.TemporaryDirectory(prefix="spillway-compiled-")
+        config.add_cleanup(folder.cleanup)
+        compiler = Path(__file__).with_name("compiler")
+        os.environ |= {"SPILLWAY_TESTS_COMPILED": folder.name, "PATH": f"{compiler}:{os.environ['PATH']}"}
 
 
 @pytest.fixture

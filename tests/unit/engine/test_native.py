@@ -1,11 +1,14 @@
 """C files that are compiled at the start: where they cannot be, torch's own kernels do, and the log says why."""
 
 import logging
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import tests
+from engine import native
 from engine.native import compiled, compiling
 
 
@@ -46,3 +49,20 @@ def test_a_compiler_that_fails_is_quoted(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert compiled("panels.c") is None
     assert "without panels.c the engine will be slower: stdint.h: no such file" in caplog.text
+
+
+def test_what_one_process_of_the_tests_has_compiled_others_get(tmp_path: Path) -> None:
+    kept, real = tmp_path / "kept", tmp_path / "real"
+    kept.mkdir()
+    real.mkdir()
+    compiler = real / "gcc"
+    compiler.write_text(f'#!/bin/sh\necho "$1" >>{tmp_path}/calls\necho "made with $1" >{tmp_path}/library.so\n')
+    compiler.chmod(0o755)
+    ours = Path(tests.__file__).with_name("compiler")
+    environment = {"PATH": f"{ours}:{real}:/usr/bin:/bin", "SPILLWAY_TESTS_COMPILED": str(kept)}
+    library, source = tmp_path / "library.so", Path(native.__file__).with_name("panels.c")
+    for definition in ("-DA=1", "-DA=1", "-DA=2"):
+        library.unlink(missing_ok=True)
+        subprocess.run([ours / "gcc", definition, source, "-o", library], check=True, env=environment)
+        assert library.read_text() == f"made with {definition}\n"
+    assert (tmp_path / "calls").read_text().split() == ["-DA=1", "-DA=2"]
