@@ -255,9 +255,11 @@ class Consumer:
 
     async def _refill(self) -> None:
         places = self.room()
+        if not places:
+            return
         now_s = time.monotonic()
         lanes = [lane for lane in self._lanes.values() if lane.rests_until_s <= now_s and self._is_open(lane.lane)]
-        if not places or not lanes:
+        if not lanes:
             return
         if places < len(lanes) or any(lane.lane.waiting for lane in lanes):
             await self._learn(lanes)

@@ -169,39 +169,45 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> _Handle:  # type: ignore[override]
         return self.call_at(self.now_s + delay, callback, *args, context=context)
 
-    def _run_once(self) -> None:
+    def _pass_time(self) -> None:
+        """Go on to the next moment at which something happens, and make ready what does."""
         ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
+        now_s = self.now_s + TURN_S
+        if not ready:
+            while timers and timers[0][2].is_cancelled:
+                heapq.heappop(timers)
+            if not timers:
+                raise SimulationStuck("nothing is left to happen")
+            now_s = max(now_s, timers[0][0])
+        self.now_s = now_s
+        while timers and timers[0][0] <= now_s:
+            ready.append(heapq.heappop(timers)[2])
+        self.handles += len(ready)
+        if self.handles > MAX_HANDLES:
+            raise SimulationStuck("too much happens")
+
+    def _run_once(self) -> None:
+        ready = self._ready  # type: ignore[attr-defined]
         while not self._stopping:  # type: ignore[attr-defined]
-            now_s = self.now_s + TURN_S
-            if not ready:
-                while timers and timers[0][2].is_cancelled:
-                    heapq.heappop(timers)
-                if not timers:
-                    raise SimulationStuck("nothing is left to happen")
-                now_s = max(now_s, timers[0][0])
-            self.now_s = now_s
-            while timers and timers[0][0] <= now_s:
-                ready.append(heapq.heappop(timers)[2])
-            self.handles += len(ready)
-            if self.handles > MAX_HANDLES:
-                raise SimulationStuck("too much happens")
+            self._pass_time()
             for _ in range(len(ready)):
                 handle = ready.popleft()
-                if not handle.is_cancelled:
-                    self._run(handle)
-
-    def _run(self, handle: _Handle) -> None:
-        process = handle.context.get(CURRENT)
-        if process is not None and (process.is_dead or process.is_frozen):
-            if not process.is_dead:
-                process.park(handle)
-            return
-        try:
-            handle.context.run(handle.callback, *handle.args)
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # noqa: BLE001  # as asyncio's own
-            self.call_exception_handler({"message": f"a callback failed: {handle.callback}", "exception": error})
+                if handle.is_cancelled:
+                    continue
+                context = handle.context
+                process = context.get(CURRENT)
+                if process is not None and (process.is_dead or process.is_frozen):
+                    if not process.is_dead:
+                        process.park(handle)
+                    continue
+                try:
+                    context.run(handle.callback, *handle.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001  # as asyncio's own
+                    self.call_exception_handler(
+                        {"message": f"a callback failed: {handle.callback}", "exception": error}
+                    )
 
     def end_tasks(self) -> None:
         """Close, with all that never ended: nothing of it runs on."""
