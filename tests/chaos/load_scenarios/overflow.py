@@ -101,6 +101,7 @@ class Play:
         self._vault = Vault(stage.system.bus)
         self._cap_nano_usd = nano_usd(stage.system.shape.other_pools[API]["usd_per_day"])
         self._ours: list[LiveWorker] = []
+        self._are_back = asyncio.Event()
         self._in_health_calls = 0
         self._last_spent = 0
 
@@ -116,8 +117,9 @@ class Play:
         for _ in range(plan.count):
             await self._in_health()
             calls["while_full"] += await self._offer(TOO_MUCH)
-            calls["while_gone"] += await self._lose_ours(self._offer(GONE, plan.seconds + TOKENS * TOKEN_S))
-        calls["until_cap"] += await self._lose_ours(self._offer_until_cap())
+            offered = self._offer(GONE, plan.seconds + TOKENS * TOKEN_S)
+            calls["while_gone"] += await self._lose_ours(offered, asyncio.sleep(plan.seconds))
+        calls["until_cap"] += await self._lose_ours(self._offer_until_back(), self._cap())
         await self._in_health()
         await self._until(self._is_settled, SEEN_LIMIT_S, "the ledger and the cap's account do not know all calls")
         expect(report, "hosted_calls_in_health", self._in_health_calls, at_most=plan.slack - 1)
@@ -151,33 +153,40 @@ class Play:
         asked = await self._stage.callers.ask(tokens=2, tenant=LEAVES)
         return asked.record.headers.get("x-spillway-tier") == OUR_TIER
 
-    async def _lose_ours(self, offered: Awaitable[int]) -> int:
-        """Kill our workers under load; bring them back after the stage's time, for those that wait for them."""
+    async def _lose_ours(self, offered: Awaitable[int], away: Awaitable[None]) -> int:
+        """Kill our workers under load; bring them back after a time, for those that wait for them."""
+        self._are_back.clear()
         task = asyncio.ensure_future(offered)
         await asyncio.sleep(TOKENS * TOKEN_S)  # some are in mid-stream
         for worker in self._ours:
             worker.send(signal.SIGKILL)
-        await asyncio.sleep(self._stage.plan.seconds)
+        await away
         await self._bring_back()
         return await task
 
-    async def _offer_until_cap(self) -> int:
-        """Offer what may leave until the cap holds no more of it, and go on for a while."""
-        callers, before = self._stage.callers, len(self._api.bodies)
-        rate, calls = CEILING_PER_S * GONE, []
-        deadline_s = time.monotonic() + CAP_LIMIT_S
-        while await self._spent() < NEARLY_ALL * self._cap_nano_usd:
-            assert time.monotonic() < deadline_s, "the cap is not reached"
-            calls.append(asyncio.create_task(callers.offer(rate, 1.0, tokens=TOKENS, tenant=LEAVES)))
+    async def _offer_until_back(self) -> int:
+        """Offer what may leave for as long as our workers are away; beyond a cap it waits for them."""
+        callers, before, calls = self._stage.callers, len(self._api.bodies), []
+        while not self._are_back.is_set():
+            offer = callers.offer(CEILING_PER_S * GONE, 1.0, tokens=TOKENS, tenant=LEAVES)
+            calls.append(asyncio.create_task(offer))
             await asyncio.sleep(1.0)
-        calls.append(asyncio.create_task(callers.offer(rate, self._stage.plan.seconds, tokens=TOKENS, tenant=LEAVES)))
         await asyncio.gather(*calls)
         return len(self._api.bodies) - before
+
+    async def _cap(self) -> None:
+        """The cap holds no more, and is asked for more for a while."""
+        await self._until(self._is_cap_reached, CAP_LIMIT_S, "the cap is not reached")
+        await asyncio.sleep(self._stage.plan.seconds)
+
+    async def _is_cap_reached(self) -> bool:
+        return await self._spent() >= NEARLY_ALL * self._cap_nano_usd
 
     async def _bring_back(self) -> None:
         farm = self._stage.system.farm
         self._ours = [await farm.spawn(slot, {"pool": "ours", "tier": OUR_TIER}, replace=False) for slot in OUR_SLOTS]
         await self._until_beats(self._ours)
+        self._are_back.set()
 
     async def _until_beats(self, workers: list[LiveWorker]) -> None:
         async def have_beaten() -> bool:
