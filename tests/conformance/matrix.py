@@ -52,6 +52,7 @@ GRAMMARS: Final[dict[str, Grammar]] = {
 }
 CHECKED: Final = {
     "vllm": "vLLM 0.32 for CPUs",
+    "vllm_inprocess": "vLLM 0.32 for CPUs",
     "llamacpp": "llama.cpp, as in `xllamacpp` 2026.10",
     "triton": "Triton 2.51, as in `nvidia-pytriton` 0.7",
     "openai_completions": "llama.cpp",
