@@ -198,6 +198,11 @@ async def test_what_an_api_lacks_is_refused_by_name(pair: tuple[Driver, ChatRepl
         assert replay.bodies[-1]["response_format"] == {"type": "json_schema", "json_schema": told}
     else:
         assert driver.refusals["schema"].param == "response_format"
+    answer = await driver.answer(chat(tools=(WEATHER,), is_single_call=True), name="single")
+    if driver.engine._format._profile.takes_single_call:
+        assert replay.bodies[-1]["parallel_tool_calls"] is False
+    else:
+        assert driver.refusals["single"].param == "parallel_tool_calls"
 
 
 async def test_what_is_said_already_is_gone_on_with_or_left_to_others(pair: tuple[Driver, ChatReplay]) -> None:

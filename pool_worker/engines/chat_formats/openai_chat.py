@@ -113,7 +113,9 @@ class OpenAIChatFormat:
             told["tool_choice"] = {"type": "function", "function": {"name": chat.only_tool}}
         elif chat.tool_choice is not None:
             told["tool_choice"] = self._profile.must_call if chat.tool_choice == "required" else chat.tool_choice
-        if chat.is_single_call and self._profile.takes_single_call:
+        if chat.is_single_call:
+            if not self._profile.takes_single_call:
+                raise RequestRejected("parallel_tool_calls", "this pool's API does not support it")
             told["parallel_tool_calls"] = False
         return told
 
