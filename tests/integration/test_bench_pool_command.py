@@ -24,7 +24,7 @@ from tests.integration.test_bench_command import ROW_FIELDS, words
 SMALL = ["--prompt-tokens", "8,16", "--batch", "1,3", "--new-tokens", "4", "--rounds", "2", "--max-tpot-ms", "60000"]
 TEMPLATE = """
 [models.m]
-
+{of_model}
 [pools.p]
 models = ["m"]
 {pool}
@@ -41,10 +41,10 @@ def bench(*arguments: str | Path, answer: str | None = None) -> Result:
 def configured(tmp_path: Path) -> Callable[..., list[str]]:
     """Write a configuration of one pool; return the arguments that name it."""
 
-    def write(pool: str = "", **engine: Any) -> list[str]:
+    def write(pool: str = "", of_model: str = "", **engine: Any) -> list[str]:
         lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in engine.items())
         config = tmp_path / "spillway.toml"
-        config.write_text(TEMPLATE.format(pool=pool, engine=lines))
+        config.write_text(TEMPLATE.format(pool=pool, of_model=of_model, engine=lines))
         return ["p", "--config", str(config)]
 
     return write
@@ -125,12 +125,14 @@ def test_what_a_servers_memory_holds_is_recommended_and_not_passed(configured: C
 def test_an_api_is_asked_in_messages_and_counts_itself(configured: Callable[..., list[str]]) -> None:
     with running(ChatReplay()) as replay:  # type: ignore[type-var]  # it has an app and a URL, too
         engine = {"kind": "openai_chat", "profile": "openai", "model": "m-1", "url": replay.url}
-        pool = configured('tier = "hosted"\nprices = { m = { prompt = 2.5, completion = 10.0 } }', **engine)
-        unpaid = bench(*pool, *SMALL, answer="n\n")
+        counted_by = f'tokenizer = "{DEMO_MODEL_PATH}"'
+        pool = 'tier = "hosted"\nprices = { m = { prompt = 2.5, completion = 10.0 } }'
+        asked = configured(pool, counted_by, **engine)
+        unpaid = bench(*asked, *SMALL, answer="n\n")
         assert unpaid.exit_code == 1
         assert replay.bodies == []
         assert "pools.p is a hosted API: 224 prompt tokens and 80 new ones will be paid for" in words(unpaid.stderr)
-        done = bench(*pool, *SMALL, "--yes", "--json", "-")
+        done = bench(*asked, *SMALL, "--yes", "--json", "-")
         assert done.exit_code == 0, done.output
         assert {body["model"] for body in replay.bodies} == {"m-1"}
     report = json.loads(done.stdout)
