@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import jsonschema_rs
-import msgspec
 
-from gateway.api.sse import Chunks, encode_json
+from gateway.api.sse import Chunks, decoded, event
 from protocol.chat import Deltas
 from protocol.messages import Tokens
 
@@ -89,10 +88,7 @@ class _Checked:
                 self._validator = jsonschema_rs.validator_for(self._schema, pattern_options=patterns)
             errors = self._validator.iter_errors(value)
             return [_told(error) for error, _ in zip(errors, range(MAX_ERRORS), strict=False)]
-        except (
-            jsonschema_rs.ValidationError,
-            ValueError,
-        ):  # the schema is no valid one, or has a pattern it cannot bound
+        except (jsonschema_rs.ValidationError, ValueError):  # an invalid schema, or a pattern that cannot be bounded
             return None
 
 
@@ -115,10 +111,6 @@ def _words(schema: Any) -> set[str]:  # noqa: ANN401
     return found
 
 
-_EVENT_START: Final = b"data: "
-_EVENT_END: Final = b"\n\n"
-
-
 class CheckedChunks:
     """``Chunks`` whose last event of a choice tells ``schema_errors``."""
 
@@ -133,11 +125,9 @@ class CheckedChunks:
 
     def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
-        events = self._inner.of(frame).split(_EVENT_END)[:-1]
-        return b"".join(self._completed(event, frame.index) for event in events)
+        return b"".join(self._completed(body, frame.index) for body in decoded(self._inner.of(frame)))
 
-    def _completed(self, event: bytes, choice: int) -> bytes:
-        body: dict[str, Any] = msgspec.json.decode(event.removeprefix(_EVENT_START))
+    def _completed(self, body: dict[str, Any], choice: int) -> bytes:
         row = body["choices"][0]
         delta: dict[str, Any] = row.get("delta", {})
         self._texts[choice].append(delta.get("content") or row.get("text") or "")
@@ -147,7 +137,7 @@ class CheckedChunks:
         if row["finish_reason"] is not None:
             text = "".join(self._texts[choice])[self._echo_chars :]
             row |= self._check.told(text, self._calls[choice], row["finish_reason"])
-        return _EVENT_START + encode_json(body) + _EVENT_END
+        return event(body)
 
     @staticmethod
     def _add(function: dict[str, Any], calls: list[dict[str, Any]]) -> None:

@@ -21,6 +21,9 @@ _FINISH_NULL: Final = b',"finish_reason":null}]'
 
 encode_json = msgspec.json.Encoder().encode
 
+_EVENT_START: Final = b"data: "
+_EVENT_END: Final = b"\n\n"
+
 
 def comment(text: str) -> bytes:
     """A line that clients ignore and load balancers count as a sign of life."""
@@ -30,6 +33,16 @@ def comment(text: str) -> bytes:
 def error_event(error: ApiError) -> bytes:
     """The event before a stream is broken off."""
     return b"data: " + error.envelope() + b"\n\n"
+
+
+def decoded(events: bytes) -> list[dict[str, Any]]:
+    """The bodies of events that others have made: for what is told more rarely than tokens."""
+    return [msgspec.json.decode(event.removeprefix(_EVENT_START)) for event in events.split(_EVENT_END)[:-1]]
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One of them, written again."""
+    return _EVENT_START + encode_json(body) + _EVENT_END
 
 
 def usage_fields(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:

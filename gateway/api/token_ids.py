@@ -1,17 +1,12 @@
 """Token ids in the events of a stream."""
 
 from collections.abc import Sequence
-from typing import Any, Final
-
-import msgspec
+from typing import Any
 
 from gateway.api.details import Details
-from gateway.api.sse import Chunks, encode_json
+from gateway.api.sse import Chunks, decoded, event
 from protocol.chat import Deltas
 from protocol.messages import Tokens
-
-_EVENT_START: Final = b"data: "
-_EVENT_END: Final = b"\n\n"
 
 
 def with_token_ids(chunks: Chunks, details: Details, *, choices: int, prompt_in_choice: bool) -> Chunks:
@@ -48,11 +43,10 @@ class WithTokenIds:
     def of(self, frame: Tokens | Deltas) -> bytes:
         """See Chunks."""
         self._untold[frame.index] += frame.token_ids
-        events = self._inner.of(frame).split(_EVENT_END)[:-1]
-        return b"".join(self._completed(event, is_last=event is events[-1]) for event in events)
+        bodies = decoded(self._inner.of(frame))
+        return b"".join(self._completed(body, is_last=body is bodies[-1]) for body in bodies)
 
-    def _completed(self, event: bytes, *, is_last: bool) -> bytes:
-        body: dict[str, Any] = msgspec.json.decode(event.removeprefix(_EVENT_START))
+    def _completed(self, body: dict[str, Any], *, is_last: bool) -> bytes:
         choice = body["choices"][0]
         index = choice["index"] - self._first_index
         if not self._started[index]:
@@ -60,4 +54,4 @@ class WithTokenIds:
             (choice if self._prompt_in_choice else body)["prompt_token_ids"] = self._prompt_ids
         if is_last:
             choice["token_ids"], self._untold[index] = self._untold[index], []
-        return _EVENT_START + encode_json(body) + _EVENT_END
+        return event(body)

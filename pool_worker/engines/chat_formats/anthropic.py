@@ -18,10 +18,13 @@ from pool_worker.engines.chat_formats.base import (
     Count,
     EndReason,
     effort,
+    end_of,
+    read_counts,
+    read_event,
     refuse_continuation,
     sampling,
 )
-from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, schema_of
+from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, owed, schema_of
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.settings import AnthropicSettings
 from protocol.chat import Call, Chat, ChatUsage, Part, Tool
@@ -29,7 +32,7 @@ from protocol.chat import Call, Chat, ChatUsage, Part, Tool
 MAX_TEMPERATURE: Final = 1.0
 _SAMPLED: Final = {name: name for name in ("temperature", "top_p", "top_k")}  # until the version that took them away
 _EFFORTS: Final = ("none", "low", "medium", "high", "xhigh", "max")
-_ENDS: Final[dict[str, EndReason]] = {
+_ENDS: Final[dict[str, EndReason]] = {  # not "pause_turn" of tools that the server would run
     "end_turn": "stop",
     "stop_sequence": "stop",
     "tool_use": "stop",
@@ -100,7 +103,7 @@ class AnthropicFormat:
 
     def reader(self, ask: ChatAsk) -> AnswerReader:
         """See ChatFormat."""
-        return _Reader(alternate(ask, _Blocks()).owed)
+        return _Reader(owed(ask))
 
 
 class _VersionAndKey(httpx.Auth):
@@ -218,10 +221,7 @@ class _Reader:
 
     def read(self, told: Mapping[str, Any]) -> ChatDelta:
         """See AnswerReader. Events of kinds that are not known are passed over, as the API asks for."""
-        try:
-            event = msgspec.convert(told, _Event)
-        except msgspec.ValidationError as error:
-            raise MalformedEvent(str(error)) from error
+        event = read_event(told, _Event)
         if event.type == "error":
             raise ServerFailure(str(event.error))
         if event.message is not None:
@@ -235,7 +235,7 @@ class _Reader:
             return ChatDelta([] if self._has_arguments else [Part("arguments", "{}")])
         if event.type == "message_delta" and event.delta is not None:
             self._usage |= {name: count for name, count in (event.usage or {}).items() if count is not None}
-            return ChatDelta(ended_by=_end_of(event.delta.stop_reason), usage=_usage_of(self._usage))
+            return ChatDelta(ended_by=end_of(event.delta.stop_reason, _ENDS), usage=_usage_of(self._usage))
         return ChatDelta()
 
     def _begin(self, index: int, block: _Content) -> list[Part]:
@@ -259,20 +259,10 @@ class _Reader:
         return [Part("reasoning", thinking)] * bool(thinking) + [Part("text", text)] * bool(text)
 
 
-def _end_of(reason: str | None) -> EndReason | None:
-    if reason is None:
-        return None
-    ended = _ENDS.get(reason)
-    if ended is None:  # "pause_turn" of tools that the server would run, which nobody asked for
-        raise ServerFailure(f"the server ended the message with {reason!r}")
-    return ended
-
-
 def _usage_of(told: Mapping[str, Any]) -> ChatUsage | None:
     """Return what the API says; None where that cannot be, so that it is estimated."""
-    try:
-        usage = msgspec.convert(told, _Usage)
-    except msgspec.ValidationError:
+    usage = read_counts(told, _Usage)
+    if usage is None:
         return None
     cached = usage.cache_read_input_tokens or 0
     prompt = usage.input_tokens + (usage.cache_creation_input_tokens or 0) + cached

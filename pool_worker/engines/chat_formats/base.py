@@ -8,7 +8,7 @@ yields the JSON object of each event, also where the wire is no text (AWS' event
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
 
 import httpx
 import msgspec
@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from engine.errors import RequestRejected
 from engine.types import SamplingParams
-from pool_worker.engines.framing import Framing
+from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from protocol.chat import Chat, ChatUsage, Part
 
 # What is done for every format: one stream a choice, and a body that says how long the answer may be.
@@ -26,6 +26,8 @@ WITHOUT_MEANING: Final = frozenset({"skip_special_tokens", "grammar"})
 
 EndReason = Literal["stop", "length", "content_filter"]
 Count = Annotated[int, msgspec.Meta(ge=0)]  # of tokens, as an API tells it
+
+_Told = TypeVar("_Told", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +145,29 @@ def refuse_continuation(ask: ChatAsk, chat_format: ChatFormat) -> None:
     """Raise RequestRejected where an answer is begun, and the API does not go on with one."""
     if (ask.chat.continues_last or ask.prefix) and not chat_format.continues:
         raise RequestRejected("continue_final_message", "this pool's API does not support it")
+
+
+def read_event(event: Mapping[str, Any], kind: type[_Told]) -> _Told:
+    """Return an event as what the API's documents say of it. Raises MalformedEvent."""
+    try:
+        return msgspec.convert(event, kind)
+    except msgspec.ValidationError as error:
+        raise MalformedEvent(str(error)) from error
+
+
+def read_counts(told: object, kind: type[_Told]) -> _Told | None:
+    """Return what the API says of tokens; None where that cannot be, so that it is estimated."""
+    try:
+        return msgspec.convert(told, kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def end_of(reason: str | None, ends: Mapping[str, EndReason]) -> EndReason | None:
+    """Return how an answer has ended, None where it has not. Raises ServerFailure for what nobody asked for."""
+    if reason is None:
+        return None
+    ended = ends.get(reason)
+    if ended is None:
+        raise ServerFailure(f"the server ended the answer with {reason!r}")
+    return ended

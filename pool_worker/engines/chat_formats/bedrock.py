@@ -19,18 +19,21 @@ from pool_worker.engines.chat_formats.base import (
     Count,
     EndReason,
     effort,
+    end_of,
+    read_counts,
+    read_event,
     refuse_continuation,
     sampling,
 )
-from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, schema_of
-from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
+from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, owed, schema_of
+from pool_worker.engines.framing import Framing, MalformedEvent
 from pool_worker.settings import BedrockSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
 
 MAX_TEMPERATURE: Final = 1.0
 _NAMES: Final = {"temperature": "temperature", "top_p": "topP", "stop": "stopSequences"}
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
-_ENDS: Final[dict[str, EndReason]] = {
+_ENDS: Final[dict[str, EndReason]] = {  # not "malformed_model_output", "malformed_tool_use"
     "end_turn": "stop",
     "stop_sequence": "stop",
     "tool_use": "stop",
@@ -82,7 +85,7 @@ class BedrockFormat:
 
     def reader(self, ask: ChatAsk) -> AnswerReader:
         """See ChatFormat."""
-        return _Reader(alternate(ask, _Blocks()).owed)
+        return _Reader(owed(ask))
 
 
 class _Blocks:
@@ -191,10 +194,7 @@ class _Reader:
 
     def read(self, told: Mapping[str, Any]) -> ChatDelta:
         """See AnswerReader."""
-        try:
-            event = msgspec.convert(told, _Event)
-        except msgspec.ValidationError as error:
-            raise MalformedEvent(str(error)) from error
+        event = read_event(told, _Event)
         if event.content_block_start is not None:
             return ChatDelta(self._begin(event.content_block_start))
         if event.content_block_delta is not None:
@@ -203,7 +203,7 @@ class _Reader:
             self._call = None
             return ChatDelta([] if self._has_arguments else [Part("arguments", "{}")])
         if event.message_stop is not None:
-            return ChatDelta(ended_by=_end_of(event.message_stop.stop_reason))
+            return ChatDelta(ended_by=end_of(event.message_stop.stop_reason, _ENDS))
         return ChatDelta(usage=None if event.metadata is None else _usage_of(event.metadata.get("usage")))
 
     def _begin(self, block: _Content) -> list[Part]:
@@ -225,18 +225,10 @@ class _Reader:
         return [Part("text", text)] if text else []
 
 
-def _end_of(reason: str) -> EndReason:
-    ended = _ENDS.get(reason)
-    if ended is None:  # "malformed_model_output", "malformed_tool_use"
-        raise ServerFailure(f"the server ended the message with {reason!r}")
-    return ended
-
-
 def _usage_of(told: object) -> ChatUsage | None:
     """Return what the API says; None where that cannot be, so that it is estimated."""
-    try:
-        usage = msgspec.convert(told, _Usage)
-    except msgspec.ValidationError:
+    usage = read_counts(told, _Usage)
+    if usage is None:
         return None
     cached = usage.cache_read_input_tokens
     prompt = usage.input_tokens + usage.cache_write_input_tokens + cached

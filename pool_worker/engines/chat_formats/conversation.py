@@ -44,15 +44,13 @@ class Conversation:
     system: list[str] = field(default_factory=list)
     messages: list[tuple[Role, list[Block]]] = field(default_factory=list)
     called: dict[str, Call] = field(default_factory=dict)  # by their ids
-    owed: str = ""  # the blanks at the end of what the client has of the answer: no API takes them there
 
 
 def alternate(ask: ChatAsk, blocks: Blocks) -> Conversation:
     """Write a conversation, the begun answer at its end. Raises RequestRejected."""
     turns = list(ask.chat.turns)
-    begun = ask.prefix
     if ask.chat.continues_last:
-        begun = (turns.pop().content or "") + ask.prefix
+        turns.pop()
     elif turns[-1].role == "assistant":
         raise RequestRejected("messages", "this pool's API would go on with the assistant's message at the end")
     told = Conversation()
@@ -60,11 +58,21 @@ def alternate(ask: ChatAsk, blocks: Blocks) -> Conversation:
         _take(told, turn, blocks)
     if not told.messages:
         raise RequestRejected("messages", "this pool's API needs a message of the user")
-    said = begun.rstrip()
-    told.owed = begun[len(said) :]
+    said = _begun(ask).rstrip()
     if said:
         _add(told, "assistant", [blocks.text(said)])
     return told
+
+
+def owed(ask: ChatAsk) -> str:
+    """Return the blanks at the end of what the client has of the answer: no API takes them there."""
+    begun = _begun(ask)
+    return begun[len(begun.rstrip()) :]
+
+
+def _begun(ask: ChatAsk) -> str:
+    before = ask.chat.turns[-1].content or "" if ask.chat.continues_last else ""
+    return before + ask.prefix
 
 
 def _take(told: Conversation, turn: Turn, blocks: Blocks) -> None:

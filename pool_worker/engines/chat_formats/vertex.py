@@ -19,6 +19,9 @@ from pool_worker.engines.chat_formats.base import (
     Count,
     EndReason,
     effort,
+    end_of,
+    read_counts,
+    read_event,
     refuse_continuation,
     sampling,
 )
@@ -40,7 +43,7 @@ _NAMES: Final = {
 }
 _ROLES: Final = {"user": "user", "assistant": "model"}
 _EFFORTS: Final = ("minimal", "low", "medium", "high")
-_ENDS: Final[dict[str, EndReason]] = {
+_ENDS: Final[dict[str, EndReason]] = {  # not "MALFORMED_FUNCTION_CALL", "OTHER", …
     "STOP": "stop",
     "MAX_TOKENS": "length",
     "SAFETY": "content_filter",
@@ -197,10 +200,7 @@ class _Reader:
 
     def read(self, event: Mapping[str, Any]) -> ChatDelta:
         """See AnswerReader."""
-        try:
-            chunk = msgspec.convert(event, _Chunk)
-        except msgspec.ValidationError as error:
-            raise MalformedEvent(str(error)) from error
+        chunk = read_event(event, _Chunk)
         if chunk.error is not None:
             raise ServerFailure(str(chunk.error))
         usage = _usage_of(chunk.usage_metadata)
@@ -213,7 +213,7 @@ class _Reader:
             raise MalformedEvent("a candidate that was not asked for")
         said = [] if candidate.content is None else candidate.content.parts
         parts = [part for one in said for part in _parts_of(one)]
-        return ChatDelta(parts, _end_of(candidate.finish_reason), usage)
+        return ChatDelta(parts, end_of(candidate.finish_reason, _ENDS), usage)
 
 
 def _parts_of(part: _Part) -> list[Part]:
@@ -224,20 +224,10 @@ def _parts_of(part: _Part) -> list[Part]:
     return [Part("reasoning" if part.thought else "text", part.text)] if part.text else []
 
 
-def _end_of(reason: str | None) -> EndReason | None:
-    if reason is None:
-        return None
-    ended = _ENDS.get(reason)
-    if ended is None:  # "MALFORMED_FUNCTION_CALL", "OTHER", …
-        raise ServerFailure(f"the server ended the answer with {reason!r}")
-    return ended
-
-
 def _usage_of(told: object) -> ChatUsage | None:
     """Return what the API says; None where that cannot be, so that it is estimated."""
-    try:
-        usage = msgspec.convert(told, _Usage)
-    except msgspec.ValidationError:
+    usage = read_counts(told, _Usage)
+    if usage is None:
         return None
     thoughts = usage.thoughts_token_count
     completion = usage.candidates_token_count + thoughts
