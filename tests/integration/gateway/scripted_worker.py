@@ -33,7 +33,7 @@ from protocol.messages import (
     encode,
     unpack_token_ids,
 )
-from protocol.pull import Delivery, PullConsumer, ack
+from protocol.pull import Delivery, PullConsumer, ack, nak
 
 
 class Attempt:
@@ -47,6 +47,17 @@ class Attempt:
         self.cancelled = asyncio.Event()
         self.made_tokens = 0
         self.fetched_prompt: list[int] = []  # one that travelled by reference
+        self.is_handed_back = False
+
+    def is_of(self, job: Job) -> bool:
+        """Whether it is this very attempt, which its worker has and not only has seen."""
+        same = (self.job.request_id, self.job.attempt) == (job.request_id, job.attempt)
+        return same and not self.is_handed_back
+
+    async def hand_back(self, delay_s: float) -> None:
+        """Leave the job to whoever pulls next, after a while."""
+        self.is_handed_back = True
+        await nak(self.worker.bus, self.delivery, delay_s)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -163,6 +174,11 @@ class ScriptedWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._beating: asyncio.Task[None] | None = None
 
+    @property
+    def requests(self) -> set[str]:
+        """Whatever came here; on a slow machine a request may come as several attempts."""
+        return {attempt.job.request_id for attempt in self.attempts}
+
     async def start(self) -> None:
         self._control = await self.bus.subscribe(subjects.control_subject(self.worker_id), self._on_control)
         for consumer in self._consumers:
@@ -216,7 +232,13 @@ class ScriptedWorker:
             await asyncio.sleep(0.02)
 
     async def _on_delivery(self, delivery: Delivery) -> None:
-        attempt = Attempt(self, delivery, decode_job(delivery.payload))
+        job = decode_job(delivery.payload)
+        held = next((attempt for attempt in self.attempts if attempt.is_of(job)), None)
+        if held is not None:  # it comes again, as an acknowledgement was late or lost; the work must not
+            if held.frames:
+                await ack(self.bus, delivery)
+            return
+        attempt = Attempt(self, delivery, job)
         self.attempts.append(attempt)
         task = asyncio.create_task(self._run(attempt))
         self._tasks.add(task)

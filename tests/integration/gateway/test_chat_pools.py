@@ -21,7 +21,6 @@ from protocol import subjects
 from protocol.artifacts import get_object
 from protocol.errors import BusError
 from protocol.messages import Job, decode_job, unpack_token_ids
-from protocol.pull import nak
 from protocol.usage import AttemptRecord, RequestRecord
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
 from tests.conformance.server_replay import Fault, running
@@ -474,17 +473,13 @@ async def test_what_no_api_can_read_finds_no_room_at_a_hosted_pool(start_pool: S
 # --- beside the model's own workers ---------------------------------------------------------------------------------
 
 
-async def hand_back(attempt: Attempt) -> None:
-    await nak(attempt.worker.bus, attempt.delivery, 0.2)
-
-
 async def test_what_an_engine_began_goes_on_as_a_message(start_pool: StartPool, replay: ChatReplay) -> None:
     gateway = await start_pool("deepseek", is_mixed=True, tier="on-demand")
     begun = WHOLE[:20]
 
     async def begin(attempt: Attempt) -> None:
         if attempt.job.attempt > 1:
-            await hand_back(attempt)
+            await attempt.hand_back(0.2)
             return
         attempt.worker.takes_jobs = False
         await attempt.accept()
@@ -505,7 +500,7 @@ async def test_what_an_api_began_goes_on_from_its_text(start_pool: StartPool, re
 
     async def go_on(attempt: Attempt) -> None:
         if attempt.job.attempt == 1:
-            await hand_back(attempt)
+            await attempt.hand_back(0.2)
             return
         await attempt.accept()
         await attempt.tokens(" and an end", (1, 2), finish_reason="stop")

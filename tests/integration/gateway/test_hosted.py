@@ -88,13 +88,13 @@ async def test_only_who_may_leave_does_where_our_workers_are_gone(start_gateway:
     opted_out = asyncio.create_task(ask(gateway, leaves, extra_body={"allow_hosted": False}))
     ours = await gateway.add_worker("ours")
     assert {where(await one) for one in (*waiting, opted_out)} == {OURS}
-    assert len(api.attempts) == 5
+    assert len(api.requests) == 5
     await until_known(gateway, ours)
     assert where(await ask(gateway, leaves)) == OURS  # they are back
     records = await gateway.records(9)
-    assert sorted((one.provider, one.tier, one.attempts) for one in records) == [
-        *[("openai", "hosted", 1)] * 5,
-        *[("provider-a", "spot", 1)] * 4,
+    assert sorted((one.provider, one.tier) for one in records) == [
+        *[("openai", "hosted")] * 5,
+        *[("provider-a", "spot")] * 4,
     ]
 
 
@@ -109,10 +109,10 @@ async def test_where_our_workers_are_full_who_may_leave_does_after_a_while(
     waiting = asyncio.create_task(ask(gateway, stays))
     answer = await ask(gateway, leaves)
     assert where(answer) == HOSTED
-    assert answer.headers["x-spillway-attempts"] == "2"
+    assert int(answer.headers["x-spillway-attempts"]) > 1
     ours.takes_jobs, ours.free_sequences = True, 64
     assert where(await waiting) == OURS
-    assert len(api.attempts) == 1
+    assert len(api.requests) == 1
 
 
 async def test_what_a_hosted_pool_does_not_take_comes_back(start_gateway: Start, make_key: MakeKey) -> None:
@@ -169,7 +169,7 @@ async def test_a_rescue_goes_to_a_hosted_pool_only_where_it_may(start_gateway: S
     assert answer.parse().choices[0].message.content == "Hello world"
     again = await gateway.add_worker("again", script=goes_on)
     assert where(await asked[1]) == OURS
-    assert (len(api.attempts), len(again.attempts)) == (1, 1)
+    assert (len(api.requests), len(again.requests)) == (1, 1)
 
 
 async def spent(bus: Bus, period: str = "day") -> int | None:
@@ -214,7 +214,7 @@ async def test_a_cap_is_kept_and_what_waits_says_so(start_gateway: Start, make_k
     assert where(await ask(gateway, leaves, max_tokens=2)) == HOSTED  # there is something left for a small one
     await gateway.add_worker("ours")
     assert [chunk.choices[0].finish_reason async for chunk in stream.parse()][-1] == "stop"
-    assert len(api.attempts) == fitting + 2
+    assert len(api.requests) == fitting + 2
     assert (await spent(bus) or 0) <= nano_usd(cap_usd)
 
 
@@ -268,4 +268,4 @@ async def test_who_asks_for_hosted_without_leave_is_told(start_gateway: Start, m
         assert words in refused.message
         assert "openai" in refused.message
     assert where(await ask(gateway, leaves, extra_body={"allow_hosted": True})) == HOSTED
-    assert len(api.attempts) == 1
+    assert len(api.requests) == 1

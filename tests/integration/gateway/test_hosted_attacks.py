@@ -92,7 +92,7 @@ async def test_a_leave_that_is_taken_back_holds_for_what_waits(
     assert where(await waiting[1]) == HOSTED  # both were looked at
     await gateway.add_worker("ours")
     assert where(await waiting[0]) == OURS
-    assert len(api.attempts) == 1
+    assert len(api.requests) == 1
 
 
 async def test_a_leave_that_is_taken_back_holds_for_a_rescue(
@@ -120,7 +120,7 @@ async def test_a_leave_that_is_taken_back_holds_for_a_rescue(
     assert where(await asked[1]) == HOSTED  # both were looked at
     await gateway.add_worker("again", script=says_world)
     assert where(await asked[0]) == OURS
-    assert len(api.attempts) == 1
+    assert len(api.requests) == 1
 
 
 @pytest.mark.parametrize("value", ["false", "no", 0, 1, [], {}])
@@ -142,7 +142,7 @@ async def test_batch_requests_leave_only_where_a_model_has_no_workers_of_ours(
     assert where(leaves) == HOSTED
     ours = await gateway.add_worker("ours")
     assert where(await stays) == OURS
-    assert len(api.attempts) == 1
+    assert len(api.requests) == 1
     await end(gateway, ours)
     without = await start_gateway(**pool(), only_hosted=(MODEL,), open_metrics=True)
     await until_known(without, api)
@@ -262,7 +262,7 @@ async def test_two_gateways_and_a_lost_account_do_not_pass_a_cap(
     await until_async(is_reached)
     await gateways[0].add_worker("ours")
     tiers = [where(answer)[-1] for answer in await asyncio.gather(*asked)]
-    assert tiers.count("hosted") + len(first) == len(api.attempts)
+    assert tiers.count("hosted") + len(first) == len(api.requests)
     assert "spot" in tiers
     assert cost_of(api) <= nano_usd(cap_usd)
 
