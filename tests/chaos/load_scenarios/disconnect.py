@@ -118,25 +118,25 @@ def _freed_ms(report: Report, left: list[Asked], ends: Ends) -> list[float]:
 
 async def _leave_queued(system: System, callers: Callers, count: int, rng: random.Random) -> list[float]:
     """Each enters the queue behind a full engine and leaves; returns how long each message outlived it."""
-    async with _full_engine(system, callers):
+    async with full_engine(system, callers):
         return [await _enter_and_leave(system, callers, rng.uniform(0.0, 0.02)) for _ in range(count)]
 
 
 async def _enter_and_leave(system: System, callers: Callers, stay_s: float) -> float:
     leave = asyncio.Event()
     caller = asyncio.create_task(callers.ask(tokens=TOKENS, leave=leave))
-    await _until_queued(system, 1)
+    await until_queued(system, 1)
     await asyncio.sleep(stay_s)
     left_s = time.perf_counter()
     leave.set()
-    await _until_queued(system, 0)
+    await until_queued(system, 0)
     gone_ms = (time.perf_counter() - left_s) * 1000
     await caller
     return gone_ms
 
 
 @asynccontextmanager
-async def _full_engine(system: System, callers: Callers) -> AsyncIterator[None]:
+async def full_engine(system: System, callers: Callers) -> AsyncIterator[None]:
     """Hold every slot with an answer that stands still after its first token."""
     leave = asyncio.Event()
     running = asyncio.Semaphore(0)
@@ -161,7 +161,8 @@ async def _full_engine(system: System, callers: Callers) -> AsyncIterator[None]:
         await asyncio.gather(*holders)
 
 
-async def _until_queued(system: System, messages: int) -> None:
+async def until_queued(system: System, messages: int) -> None:
+    """So many jobs wait in the queue, of whomever."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while await _messages(system) != messages:
             await asyncio.sleep(POLL_S)
@@ -183,7 +184,7 @@ async def _until_idle(report: Report, system: System) -> None:
         if (beat.free_sequences, beat.free_kv_tokens) != (beat.max_sequences, beat.max_kv_tokens):
             report.offend(f"an idle worker says that something is taken: {beat}")
     with contextlib.suppress(TimeoutError):
-        await _until_queued(system, 0)
+        await until_queued(system, 0)
         return
     report.offend(f"{await _messages(system)} messages of nobody are in the queue")
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import psutil
 
 from tests.chaos.load_scenarios.callers import Asked, served_tokens, ttfts_ms
+from tests.chaos.load_scenarios.disconnect import full_engine, until_queued
 from tests.chaos.load_scenarios.plan import Ceiling, Stage, expect
 from tests.chaos.report import Report, percentile
 from tests.chaos.system import Shape
@@ -19,6 +21,7 @@ WEIGHTS_SHAPE = Shape(workers=2, max_sequences=10, inter_token_s=0.05, tenants={
 MIN_FLOOD = 0.8  # of capacity: what others must be kept busy with, or nothing is proven; a tenth is reserved
 ALONE_S = 10.0  # how long it is measured how it is without others
 BEFORE_PER_S = 2.0
+IN_TURN_LIMIT = 1.0  # two workers deal out a few dozen jobs, each by itself; in the order of coming it is far more
 FLEX = {"service_tier": "flex"}
 
 
@@ -56,6 +59,25 @@ async def _two_backlogs(stage: Stage, *, offers: tuple[float, float], tolerance:
     ratio = max(1, served[BUSY]) / max(1, served[QUIET]) / of_weights
     report.extras |= {"busy_tokens": served[BUSY], "quiet_tokens": served[QUIET], "of_fair_share": round(ratio, 3)}
     expect(report, "unfairness", max(ratio, 1 / ratio) - 1, at_most=tolerance * plan.slack)
+
+
+async def backlogs(stage: Stage) -> None:
+    """Both wait behind full engines, all of one before the first of the other: then they are served in turn.
+
+    Judged by the order alone, which is the same however slow the machine is. ``plan.count``: of the smaller backlog.
+    """
+    callers, system, count = stage.callers, stage.system, stage.plan.count
+    backlogs = {BUSY: 2 * count, QUIET: count}
+    asked: list[asyncio.Task[Asked]] = []
+    async with full_engine(system, callers):
+        for tenant, waiting in backlogs.items():
+            asked += [asyncio.create_task(callers.ask(tokens=FEW_TOKENS, tenant=tenant)) for _ in range(waiting)]
+            await until_queued(system, len(asked))
+    began = sorted(await asyncio.gather(*asked), key=lambda one: one.answer.texts[0][0])
+    served = Counter(one.tenant for one in began[:count])  # of which neither tenant alone has had enough
+    stage.report.extras |= {"busy_began": served[BUSY], "quiet_began": served[QUIET]}
+    unfairness = max(served.values()) / max(1, min(served[BUSY], served[QUIET])) - 1
+    expect(stage.report, "unfairness_in_turn", unfairness, at_most=IN_TURN_LIMIT)
 
 
 async def light_tenant(stage: Stage) -> None:

@@ -32,7 +32,7 @@ async def spike(stage: Stage) -> None:
     first_s = time.perf_counter()
     offer = callers.offer(SPIKE_FACTOR * ceiling.requests_per_s, plan.seconds, tokens=TOKENS)
     offered = asyncio.create_task(offer)
-    await asyncio.sleep(DRAIN_MARGIN * SPIKE_FACTOR * plan.seconds + plan.slack * ceiling.service_s)
+    await asyncio.sleep(DRAIN_MARGIN * SPIKE_FACTOR * plan.seconds + ceiling.service_s)
     report.extras["machine_busy_percent"] = psutil.cpu_percent()
     late = [await callers.ask(tokens=2) for _ in range(PROBES)]
     spiked = await offered
