@@ -24,6 +24,7 @@ from nats.js import JetStreamContext
 
 from protocol.clock import ServerClock
 from protocol.connection import LastingClient, shared_credentials
+from protocol.deadlines import shared_deadlines
 from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, NobodyListens, PayloadTooLarge, StreamFull
 from protocol.subjects import QUOTAS_BUCKET
 
@@ -201,18 +202,23 @@ class Bus:
     async def request(
         self, subject: str, payload: bytes, *, headers: dict[str, str] | None = None, timeout_s: float
     ) -> Msg:
-        """Publish and wait for one reply. Raises BusTimeout, NobodyListens, and what ``publish`` raises."""
+        """Publish and wait for one reply; ``timeout_s`` is a constant.
+
+        Raises BusTimeout, NobodyListens, and what ``publish`` raises.
+        """
         ticket = str(next(self._tickets))
         future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        limits = shared_deadlines(timeout_s, _give_up)
         self._waiting[ticket] = future
+        limits.add(future)
         try:
             await self.publish(subject, payload, reply=f"{self._inbox_prefix}.{ticket}", headers=headers)
-            async with asyncio.timeout(timeout_s):
-                reply = await future
+            reply = await future
         except TimeoutError as error:
             raise BusTimeout(f"no reply from {subject} within {timeout_s} s") from error
         finally:
             self._waiting.pop(ticket, None)
+            limits.discard(future)
         if reply.headers and reply.headers.get("Status") == "503":
             raise NobodyListens(f"nobody listens on {subject}")
         return reply
@@ -306,6 +312,11 @@ class Bus:
 
 _NO_MESSAGE_FOUND: Final = 10037
 _NO_SUCH_MESSAGE: Final = {_NO_MESSAGE_FOUND, 10057, 10043}  # message delete failed, sequence not found
+
+
+def _give_up(future: asyncio.Future[Msg]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
 
 
 def _without_secrets(servers: list[str]) -> str:

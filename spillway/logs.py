@@ -67,6 +67,9 @@ def configure(process: str, *, level: int = logging.INFO) -> None:
             renderer,
         ],
     )
+    # What no line of ours shows need not be found out for each: Python's "Logging HOWTO", "Optimization".
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # noqa: SLF001
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()

@@ -19,13 +19,15 @@ from urllib.parse import unquote
 import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from gateway.api.connections import Connections, Deadlines
+from gateway.api.connections import Connections
+from gateway.api.cycle import Cycle
 from gateway.api.errors import ApiError, HeadTooLarge, MalformedHttp, RequestTooSlow
-from gateway.api.exchange import ABORT_KEY, HEADERS_KEY
+from gateway.api.exchange import ABORT_KEY, CALL_WHEN_GONE_KEY, HEADERS_KEY
 from gateway.api.refusals import HTTP, MAX_PATH_CHARS
+from protocol.deadlines import Deadlines
 
 READ_AHEAD: Final = 8  # requests that are read while an earlier one is answered; more stay in the socket
 MAX_PIPELINED: Final = 100  # that may have come with them in one piece
@@ -54,8 +56,8 @@ class Connection(HttpToolsProtocol):
         self._connections = connections
         self._waits_in: Deadlines[Connection] | None = None  # for the client to do something
         self._is_counted = False
-        self._answering: RequestResponseCycle | None = None
-        self._waiting: deque[RequestResponseCycle] = deque()  # behind it; self.cycle is the one that has come last
+        self._answering: Cycle | None = None
+        self._waiting: deque[Cycle] = deque()  # behind it; self.cycle is the one that has come last
         self._in_head = False
         self._head_bytes = 0  # of this head, as far as it lies in earlier pieces than the one that is being read
         self._piece_bytes = 0
@@ -121,8 +123,7 @@ class Connection(HttpToolsProtocol):
             self._tell(None, cycle.scope["raw_path"])
         self._waiting.clear()
         if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
+            self._answering.gone()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -174,7 +175,7 @@ class Connection(HttpToolsProtocol):
             ABORT_KEY: self.transport.abort,
         }
         self._in_head = False
-        self.cycle = RequestResponseCycle(
+        self.cycle = cycle = Cycle(
             scope=scope,
             transport=self.transport,
             flow=self.flow,
@@ -187,10 +188,11 @@ class Connection(HttpToolsProtocol):
             keep_alive=keep_alive,
             on_response=self.on_response_complete,
         )
+        scope[CALL_WHEN_GONE_KEY] = cycle.call_when_gone
         if not self._is_answering:
-            self._answer(self.cycle)
+            self._answer(cycle)
             return
-        self._waiting.append(self.cycle)
+        self._waiting.append(cycle)
         if len(self._waiting) >= READ_AHEAD:  # until then, nobody would notice that the client leaves
             self.flow.pause_reading()
 
@@ -213,7 +215,7 @@ class Connection(HttpToolsProtocol):
         cycle.more_body = False
         cycle.message_event.set()
 
-    def _answer(self, cycle: RequestResponseCycle) -> None:
+    def _answer(self, cycle: Cycle) -> None:
         self._answering = cycle
         task = self.loop.create_task(cycle.run_asgi(self.app))
         self.tasks.add(task)  # which is how uvicorn knows what is still running when it ends

@@ -1,16 +1,15 @@
 """What is asked of all connections together: how many there may be, and for how long each may keep us waiting."""
 
-import asyncio
 import logging
 import resource
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
-from itertools import takewhile
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from gateway.api.errors import ApiError, Overloaded, TooManyConnections
 from gateway.api.refusals import RefusalLog
 from gateway.settings import ConnectionSettings
+from protocol.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from gateway.api.connection import Connection
@@ -18,45 +17,6 @@ if TYPE_CHECKING:
 OTHER_FILES: Final = 500  # that the process may have open beside connections: databases, exports, the queue
 
 log = logging.getLogger(__name__)
-
-_Thing = TypeVar("_Thing")
-
-
-class Deadlines(Generic[_Thing]):
-    """Things that must each be discarded again within the same time, or something is done to them: with one timer."""
-
-    def __init__(self, limit_s: float, on_due: Callable[[_Thing], None]) -> None:
-        self._limit_s = limit_s
-        self._on_due = on_due
-        self._due_s: OrderedDict[_Thing, float] = OrderedDict()  # in the order in which they are due
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def add(self, thing: _Thing) -> None:
-        """From now on the time runs."""
-        self._due_s[thing] = due_s = self._loop.time() + self._limit_s
-        if self._timer is None:
-            self._timer = self._loop.call_at(due_s, self._look)
-
-    def discard(self, thing: _Thing) -> None:
-        """Nothing is waited for any more."""
-        self._due_s.pop(thing, None)
-
-    def first(self) -> _Thing | None:
-        """What has been waiting for longest."""
-        return next(iter(self._due_s), None)
-
-    def _look(self) -> None:
-        now_s = self._loop.time()
-        due = list(takewhile(lambda thing: self._due_s[thing] <= now_s, self._due_s))
-        for thing in due:
-            self.discard(thing)
-        self._timer = None
-        for thing in due:
-            self._on_due(thing)
-        first = self.first()
-        if self._timer is None and first is not None:
-            self._timer = self._loop.call_at(self._due_s[first], self._look)
 
 
 def files_allow(wanted: int) -> int:

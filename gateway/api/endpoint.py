@@ -3,7 +3,6 @@
 authenticate → refuse if full → read the body → validate → count the prompt → check limits → open → answer
 """
 
-import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -268,24 +267,23 @@ class Endpoint(ABC, Generic[_Call]):
         dispatcher = self._services.dispatcher
         mailbox = SharedMailbox(len(tickets)) if len(tickets) > 1 else None
         requests = [dispatcher.open(ticket, mailbox) for ticket in tickets]
-        watcher = asyncio.create_task(self._cancel_when_gone(exchange, requests))
         try:
-            await self._write_answer(exchange, calls, requests)
+            with exchange.calling_when_gone(partial(_cancel, requests)):
+                await self._write_answer(exchange, calls, requests)
         except Exception:
             log.exception("request %s failed while it was answered", exchange.request_id)
             if exchange.sent_status is None:
                 await exchange.answer_error(ApiError(), requests[0])
         finally:
-            watcher.cancel()
             for request in requests:
                 dispatcher.close(request, exchange.seen(exchange.sent_status))
             if exchange.trace is not None and len(requests) > 1:
                 exchange.trace.parts_ended(exchange.sent_status)
 
-    async def _cancel_when_gone(self, exchange: Exchange, requests: Sequence[OpenRequest]) -> None:
-        await exchange.wait_until_gone()
-        for request in requests:
-            request.cancel(time.monotonic())
+
+def _cancel(requests: Sequence[OpenRequest]) -> None:
+    for request in requests:
+        request.cancel(time.monotonic())
 
 
 def may_be_large(exchange: Exchange) -> bool:

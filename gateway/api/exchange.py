@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,7 @@ from gateway.auth.principal import INFERENCE, Principal
 from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest
 from protocol.clock import unix_now_ms
+from protocol.deadlines import shared_deadlines, wait_until_done
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTrace
@@ -22,9 +24,11 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+CallWhenGone = Callable[[Callable[[], None] | None], None]
 Answered = OpenRequest | RequestGroup
 
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
+CALL_WHEN_GONE_KEY: Final = "spillway.call_when_gone"  # there, too: see Cycle
 HEADERS_KEY: Final = "spillway.headers"  # there, too: the headers by name
 # An accepted request is answered: where neither queue nor disk stores anything, new ones are refused, and this goes on.
 ROW_LIMIT_S: Final = 10.0
@@ -62,6 +66,7 @@ class Exchange:
         self._client: tuple[str, int] | None = scope.get("client")
         self._send = send
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
+        self._call_when_gone: CallWhenGone | None = scope.get(CALL_WHEN_GONE_KEY)
 
     @property
     def client(self) -> str:
@@ -110,6 +115,23 @@ class Exchange:
         """Return when the caller has left. Nothing else is received once the body is here."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+    @contextmanager
+    def calling_when_gone(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call back, should the client leave meanwhile. Nothing else is received once the body is here."""
+        if self._call_when_gone is not None:
+            self._call_when_gone(callback)
+            try:
+                yield
+            finally:
+                self._call_when_gone(None)
+            return
+        watcher = asyncio.create_task(self.wait_until_gone())  # under another server
+        watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else callback())
+        try:
+            yield
+        finally:
+            watcher.cancel()
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: Answered | None = None) -> None:
         """Send the head of the answer, with what every answer carries.
@@ -167,12 +189,13 @@ class Exchange:
     async def _answer_whole(
         self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], request: Answered | None
     ) -> None:
+        unread = shared_deadlines(UNREAD_LIMIT_S, Exchange.abort)
+        unread.add(self)
         try:
-            async with asyncio.timeout(UNREAD_LIMIT_S):
-                await self.start(status, [JSON_TYPE, (b"content-length", b"%d" % len(body)), *headers], request)
-                await self.write(body, more=False)
-        except TimeoutError:
-            self.abort()
+            await self.start(status, [JSON_TYPE, (b"content-length", b"%d" % len(body)), *headers], request)
+            await self.write(body, more=False)
+        finally:
+            unread.discard(self)
 
     def abort(self) -> None:
         """Break the connection off at once, dropping what the client has not read."""
@@ -195,14 +218,14 @@ async def _until_sure_of_row(request: Answered) -> None:
 
     Raises RequestFailed where it fails meanwhile: its deadline may pass sooner than a queue that hangs is given up.
     """
-    waiting = {row for row in request.rows_seen_to() if not row.done()}
     limit_s = time.monotonic() + ROW_LIMIT_S
-    while waiting and time.monotonic() < limit_s:
-        if request.failure is not None:
-            raise RequestFailed(request.failure)
-        _, waiting = await asyncio.wait(waiting, timeout=ROW_LOOK_S)
-    if waiting:
-        log.error("%d requests are answered although neither queue nor disk is sure to keep their rows", len(waiting))
+    for row in request.rows_seen_to():
+        while not row.done() and time.monotonic() < limit_s:
+            if request.failure is not None:
+                raise RequestFailed(request.failure)
+            await wait_until_done(row, ROW_LOOK_S)
+        if not row.done():
+            log.error("a request is answered although neither queue nor disk is sure to keep its row")
 
 
 def _dispatch_headers(request: Answered, received_s: float) -> list[tuple[bytes, bytes]]:

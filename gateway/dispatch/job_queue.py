@@ -109,7 +109,7 @@ class JobQueue:
     async def _stored(self, request: OpenRequest, attempt: int, sequence: int) -> None:
         if request.attempt == attempt and request.state in {State.QUEUED, State.RUNNING}:
             request.current.stream_sequence = request.current.stored_at = sequence
-        else:  # given up meanwhile
+        elif request.attempt != attempt or request.outcome != "ok":  # given up meanwhile; who answers takes it off
             await self._bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
 
     def _job(self, request: OpenRequest, current: CurrentAttempt, remaining_s: float) -> Job:

@@ -1,11 +1,10 @@
 """What is kept of all connections together; what a single one may do is tested at the socket."""
 
-import asyncio
 import resource
 
 import pytest
 
-from gateway.api.connections import OTHER_FILES, Deadlines, files_allow
+from gateway.api.connections import OTHER_FILES, files_allow
 from gateway.settings import ConnectionSettings
 
 LONGEST_USUAL_S = 600  # Google's load balancers
@@ -31,20 +30,3 @@ def test_as_many_files_as_connections_need_are_asked_for(caplog: pytest.LogCaptu
             assert "so at most" in caplog.text
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-async def test_what_is_late_is_told_in_its_order_and_the_rest_is_left_alone() -> None:
-    late: list[str] = []
-    deadlines = Deadlines(0.05, late.append)
-    for thing in ("a", "b", "c"):
-        deadlines.add(thing)
-    deadlines.discard("b")
-    assert deadlines.first() == "a"
-    async with asyncio.timeout(20):
-        while len(late) < 2:
-            await asyncio.sleep(0.01)
-        deadlines.add("d")  # the timer runs again
-        while len(late) < 3:
-            await asyncio.sleep(0.01)
-    assert late == ["a", "c", "d"]
-    assert deadlines.first() is None
