@@ -80,14 +80,12 @@ class Measured:
         self.cpu_us.append(cpu_s * 1e6 / (len(arrivals_s) * sizes.tokens))
 
     def figures(self) -> dict[str, float]:
-        """What is reported."""
-        return {
-            "ttft_ms_p50": percentile(self.ttft_ms, 50),
-            "ttft_ms_p99": percentile(self.ttft_ms, 99),
-            "late_ms_p50": percentile(self.late_ms, 50),
-            "late_ms_p99": percentile(self.late_ms, 99),
-            "cpu_us_a_token": round(statistics.median(self.cpu_us), 1),
-        }
+        """What is reported: no lateness of streams of one token, which nothing follows."""
+        figures: dict[str, float] = {}
+        for name, values in (("ttft_ms", self.ttft_ms), ("late_ms", self.late_ms)):
+            if values:
+                figures |= {f"{name}_p50": percentile(values, 50), f"{name}_p99": percentile(values, 99)}
+        return {**figures, "cpu_us_a_token": round(statistics.median(self.cpu_us), 1)}
 
 
 def percentile(values: list[float], per_cent: int) -> float:
