@@ -29,10 +29,54 @@ OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
 app = FastAPI()
 
 
+def _sampling(body: dict[str, Any]) -> SamplingParams:
+    given = {name: tuple(one) if isinstance(one, list) else one for name, one in body.items() if name in OF_SAMPLING}
+    if "logit_bias" in given:
+        given["logit_bias"] = {int(id_): bias for id_, bias in given["logit_bias"].items()}
+    wanted = body.get("response_format")
+    if wanted is not None:
+        schema = wanted.get("json_schema", {}).get("schema")
+        given["grammar"] = Grammar(wanted["type"], "" if schema is None else json.dumps(schema))
+    return SamplingParams(**given)
+
+
+async def _events(
+    body: dict[str, Any],
+    prompt_tokens: int,
+    first: SequenceOutput,
+    rest: AsyncIterator[SequenceOutput],
+    told: Callable[[str], dict[str, Any]],
+) -> AsyncIterator[str]:
+    made = 0
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> str:
+        return f"data: {json.dumps({'id': 'one', 'object': 'chunk', 'model': MODEL, 'choices': choices, **more})}\n\n"
+
+    async for output in _chained(first, rest):
+        if output.finish_reason == "error":
+            yield f"data: {json.dumps({'error': {'message': output.error}})}\n\n"
+            return
+        made += len(output.token_ids)
+        yield event([{"index": 0, "finish_reason": output.finish_reason, **told(output.text)}])
+    if (body.get("stream_options") or {}).get("include_usage"):
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
+        yield event([], usage=usage)
+    yield "data: [DONE]\n\n"
+
+
+async def _chained(first: SequenceOutput, rest: AsyncIterator[SequenceOutput]) -> AsyncIterator[SequenceOutput]:
+    try:
+        yield first
+        async for output in rest:
+            yield output
+    finally:
+        await rest.aclose()  # its reader may have left
+
+
 @serve.deployment(max_ongoing_requests=64, graceful_shutdown_timeout_s=1.0)
 @serve.ingress(app)
 class OpenAIApp:
-    """One replica, one engine."""
+    """One replica, one engine. Decorators pickle it with what the module has by then: what it calls stands above it."""
 
     def __init__(self, folder: str, slots: int, max_length: int) -> None:
         self._engine = ServedEngine(folder, slots, max_length)
@@ -76,50 +120,6 @@ class OpenAIApp:
         if isinstance(first, Refusal):
             raise HTTPException(400, first.error)
         return StreamingResponse(_events(body, len(ids), first, outputs, told), media_type="text/event-stream")
-
-
-def _sampling(body: dict[str, Any]) -> SamplingParams:
-    given = {name: tuple(one) if isinstance(one, list) else one for name, one in body.items() if name in OF_SAMPLING}
-    if "logit_bias" in given:
-        given["logit_bias"] = {int(id_): bias for id_, bias in given["logit_bias"].items()}
-    wanted = body.get("response_format")
-    if wanted is not None:
-        schema = wanted.get("json_schema", {}).get("schema")
-        given["grammar"] = Grammar(wanted["type"], "" if schema is None else json.dumps(schema))
-    return SamplingParams(**given)
-
-
-async def _events(
-    body: dict[str, Any],
-    prompt_tokens: int,
-    first: SequenceOutput,
-    rest: AsyncIterator[SequenceOutput],
-    told: Callable[[str], dict[str, Any]],
-) -> AsyncIterator[str]:
-    made = 0
-
-    def event(choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {json.dumps({'id': 'one', 'object': 'chunk', 'model': MODEL, 'choices': choices, **more})}\n\n"
-
-    async for output in _chained(first, rest):
-        if output.finish_reason == "error":
-            yield f"data: {json.dumps({'error': {'message': output.error}})}\n\n"
-            return
-        made += len(output.token_ids)
-        yield event([{"index": 0, "finish_reason": output.finish_reason, **told(output.text)}])
-    if (body.get("stream_options") or {}).get("include_usage"):
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
-        yield event([], usage=usage)
-    yield "data: [DONE]\n\n"
-
-
-async def _chained(first: SequenceOutput, rest: AsyncIterator[SequenceOutput]) -> AsyncIterator[SequenceOutput]:
-    try:
-        yield first
-        async for output in rest:
-            yield output
-    finally:
-        await rest.aclose()  # its reader may have left
 
 
 def main() -> None:
