@@ -106,8 +106,10 @@ class ModelTokens:
         if template is None:
             raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
 
-        values = [value for message in messages for value in message.values()] + [tools, variables or ""]
+        values = [value for message in messages for value in message.values()]
         texts = [value if isinstance(value, str) else str(value) for value in values]
+        if tools or variables:
+            texts += [str(tools), str(variables)]
 
         def marked() -> tuple[bool, Conversation]:
             control, given = self._control_tokens, (messages, tools, variables)
