@@ -81,6 +81,10 @@ class Backlog:
         self._by_subject = {
             subjects.job_subject(model, lane): self._lanes[model][lane] for model in models for lane in subjects.LANES
         }
+        self._interactive = {
+            model: [lane for name, lane in lanes.items() if name != subjects.LOW_LANE]
+            for model, lanes in self._lanes.items()
+        }
         self._failing = False
         self._here_bytes = 0  # of this gateway's waiting jobs
         self._polled_bytes = 0  # in the stream at the last answer
@@ -102,7 +106,7 @@ class Backlog:
 
     def interactive(self, model: str) -> int:
         """Jobs that wait in the resume lane and the high lanes."""
-        return sum([lane.waiting for name, lane in self._lanes[model].items() if name != subjects.LOW_LANE])
+        return sum([lane.waiting for lane in self._interactive[model]])
 
     def total(self, model: str) -> int:
         """Jobs that wait in all lanes."""

@@ -52,7 +52,7 @@ class AdmissionControl:
         self._elsewhere = LanesElsewhere(bus, settings.gateway_id)
         self._registry = registry
         registry.on_beat = self.capacity.heard
-        self._models: dict[str, ModelUse] = {}
+        self._models = {model: ModelUse() for model in models}
         self._tenants: dict[str, TenantUse] = {}
         self._contended: set[str] = set()  # models for which jobs waited at the last look
         self._last_entry_s = float("-inf")
@@ -145,22 +145,19 @@ class AdmissionControl:
         )
 
     def _queue_refusal(self, admission: Admission, capacity: ModelCapacity, waiting: int) -> Failure | None:
-        limits, use = self._limits, self._models.get(admission.model)
+        limits, use = self._limits, self._models[admission.model]
         most = limits.max_queued_requests
         if not capacity.workers:
             most = min(most, limits.max_queued_without_workers)
         if waiting >= most:
             message = f"{waiting} requests wait for this model already"
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED, message, admission)
-        if use is not None:
-            # A prompt beyond the bound by itself is let in when none waits: it would never be, otherwise.
-            tokens = use.tokens(batch=admission.batch)
-            if tokens and tokens + admission.prompt_tokens > limits.max_queued_prompt_tokens:
-                message = (
-                    f"{tokens} prompt tokens wait for this model already, too many to add {admission.prompt_tokens}"
-                )
-                return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_TOKENS, message, admission)
-        too_many_bytes = self._too_many_bytes(admission, 0 if use is None else use.bytes(batch=admission.batch))
+        # A prompt beyond the bound by itself is let in when none waits: it would never be, otherwise.
+        tokens = use.tokens(batch=admission.batch)
+        if tokens and tokens + admission.prompt_tokens > limits.max_queued_prompt_tokens:
+            message = f"{tokens} prompt tokens wait for this model already, too many to add {admission.prompt_tokens}"
+            return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_TOKENS, message, admission)
+        too_many_bytes = self._too_many_bytes(admission, use.bytes(batch=admission.batch))
         if too_many_bytes is not None:
             return self._refused(capacity, ErrorCode.TOO_MANY_QUEUED_BYTES, too_many_bytes, admission)
         rate = capacity.jobs_per_s
@@ -240,7 +237,7 @@ class AdmissionControl:
         """Where the tenant's jobs wait, here or at another gateway; all gateways go by the same order."""
         tenant, model, use = admission.tenant, admission.model, self._tenants.get(admission.tenant)
         for lane in candidates:
-            if (use is not None and use.uses(model, lane)) or self._elsewhere.use(LaneInUse(tenant, model, lane)):
+            if (use is not None and use.uses(model, lane)) or self._elsewhere.use(tenant, model, lane):
                 return lane
         return None
 
@@ -267,8 +264,11 @@ class AdmissionControl:
         self._backlog.lane(admission.model, lane).enter(admission.request_id, admission.admitted_s)
         job_bytes = admission.job_bytes
         self._backlog.add_bytes(job_bytes)
-        self._models.setdefault(admission.model, ModelUse()).add(admission, job_bytes, 1)
-        self._tenants.setdefault(admission.tenant, TenantUse()).enter(admission.model, lane, job_bytes)
+        self._models[admission.model].add(admission, job_bytes, 1)
+        use = self._tenants.get(admission.tenant)
+        if use is None:
+            use = self._tenants[admission.tenant] = TenantUse()
+        use.enter(admission.model, lane, job_bytes)
         return Ticket(self, admission, lane, job_bytes)
 
     def enter_queue(self, ticket: Ticket) -> None:

@@ -51,9 +51,12 @@ class LanesElsewhere:
                 log.debug("the lanes in use could not be told: %s", error)
         self._has_told = bool(lanes)
 
-    def use(self, lane: LaneInUse) -> bool:
+    def use(self, tenant: str, model: str, lane: str) -> bool:
         """Whether one of the others has jobs of this tenant waiting there."""
-        return any(lane in lanes for _, lanes in self._heard.values())
+        if not self._heard:
+            return False
+        in_use = LaneInUse(tenant, model, lane)
+        return any(in_use in lanes for _, lanes in self._heard.values())
 
     def forget_old(self, now_s: float) -> None:
         """Drop what was said too long ago."""
