@@ -16,7 +16,7 @@ run: ## Run all of Spillway here: make run [PORT=8000] [DATA=data] [MODEL=folder
 	@exec .venv/bin/spillway up --port $(PORT) --data $(DATA) $(if $(MODEL),--model $(MODEL))
 
 test: check ## Run the checks and all tests (under ten minutes on two cores)
-	.venv/bin/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: ## Run the tests that need an NVIDIA GPU, on one (docs/GPU.md)
 	@scripts/setup.sh test

@@ -22,7 +22,6 @@ from gateway.auth.passwords import new_password
 from gateway.auth.pepper import load_or_create_pepper
 from gateway.auth.principal import INFERENCE, METRICS
 from gateway.db.engine import create_engine
-from migrations import upgrade
 from spillway.children import Child, Restartable, keep_running
 from spillway.config import Config
 from spillway.embedded_nats import EmbeddedNats, free_port
@@ -91,6 +90,8 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
                 await nats.start()
             resolved = _resolve(config, config.nats.urls if nats is None else (nats.url,))
             say("database: applying migrations")
+            from migrations import upgrade  # noqa: PLC0415 - brings Alembic, which other commands do without
+
             await asyncio.to_thread(upgrade, resolved.database_url)
             running = _running(resolved, await _first_key(resolved), await _first_password(resolved))
             await _run_processes(

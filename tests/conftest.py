@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 import migrations
+from engine import native
 from gateway.auth.passwords import HASH_OF_NOTHING
 from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
@@ -16,15 +19,28 @@ from tests.postgres import TEMPLATE, PostgresServer
 # Tests run on the CPU wherever they run, GPU kernels in Triton's interpreter; `make test-gpu` sets both otherwise.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TRITON_INTERPRET", "1")
+SHARED_SYSTEMS = "tests/acceptance/shared/"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let all processes of the session share what one of them has compiled of the engine's C (tests/compiler/gcc)."""
+    native.COMPILING_LIMIT_S = 300.0  # whoever gives up tests torch's own kernels instead, and says nothing
     if "SPILLWAY_TESTS_COMPILED" not in os.environ:  # else an earlier process of the session has done it
         folder = tempfile.TemporaryDirectory(prefix="spillway-compiled-")
         config.add_cleanup(folder.cleanup)
         compiler = Path(__file__).with_name("compiler")
         os.environ |= {"SPILLWAY_TESTS_COMPILED": folder.name, "PATH": f"{compiler}:{os.environ['PATH']}"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Give each file to one process, as ``--dist loadfile`` says, and all files that share a system to the same."""
+    return _SharedSystems(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class _SharedSystems(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return SHARED_SYSTEMS if nodeid.startswith(SHARED_SYSTEMS) else super()._split_scope(nodeid)
 
 
 @pytest.fixture

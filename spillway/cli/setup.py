@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from gateway.ledger.retention import kept_since_unix_ms
-from migrations import current, head, upgrade
 from spillway.cli.context import ConfigOption, DataOption, database, out, resolve_config, run_async, running_or_config
 from spillway.config import DEFAULT_CONFIG_NAME
 
 
 def db_upgrade(config: ConfigOption = None, data: DataOption = None) -> None:
     """Bring the database to this version's schema. Safe to run again, and at several places at once."""
+    from migrations import current, head, upgrade  # noqa: PLC0415 - brings Alembic, which other commands do without
+
     resolved = running_or_config(config, data)
 
     async def main() -> None:

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spillway.config import DEMO_MODEL_PATH
-from tests.acceptance.conftest import run_system
-from tests.acceptance.system import System
+from tests.acceptance.system import System, run_system
 from tests.unit.engine.peft_adapters import make_adapter
 
 BASE, BOTS = "spillway-demo", {"support-bot": 8, "sales-bot": 3}  # name → rank

@@ -12,8 +12,7 @@ import pytest
 import torch
 from langchain_openai import OpenAIEmbeddings
 
-from tests.acceptance.conftest import run_system
-from tests.acceptance.system import System
+from tests.acceptance.system import System, run_system
 from tests.unit.engine.pooled_models import (
     reference_embedding,
     reference_logit,

@@ -10,8 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.acceptance.conftest import run_system
-from tests.acceptance.system import System
+from tests.acceptance.system import System, run_system
 
 REQUESTS = 1000
 CONCURRENCY = 64
@@ -95,7 +94,6 @@ async def wait_for_rows(system: System, table: str, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("disturb", [False, True], ids=["undisturbed", "ledger-killed-and-nats-restarted"])
 async def test_a_thousand_requests_are_a_thousand_rows(tmp_path: Path, disturb: bool) -> None:
     for system in run_system(tmp_path / "data", ["--model", "scripted"]):

@@ -8,8 +8,7 @@ import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from tests.acceptance.conftest import run_system
-from tests.acceptance.system import System
+from tests.acceptance.system import System, run_system
 from tests.conformance.replay_events import llamacpp_events, vllm_events
 from tests.conformance.server_replay import Replay, running
 from tests.unit.engine.tiny_models import byte_level_tokenizer

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.run import Plan, run
 from tests.chaos.scenarios import Scenario
 from tests.chaos.system import Shape
@@ -12,7 +10,6 @@ KINDS = (*["kill"] * 4, "drain", "cut", *["kill"] * 4, "freeze", "drain", "nats"
 SCENARIO = Scenario("some of everything", {}, len(KINDS), every_s=0.1, shape=Shape(proxied=True), callers=10)
 
 
-@pytest.mark.timeout(120)
 async def test_callers_notice_no_fault(tmp_path: Path) -> None:
     plan = Plan("short", SCENARIO, seed=3, faults=len(KINDS), distinct=20, kinds=KINDS)
     report = await run(plan, tmp_path / "run")

@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.limits import run
 
 
-@pytest.mark.timeout(120)
 async def test_limits_are_exact_over_three_gateways(tmp_path: Path) -> None:
     findings = await run(tmp_path / "run", seed=3, seconds=2.0, count=100, kill=False)
     assert findings.offences == []

@@ -3,8 +3,6 @@
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.servers import LlamaCppServers, RealServer, ServerSpec
 
 
@@ -23,7 +21,6 @@ class Listeners(LlamaCppServers):
         writer.close()
 
 
-@pytest.mark.timeout(60)
 async def test_a_server_that_was_killed_starts_again_once_its_port_is_free(tmp_path: Path) -> None:
     listeners = Listeners(tmp_path)
     server = RealServer(ServerSpec("p", "llamacpp"), listeners, tmp_path)

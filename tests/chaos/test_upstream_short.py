@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.run import Plan, run
 from tests.chaos.scenarios import SCENARIOS, Scenario
 from tests.chaos.servers import ServerSpec
@@ -24,7 +22,6 @@ SWAP = Scenario(
 )
 
 
-@pytest.mark.timeout(120)
 async def test_whatever_a_server_does_ends_as_the_caller_would_wish(tmp_path: Path) -> None:
     plan = Plan("upstream", SCENARIOS["upstream"], seed=3, faults=len(WRONGS), distinct=8)
     report = await run(plan, tmp_path / "run")
@@ -35,7 +32,6 @@ async def test_whatever_a_server_does_ends_as_the_caller_would_wish(tmp_path: Pa
     assert report.ledger_rows == report.accepted
 
 
-@pytest.mark.timeout(120)
 async def test_a_pool_is_replaced_under_load(tmp_path: Path) -> None:
     report = await run(Plan("swap", SWAP, seed=3, faults=1, distinct=8), tmp_path / "run")
     assert report.offences == []

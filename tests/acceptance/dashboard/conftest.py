@@ -14,9 +14,8 @@ from pydantic import SecretStr
 from gateway.auth.admins import set_password
 from gateway.db.engine import create_engine
 from gateway.ledger.store import store_records
-from tests.acceptance.conftest import run_system
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
-from tests.acceptance.system import System
+from tests.acceptance.system import System, run_system
 from tests.usage_records import attempt_record, request_record
 
 PASSWORD = "correct horse battery"

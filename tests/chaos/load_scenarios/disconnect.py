@@ -29,7 +29,7 @@ RUNNING_LIMIT_MS = 200.0
 QUEUED_LIMIT_MS = 50.0
 GROWTH_LIMIT_MIB = 16.0  # of one process; caches and arenas fill in any case
 POLL_S = 0.001
-WAIT_LIMIT_S = 10.0
+WAIT_LIMIT_S = 60.0
 
 
 @dataclass

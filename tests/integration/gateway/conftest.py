@@ -40,7 +40,7 @@ NO_MESSAGE_FOUND = 10037
 QUICK = {"headers_grace_s": 0.3, "queued_comment_s": 0.3, "leave_s": 0.0, "shutdown_s": 0.5}
 
 
-async def until(condition: Callable[[], Any], limit_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -103,7 +103,7 @@ class GatewayUnderTest:
 
         self.task = asyncio.create_task(run(self.settings, on_ready, self.stop))
         waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({self.task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        await asyncio.wait({self.task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         waiting.cancel()
         if self.task.done():
             await self.task
@@ -246,7 +246,7 @@ async def has_context_length(client: openai.AsyncOpenAI) -> bool:
     return model.model_dump()["context_length"] is not None
 
 
-async def until_async(condition: Callable[[], Awaitable[bool]], limit_s: float = 20.0) -> None:
+async def until_async(condition: Callable[[], Awaitable[bool]], limit_s: float = 60.0) -> None:
     async with asyncio.timeout(limit_s):
         while not await condition():
             await asyncio.sleep(0.01)

@@ -1,9 +1,10 @@
+"""Running systems that all files of this folder share: one process gets them all (tests/conftest.py)."""
+
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.acceptance.system import System
+from tests.acceptance.system import System, run_system
 
 
 @pytest.fixture(scope="session")
@@ -16,12 +17,3 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """One running Spillway with the scripted engine, shared by all tests."""
     yield from run_system(tmp_path_factory.mktemp("scripted") / "data", ["--model", "scripted"])
-
-
-def run_system(data_dir: Path, arguments: list[str]) -> Iterator[System]:
-    system = System(data_dir, arguments)
-    system.start()
-    try:
-        yield system
-    finally:
-        system.kill_if_running()

@@ -4,8 +4,8 @@ import json
 
 import httpx
 
+from tests.acceptance.shared.test_up import wait_for_status
 from tests.acceptance.system import System
-from tests.acceptance.test_up import wait_for_status
 
 
 def client_of(system: System, token: str) -> httpx.Client:
