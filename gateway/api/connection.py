@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from gateway.api.connections import Connections
 from gateway.api.cycle import Cycle
 from gateway.api.errors import ApiError, HeadTooLarge, MalformedHttp, RequestTooSlow
-from gateway.api.exchange import ABORT_KEY, CALL_WHEN_GONE_KEY, HEADERS_KEY
+from gateway.api.exchange import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
 from gateway.api.refusals import HTTP, MAX_PATH_CHARS
 from protocol.deadlines import Deadlines
 
@@ -188,7 +188,7 @@ class Connection(HttpToolsProtocol):
             keep_alive=keep_alive,
             on_response=self.on_response_complete,
         )
-        scope[CALL_WHEN_GONE_KEY] = cycle.call_when_gone
+        scope[CYCLE_KEY] = cycle
         if not self._is_answering:
             self._answer(cycle)
             return

@@ -16,6 +16,14 @@ class Cycle(RequestResponseCycle):
 
     _on_gone: Callable[[], None] | None = None
 
+    def whole_body(self) -> bytes | None:
+        """Take the body, which then is not received; None where it has not come, or not all of it."""
+        if self.more_body or self.disconnected or self.waiting_for_100_continue:
+            return None
+        self.message_event.clear()
+        body, self.body = bytes(self.body), bytearray()
+        return body
+
     def call_when_gone(self, callback: Callable[[], None] | None) -> None:
         """Call back once, should the client leave before the response is complete; None: no longer.
 

@@ -241,7 +241,8 @@ class Endpoint(ABC, Generic[_Call]):
         raise RequestFailed(refusal)
 
     async def _read_body(self, exchange: Exchange, principal: Principal) -> bytes:
-        body = await self._services.bodies.read(principal.tenant, exchange.receive, exchange.headers)
+        bodies = self._services.bodies
+        body = await bodies.read(principal.tenant, exchange.receive, exchange.headers, exchange.whole_body)
         exchange.start_clock()  # a slow upload is not ours
         return body
 

@@ -18,17 +18,17 @@ from protocol.clock import unix_now_ms
 from protocol.deadlines import shared_deadlines, wait_until_done
 
 if TYPE_CHECKING:
+    from gateway.api.cycle import Cycle
     from gateway.traces import RequestTrace
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-CallWhenGone = Callable[[Callable[[], None] | None], None]
 Answered = OpenRequest | RequestGroup
 
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
-CALL_WHEN_GONE_KEY: Final = "spillway.call_when_gone"  # there, too: see Cycle
+CYCLE_KEY: Final = "spillway.cycle"  # there, too, until it is an exchange's: the Cycle
 HEADERS_KEY: Final = "spillway.headers"  # there, too: the headers by name
 # An accepted request is answered: where neither queue nor disk stores anything, new ones are refused, and this goes on.
 ROW_LIMIT_S: Final = 10.0
@@ -66,7 +66,8 @@ class Exchange:
         self._client: tuple[str, int] | None = scope.get("client")
         self._send = send
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
-        self._call_when_gone: CallWhenGone | None = scope.get(CALL_WHEN_GONE_KEY)
+        # Taken out, as it holds the scope in its turn: only the garbage collector would end both.
+        self._cycle: Cycle | None = scope.pop(CYCLE_KEY, None)  # None: under another server
 
     @property
     def client(self) -> str:
@@ -111,6 +112,10 @@ class Exchange:
         """What the caller sees of a status that is sent (None: none was); None if he has left before."""
         return status
 
+    def whole_body(self) -> bytes | None:
+        """See Cycle; None under another server."""
+        return None if self._cycle is None else self._cycle.whole_body()
+
     async def wait_until_gone(self) -> None:
         """Return when the caller has left. Nothing else is received once the body is here."""
         while (await self.receive())["type"] != "http.disconnect":
@@ -119,12 +124,12 @@ class Exchange:
     @contextmanager
     def calling_when_gone(self, callback: Callable[[], None]) -> Iterator[None]:
         """Call back, should the client leave meanwhile. Nothing else is received once the body is here."""
-        if self._call_when_gone is not None:
-            self._call_when_gone(callback)
+        if self._cycle is not None:
+            self._cycle.call_when_gone(callback)
             try:
                 yield
             finally:
-                self._call_when_gone(None)
+                self._cycle.call_when_gone(None)
             return
         watcher = asyncio.create_task(self.wait_until_gone())  # under another server
         watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else callback())

@@ -20,7 +20,7 @@ from gateway.api.errors import (
     IdempotencyKeyReused,
     InvalidParameter,
 )
-from gateway.api.exchange import ABORT_KEY, CALL_WHEN_GONE_KEY, Exchange, Message, Scope
+from gateway.api.exchange import ABORT_KEY, Exchange, Message, Scope
 from gateway.auth.keyring import KeyRing
 from gateway.auth.principal import Principal
 from gateway.idempotency.claims import Claims
@@ -56,7 +56,7 @@ class RecordedExchange(Exchange):
     """An exchange with nobody in particular: what is sent is recorded, and no reader for too long means he has left."""
 
     def __init__(self, question: Question, run: Run) -> None:
-        scope = {name: value for name, value in question.scope.items() if name not in {ABORT_KEY, CALL_WHEN_GONE_KEY}}
+        scope = {name: value for name, value in question.scope.items() if name != ABORT_KEY}
         super().__init__(scope, self._receive, run.recording.record)
         self._run = run
         self._body: bytes | None = question.body

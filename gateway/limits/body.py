@@ -12,14 +12,25 @@ MAX_BODY_VALUES: Final = 65_536  # lists, objects and fields of one body: some 5
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-async def read_body(receive: Receive, headers: Mapping[bytes, bytes], max_bytes: int, limit_s: float) -> bytes:
-    """Read the whole body, giving up at the bounds.
+async def read_body(
+    receive: Receive,
+    headers: Mapping[bytes, bytes],
+    max_bytes: int,
+    limit_s: float,
+    whole_body: Callable[[], bytes | None] = lambda: None,
+) -> bytes:
+    """Read the whole body, giving up at the bounds. ``whole_body``: what takes it where it is here already.
 
     Raises BodyTooLarge, RequestTooSlow, ClientDisconnected, and UnsupportedEncoding for a compressed one.
     """
     encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
     if encoding.lower() not in {"", "identity"}:
         raise UnsupportedEncoding(f"The body has the content-encoding '{encoding[:100]}': send it uncompressed.")
+    here = whole_body()
+    if here is not None:
+        if len(here) > max_bytes:
+            raise _too_large(max_bytes)
+        return here
     try:
         async with asyncio.timeout(limit_s):
             return await _read(receive, headers.get(b"content-length"), max_bytes)
@@ -28,9 +39,8 @@ async def read_body(receive: Receive, headers: Mapping[bytes, bytes], max_bytes:
 
 
 async def _read(receive: Receive, content_length: bytes | None, max_bytes: int) -> bytes:
-    too_large = BodyTooLarge(f"The request body may have at most {max_bytes} bytes.")
     if content_length is not None and content_length.isdigit() and int(content_length) > max_bytes:
-        raise too_large
+        raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -40,10 +50,14 @@ async def _read(receive: Receive, content_length: bytes | None, max_bytes: int) 
         part = message.get("body", b"")
         size += len(part)
         if size > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The request body may have at most {max_bytes} bytes.")
 
 
 def check_values(*texts: bytes, param: str | None = None) -> None:

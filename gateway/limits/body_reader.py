@@ -5,7 +5,7 @@ A body that finds no room stays with its sender: its connection is not read. So 
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gateway.api.errors import Overloaded
 from gateway.limits.body import LARGE_BODY_BYTES, Receive, read_body
@@ -24,11 +24,20 @@ class BodyReader:
         self._total = 0
         self._waiting: deque[asyncio.Future[None]] = deque()  # at most as many as there are connections
 
-    async def read(self, tenant: str, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes:
-        """Read a whole body. Raises as ``read_body`` does, and Overloaded where there was no room in time."""
+    async def read(
+        self,
+        tenant: str,
+        receive: Receive,
+        headers: Mapping[bytes, bytes],
+        whole_body: Callable[[], bytes | None] = lambda: None,
+    ) -> bytes:
+        """Read a whole body; ``whole_body``: what takes a small one where it is here already.
+
+        Raises as ``read_body`` does, and Overloaded where there was no room in time.
+        """
         size = self._most(headers)
         if size <= LARGE_BODY_BYTES:  # connections are few enough for these
-            return await read_body(receive, headers, self._max_body_bytes, self._limit_s)
+            return await read_body(receive, headers, self._max_body_bytes, self._limit_s, whole_body)
         await self._enter(tenant, size)
         try:
             return await read_body(receive, headers, self._max_body_bytes, self._limit_s)
