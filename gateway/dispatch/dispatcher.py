@@ -264,7 +264,7 @@ class Dispatcher:
     def close(self, request: OpenRequest, http_status: int | None) -> None:
         """The HTTP side is done, having sent ``http_status`` (None: the caller left before)."""
         request.cancel(time.monotonic())  # does nothing if it has ended
-        request.mailbox.clear()
+        request.mailbox.close()
         request.http_status = http_status
         request.closed = True
         self._settle(request)

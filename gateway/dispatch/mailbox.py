@@ -87,6 +87,10 @@ class ReaderCut(Exception):
     """What was kept for the reader has been thrown away: it was too slow."""
 
 
+def _let_be() -> None:
+    """Do nothing: nobody reads."""
+
+
 class Mailbox:
     """Events in order, for one reader.
 
@@ -103,7 +107,7 @@ class Mailbox:
         self._is_cut = False
         self._unread: UnreadBytes | None = None
         self._tenant = ""
-        self._give_up: Callable[[], None] = self.clear
+        self._give_up: Callable[[], None] = _let_be
         self._waiter: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -152,6 +156,11 @@ class Mailbox:
         self._packed.clear()
         if self.held_bytes:
             self._count(-self.held_bytes)
+
+    def close(self) -> None:
+        """Nobody reads any more: throw away what is unread, and let go of whoever was to be told."""
+        self.clear()
+        self._give_up = _let_be
 
     def drop(self, request_id: str) -> None:
         """Throw away what has come of one request, none of which was taken: all of it comes again."""
