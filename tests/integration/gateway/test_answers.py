@@ -1,9 +1,13 @@
 """The public API through the official client, against a scripted worker."""
 
 import asyncio
+from typing import Any
 
 import openai
+import pytest
 
+from protocol import subjects
+from protocol.bus import Bus
 from tests.integration.gateway.conftest import MODEL, Start
 from tests.small_tokenizer import byte_tokenizer
 
@@ -92,3 +96,32 @@ async def test_models(start_gateway: Start) -> None:
     assert model.model_dump()["context_length"] == 512
     retrieved = await gateway.client().models.retrieve(MODEL)
     assert retrieved == model
+
+
+async def test_a_job_answered_before_it_is_known_to_be_stored_is_left_to_its_worker(
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At load many are; to delete what its worker has acknowledged was a call of the queue server for each."""
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    deleted: list[int] = []
+    is_answered, is_known = asyncio.Event(), asyncio.Event()
+    publish = Bus.publish_durable
+
+    async def publish_and_hear_late(self: Bus, subject: str, payload: bytes, **options: Any) -> int:
+        sequence = await publish(self, subject, payload, **options)
+        if subject.startswith(subjects.job_subject(MODEL, "")):
+            await is_answered.wait()
+            asyncio.get_running_loop().call_soon(is_known.set)
+        return sequence
+
+    async def delete(_: Bus, __: str, sequence: int) -> bool:
+        deleted.append(sequence)
+        return True
+
+    monkeypatch.setattr(Bus, "publish_durable", publish_and_hear_late)
+    monkeypatch.setattr(Bus, "delete_message", delete)
+    await gateway.client().chat.completions.create(model=MODEL, messages=HELLO)
+    is_answered.set()
+    await asyncio.wait_for(is_known.wait(), 20)
+    assert deleted == []
