@@ -165,7 +165,7 @@ async def test_what_is_said_already_is_gone_on_with(driver: Driver) -> None:
     if not driver.engine.continues:
         return
     whole = (await greedy(driver, "whole")).text()
-    for said in (whole[: len(whole) // 2], whole[: whole.rindex(" ")]):
+    for said in (whole[: whole.index(" ")], whole[: whole.rindex(" ")]):  # where a server's tokens begin anew
         point = ChatPoint(0, said, 5)
         rest = await greedy(driver, f"after {len(said)}", resume=(point,), max_tokens=5 + WORDS)
         assert (said + rest.text()).startswith(whole)
