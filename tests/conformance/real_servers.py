@@ -35,6 +35,7 @@ STOP_S: Final = 20.0
 SLOTS: Final = 4
 CONTEXT: Final = 512
 HERE: Final = Path(__file__).parent
+ROOT: Final = HERE.parents[1]
 
 
 def llamacpp(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
@@ -56,6 +57,8 @@ def vllm_server(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
     serve = [str(vllm.PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL_PATH)]
     serve += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(CONTEXT)]
     serve += ["--max-num-seqs", str(SLOTS), "--max-logprobs", "20"]
+    # Else an answer by a schema may be blanks without end, of which so small a model is fond.
+    serve += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     return serve, {**vllm.environment(1), "PATH": f"{vllm.FOLDER / 'bin'}:{os.environ['PATH']}"}
 
 
@@ -134,7 +137,7 @@ def ray_server(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
     serve = [str(python), "-m", "tests.conformance.ray_app", str(port), str(DEMO_MODEL_PATH), str(SLOTS), str(CONTEXT)]
     environment = {
         "PATH": f"{python.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(HERE.parents[1]),
+        "PYTHONPATH": str(ROOT),
         "RAY_AUTH_MODE": "disabled",  # else it leaves a token in the home folder; it listens on this machine alone
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": str(int(READY_S)),
@@ -220,7 +223,7 @@ def check(name: str, for_pytest: Sequence[str]) -> int:
         command = [sys.executable, "-m", "pytest", "-n", "0", str(suite), "-k", "real"]
         for test, reason in checked.leaves_out.items():
             sys.stderr.write(f"{name}: {test} is left out: {reason}\n")
-            command += ["--deselect", f"{suite}::{test}"]
+            command += ["--deselect", f"{suite.relative_to(ROOT)}::{test}"]  # from where pytest names its tests
         environment = {**os.environ, "SPILLWAY_TEST_SERVER": json.dumps(settings)}
         return subprocess.run([*command, *for_pytest], check=False, env=environment).returncode
 
@@ -243,9 +246,7 @@ def check_vllm_in_process(for_pytest: Sequence[str]) -> int:
     kept = ["-p", "tests.conformance.kept_vllm", "-o", "asyncio_default_test_loop_scope=session"]
     kept += ["-o", "asyncio_default_fixture_loop_scope=session"]
     runs = [[*kept, str(HERE / "test_engines.py"), "-k", "real"], [str(HERE / "real_vllm.py")]]
-    done = [
-        subprocess.run([*pytest, *run, *for_pytest], check=False, env=environment, cwd=HERE.parents[1]) for run in runs
-    ]
+    done = [subprocess.run([*pytest, *run, *for_pytest], check=False, env=environment, cwd=ROOT) for run in runs]
     return max(one.returncode for one in done)
 
 
