@@ -201,16 +201,22 @@ class OpenAIChatSettings(ChatEngineSettings):
     api_version: str = "2024-10-21"  # of Azure OpenAI
 
 
-class AnthropicSettings(ChatEngineSettings):
-    """Anthropic's Messages API."""
+class ClaudeSettings(ChatEngineSettings):
+    """Anthropic's Messages API, whoever serves it."""
+
+    api_version: str
+    max_output_tokens: PositiveInt = 8192  # the API must be told a limit
+    thinks: bool = False  # whether it is asked to think as it sees fit, which is told as reasoning
+    continues: bool = False  # whether the model goes on with an assistant's message: newer ones do not
+
+
+class AnthropicSettings(ClaudeSettings):
+    """Anthropic's Messages API at Anthropic's."""
 
     kind: Literal["anthropic"]
     url: HttpAddress = "https://api.anthropic.com"
     # The newer one knows no temperature, top_p and top_k; newer models do not either.
     api_version: Literal["2026-10-21", "2023-06-01"] = "2026-10-21"
-    max_output_tokens: PositiveInt = 8192  # the API must be told a limit
-    thinks: bool = False  # whether it is asked to think as it sees fit, which is told as reasoning
-    continues: bool = False  # whether the model goes on with an assistant's message: newer ones do not
 
 
 class AwsSettings(ChatEngineSettings):
@@ -245,13 +251,11 @@ class SageMakerSettings(AwsSettings):
         return {"url": f"https://runtime.sagemaker.{given.get('aws_region')}.amazonaws.com", **given}
 
 
-class VertexSettings(ChatEngineSettings):
-    """Gemini on Google's Vertex AI, with the credentials that Google's own chain finds."""
+class GoogleSettings(ChatEngineSettings):
+    """Google's Vertex AI, with the credentials that Google's own chain finds."""
 
-    kind: Literal["vertex"]
     project: Annotated[str, Field(pattern="^[a-z0-9:.-]+$")]
     location: Annotated[str, Field(pattern="^[a-z0-9-]+$")]  # a region, or "global"
-    thinks: bool = False  # whether what it thinks is told as reasoning
 
     @model_validator(mode="before")
     @classmethod
@@ -260,8 +264,29 @@ class VertexSettings(ChatEngineSettings):
         return {"url": f"https://{prefix}aiplatform.googleapis.com", **given}
 
 
+class VertexSettings(GoogleSettings):
+    """Gemini on Vertex AI."""
+
+    kind: Literal["vertex"]
+    thinks: bool = False  # whether what it thinks is told as reasoning
+
+
+class VertexAnthropicSettings(ClaudeSettings, GoogleSettings):
+    """Claude on Vertex AI."""
+
+    kind: Literal["vertex_anthropic"]
+    api_version: Literal["2026-10-21", "vertex-2023-10-16"] = "2026-10-21"  # as AnthropicSettings.api_version
+
+
 # Those of pools that take messages.
-AnyChatSettings = OpenAIChatSettings | AnthropicSettings | BedrockSettings | SageMakerSettings | VertexSettings
+AnyChatSettings = (
+    OpenAIChatSettings
+    | AnthropicSettings
+    | BedrockSettings
+    | SageMakerSettings
+    | VertexSettings
+    | VertexAnthropicSettings
+)
 
 EngineSettings = Annotated[
     LocalEngineSettings | ScriptedEngineSettings | ServerEngineSettings | VllmInProcessSettings | AnyChatSettings,

@@ -13,6 +13,7 @@ from anthropic.types import MessageParam, RawMessageStreamEvent, TextBlockParam,
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from anthropic.types.output_config_param import OutputConfigParam
 from anthropic.types.thinking_config_param import ThinkingConfigParam
+from fastapi import Request
 from pydantic import TypeAdapter
 
 from tests.conformance.provider_replay import (
@@ -42,10 +43,14 @@ SAMPLED: Final = frozenset({"temperature", "top_p", "top_k"})  # of the version 
 class AnthropicReplay(ProviderReplay):
     paths: ClassVar[tuple[str, ...]] = ("/v1/messages",)
     failure: ClassVar[str] = "Overloaded"
+    fields: ClassVar[frozenset[str]] = FIELDS
+
+    def version(self, body: Mapping[str, Any]) -> str:
+        del body
+        return self.headers[-1]["anthropic-version"]
 
     def asked(self, body: Mapping[str, Any]) -> Asked:
-        known = FIELDS | (SAMPLED if self.headers[-1].get("anthropic-version") == "2023-06-01" else frozenset())
-        assert body.keys() <= known
+        assert body.keys() <= self.fields | (frozenset() if self.version(body) == "2026-10-21" else SAMPLED)
         assert body["max_tokens"] > 0
         for name in TYPES.keys() & body.keys():
             exhausted(TYPES[name].validate_python(body[name]))
@@ -97,6 +102,26 @@ class AnthropicReplay(ProviderReplay):
 
     def garbage(self) -> str:
         return "event: content_block_delta\ndata: {not json\n\n"
+
+
+@dataclass
+class VertexAnthropicReplay(AnthropicReplay):
+    """Claude on Vertex AI: https://platform.claude.com/docs/en/build-with-claude/claude-on-vertex-ai.
+
+    Its version and path are also those of ``AnthropicVertex`` of the package. Tokens are given by ``vertex_replay``.
+    """
+
+    paths: ClassVar[tuple[str, ...]] = (
+        "/v1/projects/{project}/locations/{location}/publishers/anthropic/models/{model}:streamRawPredict",
+    )
+    fields: ClassVar[frozenset[str]] = FIELDS - {"model"} | {"anthropic_version"}
+
+    def received(self, request: Request) -> None:
+        assert request.headers["authorization"].startswith("Bearer token-")
+        assert "anthropic-version" not in request.headers
+
+    def version(self, body: Mapping[str, Any]) -> str:
+        return str(body["anthropic_version"])
 
 
 def said_in(content: Sequence[Mapping[str, Any]]) -> str:

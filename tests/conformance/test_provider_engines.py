@@ -18,7 +18,7 @@ from pool_worker.engines.chat import ChatPoint, ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
 from pool_worker.settings import AnyChatSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Tool, Turn
-from tests.conformance.anthropic_replay import AnthropicReplay
+from tests.conformance.anthropic_replay import AnthropicReplay, VertexAnthropicReplay
 from tests.conformance.aws_replay import AWS_ENVIRONMENT, BedrockReplay, SageMakerReplay
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, answer_text
 from tests.conformance.provider_replay import Asked, ProviderReplay, script_of
@@ -69,6 +69,12 @@ PROVIDERS: Final[dict[str, Provider]] = {
         {"kind": "vertex", "project": "my-project", "location": "europe-west4", "thinks": True},
         limit_at="generationConfig.maxOutputTokens",
         schema_at="generationConfig.responseJsonSchema",
+    ),
+    "vertex_anthropic": Provider(
+        VertexAnthropicReplay,
+        {"kind": "vertex_anthropic", "project": "my-project", "location": "europe-west4", "continues": True},
+        limit_at="max_tokens",
+        schema_at="output_config.format.schema",
     ),
 }
 

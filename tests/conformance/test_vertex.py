@@ -1,4 +1,4 @@
-"""What only Gemini on Vertex AI has: access tokens, parts, blocked prompts (``vertex_replay``)."""
+"""What only Vertex AI has: access tokens; Gemini's parts and blocked prompts (``vertex_replay``); Claude's paths."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -14,8 +14,9 @@ from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat import ChatRequest
 from pool_worker.engines.chat_server import ChatServerEngine
-from pool_worker.settings import VertexSettings
+from pool_worker.settings import VertexAnthropicSettings, VertexSettings
 from protocol.chat import Call, Chat, ChatUsage, Tool, Turn
+from tests.conformance.anthropic_replay import VertexAnthropicReplay
 from tests.conformance.server_replay import running
 from tests.conformance.test_chat_engines import WEATHER, Driver, chat, driving_engine
 from tests.conformance.test_provider_engines import answering
@@ -142,3 +143,25 @@ async def test_a_place_without_the_model_is_not_the_clients_mistake(replay: Vert
     async with driving(replay) as driver:
         assert "403" in ((await driver.answer()).error or "")
     assert not driver.refusals
+
+
+async def test_claude_is_asked_for_by_path_and_version(replay: VertexReplay) -> None:
+    place = {"model": "claude-sonnet-4-5@20250929", "project": "my-project", "location": "global"}
+    with running(VertexAnthropicReplay()) as claude:
+        for version in ("2026-10-21", "vertex-2023-10-16"):
+            settings = VertexAnthropicSettings(
+                kind="vertex_anthropic", url=claude.url, api_version=version, max_output_tokens=900, **place
+            )
+            engine = engines.create(settings)
+            assert isinstance(engine, ChatServerEngine)
+            async with driving_engine(engine) as driver:
+                await driver.answer(name=version)
+                await driver.answer(name="cold", temperature=0.0)
+            assert list(driver.refusals) == (["cold"] if version == "2026-10-21" else [])
+        newer, older, sampled = claude.bodies
+        assert {url.removeprefix(claude.url) for url in claude.urls} == {
+            "/v1/projects/my-project/locations/global/publishers/anthropic/models/claude-sonnet-4-5@20250929:streamRawPredict"
+        }
+    assert replay.tokens == 2
+    assert (newer["anthropic_version"], newer["max_tokens"]) == ("2026-10-21", 900)
+    assert (older["anthropic_version"], sampled["temperature"]) == ("vertex-2023-10-16", 0.0)

@@ -7,7 +7,14 @@ from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.chat_formats.anthropic import AnthropicFormat
 from pool_worker.engines.chat_formats.base import ChatFormat
 from pool_worker.engines.chat_formats.openai_chat import OpenAIChatFormat
-from pool_worker.settings import AnthropicSettings, AnyChatSettings, BedrockSettings, SageMakerSettings, VertexSettings
+from pool_worker.settings import (
+    AnthropicSettings,
+    AnyChatSettings,
+    BedrockSettings,
+    SageMakerSettings,
+    VertexAnthropicSettings,
+    VertexSettings,
+)
 
 
 def chat_format(settings: AnyChatSettings) -> ChatFormat:
@@ -26,6 +33,10 @@ def chat_format(settings: AnyChatSettings) -> ChatFormat:
         with _extra("gcp"):
             from pool_worker.engines.chat_formats.vertex import VertexFormat  # noqa: PLC0415 - brings google-auth
         return VertexFormat(settings)
+    if isinstance(settings, VertexAnthropicSettings):
+        with _extra("gcp"):
+            from pool_worker.engines.chat_formats.vertex_anthropic import VertexAnthropicFormat  # noqa: PLC0415 - likewise
+        return VertexAnthropicFormat(settings)
     return OpenAIChatFormat(settings)
 
 

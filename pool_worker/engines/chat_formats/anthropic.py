@@ -26,11 +26,12 @@ from pool_worker.engines.chat_formats.base import (
 )
 from pool_worker.engines.chat_formats.conversation import Block, Conversation, Overlap, alternate, owed, schema_of
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
-from pool_worker.settings import AnthropicSettings
+from pool_worker.settings import ClaudeSettings
 from protocol.chat import Call, Chat, ChatUsage, Part, Tool
 
 MAX_TEMPERATURE: Final = 1.0
-_SAMPLED: Final = {name: name for name in ("temperature", "top_p", "top_k")}  # until the version that took them away
+_SAMPLED: Final = {name: name for name in ("temperature", "top_p", "top_k")}
+_NO_LONGER_SAMPLED: Final = "2026-10-21"  # the version that took them away
 _EFFORTS: Final = ("none", "low", "medium", "high", "xhigh", "max")
 _ENDS: Final[dict[str, EndReason]] = {  # not "pause_turn" of tools that the server would run
     "end_turn": "stop",
@@ -51,11 +52,11 @@ class AnthropicFormat:
     schemas = frozenset({"json_schema"})
     takes_tools = True
 
-    def __init__(self, settings: AnthropicSettings) -> None:
+    def __init__(self, settings: ClaudeSettings) -> None:
         """Speak the version that the settings name."""
         self._settings = settings
         self.continues = settings.continues
-        self._names = {"stop": "stop_sequences"} | (_SAMPLED if settings.api_version == "2023-06-01" else {})
+        self._names = {"stop": "stop_sequences"} | ({} if settings.api_version == _NO_LONGER_SAMPLED else _SAMPLED)
         self.honoured = frozenset(self._names)
 
     def auth(self) -> httpx.Auth | None:

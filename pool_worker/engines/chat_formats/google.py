@@ -1,18 +1,34 @@
-"""Google's access tokens, by the extra ``gcp``: renewed before they expire, off the event loop."""
+"""What the formats of Google's Vertex AI share: where models are, what errors mean, access tokens.
+
+Tokens come by the extra ``gcp``. They are renewed before they expire, off the event loop.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import quote
 
 import google.auth
 import httpx
 from google.auth.exceptions import GoogleAuthError, TransportError
 
 from pool_worker.engines.base import EngineDiedError
+from pool_worker.settings import GoogleSettings
 
 SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
 TOKEN_LIMIT_S: Final = 10.0  # how long who gives out tokens may take
+
+
+def model_path(settings: GoogleSettings, publisher: str, model: str) -> str:
+    """Return where a publisher's model is."""
+    place = f"projects/{settings.project}/locations/{settings.location}"
+    return f"/v1/{place}/publishers/{publisher}/models/{quote(model, safe='@')}"
+
+
+def meant_by_google(status: int, text: str) -> int:
+    """Say what an error is: a project without billing, or a place without the model, is no mistake of the client."""
+    return httpx.codes.FORBIDDEN if status == httpx.codes.BAD_REQUEST and "FAILED_PRECONDITION" in text else status
 
 
 class AccessToken(httpx.Auth):

@@ -6,7 +6,6 @@ Its documentation: https://cloud.google.com/vertex-ai/generative-ai/docs/model-r
 import secrets
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -26,7 +25,7 @@ from pool_worker.engines.chat_formats.base import (
     sampling,
 )
 from pool_worker.engines.chat_formats.conversation import Block, alternate, schema_of
-from pool_worker.engines.chat_formats.google import AccessToken
+from pool_worker.engines.chat_formats.google import AccessToken, meant_by_google, model_path
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.settings import VertexSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool
@@ -77,14 +76,13 @@ class VertexFormat:
         return AccessToken()
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
-        """See ChatFormat: a project without billing, or a place without the model, is no mistake of the client."""
+        """See ChatFormat."""
         del headers
-        return httpx.codes.FORBIDDEN if status == httpx.codes.BAD_REQUEST and "FAILED_PRECONDITION" in text else status
+        return meant_by_google(status, text)
 
     def path(self, ask: ChatAsk) -> str:
         """See ChatFormat."""
-        place = f"projects/{self._settings.project}/locations/{self._settings.location}"
-        return f"/v1/{place}/publishers/google/models/{quote(ask.model, safe='')}:streamGenerateContent?alt=sse"
+        return f"{model_path(self._settings, 'google', ask.model)}:streamGenerateContent?alt=sse"
 
     def body(self, ask: ChatAsk) -> dict[str, Any]:
         """See ChatFormat. Raises RequestRejected for what the API does not take."""

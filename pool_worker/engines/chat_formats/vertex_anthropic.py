@@ -1,0 +1,43 @@
+"""Claude on Google's Vertex AI: Anthropic's Messages API behind ``streamRawPredict``.
+
+Its documentation: https://platform.claude.com/docs/en/build-with-claude/claude-on-vertex-ai. The model is in the path,
+the version in the body; all else is Anthropic's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from pool_worker.engines.chat_formats.anthropic import AnthropicFormat
+from pool_worker.engines.chat_formats.base import ChatAsk
+from pool_worker.engines.chat_formats.google import AccessToken, meant_by_google, model_path
+from pool_worker.settings import VertexAnthropicSettings
+
+
+class VertexAnthropicFormat(AnthropicFormat):
+    """See the module."""
+
+    def __init__(self, settings: VertexAnthropicSettings) -> None:
+        """Ask as the settings say."""
+        super().__init__(settings)
+        self._place = settings
+
+    def auth(self) -> httpx.Auth | None:
+        """See ChatFormat."""
+        return AccessToken()
+
+    def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
+        """See ChatFormat."""
+        del headers
+        return meant_by_google(status, text)
+
+    def path(self, ask: ChatAsk) -> str:
+        """See ChatFormat."""
+        return f"{model_path(self._place, 'anthropic', ask.model)}:streamRawPredict"
+
+    def body(self, ask: ChatAsk) -> dict[str, Any]:
+        """See ChatFormat."""
+        body = super().body(ask)
+        del body["model"]
+        return body | {"anthropic_version": self._place.api_version}
