@@ -57,7 +57,7 @@ class Bus:
     def __init__(self, client: LastingClient) -> None:
         self.client = client
         self._inbox_prefix = client.new_inbox()
-        self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._waiting: dict[str, asyncio.Future[Msg | None]] = {}  # None: there was no reply in time
         self._tickets = itertools.count(1)
         self._on_reconnect: list[Callable[[], Awaitable[None]]] = []
         self._reconnect_tasks: set[asyncio.Task[None]] = set()
@@ -207,18 +207,18 @@ class Bus:
         Raises BusTimeout, NobodyListens, and what ``publish`` raises.
         """
         ticket = str(next(self._tickets))
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
         limits = shared_deadlines(timeout_s, _give_up)
         self._waiting[ticket] = future
         limits.add(future)
         try:
             await self.publish(subject, payload, reply=f"{self._inbox_prefix}.{ticket}", headers=headers)
             reply = await future
-        except TimeoutError as error:
-            raise BusTimeout(f"no reply from {subject} within {timeout_s} s") from error
         finally:
             self._waiting.pop(ticket, None)
             limits.discard(future)
+        if reply is None:
+            raise BusTimeout(f"no reply from {subject} within {timeout_s} s")
         if reply.headers and reply.headers.get("Status") == "503":
             raise NobodyListens(f"nobody listens on {subject}")
         return reply
@@ -314,9 +314,9 @@ _NO_MESSAGE_FOUND: Final = 10037
 _NO_SUCH_MESSAGE: Final = {_NO_MESSAGE_FOUND, 10057, 10043}  # message delete failed, sequence not found
 
 
-def _give_up(future: asyncio.Future[Msg]) -> None:
+def _give_up(future: asyncio.Future[Msg | None]) -> None:
     if not future.done():
-        future.set_exception(TimeoutError())
+        future.set_result(None)
 
 
 def _without_secrets(servers: list[str]) -> str:
