@@ -23,6 +23,9 @@ class Window:
     cpu_s: dict[str, float] = field(default_factory=dict)  # by name of the tree: user + system
     wall_s: float = 0.0
     others_cores: float = 0.0  # busy cores that belong to nobody measured
+    stolen_cores: float = (
+        0.0  # what the hypervisor gave to other machines; it makes all CPU times longer, up to twofold
+    )
 
 
 class CpuMeter:
@@ -39,11 +42,14 @@ class CpuMeter:
         yield window
         after, machine_after = self._read(), psutil.cpu_times()
         window.cpu_s = {name: after[name] - before[name] for name in after}
-        passed = {name: getattr(machine_after, name) - getattr(machine_before, name) for name in ("idle", "iowait")}
+        passed = {
+            name: getattr(machine_after, name) - getattr(machine_before, name) for name in ("idle", "iowait", "steal")
+        }
         total_s = sum(machine_after) - sum(machine_before)
         window.wall_s = total_s / (os.cpu_count() or 1)
         busy_s = total_s - sum(passed.values())
         window.others_cores = max(0.0, busy_s - sum(window.cpu_s.values())) / max(window.wall_s, 1e-9)
+        window.stolen_cores = passed["steal"] / max(window.wall_s, 1e-9)
 
     async def settle(self) -> None:
         """Wait until the work that a load leaves behind (usage records above all) is done. Raises TimeoutError."""

@@ -22,6 +22,7 @@ COSTS: Final = (  # (load, how the row is called, divisor of µs, unit, aim)
     ("paced_streams", "token, 64 streams, 20 ms", 1, "µs", "60"),
     ("instant_streams", "token, 64 streams, 0 ms", 1, "µs", "60"),
 )
+CORES: Final = ("others (cores)", "stolen (cores)")  # what disturbs a run
 
 
 def print_tables(report: dict[str, Any], console: Console) -> None:
@@ -50,23 +51,28 @@ def _latency_table(report: dict[str, Any]) -> Table:
 
 
 def _cost_table(report: dict[str, Any]) -> Table:
-    table = Table("CPU per", "", "aim", "path", "gateway", "worker", "NATS", "ledger", "client", "others (cores)")
+    table = Table("CPU per", "", "aim", "path", "gateway", "worker", "NATS", "ledger", "client", *CORES)
     table.title, table.title_justify = "CPU (path = gateway + worker + NATS)", "left"
     peer = report.get("litellm")
     if peer:
         table.add_column("LiteLLM")
-        table.add_column("others (cores)")
+        for name in CORES:
+            table.add_column(name)
     for load, label, divisor, unit, aim in COSTS:
         own = report["spillway"][load]
         cpu = {name: value / divisor for name, value in own["cpu_us"].items()}
         worker = cpu["worker instant"] + cpu["worker paced"]
         shown = (cpu["gateway"], worker, cpu["nats"], cpu["ledger"], cpu["load client"])
         path = sum(cpu[name] for name in PATH_PROCESSES)
-        row = [label, unit, aim, f"{path:.2f}", *(f"{value:.2f}" for value in shown), f"{own['others_cores']:.2f}"]
+        row = [label, unit, aim, f"{path:.2f}", *(f"{value:.2f}" for value in shown), *_cores(own)]
         if peer:
-            row += [f"{peer[load]['cpu_us']['litellm'] / divisor:.2f}", f"{peer[load]['others_cores']:.2f}"]
+            row += [f"{peer[load]['cpu_us']['litellm'] / divisor:.2f}", *_cores(peer[load])]
         table.add_row(*row)
     return table
+
+
+def _cores(load: dict[str, Any]) -> tuple[str, str]:
+    return f"{load['others_cores']:.2f}", f"{load['stolen_cores']:.2f}"
 
 
 def _pair(p50: float, p99: float) -> str:
