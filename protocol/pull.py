@@ -106,6 +106,7 @@ class PullConsumer:
         self._pulls: dict[str, _Pull] = {}
         self._numbers = itertools.count(1)
         self._subscription: Subscription | None = None
+        self.found_all = False  # whether the last pull has been given all that there was
 
     async def start(self) -> None:
         """Subscribe to the inbox that answers come to. No message is asked for yet."""
@@ -140,6 +141,7 @@ class PullConsumer:
 
     async def pull(self, batch: int, *, expires_s: float = PULL_EXPIRES_S) -> None:
         """Ask for up to ``batch`` messages, waiting at the server for at most ``expires_s``; 0: take what is there."""
+        self.found_all = False
         number = str(next(self._numbers))
         self._pulls[number] = _Pull(remaining=batch, expires_at_s=time.monotonic() + expires_s)
         patience = {"expires": int(expires_s * 1e9)} if expires_s else {"no_wait": True}
@@ -155,7 +157,7 @@ class PullConsumer:
         # delivery keeps its stream subject and does not say which pull it answers; the server serves them in order.
         if not message.reply:
             self._pulls.pop(message.subject.rpartition(".")[2], None)
-            self._log_status(message)
+            self._note_status(message)
             if self._on_end is not None:
                 self._on_end()
             return
@@ -170,8 +172,9 @@ class PullConsumer:
         if self._pulls[oldest].remaining <= 0:
             del self._pulls[oldest]
 
-    def _log_status(self, message: Msg) -> None:
+    def _note_status(self, message: Msg) -> None:
         headers = message.headers or {}
         status = headers.get("Status", "")
-        if status not in {"404", "408", "503"}:  # nothing there; expired; no consumer, or one without a leader
+        self.found_all = status in {"404", "408"}  # nothing there; expired
+        if not self.found_all and status != "503":  # no consumer, or one without a leader
             log.warning("pull from %s ended: %s %s", self._api_subject, status, headers.get("Description", ""))

@@ -1,6 +1,6 @@
 """The ledger writer: usage records from the USAGE stream into SQL, in batches.
 
-    parked ──delivered──> held ──committed──> acknowledged (intents: see gateway.ledger.intents)
+    stored ──delivered──> held ──committed──> acknowledged (intents: see gateway.ledger.intents)
                            │ └──SQL away──> held, tried again for ever; on SIGTERM handed back
                            └──unreadable or refused by SQL──> parked alone (gateway.ledger.parked)
 
@@ -36,13 +36,12 @@ from protocol.messages import encode
 from protocol.pull import Delivery, PullConsumer
 from protocol.usage import RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
 
-IDLE_WAIT_S: Final = 0.5  # how soon an expired pull is noticed and asked again
+PULL_CHECK_S: Final = 0.5  # how often it is looked whether a pull has been written off
 PURGE_PERIOD_S: Final = 60.0
 ABANDONED_PERIOD_S: Final = 5.0
 MACHINE_TIME_PERIOD_S: Final = 15.0
 RETENTION_PERIOD_S: Final = 600.0
 PARTITIONS_PERIOD_S: Final = 600.0
-MAX_BATCHES_OUTSTANDING: Final = 2  # one being written while the next arrives
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class LedgerWriter:
         self._stopping = stopping
         self._batch_records = settings.batch_records
         self._batch_wait_s = settings.batch_wait_s
-        self._held: deque[Delivery] = deque()  # bounded by what _pull_into_room asks for
+        self._held: deque[Delivery] = deque()  # bounded by what _ask asks for: two batches
         self._unwritten: list[_Entry] = []  # what is handed back in the end: at most what was held when told to stop
         self._purged_s = 0.0  # monotonic clock
         self._intents = Intents(engine)
@@ -76,8 +75,10 @@ class LedgerWriter:
         self._written_until_unix_ms = (
             0  # by the stream's clock: what it took before is in SQL, or another writer has it
         )
-        self._arrived = asyncio.Event()  # set at the first record held, at a full batch, and when stopping
-        self._consumer = PullConsumer(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery)
+        self._arrived = asyncio.Event()  # set at a full batch, when there is no more, and when stopping
+        self._consumer = PullConsumer(
+            bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery, on_end=self._arrived.set
+        )
 
     async def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Pull, write, acknowledge, until ``stopping`` is set; then finish what is held."""
@@ -103,8 +104,8 @@ class LedgerWriter:
 
     async def _write(self) -> None:
         while not self._stopping.is_set():
-            await self._pull_into_room()
-            await self._wait_for_batch()
+            began_s = time.monotonic()
+            await self._take()
             await self._make_partitions()
             await self._write_batch()
             await self._write_intents()
@@ -112,23 +113,42 @@ class LedgerWriter:
             await self._replays.look()
             await self._record_machine_time()
             await self._delete_old()
+            if not self._held:
+                await wait_for(self._stopping, began_s + self._batch_wait_s - time.monotonic())
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
-    async def _pull_into_room(self) -> None:
-        # Whole batches only: a pull for every record that leaves would cost the server more than the record.
-        taken = len(self._held) + self._consumer.outstanding()
-        while taken + self._batch_records <= MAX_BATCHES_OUTSTANDING * self._batch_records:
-            try:
-                await self._consumer.pull(self._batch_records)
-            except BusError as error:
-                log.warning("cannot ask for usage records, will again: %s", error)
-                return
-            taken += self._batch_records
+    async def _take(self) -> None:
+        """Ask for what there is, at most a batch, and wait until it is here."""
+        asked_unix_ms = int(self._bus.clock.now_s() * 1000)
+        is_asked = not self._held and await self._ask()
+        while self._has_room and self._consumer.outstanding() and not self._stopping.is_set():
+            self._arrived.clear()
+            await wait_for(self._arrived, PULL_CHECK_S)
+        if is_asked and not self._held and self._consumer.found_all:
+            self._written_until_unix_ms = max(self._written_until_unix_ms, asked_unix_ms)
+        if not self._has_room:
+            await self._ask()  # the next batch arrives while this one is written
+
+    async def _ask(self) -> bool:
+        # Asked for now and then: a server at which one waits sends each message alone, and writes down that it did,
+        # which costs it and us twice as much CPU.
+        if self._consumer.outstanding() or not self._bus.connected:
+            return False
+        try:
+            await self._consumer.pull(self._batch_records, expires_s=0)
+        except BusError as error:
+            log.warning("cannot ask for usage records, will again: %s", error)
+            return False
+        return True
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._held) < self._batch_records
 
     async def _on_delivery(self, delivery: Delivery) -> None:
         self._held.append(delivery)
-        if len(self._held) in {1, self._batch_records}:
+        if not self._has_room:
             self._arrived.set()
 
     async def _on_reconnected(self) -> None:
@@ -138,25 +158,10 @@ class LedgerWriter:
         await self._stopping.wait()
         self._arrived.set()
 
-    async def _wait_for_batch(self) -> None:
-        """Wait for a first record, then for a batch of them or ``batch_wait_s``."""
-        await self._wait_until_held(1, IDLE_WAIT_S)
-        if self._held:
-            await self._wait_until_held(self._batch_records, self._batch_wait_s)
-
-    async def _wait_until_held(self, records: int, limit_s: float) -> None:
-        deadline_s = time.monotonic() + limit_s
-        while len(self._held) < records and not self._stopping.is_set():
-            self._arrived.clear()
-            if not await wait_for(self._arrived, deadline_s - time.monotonic()):
-                return
-
     # --- writing ------------------------------------------------------------------------------------------------------
 
     async def _write_batch(self) -> None:
         deliveries = [self._held.popleft() for _ in range(min(len(self._held), self._batch_records))]
-        if not deliveries and self._bus.connected and self._consumer.outstanding():
-            self._written_until_unix_ms = int(self._bus.clock.now_s() * 1000)  # whatever there is would have come
         entries = [await self._decoded(delivery) for delivery in deliveries]
         if entries:
             await self._store(entries)
