@@ -7,6 +7,7 @@ that no test goes on with less than it says.
 import asyncio
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,8 @@ NATS_CONFIG = ROOT / "deploy/nats/nats-server.conf"
 CLUSTER_CONFIG = ROOT / "deploy/nats/cluster.conf"
 NATS_HEALTH = ROOT / "deploy/nats/health.sh"
 HAPROXY_CONFIG = ROOT / "deploy/haproxy/haproxy.cfg"
-HAPROXY_CONNECTIONS = 4000  # fewer than in production, so that any machine's limit on open files will do
+HAPROXY_CONNECTIONS = 20_000  # as shipped, or as many as this machine's limit on open files is good for
+FURTHER_FILES = 100  # that HAProxy has open besides two for each connection
 START_LIMIT_S = 15.0
 
 # Stands in for the container's BusyBox: `nc -w SECONDS HOST PORT`.
@@ -145,10 +147,13 @@ class HAProxy:
 
     async def start(self) -> None:
         """Start it; returns when it listens."""
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        is_unlimited = files == resource.RLIM_INFINITY
+        connections = HAPROXY_CONNECTIONS if is_unlimited else min(HAPROXY_CONNECTIONS, files // 2 - FURTHER_FILES)
         # In a session of its own: Ctrl-C ends the tests, and these end it.
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(haproxy_program(), "-n", str(HAPROXY_CONNECTIONS), "-db", "-f", str(self._write_config())),
+                *(haproxy_program(), "-n", str(connections), "-db", "-f", str(self._write_config())),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
