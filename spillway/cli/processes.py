@@ -1,6 +1,7 @@
 """``spillway up``, ``gateway``, ``ledger``: commands that run until they are told to stop."""
 
 import json
+import os
 import shutil
 import sys
 from datetime import datetime
@@ -29,6 +30,7 @@ from spillway.up import up as run_up
 
 # Each process imports its own part when it runs, so that no command waits for what it does not use (torch above all).
 
+LEDGER_NICENESS: Final = 10  # beside a gateway: those who wait for an answer come before the rows of those who have one
 _EXAMPLES: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # by task: the path under /v1, and the body but the model
     "generate": ("chat/completions", {"stream": True, "messages": [{"role": "user", "content": "What is Spillway?"}]}),
     "embed": ("embeddings", {"input": ["a dam", "a river"]}),
@@ -142,5 +144,6 @@ def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: Rea
     from gateway.ledger.main import run
 
     logs.configure("ledger")
+    os.nice(LEDGER_NICENESS)
     resolved = resolve_config(config, data)
     run_async(lambda: run(resolved.ledger_settings(), on_ready=lambda: write_ready(ready_file, {})))
