@@ -69,6 +69,7 @@ CONNECTIONS: Final = 64
 STREAMS: Final = 64
 TOKEN_MS: Final = 20.0
 TABLE_WIDTH: Final = 160
+LOADS: Final = ("idle", "at_load", "streamed_at_load", "saturated", "paced_streams", "instant_streams")
 STOLEN_LIMIT_CORES: Final = 0.03
 MAX_TRIES: Final = 8  # of one round, until the hypervisor leaves it alone
 PAUSE_S: Final = 10.0  # before the next try
@@ -168,6 +169,16 @@ class Loads:
 
     async def run(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Warm up, then all loads, round after round. Raises LoadError if an answer is not right."""
+        results = {name: Load() for name in LOADS}
+        await self.warm_up()
+        for number in range(self._sizes.rounds):
+            say(f"round {number + 1} of {self._sizes.rounds}")
+            for name, load in results.items():
+                load.add(await self._undisturbed(name, say))
+        return {name: load.summary() for name, load in results.items()}
+
+    async def once(self, name: str) -> Round:
+        """One round of one of ``LOADS``. Raises LoadError if an answer is not right."""
         loads: dict[str, Callable[[], Coroutine[Any, Any, Round]]] = {
             "idle": self._idle,
             "at_load": self._at_load,
@@ -176,25 +187,20 @@ class Loads:
             "paced_streams": self._paced_streams,
             "instant_streams": self._instant_streams,
         }
-        results = {name: Load() for name in loads}
-        await self._warm_up()
-        for number in range(self._sizes.rounds):
-            say(f"round {number + 1} of {self._sizes.rounds}")
-            for name, load in loads.items():
-                results[name].add(await self._undisturbed(load, say))
-        return {name: load.summary() for name, load in results.items()}
+        return await loads[name]()
 
-    async def _undisturbed(self, load: Callable[[], Coroutine[Any, Any, Round]], say: Callable[[str], None]) -> Round:
+    async def _undisturbed(self, name: str, say: Callable[[str], None]) -> Round:
         """A round without the hypervisor's hand in it; the last of ``MAX_TRIES`` where there is none."""
         for _ in range(MAX_TRIES - 1):
-            measured = await load()
+            measured = await self.once(name)
             if measured.window.stolen_cores <= STOLEN_LIMIT_CORES:
                 return measured
             say(f"the hypervisor stole {measured.window.stolen_cores:.2f} cores: once more")
             await asyncio.sleep(PAUSE_S)
-        return await load()
+        return await self.once(name)
 
-    async def _warm_up(self) -> None:
+    async def warm_up(self) -> None:
+        """Fill what is filled by first requests: caches, connections, allocators."""
         short, streamed = self._requests(self._sizes.warm_up), self._requests(self._sizes.warm_up, stream=True)
         await load_client.sequential(HOST, self._target.port, short[: self._sizes.warm_up // 2])
         for start in range(0, self._sizes.warm_up, STREAMS):

@@ -1,0 +1,170 @@
+"""What a request and a token cost on their way, beside an older commit's code in the same minute.
+
+A machine's speed changes by half from one quarter of an hour to the next, so two runs of ``gateway_overhead`` cannot be
+compared to a tenth. Here both commits' Spillways run at once, each with its own queue server and ledger, and get the
+loads of ``gateway_overhead`` in turns of some seconds; whoever is not asked uses a few hundredths of a core. A pair of
+turns of which the hypervisor disturbed one does not count. What is printed is the median of each, and the median of the
+pairs' ratios with its quartiles. Costs are CPU of gateway, worker and NATS (the ledger's beside them).
+
+    python -m benchmarks.path_beside COMMIT [--pairs 8]
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gateway_overhead import (
+    LOADS,
+    SPILLWAY_SIZES,
+    STOLEN_LIMIT_CORES,
+    TOKEN_MS,
+    Loads,
+    Round,
+    Target,
+    machine,
+)
+from benchmarks.overhead_tables import PATH_PROCESSES
+
+ROOT: Final = Path(__file__).parents[1]
+MAX_TRIES_A_PAIR: Final = 4  # of all pairs together, this many times as many are made at most
+START_LIMIT_S: Final = 120.0
+STOP_LIMIT_S: Final = 60.0
+# Runs in the tree of the commit; says where it listens, and ends with its input.
+SYSTEM: Final = """
+import asyncio, json, sys
+from pathlib import Path
+from benchmarks.spillway_under_test import running_spillway
+
+async def main():
+    async with running_spillway(Path(sys.argv[1]), float(sys.argv[2])) as running:
+        print(json.dumps({"port": running.port, "api_key": running.api_key, "pids": running.pids}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main())
+"""
+
+
+def unpack(commit: str, folder: Path) -> None:
+    """Put a commit's files into a folder. Raises CalledProcessError, having said why, if there is no such commit."""
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+
+
+@contextlib.asynccontextmanager
+async def system(tree: Path, folder: Path) -> AsyncIterator[Target]:
+    """The Spillway of the code in ``tree``, with this one's dependencies. Raises TimeoutError if it does not start."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SYSTEM, str(folder), str(TOKEN_MS)),
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None  # both are pipes
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_LIMIT_S):
+            started = await process.stdout.readline()
+        yield Target(**json.loads(started))
+    finally:
+        process.stdin.close()
+        async with asyncio.timeout(STOP_LIMIT_S):
+            await process.wait()
+
+
+def cost_us(measured: Round, *, ledger: bool = False) -> float:
+    """CPU of the path, or of the ledger, for each request or token, in µs."""
+    names = ("ledger",) if ledger else PATH_PROCESSES
+    return sum(measured.window.cpu_s[name] for name in names) / measured.units * 1e6
+
+
+async def compare(older: Target, newer: Target, pairs: int, console: Console) -> dict[str, Any]:
+    """Load both in turns; all loads in each pair, whose order changes. Raises LoadError if an answer is not right."""
+    systems = [Loads(older, SPILLWAY_SIZES), Loads(newer, SPILLWAY_SIZES)]
+    for loads in systems:
+        await loads.warm_up()
+    kept: dict[str, list[tuple[Round, Round]]] = {name: [] for name in LOADS}
+    for number in range(pairs * MAX_TRIES_A_PAIR):
+        missing = [name for name, of_load in kept.items() if len(of_load) < pairs]
+        if not missing:
+            break
+        counts = ", ".join(f"{name} {len(kept[name])}" for name in missing)
+        console.print(f"[dim]pair {number + 1}; so far: {counts}[/dim]")
+        for name in missing:
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            turns = {which: await systems[which].once(name) for which in order}
+            if all(turn.window.stolen_cores <= STOLEN_LIMIT_CORES for turn in turns.values()):
+                kept[name].append((turns[0], turns[1]))
+    return {name: _summary(of_load) for name, of_load in kept.items()}
+
+
+def _summary(of_load: list[tuple[Round, Round]]) -> dict[str, Any]:
+    if len(of_load) < 2:
+        return {"pairs": len(of_load)}
+    ratios = [cost_us(newer) / cost_us(older) for older, newer in of_load]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    sides = {"older": [older for older, _ in of_load], "newer": [newer for _, newer in of_load]}
+    costs = {f"{side}_us": statistics.median(cost_us(turn) for turn in turns) for side, turns in sides.items()}
+    ledgers = {
+        f"{side}_ledger_us": statistics.median(cost_us(turn, ledger=True) for turn in turns)
+        for side, turns in sides.items()
+    }
+    others = max(turn.window.others_cores for pair in of_load for turn in pair)
+    figures = {**costs, **ledgers, "ratio": middle, "ratio_low": low, "ratio_high": high, "others_cores": others}
+    return {"pairs": len(of_load), **{name: round(value, 3) for name, value in figures.items()}}
+
+
+def print_table(results: dict[str, Any], console: Console) -> None:
+    """Print one row for each load."""
+    table = Table(
+        "CPU, µs", "older", "newer", "newer / older", "quartiles", "ledger, older", "newer", "others", "pairs"
+    )
+    for name, row in results.items():
+        if "ratio" not in row:
+            table.add_row(name, *("-" * 7), str(row["pairs"]))
+            continue
+        quartiles = f"{row['ratio_low']:.2f} to {row['ratio_high']:.2f}"
+        costs = (f"{row['older_us']:,.0f}", f"{row['newer_us']:,.0f}", f"{row['ratio']:.2f}", quartiles)
+        ledgers = (f"{row['older_ledger_us']:,.0f}", f"{row['newer_ledger_us']:,.0f}", f"{row['others_cores']:.2f}")
+        table.add_row(name, *costs, *ledgers, str(row["pairs"]))
+    console.print(table)
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    console = Console(highlight=False)
+    report = {"benchmark": "path_beside", "older": arguments.commit, **machine()}
+    console.print(report)
+    with tempfile.TemporaryDirectory(prefix="spillway-beside-") as name:
+        folder = Path(name)
+        unpack(arguments.commit, folder / "tree")
+        for side in ("older", "newer"):
+            (folder / side).mkdir()
+        async with system(folder / "tree", folder / "older") as older, system(ROOT, folder / "newer") as newer:
+            results = await compare(older, newer, arguments.pairs, console)
+    print_table(results, console)
+    print(json.dumps({**report, **results}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", help="whose code is the older one")
+    parser.add_argument("--pairs", type=int, default=8, help="turns of each load and side that must be undisturbed")
+    gc.disable()  # the client's own pauses must not show
+    uvloop.run(main(parser.parse_args()))
