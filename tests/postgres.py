@@ -35,8 +35,9 @@ def find_program(name: str) -> str:
 class PostgresServer:
     """One cluster; ``stop`` and ``start`` again to play an outage."""
 
-    def __init__(self, fsync: str = "off") -> None:
+    def __init__(self, fsync: str = "off", niceness: int = 0) -> None:
         self._fsync = fsync
+        self._niceness = niceness
         # Not under pytest's own folder: PostgreSQL refuses to run as root, and its user may not look in there.
         self.folder = Path(tempfile.mkdtemp(prefix="spillway-postgres-"))
         self.port = free_port()
@@ -70,7 +71,7 @@ class PostgresServer:
             "max_connections": 50,
             "shared_buffers": "32MB",
         }
-        command = [find_program("postgres"), "-D", str(self.folder / "data")]
+        command = ["nice", "-n", str(self._niceness), find_program("postgres"), "-D", str(self.folder / "data")]
         command += [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         with (self.folder / "postgres.log").open("ab") as log:
             self._process = subprocess.Popen(

@@ -21,6 +21,7 @@ from gateway.db.engine import create_engine
 from migrations import upgrade
 from protocol.bus import Bus
 from spillway.children import Child
+from spillway.cli.processes import LEDGER_NICENESS
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
 from tests.chaos.older import unpack_older
 from tests.chaos.proxy import CutProxy
@@ -158,7 +159,7 @@ class System:
             url = f"sqlite:///{self.folder / 'spillway.db'}"
             await asyncio.to_thread(upgrade, url)
             return url
-        server = self.postgres = PostgresServer()
+        server = self.postgres = PostgresServer(niceness=LEDGER_NICENESS)  # as the compose file's shares have it
         self._stack.push_async_callback(asyncio.to_thread, server.remove)
         await asyncio.to_thread(server.create)
         await asyncio.to_thread(server.start)
