@@ -20,7 +20,7 @@ from gateway.quotas.book import Book
 from gateway.quotas.pools import POOL
 from gateway.quotas.refusals import Refusal, too_large
 from gateway.quotas.reservation import Estimate, Reservation
-from gateway.quotas.seeds import Ledger, Seed, Unseeded, check_ledger_is_current, check_nobody_holds
+from gateway.quotas.seeds import Ledger, Seed, Unseeded, check_nobody_holds, until_ledger_is_current
 from gateway.quotas.terms import Terms, minus, plus, terms_of
 from gateway.quotas.usage import Use, taken_amounts, uses
 from gateway.quotas.vault import Vault
@@ -320,7 +320,7 @@ class Quotas:
                 if book.account is EMPTY:
                     await check_nobody_holds(self._bus, self._started_s)
                 if book.terms.limits[Kind.MONEY] is not None:
-                    await check_ledger_is_current(self._bus)
+                    await until_ledger_is_current(self._bus)
                     terms = book.terms.budget_period
                     spent = await self._ledger.spent_nano_usd(book.account_id, book.whose, terms, now_s)
         except (BusError, DatabaseUnavailable, TimeoutError) as error:

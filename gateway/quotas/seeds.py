@@ -4,11 +4,13 @@
              ──it has none──────────────> with a budget: what the ledger says was spent in this period; else nothing
                                           after a loss, only when nobody can hold a lease of the lost account any more
 
-What the ledger has not written yet is missing in its sum: it is asked only while no record waits to be taken from the
-stream, so that is what ended in the last second or so, and what running requests of gateways that are gone will cost.
+What the ledger has not written yet is missing in its sum: it is asked only once a writer has taken all that was there,
+so that is what ended in the last second or so, and what running requests of gateways that are gone will cost.
 While it cannot be asked, requests are refused, to be tried again.
 """
 
+import asyncio
+import time
 from datetime import datetime
 from typing import Final, Protocol
 
@@ -27,6 +29,8 @@ from protocol.bus import Bus
 from protocol.errors import BusError
 
 FRESH_S: Final = 5.0  # so long a seed may be used
+LEDGER_LIMIT_S: Final = 3.0  # a writer takes what there is several times a second, unless it is behind
+LEDGER_LOOK_S: Final = 0.05
 DAY_S: Final = 86_400
 
 
@@ -93,8 +97,18 @@ async def check_nobody_holds(bus: Bus, started_s: float) -> None:
         raise BusError(f"the accounts of limits were lost; those not known here begin anew in {left_s:.1f} s")
 
 
-async def check_ledger_is_current(bus: Bus) -> None:
-    """Raise BusError while records wait that no ledger writer has taken."""
-    info = await bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
-    if waiting := int(info["num_pending"]):
-        raise BusError(f"{waiting} messages of usage records are not in the ledger yet")
+async def until_ledger_is_current(bus: Bus) -> None:
+    """Wait until a ledger writer has taken all records that are stored by now; more may come meanwhile.
+
+    Raises BusError, also where that takes longer than ``LEDGER_LIMIT_S``.
+    """
+    last_sequence = int((await bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}"))["state"]["last_seq"])
+    limit_s = time.monotonic() + LEDGER_LIMIT_S
+    while True:
+        info = await bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
+        waiting = int(info["num_pending"])
+        if not waiting or int(info["delivered"]["stream_seq"]) >= last_sequence:
+            return
+        if time.monotonic() > limit_s:
+            raise BusError(f"{waiting} messages of usage records are not in the ledger yet")
+        await asyncio.sleep(LEDGER_LOOK_S)

@@ -434,7 +434,9 @@ class JetStream:
     def _consumer_info(self, tokens: list[str], _body: dict[str, Any]) -> dict[str, Any]:
         consumer = self._consumer(tokens[4], tokens[5])
         waiting = {"num_pending": len(consumer.fresh), "num_ack_pending": len(consumer.unanswered)}
-        return {"config": consumer.config, "ack_floor": {"stream_seq": consumer.floor}, **waiting}
+        delivered = next(iter(consumer.fresh), consumer.stream.last + 1) - 1
+        sequences = {"ack_floor": {"stream_seq": consumer.floor}, "delivered": {"stream_seq": delivered}}
+        return {"config": consumer.config, **sequences, **waiting}
 
     def _delete_consumer(self, tokens: list[str], _body: dict[str, Any]) -> dict[str, Any]:
         consumer = self._consumer(tokens[4], tokens[5])

@@ -1,6 +1,7 @@
 """The bucket of accounts is lost, or begins empty on a new cluster: what was spent stays spent."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 
@@ -18,6 +19,7 @@ from gateway.quotas.vault import Vault
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.messages import encode
+from protocol.pull import Delivery, PullConsumer, ack
 from protocol.quotas import Kind
 from protocol.usage import encode_usage
 from tests.integration.gateway.conftest import until
@@ -146,6 +148,29 @@ async def test_while_records_wait_for_the_ledger_a_missing_account_is_closed(sta
         await quotas.reserve(principal(budget), [ONE])
     await bus.api(f"STREAM.PURGE.{subjects.USAGE_STREAM}")
     assert await ask_patiently(quotas, budget) is not None
+
+
+async def test_records_that_come_while_others_are_taken_keep_no_account_closed(start: Start, bus: Bus) -> None:
+    # Under a steady load there always is one that no writer has taken yet.
+    quotas = await start("g0")
+    taken: asyncio.Queue[Delivery] = asyncio.Queue()
+    ledger = PullConsumer(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, taken.put)
+    await ledger.start()
+    budget = Policy(budget_nano_usd=1_000_000, budget_period="month")
+    asking = None
+    for number in itertools.count():
+        record = encode_usage([encode(request_record(f"comes{number}"))])
+        await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, record, message_id=f"comes{number}")
+        if asking is None:
+            asking = asyncio.create_task(ask_patiently(quotas, budget))
+        elif asking.done():
+            break
+        else:
+            await ledger.pull(1)
+            await ack(bus, await taken.get())
+    assert asking is not None
+    assert await asking is not None
+    await ledger.stop()
 
 
 async def test_a_new_key_asks_the_ledger_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
