@@ -10,7 +10,7 @@ from gateway.ledger.parked import parked_records, replay
 from protocol import subjects
 from protocol.messages import PROTOCOL_VERSION, encode
 from protocol.parked import ParkedUsage
-from protocol.usage import UsageRecord, encode_usage
+from protocol.usage import UnreadUsage, UsageRecord, encode_usage, read_usage
 from tests.integration.ledger.conftest import Ledger, until
 from tests.integration.ledger.test_writer_outages import RunningWriter
 from tests.usage_records import attempt_record, request_record
@@ -57,17 +57,19 @@ async def test_a_writer_that_understands_takes_what_an_older_one_has_parked(
     """The older one is played by a decoder that knows less."""
     await ledger.apply_topology(ack_wait_s=600)
     records = [encode(request_record(f"r{number}")) for number in range(5)]
-    real = writer.read_usage
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            writer,
-            "read_usage",
-            lambda payload: (
-                ([], [parked.UnreadUsage(encode_usage([one]), "newer") for one in records[1:]])
-                if b"r4" in payload
-                else real(payload)
-            ),
+    real = read_usage
+
+    def reads_less(payload: bytes) -> tuple[list[UsageRecord], list[UnreadUsage]]:
+        known, unread = real(payload)
+        newer = [record for record in known if record.request_id != "r0"]
+        return (
+            [record for record in known if record.request_id == "r0"],
+            [*unread, *(UnreadUsage(encode_usage([encode(record)]), "newer") for record in newer)],
         )
+
+    with monkeypatch.context() as patched:
+        for module in (writer, parked):  # the older one puts nothing back, either
+            patched.setattr(module, "read_usage", reads_less)
         await ledger.publish([encode_usage(records[:1]), encode_usage(records[1:])])
         older = RunningWriter(ledger, database_url)
         await until(lambda: ledger.has(1, 0))
