@@ -1,19 +1,44 @@
-"""Free ports, and waiting until somebody listens on one."""
+"""Ports that nobody else takes, and waiting until somebody listens on one."""
 
 import asyncio
+import random
 import socket
 import time
+from collections import deque
 from pathlib import Path
 from typing import Final
 
 POLL_S: Final = 0.05
+# Below the ports that systems give to outgoing connections (Linux: from 32768, others from 49152): thousands of
+# those come and go while a load runs, and one may sit on a port for which a server is about to ask.
+PORTS: Final = range(10_000, 32_000)
+TRIES: Final = 1_000
+CLAIMS: Final = 64  # a process holds this many at once; the oldest is given up, used or not
+
+_claims: deque[socket.socket] = deque(maxlen=CLAIMS)
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of 127.0.0.1 that nobody listens on, and that no other process gets from here meanwhile.
+
+    The claim is the UDP port of the same number, which nobody here needs; it ends with the process. Raises OSError if
+    no port is found.
+    """
+    for _ in range(TRIES):
+        port = random.choice(PORTS)
+        claim = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            claim.bind(("127.0.0.1", port))
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        if len(_claims) == CLAIMS:
+            _claims.popleft().close()
+        _claims.append(claim)
+        return port
+    raise OSError(f"no free port found in {PORTS.start}-{PORTS.stop - 1} after {TRIES} tries")
 
 
 async def wait_until_listening(process: asyncio.subprocess.Process, port: int, limit_s: float, log: Path) -> None:

@@ -9,15 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.ports import free_port
 from protocol.bus import Bus
 from protocol.errors import ApiError, BusTimeout
 from spillway.embedded_nats import ACCOUNTS
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class NatsServer:

@@ -12,7 +12,7 @@ from pathlib import Path
 import asyncpg
 import psutil
 
-from tests.nats_server import free_port
+from benchmarks.ports import free_port
 
 START_LIMIT_S = 30.0
 TEMPLATE = "spillway_template"

@@ -15,7 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.nats_server import NatsCluster, NatsServer, free_port
+from benchmarks.ports import free_port
+from tests.nats_server import NatsCluster, NatsServer
 from tests.unit.deploy.description import ENVIRONMENT, ROOT, services
 
 NATS_CONFIG = ROOT / "deploy/nats/nats-server.conf"

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.nats_server import free_port
+from benchmarks.ports import free_port
 
 START_LIMIT_S = 300.0  # on a machine that is busy with other tests
 STOP_LIMIT_S = 120.0

@@ -19,12 +19,12 @@ from typing import Any, Literal, Protocol
 import httpx
 import psutil
 
+from benchmarks.ports import free_port
 from pool_worker.settings import ServerEngineSettings, Tier
 from spillway.config import DEMO_MODEL_PATH
 from tests.chaos.proxy import CutProxy
 from tests.conformance.real_servers import llamacpp, vllm_server
 from tests.conformance.server_replay import Fault, Replay, running
-from tests.nats_server import free_port
 
 REVISION = "chaos"  # of all pools: the weights are the same
 START_LIMIT_S = 300.0  # vLLM imports for long, and longer where others want the cores

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from benchmarks.ports import free_port
 from gateway.auth.keys import Grant, create_key
 from gateway.auth.pepper import load_or_create_pepper
 from gateway.auth.principal import Policy
@@ -28,7 +29,7 @@ from tests.chaos.proxy import CutProxy
 from tests.chaos.servers import FIRST_SLOT, REVISION, Server, ServerSpec, engine_settings, make_servers
 from tests.chaos.watcher import Watcher
 from tests.chaos.workers import LiveWorker, WorkerFarm
-from tests.nats_server import NatsCluster, NatsServer, free_port
+from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
 from tests.shipped import HAProxy, ShippedCluster, ShippedNats
 

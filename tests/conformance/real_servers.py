@@ -27,8 +27,8 @@ from typing import Any, Final
 import httpx
 
 from benchmarks.peers import pinned, vllm
+from benchmarks.ports import free_port
 from spillway.config import DEMO_MODEL_PATH
-from tests.nats_server import free_port
 
 READY_S: Final = 600.0
 STOP_S: Final = 20.0

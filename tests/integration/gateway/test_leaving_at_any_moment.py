@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from benchmarks.ports import free_port
 from gateway.api.exchange import Exchange
 from gateway.dispatch.request import OpenRequest
 from gateway.idempotency.runs import Run
@@ -24,7 +25,7 @@ from protocol.messages import Heartbeat, decode_heartbeat
 from protocol.usage import AttemptRecord, RequestRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
 from tests.integration.pool_worker.playing_gateway import running_worker
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer
 
 CALLERS = 300
 AT_ONCE = 60

@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.ports import free_port
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol.bus import Bus
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, has_context_length, until, until_async
 from tests.integration.gateway.scripted_worker import wait_for_consumer
 from tests.integration.pool_worker.worker_process import finish, start_process
-from tests.nats_server import free_port
 from tests.otlp_collector import Collector, TakenSpan, running_collector
 
 SECRET = "a word that must not leave the house"

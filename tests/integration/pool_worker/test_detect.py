@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ports import free_port
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import ServerEngineSettings
 from pool_worker.sidecar import readiness
 from pool_worker.sidecar.detect import detect
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
-from tests.nats_server import free_port
 
 
 def owned_by(owner: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from email.utils import format_datetime
 import httpx
 import pytest
 
+from benchmarks.ports import free_port
 from pool_worker import notices
 from pool_worker.notices.base import Notice, NoticeError, NoticeSource
 from pool_worker.settings import NoticeKind
@@ -22,7 +23,6 @@ from protocol.errors import ErrorCode
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
 from tests.integration.pool_worker.playing_gateway import WAIT_S, PlayingGateway, running_worker, settings_for
 from tests.integration.pool_worker.worker_process import finish, start_process
-from tests.nats_server import free_port
 
 AWS_TOKEN = "/latest/api/token"
 AWS_ACTION = "/latest/meta-data/spot/instance-action"

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ports import free_port
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.errors import BusTimeout
 from spillway import embedded_nats
-from spillway.embedded_nats import EmbeddedNats, free_port
+from spillway.embedded_nats import EmbeddedNats
 
 UNLIMITED = resource.RLIM_INFINITY
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nats_server import free_port
+from benchmarks.ports import free_port
 from tests.shipped import HAPROXY_CONFIG, HAProxy, haproxy_program
 from tests.unit.deploy.description import services
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.ports import free_port
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.errors import BusTimeout
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer
 from tests.shipped import check_nats_health
 
 UNLIMITED = resource.RLIM_INFINITY
