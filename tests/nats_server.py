@@ -13,12 +13,11 @@ from benchmarks.ports import free_port
 from protocol.bus import Bus
 from protocol.errors import ApiError, BusTimeout
 from spillway.embedded_nats import ACCOUNTS
+from tests.waiting import HANGS_S
 
 
 class NatsServer:
     """One server process; ``kill`` and ``start`` again to play a crash (file streams survive, memory ones do not)."""
-
-    START_LIMIT_S = 15.0
 
     def __init__(self, folder: Path, further_config: str = "") -> None:
         self.folder = folder
@@ -62,7 +61,7 @@ class NatsServer:
         os.kill(self.pid, signal.SIGHUP)
 
     def _wait_until_listening(self) -> None:
-        deadline = time.monotonic() + self.START_LIMIT_S
+        deadline = time.monotonic() + HANGS_S
         while time.monotonic() < deadline:
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
@@ -89,7 +88,7 @@ class NatsServer:
             return
         if not self.has_ended:
             os.kill(self._process.pid, how)
-        self._process.wait(timeout=15)
+        self._process.wait(timeout=HANGS_S)
         self._process = None
 
 
@@ -97,7 +96,6 @@ class NatsCluster:
     """Three servers on loopback that elect a leader for every stream; each may be killed and started again."""
 
     SIZE = 3
-    READY_LIMIT_S = 30.0
 
     def __init__(self, folder: Path, further_config: str = "") -> None:
         self.servers: list[NatsServer] = []
@@ -143,7 +141,7 @@ class NatsCluster:
 
     async def wait_until_ready(self, bus: Bus) -> None:
         """Return when the servers have found each other and can store streams."""
-        deadline = time.monotonic() + self.READY_LIMIT_S
+        deadline = time.monotonic() + HANGS_S
         while time.monotonic() < deadline:
             try:
                 reply = await bus.request("$JS.API.STREAM.NAMES", b"", timeout_s=0.3)

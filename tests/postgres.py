@@ -13,8 +13,8 @@ import asyncpg
 import psutil
 
 from benchmarks.ports import free_port
+from tests.waiting import HANGS_S
 
-START_LIMIT_S = 30.0
 TEMPLATE = "spillway_template"
 
 
@@ -84,7 +84,7 @@ class PostgresServer:
                 extra_groups=self._groups,
                 start_new_session=True,  # Ctrl-C ends the tests, and these end it
             )
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = time.monotonic() + HANGS_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
                 self.execute("SELECT 1")
@@ -98,7 +98,7 @@ class PostgresServer:
         """Fast shutdown: open connections are cut. A crash is one that writes nothing more, either."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT if crash else signal.SIGINT)
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=HANGS_S)
             self._process = None
 
     def freeze(self) -> None:

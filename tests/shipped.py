@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.ports import free_port
 from tests.nats_server import NatsCluster, NatsServer
 from tests.unit.deploy.description import ENVIRONMENT, ROOT, services
+from tests.waiting import HANGS_S
 
 NATS_CONFIG = ROOT / "deploy/nats/nats-server.conf"
 CLUSTER_CONFIG = ROOT / "deploy/nats/cluster.conf"
@@ -25,7 +26,6 @@ NATS_HEALTH = ROOT / "deploy/nats/health.sh"
 HAPROXY_CONFIG = ROOT / "deploy/haproxy/haproxy.cfg"
 HAPROXY_CONNECTIONS = 20_000  # as shipped, or as many as this machine's limit on open files is good for
 FURTHER_FILES = 100  # that HAProxy has open besides two for each connection
-START_LIMIT_S = 15.0
 
 # Stands in for the container's BusyBox: `nc -w SECONDS HOST PORT`.
 NETCAT = """#!{python}
@@ -84,7 +84,9 @@ def check_nats_health(server: NatsServer, monitor_port: int) -> tuple[int, str]:
         "PATH": f"{server.folder}:{os.environ['PATH']}",
     }
     command = ["/bin/sh", str(NATS_HEALTH)]
-    done = subprocess.run(command, env={**os.environ, **ours}, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        command, env={**os.environ, **ours}, capture_output=True, text=True, check=False, timeout=HANGS_S
+    )
     return done.returncode, done.stdout
 
 
@@ -159,7 +161,7 @@ class HAProxy:
                 stderr=log,
                 start_new_session=True,
             )
-        deadline_s = time.monotonic() + START_LIMIT_S
+        deadline_s = time.monotonic() + HANGS_S
         while await self.health() is None:
             assert self._process.returncode is None, self.log()
             assert time.monotonic() < deadline_s, self.log()

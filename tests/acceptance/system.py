@@ -14,9 +14,7 @@ import httpx
 import psutil
 
 from benchmarks.ports import free_port
-
-START_LIMIT_S = 300.0  # on a machine that is busy with other tests
-STOP_LIMIT_S = 120.0
+from tests.waiting import HANGS_S
 
 
 @dataclass
@@ -53,7 +51,7 @@ class System:
                 [*command, *self.arguments], stdout=log, stderr=subprocess.STDOUT, text=True, env=clean_environment()
             )
         self.output = ""
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = time.monotonic() + HANGS_S
         while "Try it from another terminal" not in self.output or "curl" not in self.output:
             assert self._process.poll() is None, f"`spillway up` ended:\n{log_path.read_text()}"
             assert time.monotonic() < deadline, f"not running in time:\n{log_path.read_text()}\n{self.logs()}"
@@ -65,7 +63,7 @@ class System:
         self._process.send_signal(number)
 
     def wait_for_output(self, text: str) -> None:
-        deadline = time.monotonic() + STOP_LIMIT_S
+        deadline = time.monotonic() + HANGS_S
         while text not in (output := self._log_path.read_text()):
             assert time.monotonic() < deadline, f"it never said {text!r}:\n{output}"
             time.sleep(0.05)
@@ -74,8 +72,8 @@ class System:
         assert self._process is not None
         family = psutil.Process(self._process.pid).children(recursive=True)
         self._process.send_signal(how)
-        code = self._process.wait(timeout=STOP_LIMIT_S)
-        _, alive = psutil.wait_procs(family, timeout=5)
+        code = self._process.wait(timeout=HANGS_S)
+        _, alive = psutil.wait_procs(family, timeout=HANGS_S)
         assert alive == [], f"left behind: {alive}"
         self._process = None
         return code
@@ -103,7 +101,7 @@ class System:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=HANGS_S,
             env=clean_environment(),
         )
         assert done.returncode == 0, done.stderr
@@ -113,7 +111,9 @@ class System:
         return list(json.loads(self.command("usage", "--by", by, "--format", "json")))
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.base_url, headers={"Authorization": f"Bearer {self.api_key}"}, timeout=60)
+        return httpx.Client(
+            base_url=self.base_url, headers={"Authorization": f"Bearer {self.api_key}"}, timeout=HANGS_S
+        )
 
 
 def clean_environment() -> dict[str, str]:

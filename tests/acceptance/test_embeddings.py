@@ -20,6 +20,7 @@ from tests.unit.engine.pooled_models import (
     save_scorer,
     word_tokenizer,
 )
+from tests.waiting import HANGS_S
 
 TEXTS = ["the gateway", "a queue of the worker engine", "water", "rain river dam lake water " * 6]
 CONFIG = """
@@ -145,5 +146,5 @@ def test_the_printed_curl_asks_for_what_the_model_can_do(system: System) -> None
     printed = system.output[system.output.index("curl -N") :]
     assert "/v1/embeddings" in printed
     arguments = shlex.split(printed.strip().replace("\\\n", " "))
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=HANGS_S)
     assert len(json.loads(done.stdout)["data"]) == 2

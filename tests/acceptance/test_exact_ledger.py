@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from tests.acceptance.system import System, run_system
+from tests.waiting import HANGS_S
 
 REQUESTS = 1000
 CONCURRENCY = 64
 SEED = 20_26
-LEDGER_LIMIT_S = 60
 
 
 def body(number: int, kind: str) -> dict[str, object]:
@@ -63,7 +63,7 @@ async def run_all(system: System, disturb: bool) -> Counter[str]:
 
     limits = httpx.Limits(max_connections=CONCURRENCY * 2)
     headers = {"Authorization": f"Bearer {system.api_key}"}
-    async with httpx.AsyncClient(base_url=system.base_url, headers=headers, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=system.base_url, headers=headers, timeout=HANGS_S, limits=limits) as http:
         kinds = rng.choices(["stream", "whole", "fail", "long"], weights=[5, 3, 1, 1], k=REQUESTS)
         tasks = [asyncio.create_task(one(n, kind, rng.uniform(0.02, 1.0))) for n, kind in enumerate(kinds)]
         if disturb:
@@ -72,7 +72,7 @@ async def run_all(system: System, disturb: bool) -> Counter[str]:
 
 
 async def disturb_midway(system: System, finished: "asyncio.Future[int]") -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANGS_S):
         while finished() < REQUESTS // 4:
             await asyncio.sleep(0.02)
         for process in system.children(" ledger"):
@@ -89,7 +89,7 @@ def rows(system: System, query: str) -> list[tuple[object, ...]]:
 
 
 async def wait_for_rows(system: System, table: str, count: int) -> None:
-    async with asyncio.timeout(LEDGER_LIMIT_S):
+    async with asyncio.timeout(HANGS_S):
         while rows(system, f"SELECT count(*) FROM {table}")[0][0] < count:
             await asyncio.sleep(0.05)
 

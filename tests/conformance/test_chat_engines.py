@@ -20,8 +20,8 @@ from pool_worker.settings import OpenAIChatSettings
 from protocol.chat import AnswerSchema, Call, Chat, ChatUsage, Part, Tool, Turn
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
 from tests.conformance.server_replay import Fault, running
+from tests.waiting import HANGS_S
 
-WAIT_S = 60
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me something."}]
 WEATHER = Tool("weather", "Tells the weather.", '{"type":"object","properties":{"city":{"type":"string"}}}')
 
@@ -69,13 +69,13 @@ class Driver:
             self._changed.set()
 
     async def wait(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             while not condition():
                 await asyncio.sleep(0.01)
 

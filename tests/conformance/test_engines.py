@@ -31,8 +31,8 @@ from protocol.artifacts import tokenizer_object_name
 from tests.conformance.server_replay import AnyReplay, Replay, running_on_demand
 from tests.conformance.vllm_replay import VllmReplay
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
+from tests.waiting import HANGS_S
 
-WAIT_S = 60
 MAX_SEQUENCES = 4
 MAX_MODEL_LEN = 200
 PROMPT = tuple(range(40, 60))
@@ -84,14 +84,14 @@ class Driver:
             self._changed.set()
 
     async def wait(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for what no output of the engine tells."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             while not condition():
                 await asyncio.sleep(0.005)
 
@@ -194,7 +194,7 @@ async def driving(settings: EngineSettings) -> AsyncIterator[Driver]:
         yield driver
     finally:
         await engine.stop()
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             await running  # `stop` ends the steps, whatever is still running
 
 
@@ -560,7 +560,7 @@ async def test_an_idle_engine_sleeps_and_wakes_for_the_next_request(
 
     monkeypatch.setattr(LLMEngine, "sleep", sleep_and_tell)
     settings = LocalEngineSettings(path=model_folder, kv_mib=8, threads=1, sleep_after_s=0.05)
-    async with driving(settings) as driver, asyncio.timeout(WAIT_S):
+    async with driving(settings) as driver, asyncio.timeout(HANGS_S):
         await slept.wait()
         first = await driver.answer(request("first"))
         slept.clear()

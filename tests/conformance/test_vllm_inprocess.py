@@ -14,6 +14,7 @@ from pool_worker.settings import VllmInProcessSettings
 from tests.conformance.test_engines import Driver, driving, request
 from tests.conformance.vllm_replay import KV_TOKENS, VLLMClientError, VLLMError, VllmReplay
 from tests.unit.engine.tiny_models import byte_level_tokenizer
+from tests.waiting import HANGS_S
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ async def test_a_start_that_nobody_waits_for_any_more_leaves_nothing(
     monkeypatch.setattr(sys.modules["vllm.v1.engine.async_llm"].AsyncLLM, "from_engine_args", slow_start)
     engine = engines.create(settings(tmp_path))
     starting = asyncio.create_task(engine.start())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANGS_S):
         await begun.wait()
         starting.cancel()
         await asyncio.wait({starting})

@@ -22,8 +22,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 from tests.conformance.provider_replay import CACHED_TOKENS, Asked, ProviderReplay, Script
 from tests.conformance.replay_events import sse
+from tests.waiting import HANGS_S
 
-WAIT_S: Final = 60
 ENDS: Final = {"stop": "STOP", "calls": "STOP", "length": "MAX_TOKENS", "filter": "SAFETY"}
 
 
@@ -150,7 +150,7 @@ class VertexReplay(ProviderReplay):
 
     def token(self) -> Any:
         self.tokens += 1
-        assert self.may_give_tokens.wait(WAIT_S)
+        assert self.may_give_tokens.wait(HANGS_S)
         if self.token_status != 200:
             return JSONResponse({"error": "invalid_grant"}, self.token_status)
         return {"access_token": f"token-{self.tokens}", "expires_in": self.token_life_s, "token_type": "Bearer"}

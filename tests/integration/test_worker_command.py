@@ -10,7 +10,8 @@ from protocol import messages as m
 from protocol.bus import Bus
 from spillway.config import DEMO_MODEL_PATH
 from tests.conformance.server_replay import Replay, running
-from tests.integration.pool_worker.playing_gateway import WAIT_S, PlayingGateway
+from tests.integration.pool_worker.playing_gateway import PlayingGateway
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +50,7 @@ def start(
 
 async def log_of(process: subprocess.Popen[str]) -> str:
     try:
-        return (await asyncio.to_thread(process.communicate, timeout=WAIT_S))[1]
+        return (await asyncio.to_thread(process.communicate, timeout=HANGS_S))[1]
     finally:
         process.kill()
 

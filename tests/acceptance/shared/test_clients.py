@@ -11,6 +11,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.acceptance.system import System
+from tests.waiting import HANGS_S
 
 QUESTION = [{"role": "user", "content": "What is Spillway?"}]
 GREEDY = {"temperature": 0, "max_tokens": 60}
@@ -90,7 +91,7 @@ def test_langchain(demo: System, answer: str) -> None:
 def test_the_printed_curl_streams(demo: System) -> None:
     printed = demo.output[demo.output.index("curl -N") :]
     arguments = shlex.split(printed.strip().replace("\\\n", " "))
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=HANGS_S)
     events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     text = "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1])

@@ -5,6 +5,7 @@ import asyncio
 import openai
 
 from tests.acceptance.system import System
+from tests.waiting import HANGS_S
 
 STREAMS = 64
 SUBJECTS = ["Spillway", "a pool", "a worker", "TTFT", "the KV cache", "a lane", "continuous batching", "a lease"]
@@ -27,7 +28,7 @@ async def answer(client: openai.AsyncOpenAI, model: str, number: int) -> tuple[s
 
 
 async def test_every_answer_equals_its_answer_alone(demo: System) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key, timeout=120) as client:
+    async with openai.AsyncOpenAI(base_url=f"{demo.base_url}/v1", api_key=demo.api_key, timeout=HANGS_S) as client:
         together = await asyncio.gather(*(answer(client, demo.model, number) for number in range(STREAMS)))
         alone = [await answer(client, demo.model, number) for number in range(STREAMS)]
     assert together == alone

@@ -6,10 +6,11 @@ import httpx
 
 from tests.acceptance.shared.test_up import wait_for_status
 from tests.acceptance.system import System
+from tests.waiting import HANGS_S
 
 
 def client_of(system: System, token: str) -> httpx.Client:
-    return httpx.Client(base_url=system.base_url, headers={"Authorization": f"Bearer {token}"}, timeout=30)
+    return httpx.Client(base_url=system.base_url, headers={"Authorization": f"Bearer {token}"}, timeout=HANGS_S)
 
 
 def test_an_operator_makes_a_team_with_a_key_rotates_it_and_reads_who_did_what(scripted: System) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from tests.acceptance.system import System, clean_environment
+from tests.waiting import HANGS_S
 
 ASK = {"model": "scripted", "messages": [{"role": "user", "content": "[[tokens=5]] hello"}]}
 
@@ -47,7 +48,7 @@ def check_the_login(system: System) -> str:
     """Log in with the password that was printed, and with a new one; return the first."""
     found = re.search(r"Login +admin +(\w{20}) +\(shown this once\)", system.output)
     assert found is not None, system.output
-    with httpx.Client(base_url=system.base_url, timeout=30) as browser:
+    with httpx.Client(base_url=system.base_url, timeout=HANGS_S) as browser:
         right = {"name": "admin", "password": found[1]}
         assert browser.post("/login", data=right).status_code == 303
         assert [key["name"] for key in browser.get("/admin/v1/keys").json()["data"]] == ["default"]
@@ -87,9 +88,11 @@ def test_a_killed_child_is_started_again(scripted: System) -> None:
         children = [p for p in scripted.children("spillway") if command in " ".join(p.cmdline()) + " "]
         assert len(children) == 1, command
         children[0].kill()
-        children[0].wait(timeout=10)
+        children[0].wait(timeout=HANGS_S)
     transport = httpx.HTTPTransport(retries=20)  # connection errors only: the gateway is starting
-    with httpx.Client(transport=transport, headers={"Authorization": f"Bearer {scripted.api_key}"}, timeout=60) as http:
+    with httpx.Client(
+        transport=transport, headers={"Authorization": f"Bearer {scripted.api_key}"}, timeout=HANGS_S
+    ) as http:
         assert http.post(f"{scripted.base_url}/v1/chat/completions", json=ASK).status_code == 200
 
 
@@ -114,7 +117,7 @@ def refused_up(*arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANGS_S,
         env=clean_environment(),
     )
     assert done.returncode == 1

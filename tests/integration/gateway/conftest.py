@@ -32,18 +32,13 @@ from protocol.usage import RequestRecord, UsageRecord, decode_usage
 from tests.integration.gateway.scripted_worker import ScriptedWorker, wait_for_consumer
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import BOS, CHATML, EOS, byte_tokenizer_json
+from tests.waiting import HANGS_S, until
 
 MODEL = "test/model-1"
 PEPPER = SecretStr("p" * 64)
 NO_MESSAGE_FOUND = 10037
 
 QUICK = {"headers_grace_s": 0.3, "queued_comment_s": 0.3, "leave_s": 0.0, "shutdown_s": 0.5}
-
-
-async def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def restart(server: NatsServer, bus: Bus) -> None:
@@ -103,7 +98,7 @@ class GatewayUnderTest:
 
         self.task = asyncio.create_task(run(self.settings, on_ready, self.stop))
         waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({self.task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        await asyncio.wait({self.task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=HANGS_S)
         waiting.cancel()
         if self.task.done():
             await self.task
@@ -112,7 +107,7 @@ class GatewayUnderTest:
     async def end(self) -> None:
         self.stop.set()
         if self.task is not None:
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(HANGS_S):
                 await self.task
 
     async def add_worker(self, worker_id: str = "w1", **rest: Any) -> ScriptedWorker:
@@ -135,7 +130,7 @@ class GatewayUnderTest:
     async def records(self, count: int = 1) -> list[RequestRecord]:
         """The usage stream's records of requests, once there are ``count``; duplicates would be among them."""
         found: list[RequestRecord] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANGS_S):
             while len(found) < count:
                 found = [record for record in await self.usage() if isinstance(record, RequestRecord)]
                 await asyncio.sleep(0.02)
@@ -143,7 +138,7 @@ class GatewayUnderTest:
 
     async def dead_letter(self) -> DeadLetter:
         """The first letter of the dead-letter stream, once it is there."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANGS_S):
             while True:
                 letters = await newest_dead_letters(self.bus, limit=1)
                 if letters:
@@ -229,7 +224,7 @@ async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
         if with_card:
             await artifacts.publish_model_card(bus, card(), byte_tokenizer_json())
             client = gateway.client()
-            await until_async(lambda: has_context_length(client))
+            await until(lambda: has_context_length(client))
         return gateway
 
     yield start
@@ -244,12 +239,6 @@ async def start_gateway(nats_url: str, bus: Bus, sqlite_url: str, tmp_path: Path
 async def has_context_length(client: openai.AsyncOpenAI) -> bool:
     model = await client.models.retrieve("short")
     return model.model_dump()["context_length"] is not None
-
-
-async def until_async(condition: Callable[[], Awaitable[bool]], limit_s: float = 60.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

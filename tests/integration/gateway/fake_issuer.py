@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from tests.waiting import HANGS_S
+
 CLIENT_ID = "spillway"
 CLIENT_SECRET = "of the client"
 KEY_BITS = 2048
@@ -89,7 +91,7 @@ class FakeIssuer:
         server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         serving = asyncio.create_task(server._serve())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANGS_S):
             while not server.started:
                 await asyncio.sleep(0.01)
         self.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"

@@ -34,6 +34,7 @@ from protocol.messages import (
     unpack_token_ids,
 )
 from protocol.pull import Delivery, PullConsumer, ack, nak
+from tests.waiting import HANGS_S
 
 
 class Attempt:
@@ -274,7 +275,7 @@ class ScriptedWorker:
 
 async def wait_for_consumer(bus: Bus, model: str) -> None:
     """Jobs can be pulled."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANGS_S):
         while not await topology.consumer_exists(
             bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model, subjects.LANES[-1])
         ):

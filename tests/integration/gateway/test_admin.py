@@ -11,8 +11,9 @@ from gateway.auth.admins import set_password
 from gateway.auth.keys import Grant, create_key
 from gateway.auth.principal import ADMIN
 from gateway.db.engine import create_engine
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.test_errors import error_of
+from tests.waiting import HANGS_S, until
 
 pytestmark = pytest.mark.usefixtures("cheap_passwords")
 PASSWORD = "correct horse battery"
@@ -31,7 +32,7 @@ async def gateways(start_gateway: Start, sqlite_url: str) -> tuple[GatewayUnderT
 @pytest.fixture
 async def admin(gateways: tuple[GatewayUnderTest, GatewayUnderTest, str]) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {gateways[2]}"}
-    async with httpx.AsyncClient(base_url=gateways[0].url, headers=headers, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateways[0].url, headers=headers, timeout=HANGS_S) as client:
         yield client
 
 
@@ -40,7 +41,7 @@ async def status_at_other(
     gateways: tuple[GatewayUnderTest, GatewayUnderTest, str],
 ) -> AsyncIterator[Callable[..., Any]]:
     """What the other gateway says to a key."""
-    async with httpx.AsyncClient(base_url=gateways[1].url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateways[1].url, timeout=HANGS_S) as client:
 
         async def status(token: str, wanted: int) -> bool:
             answer = await client.get("/v1/models", headers={"authorization": f"Bearer {token}"})
@@ -69,7 +70,7 @@ async def test_a_key_lives_by_the_admin_api(admin: httpx.AsyncClient, status_at_
     assert key["scopes"] == ["inference", "metrics"]
     assert key["models"] == [MODEL]
     assert (key["budget_usd"], key["team_name"]) == (12.5, "search")
-    await until_async(lambda: status_at_other(token, 200))
+    await until(lambda: status_at_other(token, 200))
 
     assert (await admin.get("/admin/v1/keys/nightly")).json() == key
     listed = (await admin.get("/admin/v1/keys", params={"team": "search"})).json()
@@ -80,16 +81,16 @@ async def test_a_key_lives_by_the_admin_api(admin: httpx.AsyncClient, status_at_
     assert changed.json() == {**key, **changes}
 
     rotated = (await admin.post(f"/admin/v1/keys/{key['id']}/rotate", json={"grace_s": 0})).json()
-    await until_async(lambda: status_at_other(token, 401))
-    await until_async(lambda: status_at_other(rotated["token"], 200))
+    await until(lambda: status_at_other(token, 401))
+    await until(lambda: status_at_other(rotated["token"], 200))
 
     again = (await admin.post(f"/admin/v1/keys/{key['id']}/rotate")).json()  # no body: the usual grace
     assert again["previous_until_unix_ms"] > time.time_ns() // 1_000_000
-    await until_async(lambda: status_at_other(again["token"], 200))
+    await until(lambda: status_at_other(again["token"], 200))
 
     revoked = (await admin.delete(f"/admin/v1/keys/{key['id']}")).json()
     assert revoked["revoked_unix_ms"] is not None
-    await until_async(lambda: status_at_other(rotated["token"], 401))
+    await until(lambda: status_at_other(rotated["token"], 401))
     assert (await admin.get("/admin/v1/keys", params={"team": "search"})).json()["data"] == []
     every = (await admin.get("/admin/v1/keys", params={"team": "search", "include_revoked": True})).json()
     assert every["data"] == [revoked]
@@ -150,7 +151,7 @@ async def test_it_opens_to_an_admin_key_or_a_login_only(
     gateways: tuple[GatewayUnderTest, GatewayUnderTest, str],
 ) -> None:
     gateway, other, _ = gateways
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         for path in ("keys", "teams", "organisations", "audit"):
             assert error_of(await client.get(f"/admin/v1/{path}")) == (401, "login_required", None)
             mere = {"authorization": f"Bearer {gateway.key}"}
@@ -169,7 +170,7 @@ async def test_it_opens_to_an_admin_key_or_a_login_only(
 
         # The session is known at every gateway, and a logout ends it at all.
         cookies = dict(client.cookies)
-        async with httpx.AsyncClient(base_url=other.url, timeout=30, cookies=cookies) as there:
+        async with httpx.AsyncClient(base_url=other.url, timeout=HANGS_S, cookies=cookies) as there:
             assert (await there.get("/admin/v1/teams")).status_code == 200
             await client.post("/logout")
             assert (await there.get("/admin/v1/teams")).status_code == 401

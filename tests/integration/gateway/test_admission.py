@@ -8,9 +8,10 @@ import openai
 import pytest
 
 from protocol import subjects
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import ScriptedWorker, until_cancelled
 from tests.integration.gateway.test_errors import HELLO, error_of, send
+from tests.waiting import HANGS_S, until
 
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO}
 
@@ -23,7 +24,7 @@ async def busy_worker(gateway: GatewayUnderTest) -> ScriptedWorker:
         response = await send(gateway, json={**BODY, "do_not_queue": True})
         return response.status_code == 429
 
-    await until_async(is_known)
+    await until(is_known)
     return worker
 
 
@@ -58,12 +59,12 @@ async def test_without_workers_requests_wait_and_then_finish(start_gateway: Star
 
 async def test_who_leaves_the_queue_may_come_back_at_once(start_gateway: Start) -> None:
     gateway = await start_gateway(tenants={"test 0": {"max_in_flight": 1}})
-    async with httpx.AsyncClient(timeout=30) as client:
+    async with httpx.AsyncClient(timeout=HANGS_S) as client:
         async with streaming(gateway, client) as first:
             assert first.status_code == 200
             assert (await send(gateway, json=BODY)).status_code == 429
-            await until_async(lambda: _is_queued(gateway, 1))
-        await until_async(lambda: _is_queued(gateway, 0))
+            await until(lambda: _is_queued(gateway, 1))
+        await until(lambda: _is_queued(gateway, 0))
         async with streaming(gateway, client) as second:
             assert second.status_code == 200
 
@@ -75,7 +76,7 @@ async def _is_queued(gateway: GatewayUnderTest, count: int) -> bool:
 async def test_a_tenants_jobs_wait_in_one_lane_whichever_gateway_they_came_to(start_gateway: Start) -> None:
     first, second = await start_gateway(), await start_gateway()
     as_first = {"authorization": f"Bearer {first.key}"}
-    async with httpx.AsyncClient(timeout=30) as client, streaming(first, client), streaming(first, client):
+    async with httpx.AsyncClient(timeout=HANGS_S) as client, streaming(first, client), streaming(first, client):
 
         async def is_seen() -> bool:
             async with streaming(second, client, service_tier="flex") as batch:
@@ -86,14 +87,14 @@ async def test_a_tenants_jobs_wait_in_one_lane_whichever_gateway_they_came_to(st
                 lanes = await queued_jobs(first)
                 return [lanes[lane] for lane in subjects.HIGH_LANES if lane in lanes] == [3]
 
-        await until_async(is_seen)
-        await until_async(shares_their_lane, limit_s=8)
+        await until(is_seen)
+        await until(shares_their_lane)
 
 
 async def test_contended(start_gateway: Start) -> None:
     gateway = await start_gateway(limits={"max_queued_requests": 1})
     await busy_worker(gateway)
-    async with httpx.AsyncClient(timeout=30) as client, streaming(gateway, client) as first:
+    async with httpx.AsyncClient(timeout=HANGS_S) as client, streaming(gateway, client) as first:
         assert first.status_code == 200
         with pytest.raises(openai.RateLimitError) as caught:
             await gateway.client().chat.completions.create(**BODY)
@@ -105,8 +106,8 @@ async def test_contended(start_gateway: Start) -> None:
 async def test_place_and_estimate_are_told(start_gateway: Start) -> None:
     gateway = await start_gateway()
     worker = await busy_worker(gateway)
-    async with httpx.AsyncClient(timeout=30) as client:
-        async with streaming(gateway, client) as first, asyncio.timeout(15):
+    async with httpx.AsyncClient(timeout=HANGS_S) as client:
+        async with streaming(gateway, client) as first, asyncio.timeout(HANGS_S):
             lines = first.aiter_lines()
             assert await anext(lines) == ": queued position=1"  # nothing is known yet
             async for line in lines:
@@ -121,7 +122,7 @@ async def test_place_and_estimate_are_told(start_gateway: Start) -> None:
 
 async def test_no_comments_where_they_are_switched_off(start_gateway: Start) -> None:
     gateway = await start_gateway(timeouts={"queued_comment_s": 0, "headers_grace_s": 0.05})
-    async with httpx.AsyncClient(timeout=30) as client, streaming(gateway, client) as response:
+    async with httpx.AsyncClient(timeout=HANGS_S) as client, streaming(gateway, client) as response:
         await gateway.add_worker()
         lines = [line async for line in response.aiter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
@@ -134,7 +135,7 @@ async def test_the_callers_deadline_in_the_queue(start_gateway: Start) -> None:
     assert error_of(response) == (504, "deadline_exceeded", None)
     assert response.headers["x-should-retry"] == "false"
     assert int(response.headers["openai-processing-ms"]) >= 300
-    await until_async(lambda: is_empty(gateway))
+    await until(lambda: is_empty(gateway))
     [record] = await gateway.records()
     assert (record.outcome, record.error_code) == ("failed", "deadline_exceeded")
 
@@ -182,7 +183,7 @@ async def test_callers_that_will_not_wait(start_gateway: Start, stream: bool) ->
         assert error_of(response) == (429, "no_free_place", None)
         return "x-spillway-attempts" in response.headers
 
-    await until_async(is_admitted)
+    await until(is_admitted)
     worker.takes_jobs = True
 
     async def is_answered() -> bool:  # once the job that was given up is out of the queue, and no longer counted there
@@ -190,7 +191,7 @@ async def test_callers_that_will_not_wait(start_gateway: Start, stream: bool) ->
         assert response.status_code == 200 or error_of(response) == (429, "no_free_place", None)
         return response.status_code == 200
 
-    await until_async(is_answered)
+    await until(is_answered)
 
 
 async def test_flex_goes_to_the_low_lane(start_gateway: Start) -> None:

@@ -10,6 +10,7 @@ from protocol import subjects
 from protocol.bus import Bus
 from tests.integration.gateway.conftest import MODEL, Start
 from tests.small_tokenizer import byte_tokenizer
+from tests.waiting import HANGS_S
 
 HELLO = [{"role": "user", "content": "Hi"}]
 PROMPT_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -123,5 +124,5 @@ async def test_a_job_answered_before_it_is_known_to_be_stored_is_left_to_its_wor
     monkeypatch.setattr(Bus, "delete_message", delete)
     await gateway.client().chat.completions.create(model=MODEL, messages=HELLO)
     is_answered.set()
-    await asyncio.wait_for(is_known.wait(), 20)
+    await asyncio.wait_for(is_known.wait(), HANGS_S)
     assert deleted == []

@@ -14,8 +14,9 @@ from gateway.settings import ModelSettings
 from protocol import artifacts
 from protocol.bus import Bus
 from protocol.messages import ModelCard
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card
 from tests.small_tokenizer import byte_tokenizer_json
+from tests.waiting import HANGS_S, until
 
 BAD = "test/bad"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -53,7 +54,7 @@ async def until_judged(gateway: GatewayUnderTest) -> None:
         told = await readiness(gateway)
         return BAD in told["models_unusable"] or BAD not in told["models_not_ready"]
 
-    await until_async(is_judged)
+    await until(is_judged)
 
 
 async def the_good_one_answers(gateway: GatewayUnderTest) -> None:
@@ -99,7 +100,7 @@ async def test_its_model_alone_is_not_served(
     async def is_served() -> bool:
         return not (await readiness(gateway))["models_unusable"]
 
-    await until_async(is_served)
+    await until(is_served)
 
 
 async def test_a_conversation_that_takes_too_long(start_gateway: Start, bus: Bus) -> None:
@@ -109,7 +110,7 @@ async def test_a_conversation_that_takes_too_long(start_gateway: Start, bus: Bus
     await until_judged(gateway)
     assert (await readiness(gateway))["models_unusable"] == {}
     boom = [{"role": "user", "content": "boom"}]
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         client.headers["authorization"] = f"Bearer {gateway.key}"
 
         async def tokenized(messages: list[dict[str, str]]) -> httpx.Response:
@@ -128,7 +129,7 @@ async def test_the_process_ends_while_one_hangs(start_gateway: Start, bus: Bus) 
     gateway = await start(start_gateway, bus, chat_template=TRAP)
     await until_judged(gateway)
     boom = [{"role": "user", "content": "boom"}]
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         client.headers["authorization"] = f"Bearer {gateway.key}"
         hanging = asyncio.create_task(client.post("/tokenize", json={"model": BAD, "messages": boom}))
         await asyncio.sleep(0.1)

@@ -11,14 +11,15 @@ import pytest
 from gateway.api import exchange as exchange_module
 from protocol import subjects
 from protocol.pull import ack
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+from tests.waiting import HANGS_S, until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 async def leave_early(gateway: GatewayUnderTest, *, stream: bool, leave: asyncio.Event) -> None:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         body = {"model": MODEL, "messages": HELLO, "stream": stream}
         headers = {"authorization": f"Bearer {gateway.key}"}
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
@@ -54,7 +55,7 @@ async def test_leaving_while_queued(start_gateway: Start, nats_url: str) -> None
         info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
         return int(info["state"]["messages"])
 
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANGS_S):
         while await queued_jobs() == 0:
             await asyncio.sleep(0.01)
         leave.set()
@@ -114,7 +115,7 @@ async def test_a_client_that_stops_reading_is_given_up(start_gateway: Start) -> 
         await attempt.finish(cancelled=True)
 
     worker = await gateway.add_worker(script=flood)
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         body = {"model": MODEL, "messages": HELLO, "stream": True}
         headers = {"authorization": f"Bearer {gateway.key}"}
         async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers):
@@ -153,10 +154,10 @@ async def test_leaving_between_two_attempts(start_gateway: Start) -> None:
     async def is_withdrawn() -> bool:
         return await queued_jobs(gateway) == 0
 
-    await until_async(waits_again)
+    await until(waits_again)
     leave.set()
     await leaving
-    await until_async(is_withdrawn)
+    await until(is_withdrawn)
     [record] = await gateway.records()
     assert (record.outcome, record.attempts, record.completion_tokens) == ("cancelled", 2, 3)
 

@@ -24,10 +24,11 @@ from protocol.messages import Job, decode_job, unpack_token_ids
 from protocol.usage import AttemptRecord, RequestRecord
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
 from tests.conformance.server_replay import Fault, running
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.small_tokenizer import byte_tokenizer, byte_tokenizer_json
+from tests.waiting import until
 
 ASKED: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me something."}]
 WHOLE = answer_text(ASKED)
@@ -153,7 +154,7 @@ async def rows(gateway: GatewayUnderTest, attempts: int = 1) -> tuple[RequestRec
         return len(found) == attempts
 
     [record] = await gateway.records(1)
-    await until_async(are_there)
+    await until(are_there)
     return record, sorted(found, key=lambda one: one.attempt)
 
 
@@ -280,7 +281,7 @@ async def test_a_conversation_too_large_for_a_message(start_pool: StartPool, rep
             return True
         return False
 
-    await until_async(is_gone)  # nothing of it stays
+    await until(is_gone)  # nothing of it stays
 
 
 # --- what cannot be -------------------------------------------------------------------------------------------------

@@ -33,9 +33,10 @@ from protocol.messages import PROTOCOL_VERSION
 from protocol.payloads import PayloadRecord
 from spillway.config import load_config
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.nats_server import NatsServer
 from tests.usage_records import request_record
+from tests.waiting import HANGS_S, until
 
 PASSWORD = "correct horse battery"
 
@@ -55,7 +56,7 @@ async def gateway(start_gateway: Start, engine: AsyncEngine) -> GatewayUnderTest
 
 @pytest.fixture
 async def browser(gateway: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         answer = await client.post("/login", data={"name": "admin", "password": PASSWORD, "next": "/dashboard"})
         assert answer.status_code == 303
         yield client
@@ -63,7 +64,7 @@ async def browser(gateway: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]
 
 async def test_no_page_is_open_without_a_login(gateway: GatewayUnderTest) -> None:
     more = ["/live", "/tokens/heat", "/pools/now", "/requests/rows", "/requests/r1", "/exports/list", "/exports/x"]
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as stranger:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as stranger:
         for path in [*(path for path, _ in PAGES), *more]:
             answer = await stranger.get(f"/dashboard{path}", headers={"accept": "text/html"})
             assert (answer.status_code, path) == (303, path)
@@ -149,17 +150,17 @@ async def test_a_key_is_shown_once_rotated_and_revoked(gateway: GatewayUnderTest
     assert token not in listed
     assert "$0.00 of $12.50 a month" in listed
     assert "0 of 60 requests a minute" in listed
-    await until_async(lambda: can_list_models(gateway, token))
+    await until(lambda: can_list_models(gateway, token))
     key_id = re.findall(r"/dashboard/keys/(key_\w+)/rotate", listed)[0]
     rotated = await browser.post(f"/dashboard/keys/{key_id}/rotate")
     new_token = re.findall(r'id="token">([^<]+)<', rotated.text)[0]
-    await until_async(lambda: can_list_models(gateway, new_token))
+    await until(lambda: can_list_models(gateway, new_token))
     assert (await browser.post(f"/dashboard/keys/{key_id}/revoke")).status_code == 303
 
     async def is_refused() -> bool:
         return not await can_list_models(gateway, new_token)
 
-    await until_async(is_refused)
+    await until(is_refused)
     for change, named in (
         ({"name": "web 2", "models": "no-such"}, "models"),
         ({"name": ""}, "name"),
@@ -237,7 +238,7 @@ async def test_limits_show_what_is_used_now_and_without_the_queue_server_what_wa
     form = {"name": "limited", "team": "team_default", "scope_inference": "on", **limits}
     token = re.findall(r'id="token">([^<]+)<', (await browser.post("/dashboard/keys", data=form)).text)[0]
     key = await find_key(engine, "limited")
-    await until_async(lambda: can_list_models(gateway, token))
+    await until(lambda: can_list_models(gateway, token))
     await gateway.add_worker()
     asked = [{"role": "user", "content": "Hi"}]
     await gateway.client(api_key=token).chat.completions.create(model=MODEL, messages=asked, max_tokens=16)
@@ -246,7 +247,7 @@ async def test_limits_show_what_is_used_now_and_without_the_queue_server_what_wa
         page = (await browser.get(f"/dashboard/keys/{key.key_id}")).text
         return "1 of 4 requests a minute" in page and "3 left" in page and 'aria-label="25.0 % used"' in page
 
-    await until_async(is_shown)
+    await until(is_shown)
     async with engine.begin() as connection:
         tokens = Price(prompt_nano_usd=0, completion_nano_usd=50_000 * NANO_USD)
         await add_price(connection, "demo", CALLERS, tokens, from_unix_ms=0, source="test")
@@ -303,7 +304,7 @@ async def test_an_export_holds_the_whole_filtered_set(
     async def link() -> bool:
         return "download>" in (await browser.get("/dashboard/exports/list")).text
 
-    await until_async(link)
+    await until(link)
     path = re.findall(
         r'href="(/dashboard/exports/[^"]+)" download', (await browser.get("/dashboard/exports/list")).text
     )[0]

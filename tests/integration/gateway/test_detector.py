@@ -12,7 +12,7 @@ from gateway.dispatch.registry import WorkerRegistry
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
-from tests.integration.gateway.conftest import until
+from tests.waiting import until
 
 EVENTS = "event.of.a.test"  # the server's own subject may not be published to
 

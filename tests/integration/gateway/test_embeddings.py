@@ -12,9 +12,10 @@ from tokenizers import processors
 from protocol import artifacts
 from protocol.messages import PROTOCOL_VERSION, Cancel, ModelCard, unpack_token_ids
 from protocol.pooling import PoolingCard
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import BOS, EOS, byte_tokenizer
+from tests.waiting import HANGS_S, until
 
 CONTEXT = 32
 EMBEDDER = PoolingCard("embed", 3)
@@ -46,7 +47,7 @@ async def start_with(start_gateway: Start, card: PoolingCard | None, **settings:
     async def is_ready() -> bool:
         return (await client.models.retrieve(MODEL)).model_dump()["context_length"] == CONTEXT
 
-    await until_async(is_ready)
+    await until(is_ready)
     return gateway
 
 
@@ -85,7 +86,7 @@ async def gateway(start_gateway: Start) -> GatewayUnderTest:
 
 def http(gateway: GatewayUnderTest, **headers: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        base_url=gateway.url, headers={"Authorization": f"Bearer {gateway.key}", **headers}, timeout=30
+        base_url=gateway.url, headers={"Authorization": f"Bearer {gateway.key}", **headers}, timeout=HANGS_S
     )
 
 

@@ -7,8 +7,9 @@ import openai
 import pytest
 
 from protocol import subjects
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+from tests.waiting import HANGS_S, until
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -16,7 +17,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 async def send(gateway: GatewayUnderTest, path: str = CHAT, **request: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {gateway.key}", **request.pop("headers", {})}
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         return await client.request(request.pop("method", "POST"), path, headers=headers, **request)
 
 
@@ -127,7 +128,7 @@ async def test_error_after_the_first_byte_breaks_the_stream_off(start_gateway: S
 
     await gateway.add_worker(script=die)
     lines: list[str] = []
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         body = {"model": MODEL, "messages": HELLO, "stream": True}
         headers = {"authorization": f"Bearer {gateway.key}"}
         async with client.stream("POST", CHAT, json=body, headers=headers) as response:
@@ -155,7 +156,7 @@ async def test_queue_wait_timeout(start_gateway: Start) -> None:
     response = await send(gateway, json={"model": MODEL, "messages": HELLO})
     assert error_of(response) == (503, "queue_wait_timeout", None)
     assert response.headers["retry-after"]
-    await until_async(lambda: is_queue_empty(gateway))  # or else the worker may take it at the last moment
+    await until(lambda: is_queue_empty(gateway))  # or else the worker may take it at the last moment
     await gateway.add_worker()
     [record] = await gateway.records()
     assert (record.outcome, record.error_code, record.completion_tokens) == ("failed", "queue_wait_timeout", 0)
@@ -198,7 +199,7 @@ async def test_running_timeouts(start_gateway: Start, limits: dict[str, float], 
 async def test_queue_full(start_gateway: Start) -> None:
     gateway = await start_gateway(queue={"max_jobs": 1}, timeouts={"queue_wait_s": 5.0})
     body = {"model": MODEL, "messages": HELLO, "stream": True}
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         headers = {"authorization": f"Bearer {gateway.key}"}
         async with client.stream("POST", CHAT, json=body, headers=headers) as first:
             assert first.status_code == 200  # waits in the queue

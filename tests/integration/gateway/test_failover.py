@@ -13,9 +13,10 @@ from protocol.bus import Bus
 from protocol.messages import Accepted, Cancel, Resend, Tokens, encode, unpack_token_ids
 from protocol.pull import ack
 from protocol.usage import AttemptRecord
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.nats_server import NatsServer
+from tests.waiting import HANGS_S, until
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -375,7 +376,7 @@ async def test_a_record_outlasts_the_queue_server(start_gateway: Start, nats_ser
             ready = (await client.get("/readyz")).json()
             return "nats" in ready["missing"] and ready["in_flight"] == 0
 
-        await until_async(has_ended)
+        await until(has_ended)
     nats_server.start()
     [record] = await gateway.records()
     assert (record.outcome, record.http_status, record.completion_tokens) == ("cancelled", 499, 0)
@@ -383,7 +384,7 @@ async def test_a_record_outlasts_the_queue_server(start_gateway: Start, nats_ser
 
 async def until_queued(gateway: GatewayUnderTest) -> None:
     bus: Bus = gateway.bus
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(HANGS_S):
         while True:
             info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
             if info["state"]["messages"]:

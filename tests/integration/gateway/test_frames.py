@@ -11,8 +11,9 @@ from gateway.dispatch.states import State
 from protocol import messages as m
 from protocol import subjects
 from protocol.bus import Bus
-from tests.integration.gateway.conftest import admission, until
+from tests.integration.gateway.conftest import admission
 from tests.unit.gateway.admission.controls import ticket_of
+from tests.waiting import HANGS_S, until
 
 
 async def send(bus: Bus, *frames: object) -> None:
@@ -40,7 +41,7 @@ async def test_a_strange_frame_takes_no_other_of_its_step_along(
     dispatcher: tuple[Dispatcher, Bus], strange: object, attempts: int
 ) -> None:
     gateway, bus = dispatcher
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         one, other = [await accepted_request(gateway, bus, name) for name in ("one", "other")]
         await send(bus, strange, m.Tokens("other", 1, 1, 0, (7,), "y"))
         await until(lambda: other.completion_tokens == 1)

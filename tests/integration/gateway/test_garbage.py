@@ -9,7 +9,8 @@ import pytest
 
 from gateway.api.endpoint import Endpoint
 from gateway.dispatch.dispatcher import Dispatcher
-from tests.integration.gateway.conftest import MODEL, Start, until
+from tests.integration.gateway.conftest import MODEL, Start
+from tests.waiting import HANGS_S, until
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -36,7 +37,7 @@ async def test_nothing_of_a_request_waits_for_the_garbage_collector(
     headers = {"authorization": f"Bearer {gateway.key}"}
     gc.disable()
     try:
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
             for _ in range(2):
                 assert (await client.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
             first = held[:4]  # a connection remembers the last cycle it had

@@ -17,8 +17,9 @@ from gateway.quotas.vault import Vault
 from gateway.settings import HostedPoolSettings, PriceSettings
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello
+from tests.waiting import until
 
 HOSTED = ("api", "openai", "global", "hosted")
 OURS = ("pool-a", "provider-a", "region-a", "spot")
@@ -73,7 +74,7 @@ async def until_known(gateway: GatewayUnderTest, *workers: ScriptedWorker) -> No
             shown = await client.get(f"{gateway.url}/metrics")
         return all(f'worker_id="{worker_id}"' in shown.text for worker_id in wanted)
 
-    await until_async(knows)
+    await until(knows)
 
 
 async def test_only_who_may_leave_does_where_our_workers_are_gone(start_gateway: Start, make_key: MakeKey) -> None:
@@ -122,8 +123,8 @@ async def test_what_a_hosted_pool_does_not_take_comes_back(start_gateway: Start,
     api.free_sequences = 64  # so it says
     await until_known(gateway, api)
     asked = asyncio.create_task(ask(gateway, leaves))
-    await until_async(lambda: has_jobs(gateway, "hosted-api"))
-    await until_async(lambda: has_no_jobs(gateway, "hosted-api"))
+    await until(lambda: has_jobs(gateway, "hosted-api"))
+    await until(lambda: has_no_jobs(gateway, "hosted-api"))
     ours = await gateway.add_worker("ours")
     answer = await asked
     assert where(answer) == OURS
@@ -182,7 +183,7 @@ async def until_spent(bus: Bus, micro_usd: int, period: str = "day") -> None:
     async def is_so() -> bool:
         return await spent(bus, period) == micro_usd * 1000
 
-    await until_async(is_so)
+    await until(is_so)
 
 
 async def test_a_cap_is_kept_and_what_waits_says_so(start_gateway: Start, make_key: MakeKey, bus: Bus) -> None:
@@ -191,7 +192,7 @@ async def test_a_cap_is_kept_and_what_waits_says_so(start_gateway: Start, make_k
     gateway = await start_gateway(**pool(prices=prices, usd_per_day=cap_usd, usd_per_month=1.0), open_metrics=True)
     api = await gateway.add_worker("api-1", place=HOSTED)
     await until_known(gateway, api)
-    await until_async(lambda: is_there(bus))
+    await until(lambda: is_there(bus))
     first = await ask(gateway, leaves)  # at most 1.25 x 24 prompt tokens and 16 others are reserved, and 2 are made
     assert where(first) == HOSTED
     usage = first.parse().usage
@@ -236,7 +237,7 @@ async def test_what_nobody_can_count_costs_what_was_reserved(start_gateway: Star
     gateway = await start_gateway(**pool(prices=prices, usd_per_day=1.0, usd_per_month=1.0), open_metrics=True)
     api = await gateway.add_worker("api-1", place=HOSTED, script=breaks)
     await until_known(gateway, api)
-    await until_async(lambda: is_there(bus))
+    await until(lambda: is_there(bus))
     asked = asyncio.create_task(ask(gateway, leaves))
     await until(lambda: len(api.attempts) == 1)
     ours = await gateway.add_worker("ours")

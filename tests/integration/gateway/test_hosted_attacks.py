@@ -17,7 +17,7 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ErrorCode
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello
 from tests.integration.gateway.test_hosted import (
     AT_ONCE,
@@ -37,6 +37,7 @@ from tests.integration.gateway.test_hosted import (
 )
 from tests.integration.gateway.test_lost_accounts import lose_accounts
 from tests.usage_records import attempt_record
+from tests.waiting import until
 
 __all__ = ["make_key"]
 OTHER = ("other-api", "azure", "global", "hosted")
@@ -49,7 +50,7 @@ async def waits(gateway: GatewayUnderTest, requests: int) -> None:
         info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
         return int(info["state"]["messages"]) == requests
 
-    await until_async(do_wait)
+    await until(do_wait)
 
 
 async def says_hello(attempt: Attempt) -> None:
@@ -87,7 +88,7 @@ async def test_a_leave_that_is_taken_back_holds_for_what_waits(
         answer = await ask(gateway, changes, extra_body={"allow_hosted": True, "do_not_queue": True})
         return answer.status_code == 403
 
-    await until_async(is_known)
+    await until(is_known)
     api = await gateway.add_worker("api-1", place=HOSTED)
     assert where(await waiting[1]) == HOSTED  # both were looked at
     await gateway.add_worker("ours")
@@ -115,7 +116,7 @@ async def test_a_leave_that_is_taken_back_holds_for_a_rescue(
         answer = await ask(gateway, changes, extra_body={"allow_hosted": True, "do_not_queue": True})
         return getattr(answer, "status_code", 200) == 403
 
-    await until_async(is_known)
+    await until(is_known)
     await end(gateway, ours)
     assert where(await asked[1]) == HOSTED  # both were looked at
     await gateway.add_worker("again", script=says_world)
@@ -199,7 +200,7 @@ async def test_each_choice_reads_the_prompt(start_gateway: Start, make_key: Make
     gateway = await start_gateway(**pool(prices={MODEL: PRICE}, usd_per_day=1.0), open_metrics=True)
     api = await gateway.add_worker("api-1", place=HOSTED, script=says_hello)
     await until_known(gateway, api)
-    await until_async(lambda: has_account(bus))
+    await until(lambda: has_account(bus))
     asked = asyncio.create_task(ask(gateway, key, n=3))
     await until(lambda: api.attempts)
     await end(gateway, api)  # nobody knows what it has cost: as much as was reserved
@@ -209,7 +210,7 @@ async def test_each_choice_reads_the_prompt(start_gateway: Start, make_key: Make
         costs = await spent(bus) or 0
         return costs > 0 and costs % reserved == 0  # of each attempt, if it was not taken in time
 
-    await until_async(is_spent)
+    await until(is_spent)
     asked.cancel()
 
 
@@ -244,7 +245,7 @@ async def test_two_gateways_and_a_lost_account_do_not_pass_a_cap(
     api = await gateways[0].add_worker("api-1", place=HOSTED)
     for gateway in gateways:
         await until_known(gateway, api)
-    await until_async(lambda: is_there(bus))
+    await until(lambda: is_there(bus))
     first = await asyncio.gather(*(ask(gateway, key) for gateway in gateways for _ in range(4)))
     assert {where(answer) for answer in first} == {HOSTED}
     asked = [asyncio.create_task(ask(gateway, key)) for gateway in gateways for _ in range(20)]
@@ -259,7 +260,7 @@ async def test_two_gateways_and_a_lost_account_do_not_pass_a_cap(
         except BusError:  # the bucket is just lost
             return False
 
-    await until_async(is_reached)
+    await until(is_reached)
     await gateways[0].add_worker("ours")
     tiers = [where(answer)[-1] for answer in await asyncio.gather(*asked)]
     assert tiers.count("hosted") + len(first) == len(api.requests)

@@ -14,6 +14,7 @@ from gateway.auth.principal import ADMIN
 from gateway.db.engine import create_engine
 from tests.integration.gateway.conftest import PEPPER, Start
 from tests.integration.gateway.test_errors import error_of
+from tests.waiting import HANGS_S
 
 pytestmark = pytest.mark.usefixtures("cheap_passwords")
 PASSWORD = "correct horse battery"
@@ -55,7 +56,7 @@ async def client(start_gateway: Start, database_url: str) -> AsyncIterator[httpx
     await set_password(engine, PASSWORD, "cli:test")
     await engine.dispose()
     gateway = await start_gateway(with_card=False, database_url=database_url)
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         await client.post("/login", data={"name": "admin", "password": PASSWORD})
         yield client
 

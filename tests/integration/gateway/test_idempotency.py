@@ -10,9 +10,10 @@ import pytest
 
 from protocol import subjects
 from protocol.errors import BusError
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello
 from tests.nats_server import NatsServer
+from tests.waiting import HANGS_S, until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 KEY = {"Idempotency-Key": "order-66"}
@@ -54,7 +55,7 @@ async def stream(
     headers = {"authorization": f"Bearer {key or gateway.key}", **KEY}
     text = ""
     async with (
-        httpx.AsyncClient(base_url=gateway.url, timeout=30) as client,
+        httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client,
         client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response,
     ):
         try:
@@ -72,7 +73,7 @@ async def first_event(gateway: GatewayUnderTest) -> AsyncIterator[None]:
     body = {"model": MODEL, "messages": HELLO, "stream": True}
     headers = {"authorization": f"Bearer {gateway.key}", **KEY}
     async with (
-        httpx.AsyncClient(base_url=gateway.url, timeout=30) as client,
+        httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client,
         client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response,
     ):
         async for line in response.aiter_lines():
@@ -333,8 +334,8 @@ async def test_claims_outlive_the_bucket(start_gateway: Start, nats_server: Nats
             ready = (await client.get(f"{other.url}/readyz")).json()
         return "nats" not in ready["missing"]  # it takes requests all the while: its answer is always 200
 
-    await until_async(has_claim)
-    await until_async(is_connected)
+    await until(has_claim)
+    await until(is_connected)
     heard = asyncio.Event()
     second = asyncio.create_task(stream(other, key=owner.key, heard=heard))
     await heard.wait()

@@ -12,8 +12,9 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.open_requests import AskOpen, decode_answer, encode
 from protocol.usage import RequestIntent, RequestRecord
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+from tests.waiting import HANGS_S, until
 
 BODY: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -62,7 +63,7 @@ async def test_no_head_of_a_good_answer_leaves_before_its_row_is_sure(start_gate
     gateway = await start_gateway()
     await gateway.add_worker()
     await store_nothing(gateway.bus)
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         headers = {"authorization": f"Bearer {gateway.key}"}
         sent = client.stream("POST", "/v1/chat/completions", json=BODY | {"stream": stream}, headers=headers)
         async with sent as answer:
@@ -131,8 +132,8 @@ async def test_the_ledger_is_told_that_records_are_still_to_come(start_gateway: 
     await store_nothing(gateway.bus)
     answer = await gateway.client().chat.completions.with_raw_response.create(**BODY)
     request_id = answer.headers["x-request-id"]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         while request_id not in await open_at(gateway.bus, request_id):
             await asyncio.sleep(0.01)  # it has not found out yet that nothing is stored
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         assert (await client.get("/readyz")).json()["usage_spooled_bytes"] > 0

@@ -23,9 +23,10 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.messages import Heartbeat, decode_heartbeat
 from protocol.usage import AttemptRecord, RequestRecord
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.nats_server import NatsServer
+from tests.waiting import until
 
 CALLERS = 300
 AT_ONCE = 60
@@ -127,7 +128,7 @@ async def served(start_gateway: Start, nats_url: str) -> AsyncIterator[GatewayUn
         async def is_ready() -> bool:
             return not (await readiness(gateway))["models_not_ready"]
 
-        await until_async(is_ready)
+        await until(is_ready)
         yield gateway
 
 
@@ -152,7 +153,7 @@ async def test_nothing_stays_of_callers_that_leave(served: GatewayUnderTest, mon
     async def is_quiet() -> bool:
         return (await readiness(served))["in_flight"] == 0 and await queued(served.bus) == 0
 
-    await until_async(is_quiet)
+    await until(is_quiet)
     heart.last = None
     await until(heart.is_idle)
     await until(lambda: len(asyncio.all_tasks()) <= tasks_before)
@@ -172,7 +173,7 @@ async def check_records(gateway: GatewayUnderTest) -> None:
         attempts = {r.request_id for r in records if isinstance(r, AttemptRecord)}
         return requests == attempts
 
-    await until_async(are_whole)
+    await until(are_whole)
     rows = [record for record in records if isinstance(record, RequestRecord)]
     made: Counter[str] = Counter()
     for record in records:

@@ -16,8 +16,9 @@ from gateway.quotas.vault import Vault
 from gateway.tokens.model_tokens import ModelTokens
 from protocol.bus import Bus
 from protocol.quotas import RATES, Account, Kind
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
+from tests.waiting import HANGS_S, until
 
 HELLO = [{"role": "user", "content": "Hi"}]
 MakeKey = Callable[[Policy], Awaitable[tuple[str, str]]]
@@ -105,7 +106,7 @@ async def test_concurrency_at_three_gateways_is_exact_and_comes_back(
     gateways = [await start_gateway(), await start_gateway(), await start_gateway()]
     worker = await gateways[0].add_worker(script=until_cancelled)
     running: list[asyncio.Task[Any]] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         while len(taken(worker)) < 6:
             gateway = gateways[len(running) % 3]
             running.append(asyncio.create_task(say_hello(gateway, key, max_tokens=400)))
@@ -121,7 +122,7 @@ async def test_concurrency_at_three_gateways_is_exact_and_comes_back(
         account = await the_account(bus, key_id)
         return not any(lease.held[Kind.CONCURRENT] for lease in account.leases.values())
 
-    await until_async(is_free)
+    await until(is_free)
     worker.script = answer_hello
     assert not is_refused(await say_hello(gateways[2], key))
 
@@ -157,7 +158,7 @@ async def test_a_budget_is_spent_by_the_price_and_then_refuses(
     async def is_spent() -> bool:
         return (await the_account(bus, key_id)).spent_nano_usd == 8_000
 
-    await until_async(is_spent)
+    await until(is_spent)
 
 
 async def test_a_replayed_answer_counts_once(start_gateway: Start, make_key: MakeKey) -> None:
@@ -194,7 +195,7 @@ async def test_a_rescued_request_is_charged_once_for_what_was_made(
         account = await the_account(bus, key_id)
         return sum(account.used[Kind.TOKENS].values()) == usage.total_tokens
 
-    await until_async(counted)
+    await until(counted)
 
 
 async def test_who_leaves_while_waiting_pays_nothing(start_gateway: Start, make_key: MakeKey, bus: Bus) -> None:
@@ -208,14 +209,14 @@ async def test_who_leaves_while_waiting_pays_nothing(start_gateway: Start, make_
     async def is_reserved() -> bool:
         return await Vault(bus).load(key_id) is not None and await used() > 0
 
-    await until_async(is_reserved)
+    await until(is_reserved)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
 
     async def is_refunded() -> bool:
         return await used() == 0
 
-    await until_async(is_refunded)
+    await until(is_refunded)
 
 
 async def test_limits_outlive_the_gateway(start_gateway: Start, make_key: MakeKey) -> None:
@@ -235,7 +236,7 @@ async def head_alone(gateway: GatewayUnderTest, path: str, key: str) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n".encode())
     writer.write(b"Content-Length: 4000000\r\n\r\n")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         answer = await reader.readuntil(b"}}")
     writer.close()
     return answer
@@ -309,6 +310,6 @@ async def test_a_large_request_takes_what_it_uses_and_no_more(
         spent = account.spent_nano_usd
         return (used, spent, busy) == ([1, usage.total_tokens], 1000 * usage.completion_tokens, [0, 0])
 
-    await until_async(is_settled)
+    await until(is_settled)
     assert not is_refused(await say_hello(gateway, key))
     assert is_refused(await say_hello(gateway, key))

@@ -11,6 +11,7 @@ from gateway.db.engine import create_engine
 from gateway.web.login import local_page
 from gateway.web.throttle import MAX_AT_NAME
 from tests.integration.gateway.conftest import Start
+from tests.waiting import HANGS_S
 
 pytestmark = pytest.mark.usefixtures("cheap_passwords")
 PASSWORD = "correct horse battery"
@@ -24,7 +25,7 @@ async def browser(start_gateway: Start, sqlite_url: str) -> AsyncIterator[httpx.
     await set_password(engine, PASSWORD, "cli:test")
     await engine.dispose()
     gateway = await start_gateway(with_card=False)
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         yield client
 
 
@@ -105,13 +106,13 @@ async def test_behind_tls_the_cookie_is_for_tls_only(start_gateway: Start, sqlit
     await set_password(engine, PASSWORD, "cli:test")
     await engine.dispose()
     gateway = await start_gateway(with_card=False, login={"public_url": "https://llm.example.com/"})
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         assert "Secure" in cookie_of(await log_in(client)).split("; ")
 
 
 async def test_without_a_password_the_page_says_how_to_make_one(start_gateway: Start) -> None:
     gateway = await start_gateway(with_card=False)
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         page = await client.get("/login")
     assert "spillway admin password" in page.text
     assert "<form" not in page.text

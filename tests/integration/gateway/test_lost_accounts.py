@@ -22,7 +22,6 @@ from protocol.messages import encode
 from protocol.pull import Delivery, PullConsumer, ack
 from protocol.quotas import Kind
 from protocol.usage import encode_usage
-from tests.integration.gateway.conftest import until
 from tests.integration.gateway.test_quotas import (
     Start,
     ask,
@@ -34,6 +33,7 @@ from tests.integration.gateway.test_quotas import (
     the_account,
 )
 from tests.usage_records import request_record
+from tests.waiting import HANGS_S, until
 
 __all__ = ["start"]
 PRICE = TokenPrice(prompt_nano_usd=0, cached_nano_usd=0, completion_nano_usd=10**9)
@@ -62,7 +62,7 @@ async def lose_accounts(bus: Bus) -> None:
 
 async def ask_patiently(quotas: Quotas, policy: Policy, estimate: Estimate = ONE) -> Reservation | None:
     """As a client does that tries again."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGS_S):
         while True:
             try:
                 return await ask(quotas, principal(policy), estimate)
@@ -80,7 +80,7 @@ async def test_an_empty_bucket_begins_with_what_the_ledger_knows(
     who = principal(budget) if whose == "key" else principal(Policy(), budget)
     quotas = await start("g0")
     held = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGS_S):
         for _ in range(5):
             try:
                 held += await quotas.reserve(who, [ONE]) or []

@@ -21,20 +21,21 @@ from protocol.engine_stats import EngineStats, Histogram
 from protocol.messages import Timings
 from protocol.usage import AttemptRecord, RequestRecord
 from spillway import logs
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
 from tests.integration.gateway.test_errors import HELLO, send
 from tests.integration.gateway.test_permissions import key_with, knows
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
 from tests.unit.gateway.metrics.series import Scrape
+from tests.waiting import HANGS_S, until
 
 BODY: dict[str, Any] = {"model": MODEL, "messages": HELLO}
 STATS = EngineStats(1, 0, 0.5, 10, 20, Histogram((8.0,), (1, 0), 5.0), Histogram((1.0,), (9, 1), 4.0))
 
 
 async def get(gateway: GatewayUnderTest, **headers: str) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         return await client.get("/metrics", headers=headers)
 
 
@@ -49,7 +50,7 @@ async def test_a_key_for_it_is_needed_unless_the_operator_says_otherwise(
 ) -> None:
     gateway = await start_gateway()
     prometheus = await key_with(bus, sqlite_url, "prometheus", Grant(scopes=(METRICS,)))
-    await until_async(lambda: knows(gateway, prometheus))
+    await until(lambda: knows(gateway, prometheus))
     assert (await get(gateway)).status_code == 401
     assert (await get(gateway, authorization="Bearer sk-sw-wrong")).status_code == 401
     assert (await get(gateway, authorization=f"Bearer {gateway.key}")).status_code == 403
@@ -116,14 +117,14 @@ async def fails_for_good(attempt: Attempt) -> None:
 
 async def test_cancelled_ones_are_counted_and_what_waits_is_shown(start_gateway: Start) -> None:
     gateway = await start_gateway(open_metrics=True)
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         headers = {"authorization": f"Bearer {gateway.key}"}
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=BODY, headers=headers))
 
         async def waits() -> bool:
             return (await scrape(gateway)).value("spillway_queued_jobs", model_name=MODEL) == 1
 
-        await until_async(waits)
+        await until(waits)
         assert (await scrape(gateway)).value("spillway_requests_in_flight") == 1
         worker = await gateway.add_worker(script=until_cancelled)
         await until(lambda: worker.attempts and worker.attempts[0].made_tokens > 3)
@@ -155,11 +156,11 @@ async def test_a_workers_series_come_and_go_with_it(start_gateway: Start, signs_
     async def only_one() -> bool:
         return await shown() == {"w2"}
 
-    await until_async(both)
+    await until(both)
     worker.stop_beating()
     if signs_off:
         await gateway.bus.publish("$KV.workers.w1", b"", headers={"KV-Operation": "PURGE", "Nats-Rollup": "sub"})
-    await until_async(only_one, limit_s=5)
+    await until(only_one)
     assert "w1" not in (await scrape(gateway)).label_values()
 
 
@@ -247,7 +248,7 @@ async def real(start_gateway: Start, nats_url: str, model_folder: str) -> AsyncI
         async def serves() -> bool:
             return (await send(gateway, json=completion("ready", max_tokens=1))).status_code == 200
 
-        await until_async(serves)
+        await until(serves)
         yield gateway
 
 
@@ -277,7 +278,7 @@ async def test_the_real_engines_numbers_are_the_ledgers(real: GatewayUnderTest) 
         watched.append(await scrape(real))
         return watched[-1].value("vllm:generation_tokens_total", worker_id="w1") >= made
 
-    await until_async(told)
+    await until(told)
     last = watched[-1]
     requests = [record for record in usage if isinstance(record, RequestRecord)]
     assert last.value("vllm:generation_tokens_total") == made
@@ -303,7 +304,7 @@ async def test_the_real_engines_numbers_are_the_ledgers(real: GatewayUnderTest) 
 
 async def usage_of(gateway: GatewayUnderTest, requests: int) -> list[Any]:
     await gateway.records(requests)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         while True:
             usage = await gateway.usage()
             if sum(isinstance(record, AttemptRecord) for record in usage) >= requests:
@@ -313,7 +314,7 @@ async def usage_of(gateway: GatewayUnderTest, requests: int) -> list[Any]:
 
 async def leave(gateway: GatewayUnderTest) -> None:
     """A caller that goes away after some tokens."""
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         headers = {"authorization": f"Bearer {gateway.key}"}
         body = completion("and more", max_tokens=180, stream=True)
         async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:

@@ -10,11 +10,11 @@ from gateway.dispatch.dispatcher import Dispatcher
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.topology import QueueBounds
-from tests.integration.gateway.conftest import admission, until
+from tests.integration.gateway.conftest import admission
 from tests.nats_server import NatsServer
 from tests.unit.gateway.admission.controls import ticket_of
+from tests.waiting import HANGS_S, until
 
-LIMIT_S = 30
 RQ = subjects.INTERACTIVE_STREAM
 
 
@@ -36,7 +36,7 @@ async def stored_requests(bus: Bus) -> list[str]:
 async def test_deleted_streams_are_made_again_with_the_first_publish(dispatcher: tuple[Dispatcher, Bus]) -> None:
     gateway, bus = dispatcher
     names = set((await bus.api("STREAM.NAMES"))["streams"])
-    async with running(gateway), asyncio.timeout(LIMIT_S):
+    async with running(gateway), asyncio.timeout(HANGS_S):
         for name in names:
             await bus.api(f"STREAM.DELETE.{name}")
         request = gateway.open(ticket_of(admission("new")))
@@ -49,7 +49,7 @@ async def test_deleted_streams_are_made_again_with_the_first_publish(dispatcher:
 
 async def test_a_job_in_a_deleted_stream_goes_into_the_new_one(dispatcher: tuple[Dispatcher, Bus]) -> None:
     gateway, bus = dispatcher
-    async with running(gateway), asyncio.timeout(LIMIT_S):
+    async with running(gateway), asyncio.timeout(HANGS_S):
         request = gateway.open(ticket_of(admission("waiting")))
         await until(lambda: request.current.stream_sequence)
         await bus.api(f"STREAM.DELETE.{RQ}")
@@ -60,7 +60,7 @@ async def test_a_job_in_a_deleted_stream_goes_into_the_new_one(dispatcher: tuple
 async def test_what_is_withdrawn_is_not_what_has_taken_its_number(dispatcher: tuple[Dispatcher, Bus]) -> None:
     """Another gateway has made the deleted stream again, and its job is now message 1."""
     gateway, bus = dispatcher
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANGS_S):
         old = gateway.open(ticket_of(admission("old")))
         await until(lambda: old.current.stream_sequence == 1)
         await bus.api(f"STREAM.DELETE.{RQ}")
@@ -77,7 +77,7 @@ async def test_a_stream_that_cannot_be_made_keeps_no_request_from_being_restored
     bad: str, dispatcher: tuple[Dispatcher, Bus], nats_server: NatsServer
 ) -> None:
     gateway, bus = dispatcher
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANGS_S):
         config = (await bus.api(f"STREAM.INFO.{bad}"))["config"]
         await bus.api(f"STREAM.DELETE.{bad}")
         refused = {**config, "retention": "workqueue"}  # the server does not let this be changed

@@ -20,6 +20,7 @@ from gateway.auth.oidc import UNREACHABLE, OidcLogin, allowed_user
 from gateway.settings import OidcSettings
 from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.fake_issuer import CLIENT_ID, CLIENT_SECRET, KEY_BITS, FakeIssuer
+from tests.waiting import HANGS_S
 
 CALLBACK = "http://spillway.example/login/oidc/callback"
 
@@ -44,7 +45,7 @@ async def log_in(login: OidcLogin, issuer: FakeIssuer, **answer: str) -> str:
 
 async def test_a_browser_is_sent_there_and_back_and_is_logged_in(start_gateway: Start, issuer: FakeIssuer) -> None:
     gateway = await start_gateway(with_card=False, login={"oidc": settings_for(issuer)})
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as browser:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as browser:
         page = await browser.get("/login", params={"next": "/dashboard/cost"})
         assert 'href="/login/oidc?next=%2Fdashboard%2Fcost"' in page.text
         sent = await browser.get("/login/oidc", params={"next": "/dashboard/cost"})
@@ -185,7 +186,7 @@ async def test_an_issuer_that_never_ends_its_answer_is_given_up_for_all_at_once(
     server = await asyncio.start_server(drip, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     login = OidcLogin(settings_for(issuer).model_copy(update={"issuer": f"http://127.0.0.1:{port}"}))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         answers = await asyncio.gather(*(login.question(CALLBACK) for _ in range(50)), return_exceptions=True)
     assert {str(answer) for answer in answers} == {UNREACHABLE}
     assert connections == 1

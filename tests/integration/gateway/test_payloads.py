@@ -32,7 +32,6 @@ from tests.integration.gateway.conftest import (
     Start,
     card,
     has_context_length,
-    until_async,
 )
 from tests.integration.gateway.scripted_worker import Attempt, Script, answer_hello, until_cancelled
 from tests.integration.gateway.test_tools import ARGUMENTS, NOW, TOOL, TWO_CALLS, says
@@ -40,6 +39,7 @@ from tests.payload_records import payload_record
 from tests.postgres import PostgresServer
 from tests.small_tokenizer import byte_tokenizer_json
 from tests.tool_templates import HERMES_STYLE
+from tests.waiting import HANGS_S, until
 
 AGREED = Policy(log_payload=True, redact=False)
 HELLO = [{"role": "user", "content": "Hi, I am ann@example.com"}]
@@ -64,7 +64,7 @@ class Keeper:
     async def rows(self, count: int) -> list[dict[str, Any]]:
         """The table, once it has so many rows."""
         found: list[dict[str, Any]] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANGS_S):
             while len(found) < count:
                 async with self.engine.connect() as connection:
                     result = await connection.execute(select(PayloadRow.__table__).order_by(PayloadRow.request_id))
@@ -184,7 +184,7 @@ async def test_calls_of_tools_are_kept_with_the_ids_that_the_caller_got(
     its_card = replace(card(), chat_template=HERMES_STYLE, context_length=4096)
     await artifacts.publish_model_card(bus, its_card, byte_tokenizer_json())
     client = keeper.client
-    await until_async(lambda: has_context_length(client))
+    await until(lambda: has_context_length(client))
     answer = await keeper.ask(tools=[TOOL, NOW], n=3, stream=stream)
     told: dict[int, list[str]] = {0: [], 1: [], 2: []}
     for event in answer if stream else [answer]:
@@ -309,7 +309,7 @@ async def test_payloads_wait_for_sql(
         try:
             await keeper.ask()
             await keeper.ask()
-            await until_async(lambda: has_messages(bus, 2))
+            await until(lambda: has_messages(bus, 2))
         finally:
             await asyncio.to_thread(postgres_server.start)
         assert len({row["request_id"] for row in await keeper.rows(2)}) == 2
@@ -335,7 +335,7 @@ async def test_the_writer_survives_what_nobody_can_store(
     for number, message in enumerate(messages):
         await bus.publish_durable(subjects.PAYLOAD_SUBJECT, message, message_id=str(number))
     async with writing(nats_url, engine):
-        await until_async(lambda: has_left(bus, 1))
+        await until(lambda: has_left(bus, 1))
         async with engine.connect() as connection:
             assert list(await connection.scalars(select(PayloadRow.request_id).order_by("request_id"))) == ["a", "b"]
     await engine.dispose()
@@ -350,7 +350,7 @@ async def test_the_stream_forgets_what_is_in_sql(start_keeper: StartKeeper, bus:
     keeper = await start_keeper()
     await keeper.ask()
     await keeper.rows(1)
-    await until_async(lambda: has_left(bus))
+    await until(lambda: has_left(bus))
 
 
 @pytest.mark.parametrize("stream", [False, True])

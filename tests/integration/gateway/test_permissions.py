@@ -10,9 +10,10 @@ from gateway.auth.principal import ADMIN, Policy
 from gateway.db.engine import create_engine
 from protocol import subjects
 from protocol.bus import Bus
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until_async
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.test_admission import queued_jobs
 from tests.integration.gateway.test_errors import HELLO, error_of, send
+from tests.waiting import until
 
 
 async def key_with(bus: Bus, sqlite_url: str, name: str, grant: Grant) -> str:
@@ -34,8 +35,8 @@ async def test_a_key_opens_only_what_it_was_made_for(start_gateway: Start, bus: 
     other = await key_with(bus, sqlite_url, "other model", Grant(models=("another",), expires_unix_ms=soon_unix_ms))
     admin = await key_with(bus, sqlite_url, "admin only", Grant(scopes=(ADMIN,)))
     expired = await key_with(bus, sqlite_url, "expired", Grant(expires_unix_ms=1))
-    await until_async(lambda: knows(gateway, other))
-    await until_async(lambda: knows(gateway, admin))
+    await until(lambda: knows(gateway, other))
+    await until(lambda: knows(gateway, admin))
     body = {"model": "short", "messages": HELLO}
     answers: dict[str, Response] = {}
 
@@ -44,7 +45,7 @@ async def test_a_key_opens_only_what_it_was_made_for(start_gateway: Start, bus: 
         return answers[name].status_code != 503  # the news of the last key has come, the keys are being read
 
     for name, token in (("other", other), ("admin", admin), ("expired", expired)):
-        await until_async(functools.partial(is_judged, name, token))
+        await until(functools.partial(is_judged, name, token))
     assert error_of(answers["other"]) == (404, "model_not_found", "model")
     assert error_of(answers["admin"]) == (403, "missing_scope", None)
     assert "'inference'" in answers["admin"].json()["error"]["message"]
@@ -59,7 +60,7 @@ async def test_a_batch_keys_requests_take_what_others_leave(start_gateway: Start
     gateway = await start_gateway(tenants={"nightly": {"weight": 7}})
     policy = Policy(priority="batch", weight=2.5)
     token = await key_with(bus, sqlite_url, "nightly", Grant(policy=policy))
-    await until_async(lambda: knows(gateway, token))
+    await until(lambda: knows(gateway, token))
     asked = [{}, {"service_tier": "auto"}, {"service_tier": "default"}]
     body = {"model": MODEL, "messages": HELLO, "stream": True}
     streams = [await gateway.client(api_key=token).chat.completions.create(**body, **named) for named in asked]

@@ -12,9 +12,10 @@ import pytest
 
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.main import GatewayDied, listen
-from tests.integration.gateway.conftest import MODEL, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.nats_server import NatsServer
+from tests.waiting import HANGS_S, until
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -32,14 +33,14 @@ async def test_health(start_gateway: Start, nats_server: NatsServer) -> None:
             assert ready.status_code == 200  # what comes now is held until the queue is back
             return (ready.json()["status"], ready.json()["missing"]) == ("degraded", ["nats"])
 
-        await until_async(nats_is_missing)
+        await until(nats_is_missing)
         assert (await client.get("/livez")).status_code == 200
         nats_server.start()
 
         async def is_ready() -> bool:
             return (await client.get("/readyz")).json()["status"] == "ok"
 
-        await until_async(is_ready)
+        await until(is_ready)
 
 
 async def test_a_leaving_gateway_says_so_and_still_takes_requests(start_gateway: Start) -> None:
@@ -53,12 +54,12 @@ async def test_a_leaving_gateway_says_so_and_still_takes_requests(start_gateway:
             ready = await client.get("/readyz")
             return (ready.status_code, ready.json()["status"]) == (503, "leaving")
 
-        await until_async(is_leaving)
+        await until(is_leaving)
         answer = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO)
         assert answer.choices[0].message.content
     os.kill(os.getpid(), signal.SIGTERM)  # a second signal ends the wait
     assert gateway.task is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGS_S):
         await gateway.task
 
 
@@ -93,7 +94,7 @@ async def test_sigterm_lets_running_requests_finish(start_gateway: Start) -> Non
     asking = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
     await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
     os.kill(os.getpid(), signal.SIGTERM)
-    await until_async(lambda: refuses(client))
+    await until(lambda: refuses(client))
     go_on.set()
     assert (await asking).choices[0].message.content == "ab"
     assert gateway.task is not None

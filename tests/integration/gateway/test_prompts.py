@@ -16,9 +16,10 @@ from gateway.quotas.vault import Vault
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import unpack_token_ids
 from protocol.quotas import Kind
-from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.small_tokenizer import byte_tokenizer
+from tests.waiting import HANGS_S, until
 
 TEXTS = ["one", "two", "three"]
 IDS = [[70, 71], [72], [73, 74, 75]]
@@ -245,7 +246,7 @@ async def test_over_a_quota_costs_nothing(start_gateway: Start, sqlite_url: str,
         used = [sum(account.used[kind].values()) for kind in (Kind.REQUESTS, Kind.TOKENS)]
         return not any(held) and used == [2 * (unit == "requests"), 6 * (unit == "tokens")]
 
-    await until_async(is_settled)
+    await until(is_settled)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -254,7 +255,7 @@ async def test_leaving_cancels_all(start_gateway: Start, stream: bool) -> None:
     worker = await gateway.add_worker(script=until_cancelled)
 
     async def ask() -> None:
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
             body = {"model": MODEL, "prompt": TEXTS, "stream": stream, "max_tokens": 400}
             await client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {gateway.key}"})
 

@@ -11,13 +11,13 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.request import OpenRequest
 from protocol import subjects, topology
 from protocol.bus import Bus
-from tests.integration.gateway.conftest import admission, dispatching, until, until_async
+from tests.integration.gateway.conftest import admission, dispatching
 from tests.integration.queue.relay import Relay
 from tests.nats_server import NatsServer
 from tests.unit.gateway.admission.controls import ticket_of
+from tests.waiting import HANGS_S, until
 
 JOBS = 20
-LIMIT_S = 60
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def watched(bus: Bus, requests: list[OpenRequest]) -> Callable[[], Awaitable[Non
 @pytest.mark.usefixtures("short_memory")
 async def test_jobs_that_wait_through_reconnects_are_in_the_queue_once(nats_server: NatsServer, tmp_path: Path) -> None:
     async with (
-        asyncio.timeout(LIMIT_S),
+        asyncio.timeout(HANGS_S),
         Relay(nats_server.port) as relay,
         dispatching(relay.url, tmp_path) as (one, bus),
     ):
@@ -79,7 +79,7 @@ async def test_jobs_that_wait_through_reconnects_are_in_the_queue_once(nats_serv
         async def is_empty() -> bool:
             return await messages(bus) == 0
 
-        await until_async(is_empty)
+        await until(is_empty)
 
 
 @pytest.mark.usefixtures("short_memory")
@@ -87,7 +87,7 @@ async def test_jobs_that_wait_through_a_restart_of_the_queue_server_are_in_the_q
     nats_server: NatsServer, tmp_path: Path
 ) -> None:
     """It has lost them all."""
-    async with asyncio.timeout(LIMIT_S), dispatching(nats_server.url, tmp_path) as (one, bus):
+    async with asyncio.timeout(HANGS_S), dispatching(nats_server.url, tmp_path) as (one, bus):
         requests = await waiting_jobs(one)
         restored = watched(bus, requests)
         nats_server.kill()
@@ -101,7 +101,7 @@ async def test_jobs_that_wait_through_a_restart_of_the_queue_server_are_in_the_q
 async def test_a_job_that_was_taken_while_nobody_listened_goes_on(nats_server: NatsServer, tmp_path: Path) -> None:
     """Its worker has it, and has said so to nobody; the others stay where they are."""
     async with (
-        asyncio.timeout(LIMIT_S),
+        asyncio.timeout(HANGS_S),
         Relay(nats_server.port) as relay,
         dispatching(relay.url, tmp_path) as (one, bus),
     ):
@@ -117,4 +117,4 @@ async def test_a_job_that_was_taken_while_nobody_listened_goes_on(nats_server: N
         async def is_back() -> bool:
             return await messages(bus) == JOBS
 
-        await until_async(is_back)
+        await until(is_back)

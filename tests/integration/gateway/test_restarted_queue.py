@@ -10,8 +10,7 @@ from protocol.pull import Delivery, PullConsumer
 from tests.integration.gateway.conftest import admission
 from tests.nats_server import NatsServer
 from tests.unit.gateway.admission.controls import ticket_of
-
-LIMIT_S = 20
+from tests.waiting import HANGS_S
 
 
 async def pulls_from(bus: Bus, lane: str) -> tuple[PullConsumer, asyncio.Queue[Delivery]]:
@@ -27,7 +26,7 @@ async def test_a_leaving_caller_takes_nobody_elses_job_along(
 ) -> None:
     """Request "old" was message 1 before the restart; message 1 is now the job of "new"."""
     gateway, bus = dispatcher
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANGS_S):
         old = gateway.open(ticket_of(admission("old")))
         pulls, taken = await pulls_from(bus, old.ticket.lane)
         await pulls.pull(1)

@@ -13,8 +13,9 @@ import pytest
 from pool_worker.engines.scripted_words import Script, build_tokenizer
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from pool_worker.stopping import Stop
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.pool_worker.playing_gateway import running_worker
+from tests.waiting import HANGS_S, until
 
 STREAMS, WHOLE = 12, 6
 TOKENS = 60
@@ -66,7 +67,7 @@ async def stream(gateway: GatewayUnderTest, outcome: Outcome) -> None:
 
 
 async def whole(gateway: GatewayUnderTest, outcome: Outcome) -> None:
-    answer = await gateway.client(timeout=60).completions.create(
+    answer = await gateway.client(timeout=HANGS_S).completions.create(
         model=MODEL, prompt=outcome.prompt, max_tokens=TOKENS, extra_body={"ignore_eos": True}
     )
     outcome.text = answer.choices[0].text
@@ -80,10 +81,10 @@ async def is_ready(client: httpx.AsyncClient) -> bool:
 @asynccontextmanager
 async def asking(gateway: GatewayUnderTest, streams: list[Outcome], answers: list[Outcome]) -> AsyncIterator[None]:
     async with httpx.AsyncClient(base_url=gateway.url) as client:
-        await until_async(lambda: is_ready(client))
+        await until(lambda: is_ready(client))
     tasks = [asyncio.create_task(stream(gateway, one)) for one in streams]
     tasks += [asyncio.create_task(whole(gateway, one)) for one in answers]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANGS_S):
         for one in streams:
             await one.began.wait()
         yield

@@ -12,6 +12,7 @@ from gateway.db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt
+from tests.waiting import HANGS_S
 
 HELLO: Any = [{"role": "user", "content": "Hi"}]
 
@@ -34,7 +35,7 @@ async def known(gateway: GatewayUnderTest, token: str) -> openai.AsyncOpenAI:
     """A client whose key the gateway has loaded."""
     await gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
     client = gateway.client(api_key=token)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         while True:
             try:
                 await client.models.list()
@@ -55,14 +56,14 @@ async def test_what_waits_ends_at_once(start_gateway: Start) -> None:
         info = await gateway.bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}")
         return int(info["state"]["messages"])
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         while await waiting() < 2:
             await asyncio.sleep(0.01)
     await revoke(gateway, key_id)
     with pytest.raises(openai.AuthenticationError) as caught:
         await own
     assert caught.value.code == "key_revoked"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         while await waiting() > 1:
             await asyncio.sleep(0.01)
     await gateway.add_worker()
@@ -99,7 +100,7 @@ async def test_what_runs_goes_on_unless_it_is_to_end(start_gateway: Start, stops
         with pytest.raises(openai.APIError, match="revoked"):
             _ = [chunk async for chunk in stream]
     else:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANGS_S):
             while not await is_refused(client):
                 await asyncio.sleep(0.01)
         go_on.set()
@@ -127,7 +128,7 @@ async def test_who_was_let_in_before_his_key_was_revoked_does_not_enter(start_ga
     writer.write(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n".encode())
     writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body[:10])
     await revoke(gateway, key_id)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         while not await is_refused(client):
             await asyncio.sleep(0.01)
         writer.write(body[10:])

@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from protocol.bus import Bus
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart
 from tests.shipped import HAProxy, ShippedNats, haproxy_program
+from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "Hi"}]
 CHECK_PERIOD = "50ms"
@@ -43,7 +44,7 @@ async def test_two_gateways_restarts_and_reconnects_fit(
     three = await start_gateway()
     clients = one.client(), three.client()
     asking = [asyncio.create_task(answer(client)) for client in clients]
-    await until_async(lambda: hold([one, three], len(asking)))
+    await until(lambda: hold([one, three], len(asking)))
     await restart(nats_server, bus)  # what lay in memory is gone, and both make it again at once
     await one.add_worker()
     assert all(await asyncio.gather(*asking))
@@ -76,7 +77,7 @@ async def test_an_outage_of_the_queue_is_a_wait(
     for name in ("gateway-1", "gateway-2"):
         await until(lambda name=name: f"gateways-in-health/{name} is DOWN" in haproxy.log()[said:])
     asking += [asyncio.create_task(answer(client)) for _ in range(DURING)]
-    await until_async(lambda: hold(gateways, 2 * DURING))
+    await until(lambda: hold(gateways, 2 * DURING))
     said = len(haproxy.log())
     nats_server.start()
     assert all(await asyncio.gather(*asking))

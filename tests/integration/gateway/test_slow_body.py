@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.integration.gateway.conftest import GatewayUnderTest, Start
+from tests.waiting import HANGS_S
 
 
 async def half_a_request(gateway: GatewayUnderTest, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -21,7 +22,7 @@ async def half_a_request(gateway: GatewayUnderTest, path: str) -> tuple[asyncio.
 async def test_a_body_that_does_not_arrive_is_a_408(start_gateway: Start, path: str) -> None:
     gateway = await start_gateway(timeouts={"body_s": 0.2})
     reader, writer = await half_a_request(gateway, path)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         answer = await reader.readuntil(b"}}")
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"code":"request_timeout"' in answer

@@ -9,8 +9,9 @@ import pytest
 from gateway.auth.keys import create_key
 from gateway.db.engine import create_engine
 from protocol import subjects
-from tests.integration.gateway.conftest import MODEL, PEPPER, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, PEPPER, Start
 from tests.postgres import PostgresServer
+from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -38,7 +39,7 @@ async def test_without_sql_known_keys_are_served_and_all_else_is_told_to_wait(
         async def is_told_to_wait() -> bool:
             return await status_with(nobody) == (503, "database_unavailable")
 
-        await until_async(is_told_to_wait)
+        await until(is_told_to_wait)
         assert await status_with(gateway.client()) == (200, None)
         async with httpx.AsyncClient(base_url=gateway.url, cookies={"spillway_session": "x"}) as client:
             assert (await client.get("/readyz")).status_code == 200
@@ -57,7 +58,7 @@ async def test_without_sql_known_keys_are_served_and_all_else_is_told_to_wait(
     async def is_served() -> bool:
         return await status_with(new) == (200, None)
 
-    await until_async(is_served)
+    await until(is_served)
     assert await status_with(nobody) == (401, "invalid_api_key")
 
 

@@ -6,14 +6,15 @@ from typing import Any
 import httpx
 
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card
 from tests.small_tokenizer import byte_tokenizer, byte_tokenizer_json
+from tests.waiting import HANGS_S, until
 
 LONG_CONTEXT = 2_000_000
 
 
 def client_of(gateway: GatewayUnderTest) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=gateway.url, timeout=60, headers={"authorization": f"Bearer {gateway.key}"})
+    return httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S, headers={"authorization": f"Bearer {gateway.key}"})
 
 
 async def with_long_context(start_gateway: Start) -> GatewayUnderTest:
@@ -28,7 +29,7 @@ async def with_long_context(start_gateway: Start) -> GatewayUnderTest:
         models = await gateway.client().models.list()
         return bool(models.data[0].model_dump()["context_length"] == LONG_CONTEXT)
 
-    await until_async(has_long_context)
+    await until(has_long_context)
     return gateway
 
 
@@ -83,7 +84,7 @@ async def test_a_large_prompt_travels_by_reference(start_gateway: Start) -> None
         store = await gateway.bus.jetstream.object_store("prompts")
         return await store.list(ignore_deletes=True) == [] if await has_objects(store) else True
 
-    await until_async(is_deleted)
+    await until(is_deleted)
 
 
 async def has_objects(store: Any) -> bool:

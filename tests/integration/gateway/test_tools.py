@@ -22,7 +22,6 @@ from tests.integration.gateway.conftest import (
     Start,
     card,
     has_context_length,
-    until_async,
 )
 from tests.integration.gateway.scripted_worker import Attempt
 from tests.small_tokenizer import byte_tokenizer, byte_tokenizer_json
@@ -37,6 +36,7 @@ from tests.tool_templates import (
     MISTRAL_STYLE,
     THINKING_STYLE,
 )
+from tests.waiting import HANGS_S, until
 
 HELLO = [{"role": "user", "content": "Will it rain?"}]
 ARGUMENTS = '{"city": "Köln", "days": 2}'
@@ -69,7 +69,7 @@ def start_model(start_gateway: Start, bus: Bus) -> StartModel:
         its_card = replace(card(), chat_template=template, context_length=4096, tool_template=tool_template)
         await artifacts.publish_model_card(bus, its_card, byte_tokenizer_json())
         client = gateway.client()
-        await until_async(lambda: has_context_length(client))
+        await until(lambda: has_context_length(client))
         return gateway
 
     return start
@@ -420,7 +420,7 @@ async def test_a_template_of_its_own_for_tools(start_model: StartModel) -> None:
 async def refusal(gateway: GatewayUnderTest, **fields: Any) -> tuple[int, str | None, str]:
     headers = {"authorization": f"Bearer {gateway.key}"}
     body = {"model": MODEL, "messages": HELLO, "tools": [TOOL], **fields}
-    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     error = answer.json()["error"]
     return answer.status_code, error["param"], error["message"]
@@ -503,7 +503,7 @@ async def test_tokenize_counts_tools_too(start_model: StartModel) -> None:
     worker = await gateway.add_worker(script=says("Hi"))
     answer = await gateway.client().chat.completions.create(model=MODEL, messages=HELLO, tools=[TOOL])
     headers = {"authorization": f"Bearer {gateway.key}"}
-    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=HANGS_S) as client:
         counted = await client.post("/tokenize", json={"model": MODEL, "messages": HELLO, "tools": [TOOL]})
     assert counted.json()["tokens"] == worker.attempts[0].prompt_ids
     assert answer.usage is not None

@@ -15,10 +15,11 @@ import pytest
 from benchmarks.ports import free_port
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol.bus import Bus
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, has_context_length, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, has_context_length
 from tests.integration.gateway.scripted_worker import wait_for_consumer
 from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.otlp_collector import Collector, TakenSpan, running_collector
+from tests.waiting import HANGS_S, until
 
 SECRET = "a word that must not leave the house"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -57,7 +58,7 @@ class Workers:
         assert process.stdout is not None
         assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
         client = gateway.client()
-        await until_async(lambda: has_context_length(client))
+        await until(lambda: has_context_length(client))
 
     def kill(self, worker_id: str) -> None:
         os.kill(self.processes[worker_id].pid, signal.SIGKILL)
@@ -85,7 +86,7 @@ def body(prompt: str, **fields: Any) -> dict[str, Any]:
 
 
 async def ask(gateway: GatewayUnderTest, prompt: str, headers: dict[str, str] | None = None) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         headers = {"authorization": f"Bearer {gateway.key}", **(headers or {})}
         return await client.post("/v1/chat/completions", json=body(prompt), headers=headers)
 
@@ -204,7 +205,7 @@ async def test_failed_refused_and_cancelled_requests_say_so(
     failed_id = failed.headers["x-request-id"]
     refused = await ask(gateway, "", {"authorization": "Bearer wrong"})
     assert refused.status_code == 401
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         headers = {"authorization": f"Bearer {gateway.key}"}
         stalls = body("[[stall after=2]]", stream=True)
         async with client.stream("POST", "/v1/chat/completions", json=stalls, headers=headers) as stream:
@@ -264,7 +265,7 @@ async def test_a_collector_that_fails_costs_no_request(start_gateway: Start, col
     for _ in range(3):
         answers = await asyncio.gather(*(ask(gateway, "") for _ in range(10)))
         assert {answer.status_code for answer in answers} == {200}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANGS_S):
         await gateway.end()
     assert len(await gateway.records(30)) == 30
 

@@ -1,7 +1,7 @@
 """A mistake of ours in the handling of one request ends that request alone: never a loop, a step or the gateway."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,8 +19,7 @@ from protocol.bus import Bus
 from protocol.errors import ErrorCode
 from protocol.outbox import Outbox
 from tests.unit.gateway.admission.controls import admission, gateway_settings, ticket_of
-
-LIMIT_S = 20.0
+from tests.waiting import HANGS_S, until
 
 
 class Gateway:
@@ -71,14 +70,8 @@ def _raise() -> NoReturn:
     raise ZeroDivisionError("nobody foresaw this")
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def failure_of(request: OpenRequest) -> Failure | None:
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANGS_S):
         while True:
             for event in await request.mailbox.take():
                 if isinstance(event, Ended):

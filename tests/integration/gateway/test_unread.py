@@ -9,8 +9,9 @@ import openai
 import pytest
 
 from protocol.logprobs import TokenLogprob
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt
+from tests.waiting import HANGS_S, until
 
 HELLO = [{"role": "user", "content": "Hi"}]
 TOP = tuple((number, f"word {number}", -1.5 * number, b"word") for number in range(20))
@@ -49,7 +50,7 @@ def ask(gateway: GatewayUnderTest, **rest: Any) -> Any:
 async def test_a_large_answer_is_told_in_parts_while_others_are_served(start_gateway: Start) -> None:
     gateway = await start_gateway()
     await gateway.add_worker(script=describe)
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
         headers = {"authorization": f"Bearer {gateway.key}"}
         body = {
             "model": MODEL,

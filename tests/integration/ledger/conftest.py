@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from protocol.bus import Bus
 from protocol.errors import BusTimeout
 from protocol.messages import encode
 from protocol.usage import RequestRecord, UsageRecord, encode_usage
+from tests.waiting import HANGS_S
 
 WRITER = """
 import asyncio, logging, sys
@@ -44,7 +45,7 @@ class WriterProcess:
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(timeout=15)
+        self.process.wait(timeout=HANGS_S)
 
 
 class Ledger:
@@ -72,7 +73,7 @@ class Ledger:
             )
 
     async def _publish_until_stored(self, subject: str, payload: bytes, message_id: str) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANGS_S):
             while True:
                 try:
                     await self.bus.publish_durable(subject, payload, message_id=message_id, timeout_s=1)
@@ -97,12 +98,6 @@ class Ledger:
 
     async def has_at_least(self, records: int) -> bool:
         return sum(await self.counts()) >= records
-
-
-async def until(condition: Callable[[], Awaitable[bool]], limit_s: float = 60.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not await condition():
-            await asyncio.sleep(0.02)
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ from protocol import subjects
 from protocol.messages import PROTOCOL_VERSION, encode
 from protocol.parked import ParkedUsage
 from protocol.usage import UnreadUsage, UsageRecord, encode_usage, read_usage
-from tests.integration.ledger.conftest import Ledger, until
+from tests.integration.ledger.conftest import Ledger
 from tests.integration.ledger.test_writer_outages import RunningWriter
 from tests.usage_records import attempt_record, request_record
+from tests.waiting import until
 
 
 def newer_record(request_id: str) -> bytes:

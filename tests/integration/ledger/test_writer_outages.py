@@ -16,9 +16,10 @@ from protocol import subjects
 from protocol.clock import unix_now_ms
 from protocol.messages import encode
 from protocol.usage import encode_usage
-from tests.integration.ledger.conftest import Ledger, until
+from tests.integration.ledger.conftest import Ledger
 from tests.postgres import PostgresServer
 from tests.usage_records import attempt_record, request_intent, request_record
+from tests.waiting import until
 
 
 class RunningWriter:

@@ -18,9 +18,9 @@ from protocol import messages as m
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.usage import AttemptRecord, decode_usage
+from tests.waiting import HANGS_S
 
 MODEL = "scripted/test.v1"
-WAIT_S = 60
 TOKENIZER = build_tokenizer()
 
 Attempt = tuple[str, int]
@@ -113,7 +113,7 @@ class PlayingGateway:
         await self.bus.publish(subjects.control_subject(worker_id), m.encode(message))
 
     async def wait(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -153,7 +153,7 @@ class PlayingGateway:
         return int(info["state"]["messages"])
 
     async def wait_until_queue_is_empty(self) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             while await self.queued():
                 await asyncio.sleep(0.02)
 
@@ -181,7 +181,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[Stop]:
             await Worker(settings, bus, engine, capacity, tasks).serve(stop, lambda _task: ready.set())
 
     serving = asyncio.create_task(serve())
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANGS_S):
         await asyncio.wait({serving, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
         try:
             yield stop

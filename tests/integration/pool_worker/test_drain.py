@@ -7,14 +7,15 @@ import pytest
 from nats.aio.msg import Msg
 
 from pool_worker import orphans
-from pool_worker.worker import OUTBOX_FLUSH_LIMIT_S
+from pool_worker.worker import HURRIED_FLUSH_LIMIT_S
 from protocol import messages as m
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
-from tests.integration.pool_worker.playing_gateway import WAIT_S, Attempt, PlayingGateway, running_worker, settings_for
+from tests.integration.pool_worker.playing_gateway import Attempt, PlayingGateway, running_worker, settings_for
 from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.nats_server import NatsServer
+from tests.waiting import HANGS_S
 
 SLOW = {"inter_token_s": 0.01}
 LONG = {"max_tokens": 4000, "ignore_eos": True}
@@ -72,7 +73,7 @@ async def test_a_worker_that_comes_while_another_drains_gets_its_jobs(gateway: P
         await gateway.tokens_of(attempt, 3)
         draining = await heartbeat_of(gateway, "w1", draining=True)
         stop.request()
-        await asyncio.wait_for(draining.wait(), WAIT_S)
+        await asyncio.wait_for(draining.wait(), HANGS_S)
         async with running_worker(settings_for(nats_url, worker_id="w2", **SLOW)):
             assert is_handed_back(await gateway.end_of(attempt))
 
@@ -103,7 +104,7 @@ async def test_a_second_signal_hands_everything_back_at_once(gateway: PlayingGat
             await gateway.tokens_of(attempt, 3)
         draining = await heartbeat_of(gateway, "w1", draining=True)
         process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(draining.wait(), WAIT_S)
+        await asyncio.wait_for(draining.wait(), HANGS_S)
         assert not any(map(gateway.is_over, attempts))
         process.send_signal(signal.SIGTERM)
         ends = [await gateway.end_of(attempt) for attempt in attempts]
@@ -119,14 +120,16 @@ async def test_a_second_signal_waits_for_no_queue_server(gateway: PlayingGateway
     process = start_process(settings_for(nats_server.url, drain_s=50.0, **SLOW))
     try:
         await gateway.tokens_of(await gateway.ask(**LONG), 3)
+        draining = await heartbeat_of(gateway, "w1", draining=True)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(draining.wait(), HANGS_S)
         nats_server.kill()
         process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        code, log = await asyncio.wait_for(finish(process), OUTBOX_FLUSH_LIMIT_S / 2)
+        code, log = await finish(process)
     finally:
         process.kill()
     assert code == 0, log
+    assert f"not stored within {HURRIED_FLUSH_LIMIT_S:g} s" in log
     assert "1 records" in log
 
 
@@ -175,7 +178,7 @@ async def test_a_job_that_failed_here_goes_to_another_worker(gateway: PlayingGat
         running_worker(settings_for(nats_url, worker_id="w2")),
     ):
         heard = await heartbeat_of(gateway, "w2", draining=False)
-        await asyncio.wait_for(heard.wait(), WAIT_S)  # by now the first has heard of the second as well
+        await asyncio.wait_for(heard.wait(), HANGS_S)  # by now the first has heard of the second as well
         attempts = [await gateway.ask(f"p{i}", avoid=("w1",)) for i in range(5)]
         await gateway.end_of_all(attempts)
     assert {record.worker_id for record in gateway.records} == {"w2"}

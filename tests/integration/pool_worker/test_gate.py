@@ -21,8 +21,7 @@ from tests.integration.pool_worker.playing_gateway import (
     settings_for,
 )
 from tests.integration.pool_worker.worker_process import start_process
-
-SOON_S = 10
+from tests.waiting import HANGS_S
 
 
 async def test_a_backlog_is_too_large_from_one_job_more_on(gateway: PlayingGateway) -> None:
@@ -41,8 +40,8 @@ async def test_a_job_that_has_waited_for_too_long_counts_in_any_lane_but_batch(g
     await asyncio.sleep(0.15)
     assert not await is_behind(gateway.bus, MODEL, gate)
     await gateway.publish(gateway.job(), lane="h6")
-    assert not await is_behind(gateway.bus, MODEL, GateSettings(oldest_s=SOON_S))
-    async with asyncio.timeout(SOON_S):
+    assert not await is_behind(gateway.bus, MODEL, GateSettings(oldest_s=HANGS_S))
+    async with asyncio.timeout(HANGS_S):
         while not await is_behind(gateway.bus, MODEL, gate):
             await asyncio.sleep(0.01)
 
@@ -63,7 +62,7 @@ class Playing:
         self.opened += 1
 
     async def until_it_is(self, is_open: bool) -> None:
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(HANGS_S):
             while self.gate.is_open(MODEL) != is_open:
                 await asyncio.sleep(0.005)
 
@@ -188,7 +187,7 @@ async def test_behind_a_closed_gate_no_place_is_offered(gateway: PlayingGateway,
             free.put_nowait(m.decode_heartbeat(message.data).free_sequences)
 
     async def until_free(places: int) -> None:
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(HANGS_S):
             while await free.get() != places:
                 pass
 

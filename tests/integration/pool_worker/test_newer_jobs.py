@@ -10,6 +10,7 @@ from protocol import messages as m
 from protocol import subjects
 from protocol.pull import Delivery, PullConsumer, ack
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for
+from tests.waiting import HANGS_S
 
 
 async def publish_newer(gateway: PlayingGateway, *, lane: str = "h0") -> tuple[str, int]:
@@ -36,7 +37,7 @@ async def test_a_newer_worker_gets_it_and_the_older_one_goes_on_with_its_own(
             gateway.bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(MODEL, "h0"), taken.put, tier="spot"
         )
         await pulls.start()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANGS_S):
             while taken.empty():
                 if not pulls.outstanding():
                     await pulls.pull(1, expires_s=1.0)

@@ -7,7 +7,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import format_datetime
 
@@ -21,8 +21,9 @@ from pool_worker.settings import NoticeKind
 from protocol import messages as m
 from protocol.errors import ErrorCode
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
-from tests.integration.pool_worker.playing_gateway import WAIT_S, PlayingGateway, running_worker, settings_for
+from tests.integration.pool_worker.playing_gateway import PlayingGateway, running_worker, settings_for
 from tests.integration.pool_worker.worker_process import finish, start_process
+from tests.waiting import HANGS_S, until
 
 AWS_TOKEN = "/latest/api/token"
 AWS_ACTION = "/latest/meta-data/spot/instance-action"
@@ -48,12 +49,6 @@ async def poll(metadata: MetadataServer, kind: NoticeKind, times: int = 1, runni
         for _ in range(times):
             notice = await source.poll()
     return notice
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def aws_action(in_s: float, action: str = "terminate") -> Answer:
@@ -258,7 +253,7 @@ async def test_the_watch_goes_on_after_failures_until_there_is_a_notice(
     metadata.answers[f"GET {GCP_PREEMPTED}"] = Answer(200, "FALSE", {"ETag": "abc"})
     await until(lambda: len(caplog.records) == 2)
     metadata.answers[f"GET {GCP_PREEMPTED}"] = Answer(200, "TRUE", {"ETag": "def"})
-    await asyncio.wait_for(watching, WAIT_S)
+    await asyncio.wait_for(watching, HANGS_S)
     assert told == [29.0]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
 

@@ -19,11 +19,11 @@ from protocol.pull import Delivery, PullConsumer
 from tests.integration.pool_worker.playing_gateway import (
     MODEL,
     TOKENIZER,
-    WAIT_S,
     PlayingGateway,
     running_worker,
     settings_for,
 )
+from tests.waiting import HANGS_S
 
 SLOW = {"inter_token_s": 0.01}
 
@@ -60,7 +60,7 @@ async def test_its_heartbeats_tell_how_the_engine_does(gateway: PlayingGateway, 
     async with running_worker(settings_for(nats_url, max_sequences=1, inter_token_s=0.01)):
         jobs = [await gateway.ask(max_tokens=60, ignore_eos=True) for _ in range(2)]
         await gateway.end_of_all(jobs)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             while beats[-1].running:
                 await asyncio.sleep(0.02)
     stats = [beat.stats for beat in beats]
@@ -272,7 +272,7 @@ async def test_the_registry_shows_the_worker_as_long_as_it_lives(gateway: Playin
         await gateway.tokens_of(attempt, 1)
 
         async def entry_with(running: int, *, draining: bool) -> m.Heartbeat:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(HANGS_S):
                 while True:
                     entry = await bucket.get("w1")
                     beat = m.decode_heartbeat(entry.value or b"")

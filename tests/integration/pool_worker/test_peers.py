@@ -11,6 +11,7 @@ from protocol import messages as m
 from protocol import subjects, topology
 from protocol.bus import Bus
 from tests.integration.pool_worker.playing_gateway import MODEL
+from tests.waiting import HANGS_S
 
 
 def heartbeat(worker_id: str, tier: str = "spot", **fields: Any) -> bytes:
@@ -38,7 +39,7 @@ class Watched:
         await self.bus.publish(subjects.heartbeat_subject(worker_id), payload, headers=headers)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANGS_S):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
@@ -89,7 +90,7 @@ async def test_a_silent_worker_counts_no_more(watched: Watched, monkeypatch: pyt
     monkeypatch.setattr("pool_worker.peers.HEARTBEAT_LIMIT_S", 0.05)
     await watched.hear("w1", heartbeat("w1"))
     await watched.until(lambda: watched.peers.others_serving(MODEL))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANGS_S):
         while watched.peers.others_serving(MODEL):
             await asyncio.sleep(0.01)
 

@@ -9,6 +9,7 @@ from protocol import messages as m
 from protocol import subjects
 from protocol.artifacts import read_model_card, revision_of, tokenizer_name, tokenizer_object_name
 from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, running_worker, settings_for
+from tests.waiting import HANGS_S
 
 
 def tokenizer(further_token: str = "") -> str:
@@ -64,7 +65,7 @@ async def test_a_worker_says_what_it_runs(gateway: PlayingGateway, nats_url: str
 
     await gateway.bus.subscribe(subjects.heartbeat_subject("w1"), note)
     async with running_worker(settings_for(nats_url, revision="new")):
-        beat = await asyncio.wait_for(beats.get(), 30)
+        beat = await asyncio.wait_for(beats.get(), HANGS_S)
         card = await read_model_card(gateway.bus, MODEL)
     assert beat.revisions == {MODEL: m.Revision("new", tokenizer())}
     assert card is not None
@@ -79,7 +80,7 @@ async def test_a_card_of_workers_that_are_gone_is_put_right(gateway: PlayingGate
         old = m.ModelCard(m.PROTOCOL_VERSION, MODEL, 512, "tokenizer-old", None, revision="old")
         await gateway.bus.request(subjects.model_card_subject(MODEL), m.encode(old), timeout_s=5)
         await gateway.ask(revision=m.Revision("", "old"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANGS_S):
             while await read_model_card(gateway.bus, MODEL) != card:
                 await asyncio.sleep(0.05)
 

@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import pytest
 from pool_worker.settings import ServerEngineSettings, WorkerSettings
 from protocol import messages as m
 from spillway.config import DEMO_MODEL_PATH
-from tests.integration.pool_worker.playing_gateway import MODEL, WAIT_S, Attempt, PlayingGateway
+from tests.integration.pool_worker.playing_gateway import MODEL, Attempt, PlayingGateway
 from tests.integration.pool_worker.worker_process import finish, start_process
+from tests.waiting import HANGS_S, until
 
 PROGRAM = Path(__file__).with_name("misbehaving_server.py")
 REFUSED = 13  # tokens: the program's own
@@ -68,12 +69,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
     for pid in server.pids():
         if psutil.pid_exists(pid):
             psutil.Process(pid).kill()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def ask(gateway: PlayingGateway, max_tokens: int = 8) -> Attempt:
@@ -211,7 +206,7 @@ async def test_callers_mistakes_are_theirs_alone(gateway: PlayingGateway, nats_u
 async def test_a_drain_ends_the_jobs_first_and_then_the_server(
     gateway: PlayingGateway, nats_url: str, server: Server
 ) -> None:
-    process = start_process(server.settings(nats_url, exec_stop_s=WAIT_S))
+    process = start_process(server.settings(nats_url, exec_stop_s=HANGS_S))
     running = await ask(gateway, max_tokens=60)
     await gateway.tokens_of(running, 3)
     process.send_signal(signal.SIGTERM)

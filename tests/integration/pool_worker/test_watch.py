@@ -20,8 +20,9 @@ from protocol import messages as m
 from protocol import subjects
 from protocol.bus import Bus
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
-from tests.integration.pool_worker.playing_gateway import MODEL, WAIT_S, PlayingGateway, settings_for
+from tests.integration.pool_worker.playing_gateway import MODEL, PlayingGateway, settings_for
 from tests.integration.pool_worker.worker_process import finish, start_process
+from tests.waiting import HANGS_S
 
 LONG = {"max_tokens": 4000, "ignore_eos": True}
 
@@ -37,7 +38,7 @@ async def serve(settings: WorkerSettings, engine: Engine, on_ready: Callable[[st
     bus = await Bus.connect(list(settings.nats_urls), name=subjects.connection_name(settings.worker_id))
     capacity = await engine.start()
     try:
-        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(HANGS_S), asyncio.TaskGroup() as tasks:
             await Worker(settings, bus, engine, capacity, tasks).serve(Stop(settings.drain_s), on_ready)
     finally:
         await engine.stop()
@@ -79,7 +80,7 @@ async def test_a_node_that_becomes_slow_drains_and_leaves(
     engine, ready = engines.create(settings.engine), asyncio.Event()
     assert isinstance(engine, ScriptedEngine)
     serving = asyncio.create_task(serve(settings, engine, lambda _: ready.set()))
-    await asyncio.wait_for(ready.wait(), WAIT_S)
+    await asyncio.wait_for(ready.wait(), HANGS_S)
     running = await gateway.ask(**LONG)
     await gateway.tokens_of(running, 30)
     assert not serving.done()

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from pool_worker.settings import WorkerSettings
-from tests.integration.pool_worker.playing_gateway import WAIT_S
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER_PROCESS = """
@@ -26,5 +26,5 @@ def start_process(settings: WorkerSettings) -> subprocess.Popen[str]:
 
 async def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Wait until it has ended; return its exit status and its log."""
-    _, log = await asyncio.to_thread(process.communicate, timeout=WAIT_S)
+    _, log = await asyncio.to_thread(process.communicate, timeout=HANGS_S)
     return process.returncode, log

@@ -1,8 +1,6 @@
 """A connection to the queue outlasts whatever the server or the way to it does."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -14,16 +12,10 @@ from protocol.errors import BusError
 from protocol.pull import Delivery, PullConsumer, ack
 from tests.integration.queue.relay import Relay
 from tests.nats_server import NatsServer
+from tests.waiting import HANGS_S, until
 
-WAIT_S = 15.0
 MODEL = "m"
 LANE = subjects.HIGH_LANES[0]
-
-
-async def wait_until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def reconnected(bus: Bus) -> asyncio.Event:
@@ -37,7 +29,7 @@ def reconnected(bus: Bus) -> asyncio.Event:
 
 
 async def publish_mebibytes(bus: Bus, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANGS_S):
         for _ in range(count):
             await bus.publish("somewhere", bytes(1024 * 1024))
 
@@ -53,7 +45,7 @@ async def test_a_peer_that_vanishes_with_output_unsent_is_left_for_another(
         # Never a pause for the peer's sake, and a bound: nats-py alone would wait ten seconds, then buffer on.
         with pytest.raises(BusError, match="not sent yet"):
             await publish_mebibytes(bus, 100)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             await is_back.wait()
         assert relay.connections == 1
         await bus.close()
@@ -66,14 +58,14 @@ async def test_closing_towards_a_vanished_peer_ends(nats_server: NatsServer, mon
         bus = await Bus.connect(relay.url, name="test")
         relay.vanish()
         await publish_mebibytes(bus, 20)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANGS_S):
             await bus.close()
 
 
 async def test_closing_while_the_server_is_away_ends_with_something_unsent(nats_server: NatsServer) -> None:
     bus = await Bus.connect(nats_server.url, name="test")
     nats_server.kill()
-    await wait_until(lambda: not bus.connected)
+    await until(lambda: not bus.connected)
     await bus.publish("somewhere", b"unsent")
     await bus.close()
     assert bus.client.is_closed
@@ -82,9 +74,9 @@ async def test_closing_while_the_server_is_away_ends_with_something_unsent(nats_
 async def test_a_server_that_turns_clients_away_for_a_while_gets_them_back(nats_server: NatsServer) -> None:
     clients = [await Bus.connect(nats_server.url, name=f"test-{number}") for number in range(2)]
     nats_server.reload("max_connections: 1\n")  # it sends one of them an -ERR, and each of that one's new tries too
-    await wait_until(lambda: not all(bus.connected for bus in clients))
+    await until(lambda: not all(bus.connected for bus in clients))
     nats_server.reload("max_connections: 10\n")
-    await wait_until(lambda: all(bus.connected for bus in clients))
+    await until(lambda: all(bus.connected for bus in clients))
     for bus in clients:
         assert not bus.client.is_closed
         await bus.close()
@@ -103,15 +95,15 @@ async def test_an_acknowledgement_is_not_kept_for_a_later_life_of_the_server(nat
     await consumer.start()
     await bus.publish_durable(subjects.job_subject(MODEL, LANE), b"old", message_id="old", ttl_s=60)
     await consumer.pull(1)
-    await wait_until(lambda: taken)
+    await until(lambda: taken)
     nats_server.kill()
-    await wait_until(lambda: not bus.connected)
+    await until(lambda: not bus.connected)
     await ack(bus, taken[0])
     with pytest.raises(BusError, match="not connected"):  # nor is a job: its tries would be buffered side by side
         await bus.publish_durable(subjects.job_subject(MODEL, LANE), b"old", message_id="old", ttl_s=60)
     assert bus.client.pending_data_size == 0
     nats_server.start()
-    await wait_until(lambda: bus.connected)
+    await until(lambda: bus.connected)
     await bus.close()
 
 

@@ -12,6 +12,7 @@ from protocol.bus import Bus
 from protocol.errors import BusTimeout
 from spillway import embedded_nats
 from spillway.embedded_nats import EmbeddedNats
+from tests.waiting import HANGS_S
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -41,7 +42,7 @@ async def test_a_store_that_is_broken_is_mended_once_there_is_room(
             await store(bus, "later")  # why it has to be ended at all
         assert not waiting.done()  # nor would it help while there is no room
         monkeypatch.setattr(embedded_nats, "ROOM_BYTES", 1)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANGS_S):
             await waiting
             await server.start()
             while not bus.connected:  # the client's own business

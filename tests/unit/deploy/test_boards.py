@@ -14,6 +14,7 @@ from gateway.dispatch.request import OpenRequest
 from tests.unit.deploy.description import ROOT, promtool
 from tests.unit.gateway.dispatch.test_request import accepted, failed, open_request
 from tests.unit.gateway.metrics.test_exposition import answered_series, beat, moment, scrape
+from tests.waiting import HANGS_S
 
 BOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
 RULES = sorted((ROOT / "deploy/prometheus/rules").glob("*.yml"))
@@ -146,7 +147,9 @@ def test_provisioning_names_the_data_source_and_the_folder_that_compose_mounts()
     ids=lambda arguments: " ".join(arguments[:2]),
 )
 def test_promtool_is_content(arguments: tuple[str, ...]) -> None:
-    done = subprocess.run([promtool(), *arguments], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [promtool(), *arguments], capture_output=True, text=True, check=False, cwd=ROOT, timeout=HANGS_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -13,6 +13,7 @@ from protocol.bus import Bus
 from protocol.errors import BusTimeout
 from tests.nats_server import NatsServer
 from tests.shipped import check_nats_health
+from tests.waiting import HANGS_S
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -38,7 +39,7 @@ async def test_a_server_that_can_store_nothing_more_is_ended(server: tuple[NatsS
     code, said = check_nats_health(nats, port)
     assert code == 1
     assert said.endswith("restarting\n")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         while not nats.has_ended:  # another process
             await asyncio.sleep(0.01)
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from gateway import main
+from tests.waiting import HANGS_S
 
 
 async def test_a_task_that_lost_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +24,7 @@ async def test_a_task_that_lost_a_cancellation_is_cancelled_again(monkeypatch: p
 
     tasks = [asyncio.create_task(forgetful()), asyncio.create_task(asyncio.sleep(60))]
     await asyncio.sleep(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANGS_S):
         await main._end(tasks)  # type: ignore[arg-type]
     assert all(task.cancelled() for task in tasks)
     assert lost == 2

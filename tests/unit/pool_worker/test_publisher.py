@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pool_worker.publisher import Publisher, split_frames
 from protocol import messages as m
 from protocol.bus import Bus
+from tests.waiting import HANGS_S
 
 
 @given(st.lists(st.binary(max_size=50), min_size=1, max_size=60), st.integers(10, 200))
@@ -34,7 +35,7 @@ async def test_what_is_sent_is_a_step_frame_and_large_ones_are_split(nats_url: s
     for frame in frames:
         publisher.send("fr.g", m.encode(frame))
     await publisher.flush()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         received = [await steps.get() for _ in range(3)]
     assert [frame for step in received for frame in step.frames] == frames
     assert [len(step.frames) for step in received] == [2, 2, 1]
@@ -55,6 +56,6 @@ async def test_a_frame_no_server_takes_is_dropped_and_the_next_ones_leave(nats_u
     await publisher.flush()
     publisher.send("fr.g", m.encode(m.Tokens("r", 1, 1, 0, (1,), "small")))
     await publisher.flush()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGS_S):
         assert b"small" in await seen.get()
     await bus.close()

@@ -10,9 +10,9 @@ from protocol.errors import ApiError, BusError, BusTimeout, PayloadTooLarge, Str
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 from protocol.pull import Delivery, PullConsumer, ack, nak
 from tests.nats_server import NatsServer
+from tests.waiting import HANGS_S
 
 MODEL = "org/model.v1"
-WAIT_S = 20
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ class Taker:
         self._more.set()
 
     async def wait_for(self, count: int) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANGS_S):
             while len(self.taken) < count:
                 self._more.clear()
                 await self._more.wait()
@@ -92,7 +92,7 @@ async def test_a_parked_pull_ends_by_itself(bus: Bus) -> None:
     consumer = await consumer_of(bus, Taker())
     await consumer.pull(3, expires_s=0.2)
     assert consumer.outstanding() == 3
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANGS_S):
         while consumer.outstanding():  # the server's 408 clears it
             await asyncio.sleep(0.01)
 
@@ -107,7 +107,7 @@ async def test_acknowledged_messages_leave_the_queue_and_refused_ones_come_again
     await taker.wait_for(2)
     assert [d.deliveries for d in taker.taken] == [1, 2]
     await ack(bus, taker.taken[1])
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANGS_S):
         while (await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}"))["state"]["messages"]:
             await asyncio.sleep(0.01)
 
@@ -157,7 +157,7 @@ async def test_after_a_crash_of_the_server_the_hooks_run_and_the_queue_works_aga
     await publish(bus, 1)
     nats_server.kill()
     nats_server.start()
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANGS_S):
         await restored.wait()
     consumer.forget_pulls()
     await publish(bus, 1)  # the memory stream went with the server, and its duplicate window too
@@ -169,13 +169,13 @@ async def test_a_deletion_does_not_outlive_its_connection(bus: Bus, nats_url: st
     other = await Bus.connect(nats_url, name="other")
     sequence = await publish(bus, 1)
     nats_server.kill()
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANGS_S):
         while bus.connected or other.connected:
             await asyncio.sleep(0.01)
     with pytest.raises(BusError, match="not connected"):
         await bus.delete_message(subjects.INTERACTIVE_STREAM, sequence)
     nats_server.start()
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANGS_S):
         while not (bus.connected and other.connected):
             await asyncio.sleep(0.01)
     await topology.apply(other, [MODEL], topology.QueueBounds())

@@ -16,6 +16,7 @@ from protocol.errors import BusTimeout
 from protocol.outbox import MESSAGE_RECORDS, Outbox
 from protocol.spool import Spool
 from tests.nats_server import NatsServer
+from tests.waiting import HANGS_S
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ async def test_everything_put_is_stored_once_and_records_share_messages(bus: Bus
 async def test_a_record_alone_is_not_kept_waiting_for_company(bus: Bus) -> None:
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10)) as outbox:
         outbox.put("r.1", record(1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANGS_S):
             while len(outbox):  # nobody flushes
                 await asyncio.sleep(0.01)
     assert await stored(bus) == [[1]]
@@ -71,10 +72,10 @@ async def test_a_record_alone_is_not_kept_waiting_for_company(bus: Bus) -> None:
 async def test_what_is_awaited_leaves_at_once_with_all_that_waits(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.outbox.MESSAGE_SPACING_S", 3600.0)
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10)) as outbox:
-        await asyncio.wait([outbox.put("first", record(0))], timeout=30)
+        await asyncio.wait([outbox.put("first", record(0))], timeout=HANGS_S)
         outbox.put("patient", record(1))
         kept = [outbox.put(f"r{number}", record(number), is_awaited=True) for number in range(2, 6)]
-        done, _ = await asyncio.wait(kept, timeout=30)
+        done, _ = await asyncio.wait(kept, timeout=HANGS_S)
         assert len(done) == 4
     # Two were in flight as the last two came, which therefore share a message.
     assert sorted(await stored(bus)) == [[0], [1, 2], [3], [4, 5]]
@@ -120,7 +121,7 @@ async def test_a_record_no_server_can_take_does_not_block_the_others(bus: Bus) -
 
 
 async def has(outbox: Outbox, *, spooled: bool) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGS_S):
         while bool(outbox.spooled_bytes) is not spooled:
             await asyncio.sleep(0.01)
 
@@ -136,13 +137,13 @@ async def test_what_the_server_does_not_store_goes_to_disk_and_from_there_into_t
     await lose_the_stream(bus)
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10, spool=Spool(tmp_path))) as outbox:
         kept = [outbox.put(f"r{number}", record(number)) for number in range(100)]
-        done, _ = await asyncio.wait(kept, timeout=30)
+        done, _ = await asyncio.wait(kept, timeout=HANGS_S)
         assert len(done) == 100
         assert (len(outbox), outbox.full, outbox.is_behind) == (0, False, True)
         await topology.apply(bus, [], topology.QueueBounds())
         await has(outbox, spooled=False)
         assert not outbox.is_behind
-        await asyncio.wait([outbox.put("last", record(100))], timeout=30)
+        await asyncio.wait([outbox.put("last", record(100))], timeout=HANGS_S)
     assert sorted(number for message in await stored(bus) for number in message) == list(range(101))
 
 
@@ -166,12 +167,12 @@ async def test_without_server_and_disk_it_is_full_before_anything_is_lost(bus: B
     spool = Spool(tmp_path, max_bytes=0)
     async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 1000, spool=spool)) as outbox:
         kept = outbox.put("r", record(1))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANGS_S):
             while not outbox.full:
                 await asyncio.sleep(0.01)
         assert not kept.done()
         await topology.apply(bus, [], topology.QueueBounds())
-        await asyncio.wait([kept], timeout=30)
+        await asyncio.wait([kept], timeout=HANGS_S)
         assert kept.done()
         assert not outbox.full
     assert await stored(bus) == [[1]]

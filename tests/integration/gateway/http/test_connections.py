@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, until, until_async
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+from tests.waiting import HANGS_S, until
 
 LIVE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
-LIMIT_S = 20
 
 
 class Client:
@@ -34,14 +34,14 @@ class Client:
 
     async def send_again(self, data: bytes) -> None:
         """Send the same again and again, for as long as it is taken. Raises ConnectionError."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANGS_S):
             while True:
                 await self.send(data)
                 await asyncio.sleep(0.001)
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
         """The next whole answer, without interim ones."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANGS_S):
             while True:
                 head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 status = int(head[0].split()[1])
@@ -59,7 +59,7 @@ class Client:
 
     async def rest(self) -> bytes:
         """All that comes until the gateway closes."""
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANGS_S):
             try:
                 return await self.reader.read()
             except ConnectionResetError:
@@ -205,7 +205,7 @@ async def test_connections_are_counted(start_gateway: Start) -> None:
             await later.send(LIVE)
             return (await later.answer())[0] == 200
 
-    await until_async(is_let_in)
+    await until(is_let_in)
 
 
 async def test_trusted_proxies_may_have_as_many_as_there_may_be(start_gateway: Start) -> None:

@@ -14,6 +14,7 @@ from gateway.api import openapi
 from gateway.api.errors import FAILURES, ApiError, InvalidParameter, RequestFailed
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.test_errors import error_of
+from tests.waiting import HANGS_S
 
 GATEWAY = Path(gateway.__file__).parent
 CHAT = "/v1/chat/completions"
@@ -27,7 +28,7 @@ async def running(start_gateway: Start) -> GatewayUnderTest:
 @pytest.fixture
 async def http(running: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {running.key}"}
-    async with httpx.AsyncClient(base_url=running.url, headers=headers, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=running.url, headers=headers, timeout=HANGS_S) as client:
         yield client
 
 

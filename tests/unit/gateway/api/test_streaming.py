@@ -17,6 +17,7 @@ from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Frame
 from tests.unit.gateway.dispatch.test_request import accepted, failed, finished, open_request, tokens
+from tests.waiting import HANGS_S
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 
@@ -81,7 +82,7 @@ async def test_one_write_per_engine_step() -> None:
 async def test_comments_while_queued() -> None:
     request, _ = open_request(queued_comment_s=10.0)
     socket, task = writing(request, grace_s=0.001)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANGS_S):
         while not socket.writes:
             await asyncio.sleep(0.001)
     request.on_tick(10.0, connected=True)

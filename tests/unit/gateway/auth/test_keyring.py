@@ -1,7 +1,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 from pydantic import SecretStr
@@ -15,14 +15,9 @@ from gateway.db.engine import create_engine
 from gateway.db.errors import SchemaMismatch
 from protocol import subjects
 from protocol.bus import Bus
+from tests.waiting import until
 
 PEPPER = SecretStr("p" * 64)
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import pytest
 
 from gateway.auth.errors import PepperError
 from gateway.auth.pepper import PEPPER_FILE, load_or_create_pepper
+from tests.waiting import HANGS_S
 
 PRINT_PEPPER = (
     "import sys, pathlib; from gateway.auth.pepper import load_or_create_pepper;"
@@ -26,7 +27,7 @@ def test_a_pepper_is_made_once_and_only_its_owner_may_read_it(tmp_path: Path) ->
 def test_processes_that_start_at_once_get_the_same_pepper(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PRINT_PEPPER, str(tmp_path / "data")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    printed = {process.communicate(timeout=60)[0] for process in processes}
+    printed = {process.communicate(timeout=HANGS_S)[0] for process in processes}
     assert len(printed) == 1
     assert len(printed.pop().strip()) == 64
 

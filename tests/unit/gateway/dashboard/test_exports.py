@@ -21,6 +21,7 @@ from gateway.dashboard.view import make_view
 from gateway.db.engine import create_engine
 from gateway.ledger.store import store_records
 from tests.usage_records import request_record
+from tests.waiting import HANGS_S
 
 RECEIVED_UNIX_MS = 1_800_000_000_000
 VIEW = make_view({"since": str(RECEIVED_UNIX_MS), "until": str(RECEIVED_UNIX_MS + 1000)}, {})
@@ -59,7 +60,7 @@ async def url_of_rows(sqlite_url: str) -> str:
 
 async def done(export: Export) -> list[dict[str, str]]:
     assert export.task is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGS_S):
         await export.task
     assert export.state == "done"
     with export.path.open(newline="") as file:

@@ -26,6 +26,7 @@ from gateway.ledger.store import store_records
 from protocol.usage import RequestRecord
 from tests.postgres import PostgresServer
 from tests.usage_records import attempt_record, request_record
+from tests.waiting import HANGS_S
 
 UPGRADE = "import sys, migrations; migrations.upgrade(sys.argv[1])"
 
@@ -71,7 +72,7 @@ def test_upgrade_of_an_empty_database_and_again(empty_database_url: str) -> None
 def test_four_processes_upgrade_at_once(empty_database_url: str) -> None:
     command = [sys.executable, "-c", UPGRADE, empty_database_url]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    said = [process.communicate(timeout=60)[1] for process in processes]
+    said = [process.communicate(timeout=HANGS_S)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, said
     assert migrations.current(empty_database_url) == migrations.head()
 

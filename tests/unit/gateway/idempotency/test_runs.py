@@ -7,6 +7,7 @@ from gateway.idempotency.runs import Run, Runs
 from gateway.idempotency.sharing import part_of, standing_of
 from gateway.settings import IdempotencySettings
 from protocol.idempotency import MAX_PART_BYTES, Standing
+from tests.waiting import HANGS_S
 
 LONG = {"reattach_s": 60, "keep_s": 60}
 
@@ -39,7 +40,7 @@ async def test_a_good_answer_is_kept_for_a_while() -> None:
     assert runs.find("k") is run
     assert standing_of(run, "print") is Standing.REPLAYED
     assert standing_of(run, "other") is Standing.REUSED
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANGS_S):
         while runs.find("k"):
             await asyncio.sleep(0.005)
     assert released == [1]
@@ -65,7 +66,7 @@ async def test_nobody_reads() -> None:
     with run.reading():
         await asyncio.sleep(0.05)
         assert not run.abandoned.is_set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANGS_S):
         await run.abandoned.wait()
     assert runs.find("k") is None
 

@@ -1,7 +1,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from protocol.bus import Bus
 from protocol.messages import PROTOCOL_VERSION, ModelCard
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
+from tests.waiting import until
 
 MODEL = "org/model.v1"
 MODELS = {MODEL: ModelSettings(aliases=("nick",))}
@@ -52,12 +53,6 @@ async def publish(bus: Bus, **changes: Any) -> None:
 
 
 ANYBODY = Principal("key_1", "k", DEFAULT_TEAM_ID, "default", "org_default")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_cards_come_and_change(bus: Bus, tmp_path: Path) -> None:

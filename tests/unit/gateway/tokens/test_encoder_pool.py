@@ -1,6 +1,6 @@
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from gateway.api.errors import Overloaded, RateLimitExceeded
 from gateway.tokens import encoder_pool
 from gateway.tokens.encoder_pool import LONG_BYTES, MAX_BYTES, MAX_TENANT_BYTES, EncoderPool
+from tests.waiting import until
 
 LONG = LONG_BYTES + 1
 THREADS = 3
@@ -53,12 +54,6 @@ def stage() -> Iterator[Stage]:
     stage = Stage()
     yield stage
     stage.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def code_of(asked: Coroutine[Any, Any, Any]) -> tuple[int, str | None]:

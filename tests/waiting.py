@@ -1,0 +1,19 @@
+"""How tests wait: for conditions, never for a time, and within a bound that only ends what hangs."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+HANGS_S: Final = 300.0  # of one wait, on a machine with ten times the work it has cores for
+POLL_S: Final = 0.01
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Return once the condition, which may be a coroutine function, is true. Raises TimeoutError if it never is."""
+    async with asyncio.timeout(HANGS_S):
+        while True:
+            is_true = condition()
+            if await is_true if inspect.isawaitable(is_true) else is_true:
+                return
+            await asyncio.sleep(POLL_S)
