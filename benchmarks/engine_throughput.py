@@ -39,8 +39,6 @@ from typing import Any, Final
 
 import psutil
 import torch
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -242,6 +240,9 @@ def as_table(found: dict[str, dict[str, Any]], ours: dict[str, dict[str, float]]
 
 def draw(found: dict[str, dict[str, Any]], loads: list[Load], title: str, path: Path) -> None:
     """Bars: tokens per second by batch, and time to first token."""
+    from matplotlib import colormaps  # noqa: PLC0415 - takes a second, of tests, too
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     figure = Figure(figsize=(12, 4.6), dpi=150, layout="constrained", facecolor="white")
     figure.suptitle(title, fontsize=11)
     throughput, first_token = figure.subplots(1, 2, width_ratios=(3, 1.3))

@@ -10,7 +10,6 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from langchain_openai import OpenAIEmbeddings
 
 from tests.acceptance.system import System, run_system
 from tests.unit.engine.pooled_models import (
@@ -87,6 +86,8 @@ def test_the_official_client(client: openai.OpenAI, folder: Path) -> None:
 
 
 def test_langchain(system: System, folder: Path) -> None:
+    from langchain_openai import OpenAIEmbeddings  # takes seconds, of each process that imports this file
+
     embeddings = OpenAIEmbeddings(
         model="tiny-bert",
         base_url=f"{system.base_url}/v1",

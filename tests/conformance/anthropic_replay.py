@@ -1,20 +1,16 @@
 """Anthropic's Messages API: https://platform.claude.com/docs/en/api/messages (its body and its answer) and
 https://platform.claude.com/docs/en/build-with-claude/streaming (its events).
 
-Bodies and events are validated by the types of the ``anthropic`` package, which are made from that reference.
+Bodies and events are validated by the types of the ``anthropic`` package, which are made from that reference. They are
+imported when the first one comes: that takes seconds, and every process of the tests imports this file.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, get_type_hints
+from typing import Any, ClassVar, Final
 
-from anthropic.types import MessageParam, RawMessageStreamEvent, TextBlockParam, ToolChoiceParam, ToolParam
-from anthropic.types.message_create_params import MessageCreateParamsStreaming
-from anthropic.types.output_config_param import OutputConfigParam
-from anthropic.types.thinking_config_param import ThinkingConfigParam
 from fastapi import Request
-from pydantic import TypeAdapter
 
 from tests.conformance.provider_replay import (
     CACHED_TOKENS,
@@ -25,16 +21,6 @@ from tests.conformance.provider_replay import (
     exhausted,
 )
 
-FIELDS: Final = frozenset(get_type_hints(MessageCreateParamsStreaming))
-TYPES: Final = {
-    "messages": TypeAdapter(list[MessageParam]),
-    "system": TypeAdapter(list[TextBlockParam]),
-    "tools": TypeAdapter(list[ToolParam]),
-    "tool_choice": TypeAdapter(ToolChoiceParam),
-    "thinking": TypeAdapter(ThinkingConfigParam),
-    "output_config": TypeAdapter(OutputConfigParam),
-}
-EVENT: Final = TypeAdapter(RawMessageStreamEvent)
 ENDS: Final = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use", "filter": "refusal"}
 SAMPLED: Final = frozenset({"temperature", "top_p", "top_k"})  # of the version of 2023, which the package has left
 
@@ -43,13 +29,20 @@ SAMPLED: Final = frozenset({"temperature", "top_p", "top_k"})  # of the version 
 class AnthropicReplay(ProviderReplay):
     paths: ClassVar[tuple[str, ...]] = ("/v1/messages",)
     failure: ClassVar[str] = "Overloaded"
-    fields: ClassVar[frozenset[str]] = FIELDS
+
+    @property
+    def fields(self) -> frozenset[str]:
+        from tests.conformance.anthropic_types import FIELDS
+
+        return FIELDS
 
     def version(self, body: Mapping[str, Any]) -> str:
         del body
         return self.headers[-1]["anthropic-version"]
 
     def asked(self, body: Mapping[str, Any]) -> Asked:
+        from tests.conformance.anthropic_types import TYPES
+
         assert body.keys() <= self.fields | (frozenset() if self.version(body) == "2026-10-21" else SAMPLED)
         assert body["max_tokens"] > 0
         for name in TYPES.keys() & body.keys():
@@ -114,7 +107,10 @@ class VertexAnthropicReplay(AnthropicReplay):
     paths: ClassVar[tuple[str, ...]] = (
         "/v1/projects/{project}/locations/{location}/publishers/anthropic/models/{model}:streamRawPredict",
     )
-    fields: ClassVar[frozenset[str]] = FIELDS - {"model"} | {"anthropic_version"}
+
+    @property
+    def fields(self) -> frozenset[str]:
+        return super().fields - {"model"} | {"anthropic_version"}
 
     def received(self, request: Request) -> None:
         assert request.headers["authorization"].startswith("Bearer token-")
@@ -130,5 +126,7 @@ def said_in(content: Sequence[Mapping[str, Any]]) -> str:
 
 def event(told: Mapping[str, Any], *, is_known: bool = True) -> str:
     if is_known and told["type"] != "ping":
+        from tests.conformance.anthropic_types import EVENT
+
         EVENT.validate_python(told)
     return f"event: {told['type']}\ndata: {json.dumps(told)}\n\n"

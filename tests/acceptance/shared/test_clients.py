@@ -7,7 +7,6 @@ from typing import Literal
 
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.acceptance.system import System
@@ -81,6 +80,8 @@ async def test_async_client(async_client: openai.AsyncOpenAI, demo: System, answ
 
 
 def test_langchain(demo: System, answer: str) -> None:
+    from langchain_openai import ChatOpenAI  # takes seconds, of each process that imports this file
+
     model = ChatOpenAI(model=demo.model, base_url=f"{demo.base_url}/v1", api_key=demo.api_key, **GREEDY)
     message = model.invoke("What is Spillway?")
     assert message.content == answer

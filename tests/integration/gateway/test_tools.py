@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
 from msgspec.structs import replace
 from pydantic import BaseModel
 
@@ -486,6 +485,8 @@ async def test_the_clients_own_helpers(start_model: StartModel) -> None:
 
 
 async def test_langchain(start_model: StartModel) -> None:
+    from langchain_openai import ChatOpenAI  # takes seconds, of each process that imports this file
+
     gateway = await start_model(HERMES_STYLE)
     await gateway.add_worker(script=says(CALL.replace("get_weather", "Weather")))
     model = ChatOpenAI(model=MODEL, base_url=f"{gateway.url}/v1", api_key=gateway.key).bind_tools([Weather])

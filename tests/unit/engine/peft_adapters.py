@@ -3,15 +3,19 @@
 import copy
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
+if TYPE_CHECKING:
+    from peft import PeftModel
 
-def write_adapter(model: PreTrainedModel, folder: Path, *, seed: int, **lora: Any) -> PeftModel:
+
+def write_adapter(model: PreTrainedModel, folder: Path, *, seed: int, **lora: Any) -> "PeftModel":
     """Write an adapter of random weights into `folder`; return PEFT's own model of it."""
+    from peft import LoraConfig, get_peft_model  # takes a second
+
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT says about configurations that the tests mean
