@@ -12,8 +12,10 @@ from pathlib import Path
 
 import httpx
 import psutil
+from typer.testing import CliRunner
 
 from benchmarks.ports import free_port
+from spillway.cli import app
 from tests.waiting import HANGS_S
 
 
@@ -95,16 +97,10 @@ class System:
         )
 
     def command(self, *arguments: str) -> str:
-        """Run another ``spillway`` command against this system's data folder."""
-        done = subprocess.run(
-            [sys.executable, "-m", "spillway", *arguments, "--data", str(self.data_dir)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANGS_S,
-            env=clean_environment(),
-        )
-        assert done.returncode == 0, done.stderr
+        """Run another ``spillway`` command against this system's data folder; here, where all is imported already."""
+        ours = dict.fromkeys(os.environ.keys() - clean_environment().keys())
+        done = CliRunner().invoke(app, [*arguments, "--data", str(self.data_dir)], env=ours)
+        assert done.exit_code == 0, done.output
         return done.stdout
 
     def usage(self, by: str = "model") -> list[dict[str, object]]:

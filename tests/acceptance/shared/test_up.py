@@ -5,12 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
 
 from tests.acceptance.system import System, clean_environment
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, POLL_S
 
 ASK = {"model": "scripted", "messages": [{"role": "user", "content": "[[tokens=5]] hello"}]}
 
@@ -106,8 +107,13 @@ def test_keys_are_made_and_revoked_while_it_runs(scripted: System) -> None:
 
 
 def wait_for_status(http: httpx.Client, status: int) -> bool:
-    """A change of keys reaches a gateway by a message; it is awaited here for at most some seconds."""
-    return any(http.get("/v1/models").status_code == status for _ in range(500))
+    """A change of keys reaches a gateway by a message."""
+    deadline_s = time.monotonic() + HANGS_S
+    while http.get("/v1/models").status_code != status:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def refused_up(*arguments: str) -> str:
