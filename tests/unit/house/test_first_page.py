@@ -1,0 +1,32 @@
+"""The first page is read in five minutes, and shows what it speaks of."""
+
+import re
+
+from tests.unit.house.test_tidy import DOCS, ROOT
+
+FIRST_PAGE_LINES_LIMIT = 120
+IMAGE = re.compile(r"!\[[^\]]*\]\((?!https?:)([^)\s]+)\)|<(?:img|source)[^>]*\ssrc(?:set)?=\"(?!https?:)([^\"\s]+)\"")
+
+
+def test_it_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= FIRST_PAGE_LINES_LIMIT
+
+
+def test_it_shows_the_path_and_a_rescued_stream() -> None:
+    images = {"".join(found) for found in IMAGE.findall((ROOT / "README.md").read_text())}
+    assert {"docs/images/path.svg", "docs/images/dashboard-request.png"} <= images
+
+
+def test_images_exist() -> None:
+    shown = {doc.parent / "".join(found) for doc in DOCS for found in IMAGE.findall(doc.read_text())}
+    assert [str(image) for image in sorted(shown) if not image.is_file()] == []
+
+
+def test_its_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)", (ROOT / "README.md").read_text())) <= targets
+
+
+def test_every_reference_of_the_comparison_is_used_and_there() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert set(re.findall(r"\]\[(\w+)\]", text)) == set(re.findall(r"^\[(\w+)\]: https://", text, re.MULTILINE))
