@@ -31,9 +31,9 @@ from sqlalchemy import func, select
 
 import migrations
 from benchmarks.ledger_rows import requests
-from gateway.db.engine import create_engine
-from gateway.db.models import AttemptRow, RequestRow
-from gateway.settings import LedgerSettings
+from db.engine import create_engine
+from db.models import AttemptRow, RequestRow
+from ledger.settings import LedgerSettings
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
@@ -49,8 +49,8 @@ PUBLISHED_AT_ONCE = 200
 RECEIVED_UNIX_MS = unix_now_ms()
 WRITER = """
 import asyncio, sys, time, uvloop
-from gateway.ledger.main import run
-from gateway.settings import LedgerSettings
+from ledger.main import run
+from ledger.settings import LedgerSettings
 settings = LedgerSettings.model_validate_json(sys.argv[1])
 uvloop.run(run(settings, on_ready=lambda: print(time.process_time(), flush=True)))
 print(time.process_time(), flush=True)

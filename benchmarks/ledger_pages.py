@@ -34,9 +34,9 @@ import httpx
 from pydantic import SecretStr
 from sqlalchemy import func, select
 
-from gateway.auth.admins import set_password
-from gateway.db.engine import create_engine
-from gateway.db.models import RequestRow, RollupRow
+from console.login.admins import set_password
+from db.engine import create_engine
+from db.models import RequestRow, RollupRow
 from gateway.main import run
 from gateway.settings import GatewaySettings, ModelSettings
 from tests.nats_server import NatsServer

@@ -31,13 +31,13 @@ from sqlalchemy import func, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 import migrations
-from gateway.db.engine import create_engine, writing
-from gateway.db.models import AttemptRow, InstanceRow, RequestRow
-from gateway.ledger.check import rebuild
-from gateway.ledger.prices import Price, PriceBook
-from gateway.ledger.queries import cost, distributions, traffic
-from gateway.ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, Window
-from gateway.ledger.store import insert_rows
+from db.engine import create_engine, writing
+from db.models import AttemptRow, InstanceRow, RequestRow
+from ledger.check import rebuild
+from ledger.prices import Price, PriceBook
+from ledger.queries import cost, distributions, traffic
+from ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, Window
+from ledger.store import insert_rows
 
 SEED: Final = 5
 LAST_UNIX_MS: Final = int(datetime(2026, 11, 1, tzinfo=UTC).timestamp()) * 1000

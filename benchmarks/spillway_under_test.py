@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from accounts.keys import create_key
+from accounts.pepper import load_or_create_pepper
 from benchmarks.ports import free_port
-from gateway.auth.keys import create_key
-from gateway.auth.pepper import load_or_create_pepper
-from gateway.db.engine import create_engine
+from db.engine import create_engine
 from migrations import upgrade
 from spillway.children import Child
 from spillway.config import Config, load_config

@@ -1,1 +1,1 @@
-"""The HTTP edge: authenticates, counts, admits, publishes jobs, routes tokens back, and keeps the ledger."""
+"""The HTTP edge: authenticates, counts, admits, publishes jobs, routes tokens back, and leaves a record of each."""

@@ -1,4 +1,4 @@
-"""The gateway's ASGI application: the hot routes in plain ASGI, everything else through FastAPI."""
+"""The ASGI application: the hot routes in plain ASGI, everything else through FastAPI."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -7,23 +7,26 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from gateway.admin.routes import add_admin_answers, admin_router
+from console.admin.routes import add_admin_answers, admin_router
+from console.admin.schema import ADMIN_BODIES
+from console.dashboard.routes import dashboard_routers
+from console.login.documentation import add_documentation
+from console.login.routes import add_login_answers, login_router
+from console.services import ConsoleServices
 from gateway.api.calls import ChatCall, CompletionCall
 from gateway.api.endpoint import HotRoute
-from gateway.api.errors import InvalidParameter
-from gateway.api.exchange import UNREAD_LIMIT_S, Exchange, Receive, Scope, Send
 from gateway.api.generation import GenerationEndpoint
 from gateway.api.metrics import metrics_router
 from gateway.api.openapi import add_openapi
 from gateway.api.pooling import PoolingEndpoint, VectorRoom
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.prompts import CompletionsEndpoint
-from gateway.api.refusals import RefusalLog
-from gateway.api.routes import VERSION, add_error_answers, health_router, models_router, root_router, tokenize_router
+from gateway.api.routes import VERSION, health_router, models_router, root_router, tokenize_router
 from gateway.api.services import Services
-from gateway.dashboard.routes import dashboard_routers
-from gateway.web.documentation import add_documentation
-from gateway.web.routes import add_login_answers, login_router
+from gateway.http.exchange import UNREAD_LIMIT_S, Exchange, Receive, Scope, Send
+from gateway.http.refusals import RefusalLog
+from web.answers import EXCHANGE_KEY, add_error_answers
+from web.errors import InvalidParameter
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -38,19 +41,19 @@ EXPOSED_HEADERS: Final = (
 OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
 
 
-def build_app(services: Services) -> Application:
-    """Put the application together."""
+def build_app(services: Services, console: ConsoleServices) -> Application:
+    """Put the application together: the API, and the console beside it."""
     about = "An OpenAI-compatible endpoint in front of pools of workers."
     slow = FastAPI(title="Spillway", description=about, version=VERSION, docs_url=None, redoc_url=None)
     slow.include_router(root_router())
-    for make_router in (health_router, models_router, tokenize_router, metrics_router, admin_router, login_router):
+    for make_router in (health_router, models_router, tokenize_router, metrics_router):
         slow.include_router(make_router(services))
-    for router in dashboard_routers(services):
+    for router in (admin_router(console), login_router(console), *dashboard_routers(console)):
         slow.include_router(router)
     add_error_answers(slow)
     add_login_answers(slow)
     add_admin_answers(slow)
-    add_openapi(slow)
+    add_openapi(slow, ADMIN_BODIES)
     add_documentation(slow)
     room = VectorRoom(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
@@ -101,7 +104,7 @@ class GatewayApp:
             await self._serve_slow(scope, receive, send)
 
     async def _serve_slow(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope["spillway.exchange"] = Exchange(scope, receive, send)
+        exchange = scope[EXCHANGE_KEY] = Exchange(scope, receive, send)
         is_head = scope["method"] == "HEAD"
 
         async def send_in_time(message: Scope) -> None:

@@ -17,34 +17,40 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 import uvicorn
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from accounts.keyring import KeyRing
+from console.dashboard.reader import Reader
+from console.login.login import Login
+from console.services import ConsoleServices
+from console.settings import ConsoleSettings
+from db.engine import create_engine
 from gateway.admission.control import AdmissionControl
-from gateway.api.connection import Connection
-from gateway.api.connections import Connections
+from gateway.admission.registry import WorkerRegistry
 from gateway.api.hosted import still_allowed
 from gateway.api.keyed import KeyedRequests
-from gateway.api.refusals import RefusalLog
 from gateway.api.services import Services
-from gateway.app import build_app
-from gateway.auth.keyring import KeyRing
-from gateway.dashboard.reader import Reader
-from gateway.db.engine import create_engine
+from gateway.app import Application, build_app
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.failovers import RecentFailovers
 from gateway.dispatch.overflow import Overflow
-from gateway.dispatch.registry import WorkerRegistry
+from gateway.dispatch.request_log import RequestLog
 from gateway.hosted.pools import HostedPools
+from gateway.http.connection import Connection
+from gateway.http.connections import Connections
+from gateway.http.refusals import RefusalLog
 from gateway.limits.body_reader import BodyReader
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
-from gateway.quotas.prices import CurrentPrices
-from gateway.quotas.quotas import Quotas
-from gateway.quotas.seeds import RollupLedger
 from gateway.settings import LEAVE_S, GatewaySettings
-from gateway.tokens.catalog import ModelCatalog
-from gateway.web.login import Login
+from gateway.watched import WatchedGateway
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.outbox import Outbox
 from protocol.spool import Spool
+from quotas.prices import CurrentPrices
+from quotas.quotas import Quotas
+from quotas.seeds import RollupLedger
+from tokens.catalog import ModelCatalog
+from tokens.settings import canonical_names
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTraces
@@ -95,13 +101,17 @@ async def run(
         admission_control = AdmissionControl(bus, settings, registry)
         database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
         stack.push_async_callback(database.dispose)
-        prices = CurrentPrices(database, settings.models, settings.hosted)
+        prices = CurrentPrices(database, settings.prices)
         series = RequestSeries(prices)
         quotas = Quotas(bus, settings.gateway_id, RollupLedger(database))
         hosted = HostedPools(settings.hosted, admission_control.capacity, quotas, prices)
         allowed = partial(still_allowed, keys, admission_control)
         overflow = Overflow(hosted, admission_control, registry, settings, allowed)
-        dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series, overflow=overflow)
+        failovers = RecentFailovers()
+        observers = [series, RequestLog(), failovers, *([] if traces is None else [traces])]
+        dispatcher = Dispatcher(
+            bus, settings, registry, outbox, intents=intents, overflow=overflow, observers=observers
+        )
         catalog = ModelCatalog(
             bus,
             settings.models,
@@ -131,19 +141,40 @@ async def run(
             refusals=RefusalLog(series),
             quotas=quotas,
             prices=prices,
-            database=database,
-            login=Login(database, settings),
             payloads=PayloadPublisher(bus, settings.payloads),
-            reader=await stack.enter_async_context(Reader(settings.database_url)),
             started_unix_s=int(time.time()),
-            traces=traces,
+            begin_trace=None if traces is None else traces.begin,
+        )
+        console_settings = _console_settings(settings)
+        console = ConsoleServices(
+            settings=console_settings,
+            bus=bus,
+            keys=keys,
+            database=database,
+            login=Login(database, console_settings),
+            reader=await stack.enter_async_context(Reader(settings.database_url)),
+            gateway=WatchedGateway(catalog, dispatcher, admission_control, series, failovers),
         )
         # What is there now stays: without it, full collections skip the several 100,000 objects of our libraries.
         gc.collect()
         gc.freeze()
         hurry = asyncio.Event()
         with _signals_set(stop, hurry):
-            await _serve(services, (outbox, intents), on_ready, stop, hurry)
+            await _serve(
+                services, build_app(services, console), (outbox, intents), on_ready=on_ready, stop=stop, hurry=hurry
+            )
+
+
+def _console_settings(settings: GatewaySettings) -> ConsoleSettings:
+    return ConsoleSettings(
+        login=settings.login,
+        key_pepper=settings.key_pepper,
+        payload_key=settings.payloads.key,
+        data_dir=settings.data_dir,
+        models=canonical_names(settings.models),
+        max_body_bytes=settings.limits.max_body_bytes,
+        body_s=settings.timeouts.body_s,
+    )
 
 
 def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "RequestTraces | None":
@@ -160,14 +191,16 @@ def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "Req
 
 async def _serve(
     services: Services,
+    app: Application,
     outboxes: Sequence[Outbox],
+    *,
     on_ready: Callable[[int], None] | None,
     stop: asyncio.Event,
     hurry: asyncio.Event,
 ) -> None:
     listener = listen(services.settings.host, services.settings.port)
     port = listener.getsockname()[1]
-    server, connections = _make_server(services)
+    server, connections = _make_server(services, app)
     async with _flushed(services, outboxes), asyncio.TaskGroup() as group:
         background = [
             group.create_task(_must_not_end(part, work), name=part)
@@ -252,9 +285,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _make_server(services: Services) -> tuple[_Server, Connections]:
+def _make_server(services: Services, app: Application) -> tuple[_Server, Connections]:
     logging.getLogger("uvicorn.error").addFilter(_is_news)
-    app = build_app(services)
     config = uvicorn.Config(
         app,
         ws="none",

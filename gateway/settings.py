@@ -1,40 +1,19 @@
-"""What a gateway and a ledger writer are told: frozen, validated, passed down. Nothing below reads the environment."""
+"""What a gateway is told: frozen, validated, passed down. Nothing below reads the environment."""
 
 import ipaddress
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr
 
-from gateway.auth.checks import MAX_RETENTION_DAYS
-from gateway.auth.hosted import why_no_leave
-from gateway.ledger.prices import ConfiguredPrice
-from gateway.payloads.sealing import parse_keys
-from gateway.tools.registry import NONE, REASONING_FORMATS, TOOL_FORMATS
+from accounts.hosted import why_no_leave
+from console.settings import LoginSettings
+from db.money import nano_usd
+from ledger.prices import CALLERS, TokenPrice
+from ledger.settings import PayloadSettings
+from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
-
-
-class Settings(BaseModel):
-    """Base of all settings: immutable, and unknown keys are errors that name the key."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-PositiveInt = Annotated[int, Field(gt=0)]
-HttpUrlText = Annotated[str, Field(pattern="^https?://[^/]+")]
-PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity
-
-
-def _one_of(known: Collection[str]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in known and name != NONE:
-            raise ValueError(f"{name!r} is not known; there are: {', '.join([*known, NONE])}")
-        return name
-
-    return AfterValidator(check)
-
+from tokens.settings import ModelTokenSettings
 
 Usd = Annotated[float, Field(ge=0, le=1_000_000)]
 
@@ -46,29 +25,17 @@ class PriceSettings(Settings):
     cached: Usd | None = None  # default: like other prompt tokens
     completion: Usd = 0.0
 
+    @property
+    def tokens(self) -> TokenPrice:
+        """As the price book has it."""
+        cached = self.prompt if self.cached is None else self.cached
+        return TokenPrice(*(nano_usd(usd) for usd in (self.prompt, cached, self.completion)))
 
-class ModelSettings(Settings):
+
+class ModelSettings(ModelTokenSettings):
     """One model that callers may name. It exists because it is configured, not because a worker is alive."""
 
-    context_length: PositiveInt | None = None  # prompt + output tokens; default: what the workers' model card says
-    tokenizer: str | None = None  # a tokenizer.json, a folder with one, or "tiktoken:<encoding>"; default: the workers'
-    aliases: tuple[str, ...] = ()  # other names callers may use
-    owned_by: str = "spillway"
-    default_max_tokens: PositiveInt | None = None  # where the caller names none; default: what the context leaves
-    # How answers write calls of tools and reasoning, or "none"; default: what the chat template looks like.
-    tool_parser: Annotated[str, _one_of(TOOL_FORMATS)] | None = None
-    reasoning_parser: Annotated[str, _one_of(REASONING_FORMATS)] | None = None
-    # Whether the text of a control token in a message becomes the token. Then a caller can forge turns of others.
-    control_tokens_in_content: bool = False
-    # Whether keywords of JSON schemas that no grammar can enforce ("not", "uniqueItems", …) are checked when an answer
-    # has been made, not refused.
-    lenient_schemas: bool = False
     price: PriceSettings | None = None  # what callers are charged; None: nothing, and budgets do not count it
-
-
-def canonical_names(models: Mapping[str, ModelSettings]) -> dict[str, str]:
-    """The model behind every name and alias."""
-    return {name: model for model, settings in models.items() for name in (model, *settings.aliases)}
 
 
 class LimitSettings(Settings):
@@ -166,7 +133,7 @@ class TenantSettings(Settings):
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # share of the workers, against other tenants'
     max_in_flight: PositiveInt | None = None  # requests, queued ones included
     max_queued: PositiveInt | None = None  # requests that wait for a worker
-    # Which hosted APIs its prompts may go to, where its team or key says nothing itself (gateway.auth.hosted).
+    # Which hosted APIs its prompts may go to, where its team or key says nothing itself (accounts.hosted).
     allow_hosted: tuple[Annotated[str, AfterValidator(_is_leave)], ...] | None = None
 
 
@@ -175,7 +142,7 @@ class HostedPoolSettings(Settings):
 
     provider: str
     models: tuple[str, ...]
-    prices: dict[str, PriceSettings] = {}  # what its tokens cost us, by model
+    prices: dict[str, PriceSettings] = Field(default={})  # what its tokens cost us, by model
     usd_per_day: Annotated[float, Field(gt=0, le=1_000_000)] | None = None  # its caps, in days and months of UTC
     usd_per_month: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
 
@@ -204,57 +171,6 @@ class QueueSettings(Settings):
     replicas: Annotated[int, Field(ge=1, le=5)] = 1
 
 
-class OidcSettings(Settings):
-    """Login by an OpenID Connect issuer (authorization code with PKCE). Whom nothing below allows is refused."""
-
-    issuer: HttpUrlText  # as in its discovery document, without "/.well-known/openid-configuration"
-    client_id: str
-    client_secret: SecretStr | None = None  # None: a public client, by PKCE alone
-    scopes: tuple[str, ...] = ("openid", "email", "profile")
-    allowed_emails: tuple[str, ...] = ()  # addresses; "@example.com" allows all of a domain
-    allowed_groups: tuple[str, ...] = ()
-    groups_claim: str = "groups"  # where the issuer writes a person's groups
-
-    @field_validator("issuer")
-    @classmethod
-    def _the_issuer_must_be_the_issuer(cls, issuer: str) -> str:
-        parts = urlsplit(issuer)
-        if parts.scheme != "https" and parts.hostname not in {"localhost", "127.0.0.1", "::1"}:
-            raise ValueError("must be https: without TLS anybody in between could let himself in")
-        return issuer
-
-    @model_validator(mode="after")
-    def _somebody_must_be_allowed(self) -> "OidcSettings":
-        if not self.allowed_emails and not self.allowed_groups:
-            raise ValueError("allowed_emails or allowed_groups is required: without one, nobody could log in")
-        return self
-
-
-class LoginSettings(Settings):
-    """How people log in to the pages of the gateway."""
-
-    session_s: PositiveSeconds = 12 * 3600.0
-    # How people reach it, e.g. "https://llm.example.com"; default: as each request says. Behind a proxy that ends TLS,
-    # cookies are for TLS only if this says https.
-    public_url: HttpUrlText | None = None
-    oidc: OidcSettings | None = None
-
-
-def _are_payload_keys(text: SecretStr) -> SecretStr:
-    parse_keys(text)
-    return text
-
-
-class PayloadSettings(Settings):
-    """How payloads are kept of callers who agreed to that."""
-
-    # 32 random bytes in hex or base64; several, the newest first: it seals, and all of them open. None: no encryption.
-    key: Annotated[SecretStr, AfterValidator(_are_payload_keys)] | None = None
-    retention_days: Annotated[int, Field(gt=0, le=MAX_RETENTION_DAYS)] = 30  # where the consent says nothing else
-    # Of request and answer together, as JSON. What is larger is not kept, and its row says so.
-    max_payload_bytes: Annotated[int, Field(gt=0, le=4 * 1024 * 1024)] = 1024 * 1024
-
-
 class GatewaySettings(Settings):
     """Everything one gateway process needs."""
 
@@ -266,8 +182,8 @@ class GatewaySettings(Settings):
     data_dir: Path
     key_pepper: SecretStr
     models: dict[str, ModelSettings]
-    tenants: dict[str, TenantSettings] = {}  # by tenant, or by the name of the API key
-    hosted: dict[str, HostedPoolSettings] = {}  # by pool
+    tenants: dict[str, TenantSettings] = Field(default={})  # by tenant, or by the name of the API key
+    hosted: dict[str, HostedPoolSettings] = Field(default={})  # by pool
     only_hosted: frozenset[str] = frozenset()  # models that no other pool serves
     by_messages: frozenset[str] = frozenset()  # models with pools that take messages instead of token ids
     only_by_messages: frozenset[str] = frozenset()  # and with no others: these have a tokenizer, to count by
@@ -283,15 +199,13 @@ class GatewaySettings(Settings):
     open_metrics: bool = False  # GET /metrics takes no API key
     cors_origins: tuple[Origin, ...] = ()  # of other sites' pages that may call the API from a browser
 
-
-class LedgerSettings(Settings):
-    """Everything one ledger writer needs."""
-
-    nats_urls: tuple[str, ...]
-    database_url: str
-    batch_records: PositiveInt = 500  # messages written in one transaction; under load one holds several records
-    batch_wait_s: PositiveSeconds = 0.25
-    retention_days: PositiveInt | None = (
-        None  # how long requests and attempts are kept, in whole UTC days; None: always
-    )
-    prices: tuple[ConfiguredPrice, ...] = ()  # entered into the price book when it starts
+    @property
+    def prices(self) -> dict[tuple[str, str], TokenPrice]:
+        """What tokens cost, by model and who is paid: us by callers, or a hosted pool by us."""
+        callers = {(name, CALLERS): model.price.tokens for name, model in self.models.items() if model.price}
+        pools = {
+            (model, pool): price.tokens
+            for pool, hosted in self.hosted.items()
+            for model, price in hosted.prices.items()
+        }
+        return callers | pools

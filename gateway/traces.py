@@ -11,33 +11,32 @@ Nothing is done per token, and no span holds a prompt, an answer or a key.
 """
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
+from gateway.dispatch.observers import Observer
+from gateway.dispatch.request import OpenRequest
+from gateway.http.exchange import Exchange
+from gateway.request.admission import Admission
 from protocol import trace_names as names
 from protocol.tracing import Tracing, context_of, trace_id_of, traceparent_of
 from protocol.usage import RequestRecord
-
-if TYPE_CHECKING:
-    from gateway.api.errors import ApiError
-    from gateway.api.exchange import Exchange
-    from gateway.dispatch.admission import Admission
-    from gateway.dispatch.request import OpenRequest
+from web.errors import ApiError
 
 PROVIDER: Final = "spillway"
 _NANOS: Final = 1_000_000_000
 _PROPAGATED: Final = (b"traceparent", b"tracestate")
 
 
-class RequestTraces:
-    """Begins the trace of each request."""
+class RequestTraces(Observer):
+    """Begins the trace of each request, and tells it what happens."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
 
-    def begin(self, exchange: "Exchange") -> "RequestTrace":
+    def begin(self, exchange: Exchange) -> "RequestTrace":
         """A request is here."""
         headers = {name.decode(): value for name in _PROPAGATED if (value := exchange.header_text(name)) is not None}
         span = self._tracing.tracer.start_span(
@@ -52,6 +51,26 @@ class RequestTraces:
             },
         )
         return RequestTrace(self._tracing, span)
+
+    def admitted(self, admission: Admission) -> None:
+        """A request will be answered."""
+        if isinstance(admission.trace, RequestTrace):
+            admission.trace.admitted(admission)
+
+    def queued(self, request: OpenRequest, after_s: float) -> None:
+        """An attempt goes into the queue, after a pause."""
+        if isinstance(request.admission.trace, RequestTrace):
+            request.admission.trace.queued(request, after_s)
+
+    def accepted(self, request: OpenRequest) -> None:
+        """A worker has the current attempt."""
+        if isinstance(request.admission.trace, RequestTrace):
+            request.admission.trace.accepted(request)
+
+    def ended(self, request: OpenRequest, record: RequestRecord) -> None:
+        """A request is over, and this is its record."""
+        if isinstance(request.admission.trace, RequestTrace):
+            request.admission.trace.ended(request, record)
 
 
 class RequestTrace:
@@ -82,7 +101,7 @@ class RequestTrace:
 
     # --- what happens, in this order ----------------------------------------------------------------------------------
 
-    def refused(self, status: int | None, error: "ApiError | None") -> None:
+    def refused(self, status: int | None, error: ApiError | None) -> None:
         """It was not admitted; ``error`` is None where the caller left before."""
         if status is not None:
             self._span.set_attribute(names.HTTP_STATUS, status)
@@ -100,7 +119,7 @@ class RequestTrace:
                 self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
 
-    def admitted(self, admission: "Admission") -> None:
+    def admitted(self, admission: Admission) -> None:
         """It will be answered."""
         model = admission.model
         self._span.set_attributes(
@@ -116,7 +135,7 @@ class RequestTrace:
             self._span.set_attribute(names.REQUEST_MAX_TOKENS, admission.sampling.max_tokens)
             self._span.set_attribute(names.REQUEST_CHOICES, admission.sampling.n)
 
-    def queued(self, request: "OpenRequest", after_s: float) -> None:
+    def queued(self, request: OpenRequest, after_s: float) -> None:
         """An attempt goes into the queue, after a pause."""
         self._tell_failures(request)
         links = []
@@ -138,7 +157,7 @@ class RequestTrace:
             start_time=time.time_ns() + int(after_s * _NANOS),
         )
 
-    def accepted(self, request: "OpenRequest") -> None:
+    def accepted(self, request: OpenRequest) -> None:
         """A worker has the current attempt."""
         accepted = request.current.accepted
         if self._queue is not None and accepted is not None:
@@ -152,7 +171,7 @@ class RequestTrace:
             )
             self._queue.end()
 
-    def ended(self, request: "OpenRequest", record: RequestRecord) -> None:
+    def ended(self, request: OpenRequest, record: RequestRecord) -> None:
         """It is over, and this is its record."""
         self._tell_failures(request)
         self._end_queue(record.error_code or record.outcome)
@@ -169,7 +188,7 @@ class RequestTrace:
             self._queue.set_attribute(names.ERROR_TYPE, error)
             self._queue.end()
 
-    def _tell_failures(self, request: "OpenRequest") -> None:
+    def _tell_failures(self, request: OpenRequest) -> None:
         for failure in request.log.failures[self._told_failures :]:
             self._span.add_event(
                 names.ATTEMPT_FAILED,
@@ -182,7 +201,7 @@ class RequestTrace:
         self._told_failures = len(request.log.failures)
 
 
-def _result(request: "OpenRequest", record: RequestRecord) -> dict[str, AttributeValue]:
+def _result(request: OpenRequest, record: RequestRecord) -> dict[str, AttributeValue]:
     result: dict[str, AttributeValue] = {
         names.HTTP_STATUS: record.http_status,
         names.OUTCOME: record.outcome,

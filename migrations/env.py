@@ -5,8 +5,8 @@ import asyncio
 from alembic import context
 from sqlalchemy import Connection
 
-from gateway.db.engine import create_engine
-from gateway.db.models import Base
+from db.engine import create_engine
+from db.models import Base
 
 
 def run_on(connection: Connection) -> None:

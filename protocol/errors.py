@@ -9,7 +9,7 @@
     ├── PayloadTooLarge           the message would exceed the server's max_payload
     └── ApiError                  the JetStream API answered with an error
 
-HTTP statuses belong to the gateway's edge (``gateway.api.errors``); here is only the meaning.
+HTTP statuses belong to the gateway's edge (``web.errors``); here is only the meaning.
 """
 
 from enum import StrEnum

@@ -23,7 +23,7 @@ class PayloadRecord(Struct, frozen=True, omit_defaults=True):
     train_ok: bool
     redacted: bool
     expires_unix_ms: int
-    encoding: str  # of both that follow (gateway.payloads.sealing)
+    encoding: str  # of both that follow (ledger.payloads.sealing)
     dropped: bool = False  # it may not be kept, or is too large: request and answer are left out
     request: bytes | None = None
     answer: bytes | None = None

@@ -3,20 +3,20 @@
 from importlib.util import find_spec
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from protocol.settings import Settings
 
 
-class TelemetrySettings(BaseModel):
+class TelemetrySettings(Settings):
     """``[telemetry]``: traces to an OpenTelemetry collector, by OTLP over HTTP. Without ``otlp_endpoint``: none."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # As OTEL_EXPORTER_OTLP_ENDPOINT: "/v1/traces" is appended to it.
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
     headers: dict[str, str] = Field(default={}, repr=False)  # of each export, such as an API key
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose callers have not decided it
     service_name: Annotated[str, Field(min_length=1)] = "spillway"  # "-gateway" and "-worker" are appended
-    resource_attributes: dict[str, str] = {}
+    resource_attributes: dict[str, str] = Field(default={})
     export_timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0  # of one export; what fails is not kept
     max_queued_spans: Annotated[int, Field(ge=512, le=1_000_000)] = 8192  # that wait for export; the oldest go
 

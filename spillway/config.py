@@ -17,27 +17,24 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSource
 
-from gateway.ledger.prices import CALLERS, MACHINE, ConfiguredPrice, Price
-from gateway.money import nano_usd
+from console.settings import LoginSettings
+from db.money import nano_usd
 from gateway.settings import (
     ConnectionSettings,
     GatewaySettings,
     IdempotencySettings,
-    LedgerSettings,
     LimitSettings,
-    LoginSettings,
     ModelSettings,
     Origin,
-    PayloadSettings,
-    PositiveInt,
-    PositiveSeconds,
     PriceSettings,
     QueueSettings,
-    Settings,
     TenantSettings,
     TimeoutSettings,
 )
+from ledger.prices import CALLERS, MACHINE, ConfiguredPrice, Price
+from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
+from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 from spillway.config_problems import explain, keys_of
 from spillway.pool_section import PoolSettings, by_messages, hosted_pools, only_by_messages, only_hosted

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from gateway.settings import HostedPoolSettings, PriceSettings, Settings
+from gateway.settings import HostedPoolSettings, PriceSettings
 from pool_worker.settings import (
     ChatEngineSettings,
     EngineSettings,
@@ -18,6 +18,7 @@ from pool_worker.settings import (
     WatchSettings,
 )
 from protocol import subjects
+from protocol.settings import Settings
 
 
 class PoolSettings(Settings):

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.auth.admins import has_admin, set_password
-from gateway.auth.keys import SYSTEM, Grant, create_key, list_keys
-from gateway.auth.passwords import new_password
-from gateway.auth.pepper import load_or_create_pepper
-from gateway.auth.principal import INFERENCE, METRICS
-from gateway.db.engine import create_engine
+from accounts.keys import SYSTEM, Grant, create_key, list_keys
+from accounts.pepper import load_or_create_pepper
+from accounts.principal import INFERENCE, METRICS
+from console.login.admins import has_admin, set_password
+from console.login.passwords import new_password
+from db.engine import create_engine
 from spillway.children import Child, Restartable, keep_running
 from spillway.config import Config
 from spillway.embedded_nats import EmbeddedNats, free_port

@@ -11,8 +11,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 import migrations
+from console.login.passwords import HASH_OF_NOTHING
 from engine import native
-from gateway.auth.passwords import HASH_OF_NOTHING
 from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
 
@@ -115,5 +115,5 @@ def database_url(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def cheap_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passwords hashed at a 1024th of their cost, for tests of what comes after."""
-    monkeypatch.setattr("gateway.auth.passwords.COST", 16)
-    monkeypatch.setattr("gateway.auth.admins.HASH_OF_NOTHING", HASH_OF_NOTHING.replace("$16384$", "$16$"))
+    monkeypatch.setattr("console.login.passwords.COST", 16)
+    monkeypatch.setattr("console.login.admins.HASH_OF_NOTHING", HASH_OF_NOTHING.replace("$16384$", "$16$"))

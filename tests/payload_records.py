@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from gateway.payloads.sealing import Sealer
+from ledger.payloads.sealing import Sealer
 from protocol.messages import PROTOCOL_VERSION
 from protocol.payloads import PayloadRecord
 

@@ -36,12 +36,20 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip --python /opt/venv/bin/python install --index-url "$TORCH_INDEX_URL" $TORCH_PIP_OPTIONS "torch==$TORCH_VERSION"
 
 COPY pyproject.toml README.md LICENSE ./
-COPY spillway spillway
-COPY protocol protocol
-COPY gateway gateway
-COPY pool_worker pool_worker
+COPY accounts accounts
+COPY console console
+COPY db db
 COPY engine engine
+COPY gateway gateway
+COPY ledger ledger
 COPY migrations migrations
+COPY pool_worker pool_worker
+COPY protocol protocol
+COPY quotas quotas
+COPY spillway spillway
+COPY tokens tokens
+COPY training training
+COPY web web
 RUN pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
     && pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /wheels/*.whl
 

@@ -10,17 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from accounts.principal import Principal
 from gateway.admission.backlog import Backlog
 from gateway.admission.capacity import Capacity, ModelCapacity
 from gateway.admission.elsewhere import LanesElsewhere
-from gateway.admission.estimate import Place, batch_position, interactive_position, place_of
+from gateway.admission.estimate import batch_position, interactive_position, place_of
+from gateway.admission.registry import WorkerRegistry
 from gateway.admission.shards import candidate_lanes, choose_lane
 from gateway.admission.ticket import Ticket
 from gateway.admission.usage import ModelUse, TenantUse
-from gateway.auth.principal import Principal
-from gateway.dispatch.admission import Admission
-from gateway.dispatch.mailbox import Failure
-from gateway.dispatch.registry import WorkerRegistry
+from gateway.request.admission import Admission
+from gateway.request.mailbox import Failure
+from gateway.request.place import Place
 from gateway.settings import GatewaySettings, TenantSettings
 from protocol import subjects
 from protocol.bus import Bus

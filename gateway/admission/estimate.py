@@ -2,16 +2,8 @@
 
 from collections.abc import Iterable
 
-from msgspec import Struct
-
 from gateway.admission.capacity import ModelCapacity
-
-
-class Place(Struct, frozen=True):
-    """A job's place among all that wait for its model."""
-
-    position: int  # from 1
-    eta_s: float | None  # until a worker takes it; None: unknown
+from gateway.request.place import Place
 
 
 def interactive_position(ahead_in_lane: int, resuming: int, other_lanes: Iterable[int]) -> int:

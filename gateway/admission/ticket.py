@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from gateway.admission.estimate import Place
-from gateway.dispatch.admission import Admission
+from gateway.request.admission import Admission
+from gateway.request.place import Place
 
 if TYPE_CHECKING:
     from gateway.admission.control import AdmissionControl

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from gateway.dispatch.admission import Admission
+from gateway.request.admission import Admission
 
 
 class ModelUse:

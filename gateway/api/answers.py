@@ -14,11 +14,12 @@ from gateway.api.details import NO_DETAILS, Details
 from gateway.api.logprobs import CompletionLogprobs, chat_pieces, prompt_logprobs
 from gateway.api.parsed import finish_reason_of, parsed_message, reasoning_tokens, with_reasoning_tokens
 from gateway.api.schema_check import SchemaCheck, calls_of
-from gateway.api.sse import answer_head, encode_json
-from gateway.dispatch.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_logprobs
-from gateway.tools.dialect import AnswerForm, AnswerParser
+from gateway.api.sse import answer_head
+from gateway.request.mailbox import AnyTokens, HeldLogprobs, HeldTokens, read_logprobs
 from protocol.chat import Deltas, Part
 from protocol.logprobs import PromptLogprob, TokenLogprob
+from tokens.tools.dialect import AnswerForm, AnswerParser
+from web.answers import encode_json
 
 FRAMES_AT_ONCE: Final = 1024  # are put together before others' requests get their turn: some 2 ms
 _MARK: Final = b"\0"  # never inside JSON: strings escape it

@@ -18,7 +18,6 @@ from gateway.api.answers import (
 )
 from gateway.api.chat_job import conversation_of
 from gateway.api.details import NO_DETAILS, details_of
-from gateway.api.errors import InvalidParameter
 from gateway.api.form import (
     answer_form,
     form_of_parts,
@@ -40,14 +39,16 @@ from gateway.api.schema import (
     parse_completion,
 )
 from gateway.api.schema_check import CheckedChunks, SchemaCheck
-from gateway.api.sse import ChatChunks, Chunks, CompletionChunks
+from gateway.api.sse import ChatChunks, CompletionChunks
 from gateway.api.token_ids import with_token_ids
-from gateway.dispatch.conversation import Conversation
-from gateway.dispatch.mailbox import AnyTokens
-from gateway.tokens.model_tokens import ModelTokens
-from gateway.tools.dialect import AnswerForm
+from gateway.request.chunks import Chunks
+from gateway.request.conversation import Conversation
+from gateway.request.mailbox import AnyTokens
 from protocol.chat import NO_TOKENIZER, Part
 from protocol.messages import Sampling
+from tokens.model_tokens import ModelTokens
+from tokens.tools.dialect import AnswerForm
+from web.errors import InvalidParameter
 
 
 class AnswerMaker(Protocol):

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any, Final
 
 from gateway.api.conversation import Message
-from gateway.api.errors import ApiError, InvalidParameter
 from gateway.api.form import tools_told
 from gateway.api.schema import ChatCompletionRequest
 from gateway.api.tool_fields import NamedTool, ToolDefinition
-from gateway.dispatch.conversation import Conversation
-from gateway.tokens.encoders import TokenizerError
-from gateway.tokens.model_tokens import ModelTokens
+from gateway.request.conversation import Conversation
 from protocol.chat import AnswerSchema, Call, Chat, Tool, Turn, encode_chat
+from tokens.encoders import TokenizerError
+from tokens.model_tokens import ModelTokens
+from web.errors import ApiError, InvalidParameter
 
 _SCHEMA_KINDS: Final = frozenset({"json_schema", "json_object"})
 

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from gateway.api.body import Body, refuse_unsupported
-from gateway.api.errors import InvalidParameter
 from gateway.api.tool_fields import MAX_CALLS, CalledFunction, ToolCall
+from web.errors import InvalidParameter
+from web.schema import Body, refuse_unsupported
 
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {"audio": ()}
 _TEXT_OF_PART: Final = {"text": "text", "refusal": "refusal"}  # the types of parts that are text, and where it stands

@@ -8,36 +8,35 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from accounts.consent import consent_of
+from accounts.principal import Principal
 from gateway.admission.ticket import Ticket
 from gateway.api import patience
-from gateway.api.errors import ApiError, ClientDisconnected, MethodNotAllowed, RequestFailed
-from gateway.api.exchange import Exchange, Receive, Scope, Send
 from gateway.api.hosted import providers_for
 from gateway.api.keyed import IDEMPOTENCY_KEY
 from gateway.api.rate_limits import check_budget, reserve, reserve_place
 from gateway.api.schema import JobRequest
 from gateway.api.services import Services
-from gateway.auth.principal import Principal
-from gateway.dispatch.admission import Admission
-from gateway.dispatch.conversation import Conversation
 from gateway.dispatch.dispatcher import KEY_REVOKED
-from gateway.dispatch.mailbox import SharedMailbox
 from gateway.dispatch.request import OpenRequest
-from gateway.limits.body import LARGE_BODY_BYTES, check_values
-from gateway.payloads.consent import consent_of
-from gateway.quotas.reservation import Reservation
-from gateway.tokens.model_tokens import ModelTokens
+from gateway.http.exchange import Exchange, Receive, Scope, Send
+from gateway.http.failures import RequestFailed
+from gateway.request.admission import Admission
+from gateway.request.conversation import Conversation
+from gateway.request.mailbox import SharedMailbox
+from gateway.request.trace import Trace
 from protocol.chat import NO_TOKENIZER
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
-
-if TYPE_CHECKING:
-    from gateway.traces import RequestTrace
+from quotas.reservation import Reservation
+from tokens.model_tokens import ModelTokens
+from web.body import LARGE_BODY_BYTES, check_values
+from web.errors import ApiError, ClientDisconnected, MethodNotAllowed
 
 HotRoute = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -120,8 +119,8 @@ class Endpoint(ABC, Generic[_Call]):
             exchange.trace.refused(exchange.sent_status, exchange.refusal)
 
     async def _answer(self, exchange: Exchange) -> None:
-        if self._services.traces is not None:
-            exchange.trace = self._services.traces.begin(exchange)
+        if self._services.begin_trace is not None:
+            exchange.trace = self._services.begin_trace(exchange)
         try:
             calls, tickets = await self._admit(exchange)
         except ApiError as error:
@@ -293,7 +292,7 @@ def may_be_large(exchange: Exchange) -> bool:
     return length is None or not length.isdigit() or int(length) > LARGE_BODY_BYTES
 
 
-def _identities(exchange: Exchange, count: int) -> Iterator[tuple[str, "RequestTrace | None"]]:
+def _identities(exchange: Exchange, count: int) -> Iterator[tuple[str, Trace | None]]:
     """The ids and traces of an exchange's requests: its own if there is one, else derived from these."""
     if count == 1:
         yield exchange.request_id, exchange.trace

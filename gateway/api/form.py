@@ -6,14 +6,14 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from gateway.api.errors import InvalidParameter
 from gateway.api.json_schema import enforceable_schema
 from gateway.api.schema import ChatCompletionRequest
 from gateway.api.schema_check import SchemaCheck
 from gateway.api.tool_fields import NamedTool, ToolDefinition, callable_tools
-from gateway.tokens.model_tokens import ModelTokens
-from gateway.tools.dialect import PLAIN, AnswerForm
 from protocol.grammar import Grammar
+from tokens.model_tokens import ModelTokens
+from tokens.tools.dialect import PLAIN, AnswerForm
+from web.errors import InvalidParameter
 
 _UNSUPPORTED: Final = "unsupported_parameter"
 

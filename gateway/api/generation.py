@@ -4,23 +4,24 @@ import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
+from accounts.consent import Consent
 from gateway.api.calls import AnswerMaker, Call
 from gateway.api.endpoint import Endpoint, Work
-from gateway.api.errors import InvalidParameter, RequestFailed
-from gateway.api.exchange import Answered, Exchange
 from gateway.api.sampling import requested_max_tokens
 from gateway.api.schema import GenerationRequest
 from gateway.api.streaming import StreamWriter, usage_of
-from gateway.dispatch.mailbox import ReaderCut
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
+from gateway.http.exchange import Answered, Exchange
+from gateway.http.failures import RequestFailed
 from gateway.limits.fields import check_grammar
 from gateway.limits.request_limits import check_prompt_logprobs, check_shape, output_limit
 from gateway.payloads.answers import RecordedAnswer
-from gateway.payloads.consent import Consent
 from gateway.payloads.publisher import Capture
-from gateway.tokens.model_tokens import ModelTokens, use_of
+from gateway.request.mailbox import ReaderCut
+from gateway.request.states import State
 from protocol.messages import pack_token_ids
+from tokens.model_tokens import ModelTokens, use_of
+from web.errors import InvalidParameter
 
 _Call = TypeVar("_Call", bound=Call)
 

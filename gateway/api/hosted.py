@@ -1,12 +1,12 @@
 """To which hosted APIs a request may go: what its key and team allow, unless it says itself that it must not."""
 
+from accounts.hosted import Leaves, allowed_providers
+from accounts.keyring import KeyRing
+from accounts.principal import Principal
 from gateway.admission.control import AdmissionControl
-from gateway.api.errors import HostedNotAllowed
-from gateway.auth.hosted import Leaves, allowed_providers
-from gateway.auth.keyring import KeyRing
-from gateway.auth.principal import Principal
-from gateway.dispatch.admission import Admission
+from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings
+from web.errors import HostedNotAllowed
 
 
 def providers_for(

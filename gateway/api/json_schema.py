@@ -5,9 +5,9 @@ import re
 from collections.abc import Collection
 from typing import Any, Final
 
-from gateway.api.errors import InvalidParameter
 from gateway.api.schema_check import SchemaCheck
 from protocol.grammar import Grammar
+from web.errors import InvalidParameter
 
 # What a value must be as a whole, which cannot be said of its beginning (llguidance refuses all of them).
 UNENFORCEABLE: Final = frozenset({

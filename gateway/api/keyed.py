@@ -12,7 +12,16 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.api.errors import (
+from accounts.keyring import KeyRing
+from accounts.principal import Principal
+from gateway.http.exchange import ABORT_KEY, Exchange, Message, Scope
+from gateway.idempotency.claims import Claims
+from gateway.idempotency.runs import Run, Runs
+from gateway.idempotency.sharing import AnswerServer, OwnerGone, OwnerSilent, ask, part_of, standing_of
+from gateway.settings import GatewaySettings
+from protocol.bus import Bus
+from protocol.idempotency import AskPart, Part, Standing
+from web.errors import (
     AnswerNotKept,
     ApiError,
     ClientDisconnected,
@@ -20,15 +29,6 @@ from gateway.api.errors import (
     IdempotencyKeyReused,
     InvalidParameter,
 )
-from gateway.api.exchange import ABORT_KEY, Exchange, Message, Scope
-from gateway.auth.keyring import KeyRing
-from gateway.auth.principal import Principal
-from gateway.idempotency.claims import Claims
-from gateway.idempotency.runs import Run, Runs
-from gateway.idempotency.sharing import AnswerServer, OwnerGone, OwnerSilent, ask, part_of, standing_of
-from gateway.settings import GatewaySettings
-from protocol.bus import Bus
-from protocol.idempotency import AskPart, Part, Standing
 
 IDEMPOTENCY_KEY: Final = b"idempotency-key"
 STANDING_HEADER: Final = b"x-spillway-idempotent"

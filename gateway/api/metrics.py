@@ -6,15 +6,15 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from gateway.api.routes import exchange_of
+from accounts.principal import METRICS
 from gateway.api.services import Services
-from gateway.auth.principal import METRICS
+from gateway.http.exchange import exchange_of
 from gateway.metrics.exposition import Moment, exposition
-from gateway.quotas.pools import pool_of_account
-from gateway.quotas.quotas import Quotas
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
+from quotas.pools import pool_of_account
+from quotas.quotas import Quotas
 
 LEDGER_BACKLOG_LIMIT_S: Final = 0.5
 

@@ -8,11 +8,12 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from gateway.admin.schema import ADMIN_BODIES
-from gateway.api import errors
-from gateway.api.errors import FAILURES, ApiError
 from gateway.api.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from gateway.http.failures import FAILURES, RequestFailed
+from web import errors
+from web.errors import ApiError
+from web.schema import Body
 
 _REF: Final = "#/components/schemas/{model}"
 _ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
@@ -47,7 +48,7 @@ WITH_LIMITS: Final = (
 )  # fmt: skip
 OF_JOBS: Final = (
     *WITH_LIMITS, errors.HostedNotAllowed, errors.IdempotencyKeyReused, errors.AnswerNotKept, errors.IdempotencyKeyBusy,
-    errors.RequestFailed,
+    RequestFailed,
 )  # fmt: skip
 OF_ADMINS: Final = (
     *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.ForeignOrigin, errors.UnknownObject, errors.NameInUse,
@@ -55,22 +56,22 @@ OF_ADMINS: Final = (
 NOWHERE: Final = (errors.BadRequest, errors.UnknownUrl)  # a family of errors; what is at no route
 
 
-def add_openapi(app: FastAPI) -> None:
+def add_openapi(app: FastAPI, further_bodies: Sequence[type[Body]]) -> None:
     """Make ``app.openapi`` describe every route, and the bodies that are validated outside FastAPI."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _describe(app)
+            app.openapi_schema = _describe(app, further_bodies)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend it
 
 
-def _describe(app: FastAPI) -> dict[str, Any]:
+def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    bodies = (
+    bodies: Sequence[type[Body]] = (
         ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest,
-        *ADMIN_BODIES,
+        *further_bodies,
     )  # fmt: skip
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     components = schema.setdefault("components", {})
@@ -132,7 +133,7 @@ def _set_errors(operation: dict[str, Any], kinds: Iterable[type[ApiError]]) -> N
     operation["responses"].pop("422", None)  # FastAPI's own; here it is a 400
     codes: dict[int, set[str]] = {}
     for kind in kinds:
-        if kind is errors.RequestFailed:
+        if kind is RequestFailed:
             for code, failure in FAILURES.items():
                 codes.setdefault(failure.status, set()).add(code.value)
         else:

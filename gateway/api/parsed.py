@@ -5,11 +5,12 @@ from typing import Any, Final
 
 from gateway.api.details import NO_DETAILS, Details
 from gateway.api.logprobs import chat_logprobs
-from gateway.api.sse import ChunkEnds, answer_head, encode_json
-from gateway.tools.dialect import AnswerForm, AnswerParser
-from gateway.tools.source import Kind, Piece
+from gateway.api.sse import ChunkEnds, answer_head
 from protocol.chat import Deltas, Part
 from protocol.messages import Tokens
+from tokens.tools.dialect import AnswerForm, AnswerParser
+from tokens.tools.source import Kind, Piece
+from web.answers import encode_json
 
 # What a message has that holds calls, and the finish reason that says so; the second is OpenAI's older form.
 CALLS: Final = ("tool_calls", "function_call")

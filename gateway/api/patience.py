@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from gateway.api.errors import InvalidParameter
-from gateway.api.exchange import Exchange
+from gateway.http.exchange import Exchange
+from web.errors import InvalidParameter
 
 DEADLINE_HEADER: Final = "x-spillway-deadline-ms"  # from the whole request's arrival to the end of the answer
 READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"  # seconds; sent by the official SDKs

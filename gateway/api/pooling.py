@@ -6,16 +6,17 @@ from typing import Final
 
 from gateway.admission.ticket import Ticket
 from gateway.api.endpoint import CallMaker, Endpoint, Work
-from gateway.api.errors import ContextLengthExceeded, InvalidParameter, Overloaded, RequestFailed
-from gateway.api.exchange import Exchange
 from gateway.api.pooling_calls import Inputs, PoolingCall
 from gateway.api.services import Services
-from gateway.dispatch.admission import Admission
-from gateway.dispatch.mailbox import Ended
 from gateway.dispatch.request import OpenRequest
-from gateway.tokens.model_tokens import ModelTokens
+from gateway.http.exchange import Exchange
+from gateway.http.failures import RequestFailed
+from gateway.request.admission import Admission
+from gateway.request.mailbox import Ended
 from protocol.messages import Sampling, Vector, pack_token_ids
 from protocol.pooling import Pooling
+from tokens.model_tokens import ModelTokens
+from web.errors import ContextLengthExceeded, InvalidParameter, Overloaded
 
 FLOAT_BYTES: Final = 4
 

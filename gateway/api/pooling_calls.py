@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
-from gateway.api.errors import InvalidParameter
 from gateway.api.job_call import JobCall
 from gateway.api.pooling_schema import (
     EmbeddingRequest,
@@ -22,10 +21,11 @@ from gateway.api.pooling_schema import (
     parse_rerank,
     parse_score,
 )
-from gateway.api.sse import encode_json
-from gateway.tokens.encoders import TokenizerError
-from gateway.tokens.model_tokens import ModelTokens, use_of
 from protocol.pooling import PoolingCard
+from tokens.encoders import TokenizerError
+from tokens.model_tokens import ModelTokens, use_of
+from web.answers import encode_json
+from web.errors import InvalidParameter
 
 TEXTS_AT_ONCE: Final = 32  # are compared before others' requests get their turn
 

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 from gateway.api.answers import WholeAnswer
 from gateway.api.calls import CompletionCall
 from gateway.api.endpoint import Work
-from gateway.api.exchange import Exchange
 from gateway.api.generation import GenerationEndpoint, capture_of
 from gateway.api.schema import CompletionRequest
-from gateway.api.sse import Chunks
 from gateway.dispatch.group import RequestGroup
-from gateway.dispatch.mailbox import AnyTokens
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
+from gateway.http.exchange import Exchange
 from gateway.limits.request_limits import check_prompts
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
-from gateway.tokens.model_tokens import ModelTokens
+from gateway.request.chunks import Chunks
+from gateway.request.mailbox import AnyTokens
+from gateway.request.states import State
 from protocol.chat import Deltas
 from protocol.messages import Tokens
+from tokens.model_tokens import ModelTokens
 
 
 class CompletionsEndpoint(GenerationEndpoint[CompletionCall]):

@@ -8,18 +8,18 @@ import math
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from gateway.api.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
-from gateway.api.exchange import Exchange
-from gateway.auth.principal import Principal
-from gateway.ledger.prices import TokenPrice
-from gateway.money import NANO_USD
-from gateway.quotas.book import Book
-from gateway.quotas.quotas import Quotas, Refused, Unavailable
-from gateway.quotas.refusals import Refusal
-from gateway.quotas.reservation import Estimate, Reservation
+from accounts.principal import Principal
+from db.money import NANO_USD
+from gateway.http.exchange import Exchange
+from ledger.prices import TokenPrice
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 from protocol.quotas import RATES, Kind
+from quotas.book import Book
+from quotas.quotas import Quotas, Refused, Unavailable
+from quotas.refusals import Refusal
+from quotas.reservation import Estimate, Reservation
+from web.errors import ApiError, InsufficientQuota, LimitsUnavailable, RateLimitExceeded
 
 _NAMES: Final = {
     Kind.REQUESTS: "requests per minute",

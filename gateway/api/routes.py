@@ -5,39 +5,22 @@ from functools import partial
 from importlib import metadata
 from typing import Any, Final
 
-from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
+from fastapi import APIRouter, Request, Response
 
-from gateway.api.errors import (
-    ApiError,
-    ClientDisconnected,
-    DatabaseAway,
-    InvalidParameter,
-    MethodNotAllowed,
-    RequestTooSlow,
-    UnknownUrl,
-)
-from gateway.api.exchange import Exchange
+from accounts.principal import Principal
 from gateway.api.form import tools_for_template
 from gateway.api.rate_limits import reserve_place
 from gateway.api.schema import TokenizeRequest, parse_tokenize
 from gateway.api.services import Services
-from gateway.api.sse import encode_json
-from gateway.auth.principal import Principal
-from gateway.db.errors import SQL_ERRORS, describe
-from gateway.limits.body import check_values
+from gateway.http.exchange import Exchange, exchange_of
 from gateway.limits.request_limits import check_shape
-from gateway.tokens.model_tokens import ModelTokens
+from tokens.model_tokens import ModelTokens
+from web.answers import body_schema, json_answer
+from web.body import check_values
 
 VERSION: Final = metadata.version("spillway")
 
 log = logging.getLogger(__name__)
-
-
-def json_answer(content: object, status: int = 200) -> Response:
-    """A whole JSON answer."""
-    return Response(encode_json(content), status_code=status, media_type="application/json")
 
 
 def root_router() -> APIRouter:
@@ -200,66 +183,3 @@ async def _token_ids(body: TokenizeRequest, tokens: ModelTokens) -> list[int]:
         tools=tools_for_template(tokens, body.tools or ()),
         variables=body.chat_template_kwargs,
     )
-
-
-def exchange_of(request: Request) -> Exchange:
-    """The exchange that a request belongs to (``gateway.app`` puts it there)."""
-    exchange: Exchange = request.scope["spillway.exchange"]
-    return exchange
-
-
-def body_schema(name: str) -> dict[str, Any]:
-    """A route's extra for OpenAPI: which body it takes."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def error_answer(error: ApiError) -> Response:
-    """An error in OpenAI's envelope."""
-    headers = {name.decode(): value.decode() for name, value in error.headers()}
-    return Response(error.envelope(), error.status, headers, "application/json")
-
-
-def refuse(request: Request, error: ApiError) -> Response:
-    """Answer a request with an error, which is noted."""
-    exchange_of(request).refusal = error
-    return error_answer(error)
-
-
-def add_error_answers(app: FastAPI) -> None:
-    """Answer every error in OpenAI's envelope."""
-
-    @app.exception_handler(ApiError)
-    async def on_api_error(request: Request, error: ApiError) -> Response:
-        return refuse(request, error)
-
-    @app.exception_handler(ClientDisconnected)
-    async def on_disconnect(request: Request, _error: ClientDisconnected) -> Response:
-        return refuse(request, RequestTooSlow())  # nobody is left to read it
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        kind: ApiError = ApiError(str(error.detail))
-        if error.status_code == 404:
-            kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.")
-        elif error.status_code == 405:
-            allow = (error.headers or {}).get("Allow", "")
-            kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.", allow=allow)
-        return refuse(request, kind)
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid_query(request: Request, error: RequestValidationError) -> Response:
-        problem = error.errors()[0]
-        name = str(problem["loc"][-1])
-        return refuse(request, InvalidParameter(f"Invalid value for '{name}': {problem['msg']}", param=name))
-
-    async def on_sql_error(request: Request, error: Exception) -> Response:
-        log.error("a page or the admin API cannot use the database: %s", describe(error))
-        return refuse(request, DatabaseAway())
-
-    for kind in SQL_ERRORS:
-        app.add_exception_handler(kind, on_sql_error)
-
-    @app.exception_handler(Exception)
-    async def on_exception(request: Request, _error: Exception) -> Response:
-        return refuse(request, ApiError())

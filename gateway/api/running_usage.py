@@ -4,9 +4,11 @@ from typing import Final
 
 from gateway.api.details import Details
 from gateway.api.schema import GenerationRequest
-from gateway.api.sse import NO_USAGE_YET, Chunks, encode_json, usage_fields
+from gateway.api.sse import NO_USAGE_YET, usage_fields
+from gateway.request.chunks import Chunks
 from protocol.chat import Deltas
 from protocol.messages import Tokens
+from web.answers import encode_json
 
 _NO_CACHE_KNOWN: Final = 0  # how much of the prompt was cached is told when the request has ended
 

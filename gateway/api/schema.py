@@ -5,13 +5,11 @@ Fields nobody knows are ignored. Fields that the API knows and this version cann
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeGuard
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from gateway.api.body import Body, refuse_unsupported
 from gateway.api.conversation import Message, check_message
-from gateway.api.errors import InvalidParameter, MalformedJson
 from gateway.api.output_format import ResponseFormat, StructuredOutputs, grammar_of
 from gateway.api.tool_fields import (
     MAX_TOOLS,
@@ -23,7 +21,6 @@ from gateway.api.tool_fields import (
     tool_choice_of,
     tools_of,
 )
-from gateway.limits.body import check_values
 from gateway.limits.fields import (
     MAX_BIASED_TOKENS,
     MAX_NAME_CHARS,
@@ -34,6 +31,9 @@ from gateway.limits.fields import (
 )
 from gateway.limits.request_limits import AS_MANY_AS_FIT
 from protocol.grammar import Grammar
+from web.body import check_values
+from web.errors import InvalidParameter
+from web.schema import BadItem, Body, parse_body, refuse_unsupported
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_BYTES: Final = 8192  # of all together
@@ -82,14 +82,6 @@ def _stop_strings(stop: object) -> object:
     if isinstance(stops, list) and sum(len(text.encode()) for text in stops) > MAX_STOP_BYTES:
         raise ValueError(f"must hold at most {MAX_STOP_BYTES} bytes in all")
     return stops
-
-
-class BadItem(ValueError):
-    """One item of a list is wrong."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.number = number
 
 
 def _prompts(prompt: object) -> object:
@@ -283,9 +275,6 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = None
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
-
-
 def parse_chat(body: bytes) -> ChatCompletionRequest:
     """Validate a chat body. Raises MalformedJson or InvalidParameter."""
     request = parse_body(ChatCompletionRequest, body)
@@ -341,33 +330,6 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidParameter("Give either 'prompt' or 'messages'.", param="prompt")
     return request
-
-
-def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
-    """Validate a body's fields, one by one. Raises MalformedJson or InvalidParameter."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _first_error(error) from error
-
-
-def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
-    details = error.errors(include_url=False, include_input=False)[0]
-    kind, message = details["type"], details["msg"].removeprefix("Value error, ")
-    if kind == "json_invalid":
-        return MalformedJson(f"We could not parse the JSON body of your request: {message}")
-    param = ".".join(str(part) for part in details["loc"])
-    if not param:
-        return InvalidParameter("The body must be a JSON object.", code="invalid_type")
-    reason = details.get("ctx", {}).get("error")
-    if isinstance(reason, BadItem):
-        param = f"{param}[{reason.number}]"
-    if kind == "missing":
-        return InvalidParameter(
-            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-        )
-    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    return InvalidParameter(f"Invalid value for '{param}': {message}", param=param, code=code)
 
 
 def _check_sizes(request: GenerationRequest) -> None:

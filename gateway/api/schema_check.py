@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import jsonschema_rs
 
-from gateway.api.sse import Chunks, decoded, event
+from gateway.api.sse import decoded, event
+from gateway.request.chunks import Chunks
 from protocol.chat import Deltas
 from protocol.messages import Tokens
 

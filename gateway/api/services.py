@@ -1,28 +1,23 @@
 """What the HTTP side works with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from sqlalchemy.ext.asyncio import AsyncEngine
-
+from accounts.keyring import KeyRing
 from gateway.admission.control import AdmissionControl
 from gateway.api.keyed import KeyedRequests
-from gateway.api.refusals import RefusalLog
-from gateway.auth.keyring import KeyRing
-from gateway.dashboard.reader import Reader
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.http.exchange import Exchange
+from gateway.http.refusals import RefusalLog
 from gateway.limits.body_reader import BodyReader
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
-from gateway.quotas.prices import CurrentPrices
-from gateway.quotas.quotas import Quotas
+from gateway.request.trace import Trace
 from gateway.settings import GatewaySettings
-from gateway.tokens.catalog import ModelCatalog
-from gateway.web.login import Login
 from protocol.bus import Bus
-
-if TYPE_CHECKING:
-    from gateway.traces import RequestTraces
+from quotas.prices import CurrentPrices
+from quotas.quotas import Quotas
+from tokens.catalog import ModelCatalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +36,6 @@ class Services:
     refusals: RefusalLog
     quotas: Quotas
     prices: CurrentPrices
-    database: AsyncEngine  # for pages and the admin API; no generating request waits for it
-    login: Login
     payloads: PayloadPublisher
-    reader: Reader  # the ledger, for the dashboard
     started_unix_s: int
-    traces: "RequestTraces | None" = None  # None: they are off
+    begin_trace: Callable[[Exchange], Trace] | None = None  # None: traces are off

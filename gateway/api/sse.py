@@ -4,22 +4,21 @@ data: {"id":…,"object":…,"created":…,"model":…,"choices":[{"index":0,"de
 └──────────────────────────── head ──────────────────────────────┘                            └─ tail ─┘
 """
 
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
 from gateway.api.details import NO_DETAILS, Details
-from gateway.api.errors import ApiError
 from gateway.api.logprobs import CompletionLogprobs, chat_logprobs
 from protocol.chat import Deltas
 from protocol.logprobs import PromptLogprob
 from protocol.messages import Tokens
+from web.answers import encode_json
+from web.errors import ApiError
 
 DONE: Final = b"data: [DONE]\n\n"
 NO_USAGE_YET: Final = b',"usage":null}\n\n'  # the end of each event before the one that tells it
 _FINISH_NULL: Final = b',"finish_reason":null}]'
-
-encode_json = msgspec.json.Encoder().encode
 
 _EVENT_START: Final = b"data: "
 _EVENT_END: Final = b"\n\n"
@@ -53,18 +52,6 @@ def usage_fields(prompt_tokens: int, cached_tokens: int, completion_tokens: int)
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-class Chunks(Protocol):
-    """Turns one request's frames into events."""
-
-    def of(self, frame: Tokens | Deltas) -> bytes:
-        """The events of one frame; may be none."""
-        ...
-
-    def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
-        """The chunk without choices that ends a stream with usage, and says how many attempts it took if several."""
-        ...
 
 
 def answer_head(answer_id: str, kind: str, created: int, model: str, details: Details) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import asyncio
 from typing import Any, Final
 
 from gateway.api.calls import AnswerMaker
-from gateway.api.errors import RequestFailed
-from gateway.api.exchange import SSE_HEADERS, Answered, Exchange
 from gateway.api.sse import DONE, comment, error_event, usage_fields
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S
-from gateway.dispatch.mailbox import Ended, Event, ReaderCut, StillWaiting
-from gateway.dispatch.states import State
+from gateway.http.exchange import SSE_HEADERS, Answered, Exchange
+from gateway.http.failures import RequestFailed
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
+from gateway.request.mailbox import Ended, Event, ReaderCut, StillWaiting
+from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.chat import Deltas
 from protocol.errors import ErrorCode

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.api.details import Details
-from gateway.api.sse import Chunks, decoded, event
+from gateway.api.sse import decoded, event
+from gateway.request.chunks import Chunks
 from protocol.chat import Deltas
 from protocol.messages import Tokens
 

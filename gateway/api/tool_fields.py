@@ -6,9 +6,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from gateway.api.errors import InvalidParameter
-from gateway.tokens.chat_template import Arguments
-from gateway.tools.base import Tool
+from tokens.chat_template import Arguments
+from tokens.tools.base import Tool
+from web.errors import InvalidParameter
 
 MAX_TOOLS: Final = 128
 MAX_TOOLS_BYTES: Final = 512 * 1024  # of all of them, as JSON

@@ -12,10 +12,10 @@ one was begun, only who has its very token ids goes on with it, and else nobody 
 
 from dataclasses import dataclass, field
 
-from gateway.dispatch.admission import Admission
 from gateway.dispatch.choices import Choice, Choices
-from gateway.dispatch.conversation import Conversation
 from gateway.dispatch.plausible import most_plausible
+from gateway.request.admission import Admission
+from gateway.request.conversation import Conversation
 from protocol.chat import ChatUsage, CountedBy, Deltas
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, ResumePoint, Tokens, pack_token_ids

@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from gateway.dispatch.admission import Admission
 from gateway.dispatch.attempts import CurrentAttempt
-from gateway.dispatch.mailbox import Failure
+from gateway.request.admission import Admission
+from gateway.request.mailbox import Failure
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 

@@ -19,7 +19,7 @@ from typing import Final
 
 from nats.aio.msg import Msg
 
-from gateway.dispatch.registry import WorkerRegistry
+from gateway.admission.registry import WorkerRegistry
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.disconnects import decode_disconnect

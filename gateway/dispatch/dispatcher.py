@@ -9,32 +9,30 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, Final
 
 from nats.aio.msg import Msg
 
+from gateway.admission.registry import WorkerRegistry
 from gateway.admission.ticket import Ticket
 from gateway.dispatch.dead_letters import DeadLetters
 from gateway.dispatch.detector import LossDetector
-from gateway.dispatch.failovers import MAX_REMEMBERED, Failover
 from gateway.dispatch.job_queue import JobQueue, objects_of
 from gateway.dispatch.lookups import Lookups
-from gateway.dispatch.mailbox import Failure, Mailbox
+from gateway.dispatch.observers import Observer, Observers
 from gateway.dispatch.open_requests import OpenRequests
 from gateway.dispatch.orphans import Orphans
 from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.record import dead_letter, rescue, settle_limits
 from gateway.dispatch.recorder import Recorder
-from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import LiveRevisions, go_on_without
-from gateway.dispatch.states import State
 from gateway.dispatch.streams import Streams
 from gateway.dispatch.unforeseen import fail_alone
-from gateway.dispatch.unread import UnreadBytes
-from gateway.metrics.requests import RequestSeries
+from gateway.request.mailbox import Failure, Mailbox
+from gateway.request.states import State
+from gateway.request.unread import UnreadBytes
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.bus import Bus
@@ -65,14 +63,14 @@ class Dispatcher:
         outbox: Outbox,
         *,
         intents: Outbox,
-        series: RequestSeries,
+        observers: Sequence[Observer] = (),
         overflow: Overflow | None = None,
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._registry = registry
-        self._recorder = Recorder(settings.gateway_id, outbox, intents, series)
-        self._series = series
+        self._recorder = Recorder(settings.gateway_id, outbox, intents)
+        self._observers = Observers(observers)
         self._streams = Streams(bus, settings)
         self._lookups = Lookups(bus)
         self._overflow = overflow
@@ -91,7 +89,6 @@ class Dispatcher:
         self._leaving = False
         self._complained_s = float("-inf")  # monotonic clock
         self._draining = False
-        self.failovers: deque[Failover] = deque(maxlen=MAX_REMEMBERED)  # the latest last
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -236,8 +233,8 @@ class Dispatcher:
         """
         now_s = time.monotonic()
         admission = ticket.admission
-        if admission.trace is not None:
-            admission.trace.admitted(admission)
+        for tell in self._observers.admitted:
+            tell(admission)
         timeouts, max_attempts = self._settings.timeouts, self._settings.max_attempts
         request = OpenRequest(ticket, timeouts, max_attempts, self, now_s, mailbox=mailbox)
         request.mailbox.count_in(self._unread, admission.tenant, lambda: request.give_up_unread(time.monotonic()))
@@ -272,7 +269,9 @@ class Dispatcher:
     def _settle(self, request: OpenRequest) -> None:
         if request.state is State.ENDED and request.closed and request.request_id in self._unsettled:
             del self._unsettled[request.request_id]
-            self._recorder.closed(request)
+            record = self._recorder.closed(request)
+            for tell in self._observers.ended:
+                tell(request, record)
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -303,10 +302,10 @@ class Dispatcher:
         """Put the current attempt into the queue, after a pause."""
         if request.attempt > 1 and not request.current.is_moved:
             log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
-            self._series.failed_over(request)
-            self.failovers.append(Failover.of(request))
-        if request.admission.trace is not None:
-            request.admission.trace.queued(request, after_s)
+            for tell in self._observers.failed_over:
+                tell(request)
+        for tell_queued in self._observers.queued:
+            tell_queued(request, after_s)
         self._spawn(self._queue.publish(request, after_s))
 
     def withdraw(self, request: OpenRequest) -> None:
@@ -317,9 +316,8 @@ class Dispatcher:
 
     def taken(self, request: OpenRequest) -> None:
         """A worker has the current attempt."""
-        self._series.accepted(request)
-        if request.admission.trace is not None:
-            request.admission.trace.accepted(request)
+        for tell in self._observers.accepted:
+            tell(request)
         if request.worker_id is not None:
             how = rescue(request, self._registry.last_beat(request.worker_id))
             if how is not None:

@@ -1,8 +1,10 @@
 """The failovers that this gateway has just seen, for people who watch."""
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Final, Self
 
+from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
 from protocol.clock import unix_now_ms
 
@@ -34,3 +36,14 @@ class Failover:
             failed.code,
             request.choices.held_tokens(),
         )
+
+
+class RecentFailovers(Observer):
+    """Remembers the latest ones."""
+
+    def __init__(self) -> None:
+        self.latest: deque[Failover] = deque(maxlen=MAX_REMEMBERED)  # the last one last
+
+    def failed_over(self, request: OpenRequest) -> None:
+        """An attempt has failed, and the next one begins."""
+        self.latest.append(Failover.of(request))

@@ -11,10 +11,10 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from gateway.admission.estimate import Place
-from gateway.dispatch.mailbox import Ended, Failure
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
+from gateway.request.mailbox import Ended, Failure
+from gateway.request.place import Place
+from gateway.request.states import State
 
 
 class RequestGroup:

@@ -5,15 +5,15 @@ import logging
 import time
 from typing import Final
 
-from gateway.dispatch.admission import Admission
 from gateway.dispatch.attempts import CurrentAttempt
 from gateway.dispatch.lookups import Lookups
-from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.overflow import JOB_LIMIT_S, Overflow
 from gateway.dispatch.record import origin_of
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import needed_revision
-from gateway.dispatch.states import State
+from gateway.request.admission import Admission
+from gateway.request.mailbox import Failure
+from gateway.request.states import State
 from protocol import subjects
 from protocol.artifacts import MAX_INLINE_PROMPT_BYTES, delete_object, put_object
 from protocol.backoff import backoff_s

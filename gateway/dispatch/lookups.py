@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
+from gateway.request.states import State
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class OpenRequests:
-    """Answers ledger writers (gateway.ledger.abandoned)."""
+    """Answers ledger writers (ledger.abandoned)."""
 
     def __init__(self, bus: Bus, gateway_id: str, unsettled: Mapping[str, OpenRequest], outbox: Outbox) -> None:
         """``unsettled``: the requests without a record; ``outbox``: where their records go."""

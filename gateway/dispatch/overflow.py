@@ -14,14 +14,14 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, Final
 
 from gateway.admission.control import AdmissionControl
-from gateway.dispatch.admission import Admission
-from gateway.dispatch.registry import WorkerRegistry
+from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import Taker
-from gateway.dispatch.states import State
 from gateway.hosted.place import HostedPlace
 from gateway.hosted.pool import HostedPool
 from gateway.hosted.pools import HostedPools, Offer, Wanted
+from gateway.request.admission import Admission
+from gateway.request.states import State
 from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.chat import TAKES_MESSAGES

@@ -6,8 +6,8 @@ from typing import Final
 
 from msgspec.structs import asdict, replace
 
-from gateway.dispatch.admission import Admission
 from gateway.dispatch.request import OpenRequest
+from gateway.request.admission import Admission
 from protocol.chat import TAKES_IDS
 from protocol.clock import unix_now_ms
 from protocol.dead_letters import DeadLetter, sampling_without_texts

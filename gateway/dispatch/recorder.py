@@ -11,24 +11,22 @@ says all that an intent does, so it alone is stored, in time.
 
 import asyncio
 
-from gateway.dispatch.admission import Admission
 from gateway.dispatch.record import lost_attempt_record, usage_intent, usage_record
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.request_log import log_end
-from gateway.metrics.requests import RequestSeries
+from gateway.request.admission import Admission
 from protocol.messages import Heartbeat, encode
 from protocol.outbox import Outbox
+from protocol.usage import RequestRecord
 
 
 class Recorder:
     """Writes intents and records, each once."""
 
-    def __init__(self, gateway_id: str, outbox: Outbox, intents: Outbox, series: RequestSeries) -> None:
+    def __init__(self, gateway_id: str, outbox: Outbox, intents: Outbox) -> None:
         """``outbox``: for records; ``intents``: for intents, which travel apart."""
         self._gateway_id = gateway_id
         self._outbox = outbox
         self._intents = intents
-        self._series = series
 
     @property
     def full(self) -> bool:
@@ -65,12 +63,9 @@ class Recorder:
         # An id of our own: the worker's message, if it comes, may carry other records too.
         self._outbox.put(f"{record.request_id}.{record.attempt}.{record.worker_id}.lost", encode(record))
 
-    def closed(self, request: OpenRequest) -> None:
-        """Nothing about a request changes any more: leave its record, unless that is done, and tell whoever counts."""
+    def closed(self, request: OpenRequest) -> RequestRecord:
+        """Leave the record of a request about which nothing changes any more, unless that is done; return it."""
         if request.record is None:
             self.record(request, is_awaited=False)
         assert request.record is not None  # noqa: S101  # by the lines above
-        self._series.ended(request, request.record)
-        log_end(request, request.record)
-        if request.admission.trace is not None:
-            request.admission.trace.ended(request, request.record)
+        return request.record

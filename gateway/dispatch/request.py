@@ -9,17 +9,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from gateway.admission.estimate import Place
 from gateway.admission.ticket import Ticket
 from gateway.dispatch.actions import Actions
 from gateway.dispatch.attempts import AttemptLog, CurrentAttempt
 from gateway.dispatch.chat_choices import choices_of
 from gateway.dispatch.deadlines import WITHDRAW_LINGER_S, Patience, overdue
-from gateway.dispatch.mailbox import Ended, Failure, Mailbox, StillWaiting
 from gateway.dispatch.plausible import plausible_prompt, why_implausible
-from gateway.dispatch.states import State
 from gateway.dispatch.verdicts import VANISHED, is_premature, too_much_unread, verdict_of, why_over
 from gateway.hosted.place import HostedPlace
+from gateway.request.mailbox import Ended, Failure, Mailbox, StillWaiting
+from gateway.request.place import Place
+from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.chat import Deltas
 from protocol.errors import ErrorCode

@@ -9,10 +9,10 @@ may come back, and then ends with an error: it never goes on with other weights.
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
-from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
 from gateway.dispatch.verdicts import ANSWER_CUT, forget_answer
+from gateway.request.mailbox import Failure
+from gateway.request.states import State
 from protocol import subjects
 from protocol.chat import NO_TOKENIZER, TAKES_MESSAGES, Input
 from protocol.errors import ErrorCode

@@ -6,9 +6,9 @@ import time
 from typing import Final
 
 from gateway.dispatch.actions import Actions
-from gateway.dispatch.mailbox import Ended, Failure
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
+from gateway.request.mailbox import Ended, Failure
+from gateway.request.states import State
 from protocol.errors import ErrorCode
 
 _FAILURE: Final = Failure(ErrorCode.INTERNAL_ERROR, "the gateway made a mistake with this request")

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Final
 
-from gateway.dispatch.admission import Admission
-from gateway.dispatch.mailbox import Failure
+from gateway.request.admission import Admission
+from gateway.request.mailbox import Failure
 from protocol.errors import ErrorCode
 from protocol.messages import Failed
 

@@ -3,14 +3,14 @@
 import math
 from typing import Final
 
+from db.money import nano_usd
 from gateway.admission.capacity import ModelCapacity
-from gateway.ledger.prices import TokenPrice
-from gateway.money import nano_usd
-from gateway.quotas.pools import cap_account
-from gateway.quotas.terms import Terms
 from gateway.settings import HostedPoolSettings
+from ledger.prices import TokenPrice
 from protocol import subjects
 from protocol.quotas import Kind
+from quotas.pools import cap_account
+from quotas.terms import Terms
 
 # Providers count a prompt with tokenizers of their own: so much more than our count is reserved of the money.
 PROMPT_MARGIN: Final = 1.25

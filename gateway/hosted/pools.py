@@ -7,11 +7,11 @@ from typing import Final, NamedTuple
 from gateway.admission.capacity import Capacity
 from gateway.hosted.place import HostedPlace
 from gateway.hosted.pool import HostedPool, most_cost_nano_usd
-from gateway.ledger.prices import TokenPrice
-from gateway.quotas.pools import POOL
-from gateway.quotas.prices import CurrentPrices
-from gateway.quotas.quotas import Quotas, Refused, Unavailable
 from gateway.settings import HostedPoolSettings
+from ledger.prices import TokenPrice
+from quotas.pools import POOL
+from quotas.prices import CurrentPrices
+from quotas.quotas import Quotas, Refused, Unavailable
 
 # Why a request that may go to a hosted pool does not: what its caller is told while it waits.
 AWAY: Final = "away"  # none of these pools has a worker, or all rest

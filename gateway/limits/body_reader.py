@@ -7,9 +7,9 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
-from gateway.api.errors import Overloaded
-from gateway.limits.body import LARGE_BODY_BYTES, Receive, read_body
 from gateway.settings import LimitSettings
+from web.body import LARGE_BODY_BYTES, Receive, read_body
+from web.errors import Overloaded
 
 
 class BodyReader:

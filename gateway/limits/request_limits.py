@@ -2,8 +2,9 @@
 
 from typing import Final
 
-from gateway.api.errors import ContextLengthExceeded, InvalidParameter
 from gateway.settings import LimitSettings, ModelSettings
+from tokens.model_tokens import prompt_too_long
+from web.errors import ContextLengthExceeded, InvalidParameter
 
 AS_MANY_AS_FIT: Final = -1  # as a number of tokens to make: what the limits leave, as vLLM and llama.cpp have it
 
@@ -74,15 +75,6 @@ def output_limit(
         message = f"'min_tokens' ({min_tokens}) is more than the {max_tokens} tokens that the answer may have."
         raise InvalidParameter(message, param="min_tokens")
     return max_tokens
-
-
-def prompt_too_long(context_length: int, prompt_tokens: int, prompt_param: str) -> ContextLengthExceeded:
-    """The refusal of a prompt that leaves no token for an answer."""
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {context_length} tokens. However, your {prompt_param} resulted in"
-        f" {prompt_tokens} tokens. Please reduce the length of the {prompt_param}.",
-        param=prompt_param,
-    )
 
 
 def _check_context(

@@ -10,9 +10,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
+from db.money import NANO_USD
 from gateway.metrics.engines import engine_families, worker_families
 from gateway.metrics.requests import RequestCounts
-from gateway.money import NANO_USD
 from protocol.messages import Heartbeat
 
 

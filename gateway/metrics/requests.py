@@ -2,19 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from gateway.ledger.prices import CALLERS, TokenPrice
+from db.money import NANO_USD
+from gateway.dispatch.observers import Observer
+from gateway.dispatch.request import OpenRequest
 from gateway.metrics.engines import ENGINE_INDEX
 from gateway.metrics.histogram import Buckets, add_histogram
-from gateway.money import NANO_USD
+from ledger.prices import CALLERS, TokenPrice
 from protocol.engine_stats import Histogram
 from protocol.usage import RequestRecord
-
-if TYPE_CHECKING:
-    from gateway.dispatch.request import OpenRequest
 
 # vLLM's buckets; below them some of our own, for small models.
 _TTFT_S: Final = (
@@ -69,13 +68,13 @@ _Place = tuple[str, str, str, str]  # model, pool, provider, region: bounded by 
 
 
 class Prices(Protocol):
-    """What tokens cost, from memory: ``gateway.quotas.prices.CurrentPrices``."""
+    """What tokens cost, from memory: ``quotas.prices.CurrentPrices``."""
 
     def of(self, model: str, unix_ms: int, pool: str = CALLERS) -> TokenPrice | None:
         """What a model's tokens cost callers at a moment, or us at a hosted pool; None: nothing."""
 
 
-class RequestSeries:
+class RequestSeries(Observer):
     """Counts what one gateway's requests did. Only the event loop touches it."""
 
     def __init__(self, prices: Prices | None = None) -> None:
@@ -90,19 +89,19 @@ class RequestSeries:
         """A request was not admitted."""
         self._counts["spillway_refusals"][endpoint, str(status), code or ""] += 1
 
-    def accepted(self, request: "OpenRequest") -> None:
+    def accepted(self, request: OpenRequest) -> None:
         """A worker has taken an attempt."""
         accepted = request.current.accepted
         if accepted is not None:
             place = (request.admission.model, accepted.pool, accepted.provider, accepted.region)
             self._counts["spillway_attempts"][place] += 1
 
-    def failed_over(self, request: "OpenRequest") -> None:
+    def failed_over(self, request: OpenRequest) -> None:
         """An attempt has failed, and the next one begins."""
         code = str(request.log.failures[-1].code)
         self._counts["spillway_failovers"][request.admission.model, code] += 1
 
-    def ended(self, request: "OpenRequest", record: RequestRecord) -> None:
+    def ended(self, request: OpenRequest, record: RequestRecord) -> None:
         """A request is over, and this is its record."""
         code = str(record.error_code or "")
         self._counts["spillway_requests"][
@@ -125,7 +124,7 @@ class RequestSeries:
             if price is not None:
                 self._nano_usd[name][place] += price.charge_nano_usd(*tokens)
 
-    def _observe(self, place: _Place, request: "OpenRequest", record: RequestRecord) -> None:
+    def _observe(self, place: _Place, request: OpenRequest, record: RequestRecord) -> None:
         buckets = self._buckets.get(place)
         if buckets is None:
             buckets = self._buckets[place] = {name: Buckets(bounds) for name, (_, bounds) in HISTOGRAMS.items()}

@@ -5,7 +5,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from gateway.api.sse import Chunks
+from gateway.request.chunks import Chunks
 from protocol.chat import Deltas, Part
 from protocol.messages import Tokens
 

@@ -14,13 +14,13 @@ import msgspec
 from msgspec import Struct
 from pydantic import BaseModel
 
-from gateway.auth.checks import MAX_RETENTION_DAYS
+from accounts.checks import MAX_RETENTION_DAYS
+from accounts.consent import Consent
 from gateway.payloads.answers import RecordedAnswer, Teller
-from gateway.payloads.consent import Consent
-from gateway.payloads.end_user import kept_end_user
 from gateway.payloads.redaction import Redactor, UnredactablePrompt
-from gateway.payloads.sealing import Sealer, parse_keys
-from gateway.settings import PayloadSettings
+from ledger.payloads.end_user import kept_end_user
+from ledger.payloads.sealing import Sealer, parse_keys
+from ledger.settings import PayloadSettings
 from protocol import subjects
 from protocol.backoff import backoff_s
 from protocol.bus import Bus

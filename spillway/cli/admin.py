@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from gateway.admin.views import audit_view
-from gateway.auth.admins import ADMIN_NAME, set_password
-from gateway.auth.audit import MAX_PAGE_ROWS, AuditEntry, AuditFilter, list_changes
-from gateway.auth.passwords import new_password
+from accounts.audit import MAX_PAGE_ROWS, AuditEntry, AuditFilter, list_changes
+from console.admin.views import audit_view
+from console.login.admins import ADMIN_NAME, set_password
+from console.login.passwords import new_password
 from spillway.cli.context import ConfigOption, DataOption, database, out, run_async, running_or_config
 from spillway.cli.keys import JsonOption, print_table
 from spillway.cli.policy import local_time, this_actor

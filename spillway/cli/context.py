@@ -12,11 +12,11 @@ from pydantic import SecretStr
 from rich.console import Console
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.auth.errors import LoginError, PepperError, PrincipalError
-from gateway.auth.pepper import load_or_create_pepper
-from gateway.db.engine import create_engine
-from gateway.db.errors import SQL_ERRORS, DatabaseError, DatabaseUnavailable, describe
-from gateway.payloads.errors import PayloadError
+from accounts.errors import LoginError, PepperError, PrincipalError
+from accounts.pepper import load_or_create_pepper
+from db.engine import create_engine
+from db.errors import SQL_ERRORS, DatabaseError, DatabaseUnavailable, describe
+from ledger.payloads.errors import PayloadError
 from pool_worker.engines.base import EngineDiedError
 from protocol.bus import Bus
 from protocol.errors import BusError

@@ -11,16 +11,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.db.models import ApiKeyRow, TeamRow
-from gateway.payloads.errors import ExportError
-from gateway.payloads.sealing import Sealer, parse_keys
-from gateway.training.export import Exporter, ExportPlan
-from gateway.training.formats import FORMATS
-from gateway.training.rows import Wanted
-from gateway.training.rules import MIN_EXAMPLES
+from db.models import ApiKeyRow, TeamRow
+from ledger.payloads.errors import ExportError
+from ledger.payloads.sealing import Sealer, parse_keys
 from protocol.clock import unix_now_ms
 from spillway.cli.context import ConfigOption, DataOption, database, err, out, run_async, running_or_config
 from spillway.cli.policy import this_actor
+from training.export import Exporter, ExportPlan
+from training.formats import FORMATS
+from training.rows import Wanted
+from training.rules import MIN_EXAMPLES
 
 
 def finetune(

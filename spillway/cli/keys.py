@@ -10,11 +10,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gateway.admin.views import key_view
-from gateway.auth.checks import checked_grant
-from gateway.auth.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
-from gateway.auth.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
-from gateway.settings import canonical_names
+from accounts.checks import checked_grant
+from accounts.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke_key, rotate_key, update_key
+from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
+from console.admin.views import key_view
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
@@ -40,6 +39,7 @@ from spillway.cli.policy import (
     this_actor,
 )
 from spillway.config import Config
+from tokens.settings import canonical_names
 
 NOTIFY_LIMIT_S: Final = 3.0
 TABLE_WIDTH_CHARS: Final = 140

@@ -2,9 +2,9 @@
 
 import time
 
-from gateway.money import NANO_USD
-from gateway.quotas.recount import Recount, recount_budgets
-from gateway.quotas.vault import Vault
+from db.money import NANO_USD
+from quotas.recount import Recount, recount_budgets
+from quotas.vault import Vault
 from spillway.cli.context import ConfigOption, DataOption, database, out, queue_server, run_async, running_or_config
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from gateway.ledger.parked import parked_records, replay
+from ledger.parked import parked_records, replay
 from protocol.parked import ParkedUsage
 from spillway.cli.context import ConfigOption, DataOption, out, queue_server, run_async, running_or_config
 

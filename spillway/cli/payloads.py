@@ -5,9 +5,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from gateway.auth.keys import list_keys
-from gateway.payloads.sealing import Sealer, parse_keys
-from gateway.payloads.store import Erasure, erase, read_payload
+from accounts.keys import list_keys
+from ledger.payloads.sealing import Sealer, parse_keys
+from ledger.payloads.store import Erasure, erase, read_payload
 from spillway.cli.context import ConfigOption, DataOption, database, out, run_async, running_or_config
 from spillway.cli.policy import this_actor
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gateway.auth.principal import Policy
-from gateway.money import NANO_USD, nano_usd
+from accounts.principal import Policy
+from db.money import NANO_USD, nano_usd
 
 NONE: Final = "none"  # takes a bound away
 _BUDGET: Final = re.compile(r"\$?\s*(\d{1,10}(?:\.\d{1,9})?)\s*(?:USD)?\s*[/ ]\s*(day|week|month|total)", re.IGNORECASE)

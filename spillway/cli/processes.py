@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.panel import Panel
 
-from gateway.auth.admins import ADMIN_NAME
+from console.login.admins import ADMIN_NAME
 from spillway import logs
 from spillway.cli.context import (
     ConfigOption,
@@ -141,7 +141,7 @@ def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: Re
 
 def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
     """Run one ledger writer: usage records from the queue into SQL. Several may run side by side."""
-    from gateway.ledger.main import run
+    from ledger.main import run
 
     logs.configure("ledger")
     os.nice(LEDGER_NICENESS)

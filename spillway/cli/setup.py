@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.ledger.retention import kept_since_unix_ms
+from ledger.retention import kept_since_unix_ms
 from spillway.cli.context import ConfigOption, DataOption, database, out, resolve_config, run_async, running_or_config
 from spillway.config import DEFAULT_CONFIG_NAME
 
@@ -34,7 +34,7 @@ def db_check_rollups(
     data: DataOption = None,
 ) -> None:
     """Compare rollups with what the requests add up to; with --repair also once after an upgrade from before 0006."""
-    from gateway.ledger.check import check_rollups  # noqa: PLC0415 - brings numpy, which workers do without
+    from ledger.check import check_rollups  # noqa: PLC0415 - brings numpy, which workers do without
 
     resolved = running_or_config(config, data)
 

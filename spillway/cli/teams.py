@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from gateway.admin.views import organisation_view, team_view
-from gateway.auth import teams
-from gateway.auth.principal import policy_of
+from accounts import teams
+from accounts.principal import policy_of
+from console.admin.views import organisation_view, team_view
 from spillway.cli.context import ConfigOption, DataOption, database, out, run_async, running_or_config
 from spillway.cli.keys import JsonOption, print_table, show_facts, tell_gateways
 from spillway.cli.policy import (

@@ -14,8 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gateway.ledger.days import UnknownTimeZone, parse_zone
-from gateway.ledger.report import GroupBy, ReportTooLarge, UsageRow, usage_report
+from ledger.days import UnknownTimeZone, parse_zone
+from ledger.report import GroupBy, ReportTooLarge, UsageRow, usage_report
 from spillway.cli.context import ConfigOption, DataOption, database, fail, out, run_async, running_or_config
 
 TABLE_WIDTH_CHARS: Final = 140

@@ -25,13 +25,13 @@ from typing import Any
 import psutil
 from nats.aio.msg import Msg
 
+from accounts.principal import Policy
 from benchmarks.stream_client import Exchange, Patience, exchange, read
-from gateway.auth.principal import Policy
-from gateway.quotas.account import CLOCK_SLACK_S, LEASE_S
-from gateway.quotas.vault import Vault
 from protocol import subjects
 from protocol.messages import Accepted, Failed, Finished, decode_step
 from protocol.quotas import NOTHING
+from quotas.account import CLOCK_SLACK_S, LEASE_S
+from quotas.vault import Vault
 from spillway.children import Child
 from tests.chaos.client import http_request
 from tests.chaos.system import MODEL, Shape, System

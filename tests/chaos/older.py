@@ -6,7 +6,7 @@ import tarfile
 from io import BytesIO
 from pathlib import Path
 
-from gateway.db.schema import SCHEMA_VERSION
+from db.schema import SCHEMA_VERSION
 
 OLDER_COMMIT = "f364b7c"  # knows neither intents nor parked payloads, and its schema is two revisions older
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ def unpack_older(folder: Path) -> dict[str, str]:
     with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
     # It insists on the schema that it was written for; later ones take a newer one.
-    schema = folder / "gateway/db/schema.py"
+    schema = folder / "db/schema.py"
     schema.write_text(
         re.sub(
             r'^SCHEMA_VERSION: Final = "\d+"',

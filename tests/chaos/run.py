@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gateway.ledger.check import check_rollups
+from ledger.check import check_rollups
 from protocol import subjects
 from tests.chaos import faults, server_faults, upstream_faults  # noqa: F401 - they register theirs
 from tests.chaos.agreement import Agreement, ask_each_make, judge_disputed

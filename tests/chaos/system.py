@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from accounts.keys import Grant, create_key
+from accounts.pepper import load_or_create_pepper
+from accounts.principal import Policy
 from benchmarks.ports import free_port
-from gateway.auth.keys import Grant, create_key
-from gateway.auth.pepper import load_or_create_pepper
-from gateway.auth.principal import Policy
-from gateway.db.engine import create_engine
+from db.engine import create_engine
 from migrations import upgrade
 from protocol.bus import Bus
 from spillway.children import Child

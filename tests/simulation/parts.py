@@ -12,25 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
+from accounts.principal import Policy, Principal
 from gateway.admission.control import AdmissionControl
+from gateway.admission.registry import WorkerRegistry
 from gateway.api.calls import CompletionCall
 from gateway.api.prompts import CompletionsEndpoint
-from gateway.api.refusals import RefusalLog
 from gateway.api.services import Services
-from gateway.auth.principal import Policy, Principal
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.registry import WorkerRegistry
-from gateway.ledger import main as ledger_main
-from gateway.ledger.prices import TokenPrice
-from gateway.ledger.writer import LedgerWriter
+from gateway.http.refusals import RefusalLog
 from gateway.limits.body_reader import BodyReader
 from gateway.main import FLUSH_LIMIT_S, _must_not_end
 from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
-from gateway.quotas.quotas import Quotas
-from gateway.quotas.seeds import RollupLedger
-from gateway.settings import GatewaySettings, LedgerSettings
-from gateway.tokens.model_tokens import ModelTokens
+from gateway.settings import GatewaySettings
+from ledger import main as ledger_main
+from ledger.prices import TokenPrice
+from ledger.settings import LedgerSettings
+from ledger.writer import LedgerWriter
 from pool_worker.main import _serve as serve_worker
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from pool_worker.stopping import Stop
@@ -38,12 +36,15 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
 from protocol.outbox import Outbox
+from quotas.quotas import Quotas
+from quotas.seeds import RollupLedger
 from tests.simulation import sql
 from tests.simulation.disk import Disk
 from tests.simulation.engine import CONTEXT, Pace, SimulatedEngine
 from tests.simulation.network import Host, connect_bus
 from tests.simulation.virtual_time import Process
 from tests.simulation.world import MODEL, World
+from tokens.model_tokens import ModelTokens
 
 if TYPE_CHECKING:
     from gateway.admission.ticket import Ticket
@@ -219,7 +220,7 @@ class Gateway(Part):
         registry = WorkerRegistry(bus)
         admission_control = AdmissionControl(bus, settings, registry)
         series = RequestSeries(Prices())
-        dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, series=series)
+        dispatcher = Dispatcher(bus, settings, registry, outbox, intents=intents, observers=[series])
         await dispatcher.start()
         quotas = Quotas(bus, settings.gateway_id, RollupLedger(sql.engine()))
         await quotas.start()
@@ -237,10 +238,7 @@ class Gateway(Part):
             refusals=RefusalLog(series),
             quotas=quotas,
             prices=Prices(),  # type: ignore[arg-type]
-            database=nothing,
-            login=nothing,
             payloads=PayloadPublisher(bus, settings.payloads),
-            reader=nothing,
             started_unix_s=0,
         )
         self._watch(dispatcher)

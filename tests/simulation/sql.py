@@ -14,15 +14,15 @@ from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from gateway.db.engine import _begin_sqlite
-from gateway.db.models import Base
+from db.engine import _begin_sqlite
+from db.models import Base
 from tests.simulation.virtual_time import CURRENT, Process
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 COMMIT_S = (0.001, 0.01)
-LOCK_LIMIT_S = 5.0  # as gateway.db.engine.LOCK_LIMIT_S
+LOCK_LIMIT_S = 5.0  # as db.engine.LOCK_LIMIT_S
 LOCK_LOOK_S = 0.002
 
 

@@ -11,9 +11,9 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 from pydantic import SecretStr
 
-from gateway.auth.admins import set_password
-from gateway.db.engine import create_engine
-from gateway.ledger.store import store_records
+from console.login.admins import set_password
+from db.engine import create_engine
+from ledger.store import store_records
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
 from tests.acceptance.system import System, run_system
 from tests.usage_records import attempt_record, request_record

@@ -10,10 +10,10 @@ from pydantic import SecretStr
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.auth.keys import ApiKey, Grant, create_key
-from gateway.auth.teams import create_team
-from gateway.db.models import InstanceRow
-from gateway.ledger.store import store_records
+from accounts.keys import ApiKey, Grant, create_key
+from accounts.teams import create_team
+from db.models import InstanceRow
+from ledger.store import store_records
 from protocol.usage import UsageRecord
 from tests.usage_records import attempt_record, request_record
 

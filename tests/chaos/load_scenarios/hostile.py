@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from msgspec.structs import replace
 
-from gateway.auth.principal import Policy
+from accounts.principal import Policy
 from protocol import subjects
 from protocol.artifacts import get_object, publish_model_card, read_model_card
 from tests.chaos.client import http_request

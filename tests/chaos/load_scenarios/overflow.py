@@ -14,14 +14,14 @@ from typing import Any
 
 from sqlalchemy import select
 
-from gateway.auth.principal import Policy
-from gateway.db.models import AttemptRow
-from gateway.ledger.prices import TokenPrice
-from gateway.money import nano_usd
-from gateway.quotas.pools import cap_account
-from gateway.quotas.vault import Vault
+from accounts.principal import Policy
+from db.models import AttemptRow
+from db.money import nano_usd
+from ledger.prices import TokenPrice
 from pool_worker.settings import ServerEngineSettings
 from protocol.errors import BusError
+from quotas.pools import cap_account
+from quotas.vault import Vault
 from tests.chaos.load_scenarios.callers import Asked
 from tests.chaos.load_scenarios.hosted_api import Bill, HostedApi, hosted_api
 from tests.chaos.load_scenarios.plan import Stage, expect

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 from sqlalchemy import func, select
 
-from gateway.auth.principal import Policy
-from gateway.db.models import RequestRow
-from gateway.ledger.check import check_rollups
-from gateway.quotas.vault import Vault
+from accounts.principal import Policy
+from db.models import RequestRow
+from ledger.check import check_rollups
 from protocol import subjects
+from quotas.vault import Vault
 from tests.chaos.ledger import settled_rows
 from tests.chaos.load_scenarios.callers import Asked, ttfts_ms
 from tests.chaos.load_scenarios.plan import Stage, expect

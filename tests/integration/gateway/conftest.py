@@ -12,14 +12,13 @@ import pytest
 from nats.aio.msg import Msg
 from pydantic import SecretStr
 
-from gateway.auth.keys import create_key
-from gateway.db.engine import create_engine
-from gateway.dispatch.admission import Admission
+from accounts.keys import create_key
+from db.engine import create_engine
+from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dead_letters import newest_dead_letters
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.registry import WorkerRegistry
 from gateway.main import run
-from gateway.metrics.requests import RequestSeries
+from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings, ModelSettings
 from protocol import artifacts, subjects
 from protocol import messages as m
@@ -255,7 +254,7 @@ async def dispatching(nats_url: str, data_dir: Path) -> AsyncIterator[tuple[Disp
     )
     outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10)
     intents = Outbox(bus, subjects.INTENT_USAGE_SUBJECT, 10)
-    dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox, intents=intents, series=RequestSeries())
+    dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox, intents=intents)
     await dispatcher.start()
     yield dispatcher, bus
     await bus.close()

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from gateway.api import exchange as exchange_module
+from gateway.http import exchange as exchange_module
 from protocol import subjects
 from protocol.pull import ack
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start

@@ -16,18 +16,18 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.auth.admins import set_password
-from gateway.auth.audit import AuditFilter, list_changes
-from gateway.auth.keys import find_key, list_keys
-from gateway.auth.principal import Policy
-from gateway.dashboard.reader import Reader
-from gateway.dashboard.render import PAGES
-from gateway.db.engine import create_engine
-from gateway.ledger.prices import CALLERS, Price, add_price, seed_prices
-from gateway.ledger.store import store_records
-from gateway.money import NANO_USD
-from gateway.payloads.sealing import Sealer
-from gateway.payloads.store import store_payloads
+from accounts.audit import AuditFilter, list_changes
+from accounts.keys import find_key, list_keys
+from accounts.principal import Policy
+from console.dashboard.reader import Reader
+from console.dashboard.render import PAGES
+from console.login.admins import set_password
+from db.engine import create_engine
+from db.money import NANO_USD
+from ledger.payloads.sealing import Sealer
+from ledger.payloads.store import store_payloads
+from ledger.prices import CALLERS, Price, add_price, seed_prices
+from ledger.store import store_records
 from protocol.clock import unix_now_ms
 from protocol.messages import PROTOCOL_VERSION
 from protocol.payloads import PayloadRecord
@@ -370,7 +370,7 @@ async def test_live_numbers_come_as_events(gateway: GatewayUnderTest, browser: h
 
 
 async def test_too_many_who_watch_are_told_so(browser: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.dashboard.live.MAX_STREAMS", 0)
+    monkeypatch.setattr("console.dashboard.live.MAX_STREAMS", 0)
     assert (await browser.get("/dashboard/live")).status_code == 503
 
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.detector import LossDetector
-from gateway.dispatch.registry import WorkerRegistry
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ErrorCode

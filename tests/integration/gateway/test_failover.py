@@ -123,7 +123,7 @@ async def test_a_killed_worker_is_a_short_pause(
     """Its connection is gone: the server says so, or answers that nobody listens. No heartbeat has to be missed."""
     if not server_tells:  # as where its configuration does not import the event
         monkeypatch.setattr(subjects, "DISCONNECTS", "nobody.says.this")
-    monkeypatch.setattr("gateway.dispatch.registry.HEARTBEAT_LIMIT_S", 1000.0)
+    monkeypatch.setattr("gateway.admission.registry.HEARTBEAT_LIMIT_S", 1000.0)
     gateway = await start_gateway()
     bus = await Bus.connect(nats_url, name=subjects.connection_name("w1"))
 

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
+from gateway.request.states import State
 from protocol import messages as m
 from protocol import subjects
 from protocol.bus import Bus

@@ -8,15 +8,15 @@ import httpx
 import openai
 import pytest
 
-from gateway.auth.keys import Grant, create_key
-from gateway.auth.principal import Policy
-from gateway.db.engine import create_engine
-from gateway.money import nano_usd
-from gateway.quotas.pools import cap_account
-from gateway.quotas.vault import Vault
+from accounts.keys import Grant, create_key
+from accounts.principal import Policy
+from db.engine import create_engine
+from db.money import nano_usd
 from gateway.settings import HostedPoolSettings, PriceSettings
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
+from quotas.pools import cap_account
+from quotas.vault import Vault
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello
 from tests.waiting import until

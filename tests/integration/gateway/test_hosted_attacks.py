@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from gateway.auth.keys import find_key, update_key
-from gateway.db.engine import create_engine
-from gateway.ledger.prices import Price, add_price
-from gateway.ledger.store import store_records
-from gateway.ledger.writer import LedgerWriter
-from gateway.money import nano_usd
-from gateway.settings import HostedPoolSettings, LedgerSettings
+from accounts.keys import find_key, update_key
+from db.engine import create_engine
+from db.money import nano_usd
+from gateway.settings import HostedPoolSettings
+from ledger.prices import Price, add_price
+from ledger.settings import LedgerSettings
+from ledger.store import store_records
+from ledger.writer import LedgerWriter
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms

@@ -8,10 +8,10 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from gateway.auth.admins import set_password
-from gateway.auth.keys import Grant, create_key
-from gateway.auth.principal import ADMIN
-from gateway.db.engine import create_engine
+from accounts.keys import Grant, create_key
+from accounts.principal import ADMIN
+from console.login.admins import set_password
+from db.engine import create_engine
 from tests.integration.gateway.conftest import PEPPER, Start
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S

@@ -91,7 +91,7 @@ async def test_where_neither_queue_nor_disk_stores_anything_requests_are_refused
     start_gateway: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("protocol.spool.os.write", _disk_is_full)
-    monkeypatch.setattr("gateway.api.exchange.ROW_LIMIT_S", 2.0)
+    monkeypatch.setattr("gateway.http.exchange.ROW_LIMIT_S", 2.0)
     gateway = await start_gateway()
     await gateway.add_worker()
     await store_nothing(gateway.bus)

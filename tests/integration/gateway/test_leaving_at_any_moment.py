@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from benchmarks.ports import free_port
-from gateway.api.exchange import Exchange
 from gateway.dispatch.request import OpenRequest
+from gateway.http.exchange import Exchange
 from gateway.idempotency.runs import Run
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from protocol import subjects

@@ -8,17 +8,17 @@ import httpx
 import openai
 import pytest
 
-from gateway.auth.keys import Grant, create_key
-from gateway.auth.principal import Policy
-from gateway.db.engine import create_engine
-from gateway.limits.body import LARGE_BODY_BYTES
-from gateway.quotas.vault import Vault
-from gateway.tokens.model_tokens import ModelTokens
+from accounts.keys import Grant, create_key
+from accounts.principal import Policy
+from db.engine import create_engine
 from protocol.bus import Bus
 from protocol.quotas import RATES, Account, Kind
+from quotas.vault import Vault
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.waiting import HANGS_S, until
+from tokens.model_tokens import ModelTokens
+from web.body import LARGE_BODY_BYTES
 
 HELLO = [{"role": "user", "content": "Hi"}]
 MakeKey = Callable[[Policy], Awaitable[tuple[str, str]]]

@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.auth.admins import set_password
-from gateway.db.engine import create_engine
-from gateway.web.login import local_page
-from gateway.web.throttle import MAX_AT_NAME
+from console.login.admins import set_password
+from console.login.login import local_page
+from console.login.throttle import MAX_AT_NAME
+from db.engine import create_engine
 from tests.integration.gateway.conftest import Start
 from tests.waiting import HANGS_S
 

@@ -7,21 +7,21 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.auth.principal import BudgetPeriod, Policy
-from gateway.db.engine import create_engine
-from gateway.db.errors import DatabaseUnavailable
-from gateway.ledger.prices import CALLERS, Price, TokenPrice, add_price
-from gateway.ledger.store import store_records
-from gateway.quotas.quotas import Quotas, Refused, Unavailable
-from gateway.quotas.reservation import Estimate, Reservation
-from gateway.quotas.seeds import RollupLedger
-from gateway.quotas.vault import Vault
+from accounts.principal import BudgetPeriod, Policy
+from db.engine import create_engine
+from db.errors import DatabaseUnavailable
+from ledger.prices import CALLERS, Price, TokenPrice, add_price
+from ledger.store import store_records
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.messages import encode
 from protocol.pull import Delivery, PullConsumer, ack
 from protocol.quotas import Kind
 from protocol.usage import encode_usage
+from quotas.quotas import Quotas, Refused, Unavailable
+from quotas.reservation import Estimate, Reservation
+from quotas.seeds import RollupLedger
+from quotas.vault import Vault
 from tests.integration.gateway.test_quotas import (
     Start,
     ask,

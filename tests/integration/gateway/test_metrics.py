@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
-from gateway.auth.keys import Grant
-from gateway.auth.principal import METRICS
+from accounts.keys import Grant
+from accounts.principal import METRICS
 from gateway.metrics.requests import HISTOGRAMS
 from pool_worker.settings import LocalEngineSettings, WorkerSettings
 from protocol.bus import Bus

@@ -15,9 +15,9 @@ from joserfc import jwt
 from joserfc.jwk import RSAKey
 from pydantic import ValidationError
 
-from gateway.auth.errors import OidcError
-from gateway.auth.oidc import UNREACHABLE, OidcLogin, allowed_user
-from gateway.settings import OidcSettings
+from accounts.errors import OidcError
+from console.login.oidc import UNREACHABLE, OidcLogin, allowed_user
+from console.settings import OidcSettings
 from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.fake_issuer import CLIENT_ID, CLIENT_SECRET, KEY_BITS, FakeIssuer
 from tests.waiting import HANGS_S
@@ -153,7 +153,7 @@ async def test_new_keys_of_the_issuer_are_found(issuer: FakeIssuer, monkeypatch:
     issuer.published.append(issuer.key)
     with pytest.raises(OidcError):  # it has asked just now, and does not ask for each token that comes
         await log_in(login, issuer)
-    monkeypatch.setattr("gateway.auth.oidc.NEW_KEYS_GAP_S", 0.0)
+    monkeypatch.setattr("console.login.oidc.NEW_KEYS_GAP_S", 0.0)
     assert await log_in(login, issuer) == "alice@example.com"
 
 
@@ -170,7 +170,7 @@ async def test_an_issuer_that_never_ends_its_answer_is_given_up_for_all_at_once(
     issuer: FakeIssuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everybody who wanted to log in waited for his turn to ask it, without a limit of the whole."""
-    monkeypatch.setattr("gateway.auth.oidc.REQUEST_LIMIT_S", 0.5)
+    monkeypatch.setattr("console.login.oidc.REQUEST_LIMIT_S", 0.5)
     connections = 0
 
     async def drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,15 +12,16 @@ from pydantic import SecretStr
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.auth.keys import Grant, create_key
-from gateway.auth.principal import Policy
-from gateway.db.engine import create_engine
-from gateway.db.models import PayloadRow
-from gateway.payloads.errors import PayloadKeyMissing
-from gateway.payloads.sealing import Sealer, parse_keys
-from gateway.payloads.store import Payload, open_row, read_payload
-from gateway.payloads.writer import PayloadWriter
-from gateway.settings import ModelSettings, PayloadSettings
+from accounts.keys import Grant, create_key
+from accounts.principal import Policy
+from db.engine import create_engine
+from db.models import PayloadRow
+from gateway.settings import ModelSettings
+from ledger.payloads.errors import PayloadKeyMissing
+from ledger.payloads.sealing import Sealer, parse_keys
+from ledger.payloads.store import Payload, open_row, read_payload
+from ledger.payloads.writer import PayloadWriter
+from ledger.settings import PayloadSettings
 from protocol import artifacts, subjects
 from protocol.bus import Bus
 from protocol.messages import PROTOCOL_VERSION
@@ -131,7 +132,7 @@ async def test_a_retention_from_before_it_had_a_bound(
     start_keeper: StartKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last moment did not fit into the message, and the gateway's process ended."""
-    monkeypatch.setattr("gateway.auth.checks.MAX_RETENTION_DAYS", 10**15)
+    monkeypatch.setattr("accounts.checks.MAX_RETENTION_DAYS", 10**15)
     keeper = await start_keeper(policy=Policy(log_payload=True, redact=False, retention_days=10**15))
     await keeper.ask()
     payload = await keeper.payload()

@@ -5,9 +5,9 @@ import time
 
 from httpx import Response
 
-from gateway.auth.keys import Grant, create_key
-from gateway.auth.principal import ADMIN, Policy
-from gateway.db.engine import create_engine
+from accounts.keys import Grant, create_key
+from accounts.principal import ADMIN, Policy
+from db.engine import create_engine
 from protocol import subjects
 from protocol.bus import Bus
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start

@@ -9,13 +9,13 @@ import openai
 import pytest
 from openai.types import Completion
 
-from gateway.auth.keys import Grant, create_key
-from gateway.auth.principal import Policy
-from gateway.db.engine import create_engine
-from gateway.quotas.vault import Vault
+from accounts.keys import Grant, create_key
+from accounts.principal import Policy
+from db.engine import create_engine
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import unpack_token_ids
 from protocol.quotas import Kind
+from quotas.vault import Vault
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.small_tokenizer import byte_tokenizer

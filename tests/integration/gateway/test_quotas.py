@@ -8,24 +8,24 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from pydantic import SecretStr
 
-from gateway.auth.keys import Grant, create_key
-from gateway.auth.principal import Policy, Principal
-from gateway.db.engine import create_engine
-from gateway.ledger.prices import CALLERS, Price, TokenPrice, add_price
-from gateway.ledger.store import store_records
-from gateway.quotas import account as accounts
-from gateway.quotas import book as books
-from gateway.quotas.quotas import SLICE_WAIT_S, Quotas, Refused, Unavailable
-from gateway.quotas.recount import recount_budgets
-from gateway.quotas.reservation import Estimate, Reservation
-from gateway.quotas.seeds import RollupLedger
-from gateway.quotas.terms import period_at
-from gateway.quotas.vault import Vault
+from accounts.keys import Grant, create_key
+from accounts.principal import Policy, Principal
+from db.engine import create_engine
+from ledger.prices import CALLERS, Price, TokenPrice, add_price
+from ledger.store import store_records
 from protocol import topology
 from protocol.bus import Bus
 from protocol.clock import ServerClock
 from protocol.messages import PROTOCOL_VERSION
 from protocol.quotas import NOTHING, Account, Kind, Vanished
+from quotas import account as accounts
+from quotas import book as books
+from quotas.quotas import SLICE_WAIT_S, Quotas, Refused, Unavailable
+from quotas.recount import recount_budgets
+from quotas.reservation import Estimate, Reservation
+from quotas.seeds import RollupLedger
+from quotas.terms import period_at
+from quotas.vault import Vault
 from tests.nats_server import NatsServer
 from tests.usage_records import request_record
 from tests.waiting import HANGS_S, until

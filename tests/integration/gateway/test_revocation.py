@@ -7,8 +7,8 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from gateway.auth.keys import create_key, revoke_key
-from gateway.db.engine import create_engine
+from accounts.keys import create_key, revoke_key
+from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt

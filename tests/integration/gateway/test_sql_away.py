@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from gateway.auth.keys import create_key
-from gateway.db.engine import create_engine
+from accounts.keys import create_key
+from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, PEPPER, Start
 from tests.postgres import PostgresServer

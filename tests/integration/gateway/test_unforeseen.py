@@ -7,12 +7,11 @@ from typing import Any, NoReturn
 
 import pytest
 
+from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.mailbox import Ended, Failure
-from gateway.dispatch.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
-from gateway.metrics.requests import RequestSeries
+from gateway.request.mailbox import Ended, Failure
+from gateway.request.states import State
 from protocol import messages as m
 from protocol import subjects
 from protocol.bus import Bus
@@ -46,7 +45,7 @@ async def gateway(nats_url: str, tmp_path: Path) -> AsyncIterator[Gateway]:
     settings = gateway_settings(nats_urls=(nats_url,), data_dir=tmp_path)
     outbox = Outbox(bus, subjects.REQUEST_USAGE_SUBJECT, 10)
     intents = Outbox(bus, subjects.INTENT_USAGE_SUBJECT, 10)
-    dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox, intents=intents, series=RequestSeries())
+    dispatcher = Dispatcher(bus, settings, WorkerRegistry(bus), outbox, intents=intents)
     await dispatcher.start()
     running = asyncio.create_task(dispatcher.run())
     yield Gateway(dispatcher, bus, running)

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.db.engine import create_engine
-from gateway.db.models import AttemptRow, RequestRow
-from gateway.settings import LedgerSettings
+from db.engine import create_engine
+from db.models import AttemptRow, RequestRow
+from ledger.settings import LedgerSettings
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.errors import BusTimeout
@@ -22,8 +22,8 @@ from tests.waiting import HANGS_S
 
 WRITER = """
 import asyncio, logging, sys
-from gateway.ledger.main import run
-from gateway.settings import LedgerSettings
+from ledger.main import run
+from ledger.settings import LedgerSettings
 logging.basicConfig(level=logging.WARNING)
 settings = LedgerSettings.model_validate_json(sys.argv[1])
 asyncio.run(run(settings, on_ready=lambda: print("ready", flush=True)))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from gateway.ledger import parked, writer
-from gateway.ledger.parked import parked_records, replay
+from ledger import parked, writer
+from ledger.parked import parked_records, replay
 from protocol import subjects
 from protocol.messages import PROTOCOL_VERSION, encode
 from protocol.parked import ParkedUsage

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.db.engine import create_engine
-from gateway.ledger import abandoned
-from gateway.ledger.writer import LedgerWriter
-from gateway.settings import LedgerSettings
+from db.engine import create_engine
+from ledger import abandoned
+from ledger.settings import LedgerSettings
+from ledger.writer import LedgerWriter
 from protocol import subjects
 from protocol.clock import unix_now_ms
 from protocol.messages import encode
@@ -100,8 +100,8 @@ async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_ot
     # After an outage an attempt was written in one batch and its request's record in a later one, and in between the
     # request counted as abandoned: it had a row of its gateway's death for a moment.
     monkeypatch.setattr(abandoned, "ABANDONED_AFTER_MS", 3000)
-    monkeypatch.setattr("gateway.ledger.writer.ABANDONED_PERIOD_S", 0.05)
-    monkeypatch.setattr("gateway.ledger.intents.HOLD_S", 0.0)
+    monkeypatch.setattr("ledger.writer.ABANDONED_PERIOD_S", 0.05)
+    monkeypatch.setattr("ledger.intents.HOLD_S", 0.0)
     await ledger.apply_topology(ack_wait_s=600)
     async with sql_away(database_url, request):
         writer = RunningWriter(ledger, database_url)
@@ -126,9 +126,9 @@ async def test_an_intent_is_not_forgotten_by_a_writer_that_dies_with_it_in_mind(
     await until(lambda: ledger.has(1, 0))
     await first.die()
     assert await ledger.unfinished() == 1
-    monkeypatch.setattr("gateway.ledger.intents.HOLD_S", 0.0)
+    monkeypatch.setattr("ledger.intents.HOLD_S", 0.0)
     monkeypatch.setattr(abandoned, "ABANDONED_AFTER_MS", 0)
-    monkeypatch.setattr("gateway.ledger.writer.ABANDONED_PERIOD_S", 0.05)
+    monkeypatch.setattr("ledger.writer.ABANDONED_PERIOD_S", 0.05)
     second = RunningWriter(ledger, database_url)
     await until(lambda: ledger.has(2, 0))
     await second.stop()
@@ -234,7 +234,7 @@ async def test_a_consumer_made_anew_is_used_at_once(ledger: Ledger, database_url
 async def test_what_is_written_leaves_the_stream_and_nothing_else_does(
     ledger: Ledger, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.ledger.writer.PURGE_PERIOD_S", 0.0)
+    monkeypatch.setattr("ledger.writer.PURGE_PERIOD_S", 0.0)
     await ledger.apply_topology()
     writer = RunningWriter(ledger, database_url)
     await ledger.publish([request_record(f"r{number}") for number in range(100)])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select, text
 
-from gateway.db.models import AttemptRow, RequestRow
-from gateway.settings import LedgerSettings
+from db.models import AttemptRow, RequestRow
+from ledger.settings import LedgerSettings
 from protocol.usage import UsageRecord
 from tests.integration.ledger.conftest import Ledger, WriterProcess
 from tests.nats_server import NatsServer

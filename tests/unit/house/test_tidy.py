@@ -23,7 +23,7 @@ def tracked_files() -> list[Path]:
 
 
 def source_files() -> list[Path]:
-    packages = {"engine", "gateway", "migrations", "pool_worker", "protocol", "spillway", "fleet"}
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"benchmarks", "tests"}
     return [path for path in tracked_files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in packages]
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from gateway.ledger.prices import Price
+from ledger.prices import Price
 from spillway.config import DEMO_MODEL_PATH, Config, ConfigError, GatewaySection, default_config, load_config
 from spillway.up import _resolve, resolved_config_path, run_dir_of
 

@@ -8,12 +8,12 @@ import pytest
 from pydantic import SecretStr
 from typer.testing import CliRunner, Result
 
-from gateway.auth.keys import Grant, create_key
-from gateway.auth.principal import DEFAULT_TEAM_ID, Policy
-from gateway.db.engine import create_engine
-from gateway.ledger.store import store_records
-from gateway.payloads.sealing import Sealer
-from gateway.payloads.store import store_payloads
+from accounts.keys import Grant, create_key
+from accounts.principal import DEFAULT_TEAM_ID, Policy
+from db.engine import create_engine
+from ledger.payloads.sealing import Sealer
+from ledger.payloads.store import store_payloads
+from ledger.store import store_records
 from spillway.cli import app
 from tests.payload_records import payload_record
 from tests.usage_records import request_record

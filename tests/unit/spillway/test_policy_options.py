@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 
-from gateway.auth.principal import Policy
+from accounts.principal import Policy
 from spillway.cli.policy import duration_s, expiry_unix_ms, limits_text, policy_changes
 
 NOTHING: dict[str, Any] = dict.fromkeys(

@@ -10,13 +10,16 @@ import httpx
 import pytest
 
 import gateway
+import tokens
+import web
 from gateway.api import openapi
-from gateway.api.errors import FAILURES, ApiError, InvalidParameter, RequestFailed
+from gateway.http.failures import FAILURES, RequestFailed
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
+from web.errors import ApiError, InvalidParameter
 
-GATEWAY = Path(gateway.__file__).parent
+ROOMS = [Path(room.__file__).parent for room in (gateway, tokens, web)]
 CHAT = "/v1/chat/completions"
 
 
@@ -104,7 +107,8 @@ def test_every_error_is_described_somewhere() -> None:
 
 
 def test_every_code_of_a_wrong_parameter_is_listed() -> None:
-    written = {code for path in GATEWAY.rglob("*.py") for code in re.findall(r'code="([a-z_]+)"', path.read_text())}
+    sources = [path.read_text() for room in ROOMS for path in room.rglob("*.py")]
+    written = {code for source in sources for code in re.findall(r'code="([a-z_]+)"', source)}
     assert written == set(InvalidParameter.other_codes)
 
 

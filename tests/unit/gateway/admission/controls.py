@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import SecretStr
 
 from gateway.admission.control import AdmissionControl
+from gateway.admission.registry import WorkerRegistry
 from gateway.admission.ticket import Ticket
-from gateway.dispatch.admission import Admission
-from gateway.dispatch.registry import WorkerRegistry
+from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Sampling
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from gateway.admission.control import AdmissionControl
-from gateway.dispatch.mailbox import Failure
+from gateway.request.mailbox import Failure
 from protocol.errors import ErrorCode
 from protocol.grammar import Grammar
 from protocol.messages import Sampling

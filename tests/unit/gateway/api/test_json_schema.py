@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.api.errors import InvalidParameter
 from gateway.api.json_schema import UNENFORCEABLE, enforceable
 from gateway.api.schema_check import SchemaCheck
 from protocol.grammar import Grammar
+from web.errors import InvalidParameter
 
 VALUES: dict[str, Any] = {
     "uniqueItems": True, "minContains": 1, "maxContains": 2, "dependentRequired": {"a": ["b"]},

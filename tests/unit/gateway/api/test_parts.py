@@ -8,9 +8,9 @@ import pytest
 from gateway.api.answers import Told, chat_answer, gather, told_choice
 from gateway.api.parsed import ParsedChatChunks
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
-from gateway.tools.dialect import PLAIN, AnswerForm
 from protocol.chat import ChatUsage, Deltas, Part
 from protocol.messages import Tokens
+from tokens.tools.dialect import PLAIN, AnswerForm
 
 THOUGHT = Part("reasoning", "Hm.")
 CALLS = (

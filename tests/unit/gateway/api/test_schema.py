@@ -3,13 +3,13 @@ from typing import Any
 
 import pytest
 
-from gateway.api.errors import BadRequest, InvalidParameter, MalformedJson
 from gateway.api.sampling import requested_max_tokens, sampling_of
 from gateway.api.schema import parse_chat, parse_completion, parse_tokenize
 from gateway.api.tool_fields import CalledFunction
 from gateway.limits.fields import check_grammar
 from protocol.grammar import Grammar
 from protocol.messages import Sampling
+from web.errors import BadRequest, InvalidParameter, MalformedJson
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}

@@ -10,7 +10,7 @@ from gateway.api.answers import WholeAnswer, chat_answer, completion_answer, com
 from gateway.api.details import NO_DETAILS, Details
 from gateway.api.sse import ChatChunks, CompletionChunks, usage_fields
 from gateway.api.token_ids import with_token_ids
-from gateway.dispatch.mailbox import AnyTokens, Mailbox
+from gateway.request.mailbox import AnyTokens, Mailbox
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import Tokens
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gateway.api.calls import ChatCall
-from gateway.api.exchange import ABORT_KEY, Exchange
 from gateway.api.streaming import StreamWriter
-from gateway.dispatch.mailbox import Failure
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
+from gateway.http.exchange import ABORT_KEY, Exchange
+from gateway.request.mailbox import Failure
+from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Frame

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.dispatch.chat_choices import ChatChoices
-from gateway.dispatch.conversation import Conversation
+from gateway.request.conversation import Conversation
 from protocol.chat import ChatUsage, Deltas, Part
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, Tokens, unpack_token_ids

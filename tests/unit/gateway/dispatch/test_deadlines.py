@@ -7,7 +7,7 @@ import pytest
 from gateway.admission.ticket import Ticket
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S, RESCUE_PATIENCE_S
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
+from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, Tokens

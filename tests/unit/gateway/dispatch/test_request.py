@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from gateway.dispatch import attempts as attempts_module
 from gateway.dispatch import request as request_module
-from gateway.dispatch.admission import Admission
-from gateway.dispatch.mailbox import LOOSE_EVENTS, Ended, Failure, StillWaiting
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.states import State
+from gateway.request.admission import Admission
+from gateway.request.mailbox import LOOSE_EVENTS, Ended, Failure, StillWaiting
+from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.logprobs import PromptLogprob

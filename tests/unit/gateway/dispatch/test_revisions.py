@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import TOKENIZER_WAIT_S, LiveRevisions, go_on_without, needed_revision
-from gateway.dispatch.states import State
+from gateway.request.states import State
 from protocol.errors import ErrorCode
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Revision
 from tests.unit.gateway.dispatch.test_request import accepted, lose_worker, open_request, tokens

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from gateway.api.errors import Overloaded
-from gateway.limits.body import LARGE_BODY_BYTES
 from gateway.limits.body_reader import BodyReader
 from gateway.settings import LimitSettings
+from web.body import LARGE_BODY_BYTES
+from web.errors import Overloaded
 
 SIZE = 2 * LARGE_BODY_BYTES
 LENGTH = {b"content-length": str(SIZE).encode()}

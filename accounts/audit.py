@@ -1,0 +1,107 @@
+"""The audit log: who changed what, written in the transaction of the change itself."""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import RowMapping, and_, insert, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from accounts.errors import InvalidField
+from db.models import AuditRow
+
+RANDOM_BYTES: Final = 4  # of an entry's id
+MAX_PAGE_ROWS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change; see db.models.AuditRow. ``before`` and ``after`` hold what differs, and never a secret."""
+
+    actor: str
+    action: str
+    subject_id: str
+    before: Mapping[str, Any] | None = None
+    after: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """A change as it was recorded."""
+
+    id: str
+    at_unix_ms: int
+    actor: str
+    action: str
+    subject_id: str
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFilter:
+    """Which entries; what is None does not matter."""
+
+    subject_id: str | None = None
+    actor: str | None = None
+    since_unix_ms: int | None = None
+    until_unix_ms: int | None = None  # exclusive
+    after_id: str | None = None  # those that come after this one in the list: the next page
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The fields that differ, as they were and as they are; None if none does."""
+    changed = [field for field in after if before[field] != after[field]]
+    return ({f: before[f] for f in changed}, {f: after[f] for f in changed}) if changed else None
+
+
+async def record(connection: AsyncConnection, change: Change) -> None:
+    """Write an entry into the transaction that makes the change. Raises SQL's own errors."""
+    now_unix_ns = time.time_ns()
+    row = {
+        # In the order of time, so that changes of the same millisecond stay in theirs.
+        "id": f"aud_{now_unix_ns:016x}{secrets.token_hex(RANDOM_BYTES)}",
+        "at_unix_ms": now_unix_ns // 1_000_000,
+        "actor": change.actor,
+        "action": change.action,
+        "subject_id": change.subject_id,
+        "before": _json(change.before),
+        "after": _json(change.after),
+    }
+    await connection.execute(insert(AuditRow).values(row))
+
+
+async def list_changes(engine: AsyncEngine, wanted: AuditFilter, limit: int) -> Sequence[AuditEntry]:
+    """The newest entries first, at most ``limit``. Raises InvalidField, and SQL's own errors."""
+    columns = AuditRow.__table__.c
+    conditions = [
+        columns[name] == value
+        for name, value in (("subject_id", wanted.subject_id), ("actor", wanted.actor))
+        if value is not None
+    ]
+    if wanted.since_unix_ms is not None:
+        conditions.append(columns.at_unix_ms >= wanted.since_unix_ms)
+    if wanted.until_unix_ms is not None:
+        conditions.append(columns.at_unix_ms < wanted.until_unix_ms)
+    async with engine.connect() as connection:
+        if wanted.after_id is not None:
+            last_unix_ms = await connection.scalar(select(columns.at_unix_ms).where(columns.id == wanted.after_id))
+            if last_unix_ms is None:
+                raise InvalidField("after", "no entry has this id")
+            same_moment = and_(columns.at_unix_ms == last_unix_ms, columns.id < wanted.after_id)
+            conditions.append(or_(columns.at_unix_ms < last_unix_ms, same_moment))
+        newest = select(AuditRow.__table__).where(*conditions).order_by(columns.at_unix_ms.desc(), columns.id.desc())
+        rows = await connection.execute(newest.limit(limit))
+        return [_entry(row) for row in rows.mappings()]
+
+
+def _entry(row: RowMapping) -> AuditEntry:
+    values = {name: None if row[name] is None else json.loads(row[name]) for name in ("before", "after")}
+    return AuditEntry(**{**row, **values})
+
+
+def _json(values: Mapping[str, Any] | None) -> str | None:
+    return None if values is None else json.dumps(values, sort_keys=True)

@@ -1,0 +1,103 @@
+"""What organisations, teams and keys may be told: each refusal names its field."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, get_args
+
+from accounts.errors import InvalidField, InvalidName
+from accounts.hosted import why_no_leave
+from accounts.principal import SCOPES, BudgetPeriod, Policy
+
+MAX_NAME_CHARS: Final = 100
+PRIORITIES: Final = ("interactive", "batch")
+PERIODS: Final[tuple[str, ...]] = get_args(BudgetPeriod)
+MAX_WEIGHT: Final = 1000.0
+MAX_NUMBER: Final = 2**63 - 1  # what SQL holds
+MAX_RETENTION_DAYS: Final = 36_500
+MAX_LEAVES: Final = 64
+_COUNTS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "budget_nano_usd", "retention_days")
+# Where people say a field otherwise than the table does.
+_SAID: Final = {"budget_nano_usd": "budget_usd"}
+
+
+def check_name(name: str) -> None:
+    """A name is 1 to ``MAX_NAME_CHARS`` printable characters. Raises InvalidName."""
+    if not name.strip() or len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise InvalidName("name", f"must have 1 to {MAX_NAME_CHARS} printable characters")
+
+
+def check_policy(policy: Policy) -> None:
+    """Limits are positive, a budget has a period. Raises InvalidField."""
+    for field in _COUNTS:
+        value = getattr(policy, field)
+        if value is not None and not 1 <= value <= MAX_NUMBER:
+            raise InvalidField(_SAID.get(field, field), "must be positive")
+    if policy.retention_days is not None and policy.retention_days > MAX_RETENTION_DAYS:
+        raise InvalidField("retention_days", f"must be at most {MAX_RETENTION_DAYS}")
+    if policy.budget_nano_usd is not None and policy.budget_period is None:
+        raise InvalidField("budget_period", f"a budget needs one: {', '.join(PERIODS)}")
+    if policy.budget_period is not None and policy.budget_nano_usd is None:
+        raise InvalidField("budget_usd", "a budget_period needs a budget")
+    _check_choice("budget_period", policy.budget_period, PERIODS)
+    _check_choice("priority", policy.priority, PRIORITIES)
+    if policy.weight is not None and not 0 < policy.weight <= MAX_WEIGHT:
+        raise InvalidField("weight", f"must be above 0 and at most {MAX_WEIGHT:g}")
+    _check_leaves(policy.allow_hosted or ())
+    if policy.train_ok and policy.log_payload is False:
+        raise InvalidField("train_ok", "needs log_payload: what is not kept cannot be trained on")
+
+
+def check_scopes(scopes: Iterable[str]) -> tuple[str, ...]:
+    """The scopes, each once and in our order. Raises InvalidField."""
+    wanted = set(scopes)
+    unknown = sorted(wanted.difference(SCOPES))
+    if unknown:
+        raise InvalidField("scopes", f"{unknown[0]!r} is not one of {', '.join(SCOPES)}")
+    if not wanted:
+        raise InvalidField("scopes", f"at least one of {', '.join(SCOPES)} is needed")
+    return tuple(scope for scope in SCOPES if scope in wanted)
+
+
+def check_models(models: Iterable[str] | None, names: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The models by their canonical names, each once; None: all. ``names`` leads there, from aliases too.
+
+    Raises InvalidField.
+    """
+    if models is None:
+        return None
+    found: dict[str, None] = {}
+    for model in models:
+        if model not in names:
+            raise InvalidField("models", f"{model!r} is not configured; there are: {', '.join(sorted(names))}")
+        found[names[model]] = None
+    if not found:
+        raise InvalidField("models", "at least one is needed; leave it out to allow all")
+    return tuple(found)
+
+
+def checked_grant(changes: Mapping[str, Any], names: Mapping[str, str], now_unix_ms: int) -> dict[str, Any]:
+    """What somebody asks for a key: models that are there, by their canonical names, and an end that lies ahead.
+
+    Raises InvalidField.
+    """
+    check_expiry(changes.get("expires_unix_ms"), now_unix_ms)
+    return {**changes, "models": check_models(changes["models"], names)} if "models" in changes else dict(changes)
+
+
+def check_expiry(expires_unix_ms: int | None, now_unix_ms: int) -> None:
+    """An end lies ahead. Raises InvalidField."""
+    if expires_unix_ms is not None and not now_unix_ms < expires_unix_ms <= MAX_NUMBER:
+        raise InvalidField("expires_unix_ms", "must be in the future")
+
+
+def _check_leaves(leaves: Sequence[str]) -> None:
+    if len(leaves) > MAX_LEAVES:
+        raise InvalidField("allow_hosted", f"must have at most {MAX_LEAVES} entries")
+    for leave in leaves:
+        reason = why_no_leave(leave)
+        if reason is not None:
+            raise InvalidField("allow_hosted", reason)
+
+
+def _check_choice(field: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise InvalidField(field, f"{value!r} is not one of {', '.join(choices)}")

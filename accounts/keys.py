@@ -1,0 +1,268 @@
+"""API keys: create, change, rotate, revoke. Whoever does then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from pydantic import SecretStr
+from sqlalchemy import RowMapping, Update, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from accounts.audit import Change, difference, record
+from accounts.checks import check_name, check_policy, check_scopes
+from accounts.errors import AmbiguousKey, InvalidField, UnknownKey, UnknownTeam
+from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, NO_POLICY, Policy, policy_of
+from accounts.teams import Team, changed_policy, find_team, writing
+from accounts.token import hash_token, new_id, new_token
+from db.models import ApiKeyRow, TeamRow
+from protocol.clock import unix_now_ms
+
+MIN_PREFIX_CHARS: Final = 6  # "key_" and two characters
+USUAL_GRACE_S: Final = 86_400
+MAX_GRACE_S: Final = 30 * 86_400
+SYSTEM: Final = "system"  # the actor of what Spillway does by itself
+
+_KEYS: Final = ApiKeyRow.__table__
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """What is known about a key; the key itself is not."""
+
+    key_id: str
+    name: str
+    last_four: str
+    created_unix_ms: int
+    revoked_unix_ms: int | None  # None: active
+    team_id: str
+    team_name: str
+    scopes: tuple[str, ...]
+    models: tuple[str, ...] | None  # None: all
+    expires_unix_ms: int | None
+    previous_until_unix_ms: int | None  # until when the token before the last rotation is accepted
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a new key may do; see db.models.ApiKeyRow."""
+
+    team_id: str = DEFAULT_TEAM_ID  # or its name
+    scopes: tuple[str, ...] = (INFERENCE,)
+    models: tuple[str, ...] | None = None
+    expires_unix_ms: int | None = None
+    policy: Policy = NO_POLICY
+
+
+USUAL_GRANT: Final = Grant()
+
+
+async def create_key(
+    engine: AsyncEngine, name: str, pepper: SecretStr, grant: Grant = USUAL_GRANT, actor: str = SYSTEM
+) -> tuple[ApiKey, str]:
+    """Create a key; returns it and its plaintext, which is nowhere else and cannot be had again.
+
+    Raises InvalidField, NameTaken, and SQL's own errors.
+    """
+    check_name(name)
+    check_policy(grant.policy)
+    token = new_token()
+    async with writing(engine, _taken(name)) as connection:
+        team = await _team(connection, grant.team_id)
+        key = ApiKey(
+            key_id=new_id("key_"),
+            name=name,
+            last_four=token[-4:],
+            created_unix_ms=unix_now_ms(),
+            revoked_unix_ms=None,
+            team_id=team.team_id,
+            team_name=team.name,
+            scopes=check_scopes(grant.scopes),
+            models=grant.models,
+            expires_unix_ms=grant.expires_unix_ms,
+            previous_until_unix_ms=None,
+            policy=grant.policy,
+        )
+        row = {
+            "id": key.key_id,
+            "token_hmac": hash_token(token, pepper),
+            "last_four": key.last_four,
+            "created_unix_ms": key.created_unix_ms,
+            **_columns(_settings(key)),
+        }
+        await connection.execute(insert(ApiKeyRow).values(row))
+        told = {field: value for field, value in _settings(key).items() if value is not None}
+        await record(connection, Change(actor, "key.create", key.key_id, None, told))
+    return key, token
+
+
+async def update_key(engine: AsyncEngine, reference: str, changes: Mapping[str, Any], actor: str) -> ApiKey:
+    """Change an active key: ``name``, ``team``, ``scopes``, ``models``, ``expires_unix_ms``, and fields of Policy.
+
+    Raises InvalidField, NameTaken, UnknownKey, AmbiguousKey, and SQL's own errors.
+    """
+    check_name(changes.get("name", "unchanged"))
+    async with writing(engine, _taken(changes.get("name"))) as connection:
+        before = await _find_active(connection, reference)
+        after = replace(
+            before,
+            name=changes.get("name", before.name),
+            scopes=check_scopes(changes.get("scopes", before.scopes)),
+            models=changes.get("models", before.models),
+            expires_unix_ms=changes.get("expires_unix_ms", before.expires_unix_ms),
+            policy=changed_policy(before.policy, changes),
+        )
+        if "team" in changes:
+            team = await _team(connection, changes["team"])
+            after = replace(after, team_id=team.team_id, team_name=team.name)
+        changed = difference(_settings(before), _settings(after))
+        if changed is not None:
+            await connection.execute(_of(before).values(_columns(changed[1])))
+            await record(connection, Change(actor, "key.update", before.key_id, *changed))
+    return after
+
+
+async def rotate_key(
+    engine: AsyncEngine, reference: str, pepper: SecretStr, actor: str, grace_s: int = USUAL_GRACE_S
+) -> tuple[ApiKey, str]:
+    """Give a key a new plaintext, which is returned; the one before is accepted for ``grace_s`` more.
+
+    One from before that ends now: a key has at most two. Raises InvalidField, UnknownKey, AmbiguousKey, and SQL's own
+    errors.
+    """
+    if not 0 <= grace_s <= MAX_GRACE_S:
+        raise InvalidField("grace_s", f"must be 0 to {MAX_GRACE_S}")
+    token, now_unix_ms = new_token(), unix_now_ms()
+    async with writing(engine) as connection:
+        before = await _find_active(connection, reference)
+        kept = await connection.scalar(select(ApiKeyRow.token_hmac).where(ApiKeyRow.id == before.key_id))
+        until_unix_ms = now_unix_ms + 1000 * grace_s if grace_s else None
+        after = replace(before, last_four=token[-4:], previous_until_unix_ms=until_unix_ms)
+        row = {
+            "token_hmac": hash_token(token, pepper),
+            "last_four": after.last_four,
+            "previous_hmac": kept if grace_s else None,
+            "previous_until_unix_ms": until_unix_ms,
+        }
+        await connection.execute(_of(before).values(row))
+        rotated = ({"last_four": before.last_four}, {"last_four": after.last_four, "grace_s": grace_s})
+        await record(connection, Change(actor, "key.rotate", before.key_id, *rotated))
+    return after, token
+
+
+async def revoke_key(
+    engine: AsyncEngine, reference: str, actor: str = SYSTEM, *, stops_running: bool = False
+) -> ApiKey:
+    """Revoke an active key, named by its id, its name, or a prefix of its id that no other active key has.
+
+    Its waiting requests end; its running ones if ``stops_running``. Raises UnknownKey, AmbiguousKey, and SQL's own
+    errors.
+    """
+    async with writing(engine) as connection:
+        before = await _find_active(connection, reference)
+        after = replace(before, revoked_unix_ms=unix_now_ms())
+        values = {"revoked_unix_ms": after.revoked_unix_ms, "stops_running": stops_running}
+        await connection.execute(_of(before).values(values))
+        told = ({"revoked_unix_ms": None}, {name: value for name, value in values.items() if value})
+        await record(connection, Change(actor, "key.revoke", before.key_id, *told))
+    return after
+
+
+async def list_keys(engine: AsyncEngine, *, include_revoked: bool = False) -> Sequence[ApiKey]:
+    """All keys, oldest first. Raises SQL's own errors."""
+    async with engine.connect() as connection:
+        keys = await _select_all(connection)
+    return [key for key in keys if include_revoked or key.revoked_unix_ms is None]
+
+
+async def find_key(engine: AsyncEngine, reference: str) -> ApiKey:
+    """The active key of this id, name or id prefix, or the revoked one of this id.
+
+    Raises UnknownKey, AmbiguousKey, and SQL's own errors.
+    """
+    async with engine.connect() as connection:
+        keys = await _select_all(connection)
+    exact = next((key for key in keys if key.key_id == reference), None)
+    return exact or _pick_active(keys, reference)
+
+
+async def _select_all(connection: AsyncConnection) -> list[ApiKey]:
+    # All of them are in every gateway's memory anyway, and LIKE ignores case on SQLite.
+    joined = select(_KEYS, TeamRow.name.label("team_name")).join(TeamRow, TeamRow.id == _KEYS.c.team_id)
+    rows = await connection.execute(joined.order_by(_KEYS.c.created_unix_ms, _KEYS.c.id))
+    return [_key(row) for row in rows.mappings()]
+
+
+async def _find_active(connection: AsyncConnection, reference: str) -> ApiKey:
+    """The key that is meant, locked against other changes."""
+    key_id = _pick_active(await _select_all(connection), reference).key_id
+    await connection.execute(select(ApiKeyRow.id).where(ApiKeyRow.id == key_id).with_for_update())
+    return _pick_active(await _select_all(connection), key_id)
+
+
+def _pick_active(keys: Sequence[ApiKey], reference: str) -> ApiKey:
+    active = [key for key in keys if key.revoked_unix_ms is None]
+    for key in active:
+        if reference in {key.key_id, key.name}:
+            return key
+    begun = [key for key in active if len(reference) >= MIN_PREFIX_CHARS and key.key_id.startswith(reference)]
+    if not begun:
+        raise UnknownKey(f"no active key has the id or name {reference!r}")
+    if len(begun) > 1:
+        raise AmbiguousKey(f"{len(begun)} active keys have ids that begin with {reference!r}: give more of it")
+    return begun[0]
+
+
+async def _team(connection: AsyncConnection, reference: str) -> Team:
+    try:
+        return await find_team(connection, reference)
+    except UnknownTeam as error:
+        raise InvalidField("team", str(error)) from error
+
+
+def _of(key: ApiKey) -> Update:
+    return update(ApiKeyRow).where(ApiKeyRow.id == key.key_id)
+
+
+def _taken(name: str | None) -> str:
+    return f"an active key is named {name!r}; revoke it first or choose another name"
+
+
+def _settings(key: ApiKey) -> dict[str, Any]:
+    """What can be changed of a key, by column."""
+    return {
+        "name": key.name,
+        "team_id": key.team_id,
+        "scopes": key.scopes,
+        "models": key.models,
+        "expires_unix_ms": key.expires_unix_ms,
+        **asdict(key.policy),
+    }
+
+
+def _columns(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as SQL holds them."""
+    columns = dict(settings)
+    if "scopes" in columns:
+        columns["scopes"] = " ".join(columns["scopes"])
+    if columns.get("models") is not None:
+        columns["models"] = json.dumps(columns["models"])
+    return columns
+
+
+def _key(row: RowMapping) -> ApiKey:
+    return ApiKey(
+        key_id=row["id"],
+        name=row["name"],
+        last_four=row["last_four"],
+        created_unix_ms=row["created_unix_ms"],
+        revoked_unix_ms=row["revoked_unix_ms"],
+        team_id=row["team_id"],
+        team_name=row["team_name"],
+        scopes=tuple(row["scopes"].split()),
+        models=None if row["models"] is None else tuple(json.loads(row["models"])),
+        expires_unix_ms=row["expires_unix_ms"],
+        previous_until_unix_ms=row["previous_until_unix_ms"],
+        policy=policy_of(row),
+    )

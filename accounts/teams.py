@@ -1,0 +1,212 @@
+"""Organisations and teams. Whoever changes a team then publishes ``subjects.KEYS_CHANGED_SUBJECT``."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from sqlalchemy import RowMapping, Select, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from accounts.audit import Change, difference, record
+from accounts.checks import check_name, check_policy
+from accounts.errors import InvalidField, NameTaken, UnknownOrganisation, UnknownTeam
+from accounts.principal import NO_POLICY, POLICY_FIELDS, Policy, policy_of
+from accounts.token import new_id
+from db.engine import changing
+from db.models import OrganisationRow, TeamRow
+from protocol.clock import unix_now_ms
+
+DEFAULT_ORGANISATION_ID: Final = "org_default"  # made by the migration
+
+_ORGANISATIONS: Final = OrganisationRow.__table__
+_TEAMS: Final = TeamRow.__table__
+
+
+@dataclass(frozen=True, slots=True)
+class Organisation:
+    """Who pays."""
+
+    organisation_id: str
+    name: str
+    created_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Who shares limits, and a place among the tenants."""
+
+    team_id: str
+    name: str
+    organisation_id: str
+    organisation_name: str
+    created_unix_ms: int
+    policy: Policy = NO_POLICY
+
+
+async def create_organisation(engine: AsyncEngine, name: str, actor: str) -> Organisation:
+    """Make an organisation. Raises InvalidField, NameTaken, and SQL's own errors."""
+    check_name(name)
+    made = Organisation(new_id("org_"), name, unix_now_ms())
+    async with writing(engine, f"an organisation is named {name!r} already") as connection:
+        row = {"id": made.organisation_id, "name": name, "created_unix_ms": made.created_unix_ms}
+        await connection.execute(insert(OrganisationRow).values(row))
+        await record(connection, Change(actor, "organisation.create", made.organisation_id, None, {"name": name}))
+    return made
+
+
+async def rename_organisation(engine: AsyncEngine, reference: str, name: str, actor: str) -> Organisation:
+    """Rename an organisation, meant by its id or name.
+
+    Raises InvalidField, NameTaken, UnknownOrganisation, and SQL's own errors.
+    """
+    check_name(name)
+    async with writing(engine, f"an organisation is named {name!r} already") as connection:
+        found = await find_organisation(connection, reference)
+        changed = difference({"name": found.name}, {"name": name})
+        if changed is None:
+            return found
+        await connection.execute(
+            update(OrganisationRow).where(OrganisationRow.id == found.organisation_id).values(name=name)
+        )
+        await record(connection, Change(actor, "organisation.update", found.organisation_id, *changed))
+    return replace(found, name=name)
+
+
+async def list_organisations(engine: AsyncEngine) -> Sequence[Organisation]:
+    """All organisations, oldest first. Raises SQL's own errors."""
+    oldest_first = select(_ORGANISATIONS).order_by(_ORGANISATIONS.c.created_unix_ms, _ORGANISATIONS.c.id)
+    async with engine.connect() as connection:
+        return [_organisation(row) for row in (await connection.execute(oldest_first)).mappings()]
+
+
+async def find_organisation(connection: AsyncConnection, reference: str) -> Organisation:
+    """The organisation of this id or name. Raises UnknownOrganisation, and SQL's own errors."""
+    if not reference.isprintable():  # SQL takes neither NUL nor half a character
+        raise UnknownOrganisation("no organisation has such a name")
+    columns = _ORGANISATIONS.c
+    wanted = select(_ORGANISATIONS).where(or_(columns.id == reference, columns.name == reference))
+    # An id wins over another one's name that looks the same.
+    rows = sorted((await connection.execute(wanted)).mappings(), key=lambda row: row["id"] != reference)
+    if not rows:
+        raise UnknownOrganisation(f"no organisation has the id or name {reference!r}")
+    return _organisation(rows[0])
+
+
+async def create_team(
+    engine: AsyncEngine,
+    name: str,
+    actor: str,
+    organisation: str = DEFAULT_ORGANISATION_ID,
+    policy: Policy = NO_POLICY,
+) -> Team:
+    """Make a team in an organisation, meant by its id or name.
+
+    Raises InvalidField, NameTaken, and SQL's own errors.
+    """
+    check_name(name)
+    check_policy(policy)
+    async with writing(engine, f"a team is named {name!r} already") as connection:
+        owner = await _owner(connection, organisation)
+        team = Team(new_id("team_"), name, owner.organisation_id, owner.name, unix_now_ms(), policy)
+        row = {
+            "id": team.team_id,
+            "organisation_id": owner.organisation_id,
+            "name": name,
+            "created_unix_ms": team.created_unix_ms,
+            **asdict(policy),
+        }
+        await connection.execute(insert(TeamRow).values(row))
+        told = {field: value for field, value in _settings(team).items() if value is not None}
+        await record(connection, Change(actor, "team.create", team.team_id, None, told))
+    return team
+
+
+async def update_team(engine: AsyncEngine, reference: str, changes: Mapping[str, Any], actor: str) -> Team:
+    """Change a team, meant by its id or name: ``name``, ``organisation``, and fields of Policy (None: no bound).
+
+    Raises InvalidField, NameTaken, UnknownTeam, and SQL's own errors.
+    """
+    check_name(changes.get("name", "unchanged"))
+    async with writing(engine, f"a team is named {changes.get('name')!r} already") as connection:
+        before = await find_team(connection, reference, for_update=True)
+        policy = changed_policy(before.policy, changes)
+        after = replace(before, name=changes.get("name", before.name), policy=policy)
+        if "organisation" in changes:
+            owner = await _owner(connection, changes["organisation"])
+            after = replace(after, organisation_id=owner.organisation_id, organisation_name=owner.name)
+        changed = difference(_settings(before), _settings(after))
+        if changed is not None:
+            await connection.execute(update(TeamRow).where(TeamRow.id == after.team_id).values(changed[1]))
+            await record(connection, Change(actor, "team.update", after.team_id, *changed))
+    return after
+
+
+async def list_teams(engine: AsyncEngine) -> Sequence[Team]:
+    """All teams, oldest first. Raises SQL's own errors."""
+    async with engine.connect() as connection:
+        rows = await connection.execute(_select_teams().order_by(_TEAMS.c.created_unix_ms, _TEAMS.c.id))
+        return [_team(row) for row in rows.mappings()]
+
+
+async def find_team(connection: AsyncConnection, reference: str, *, for_update: bool = False) -> Team:
+    """The team of this id or name. Raises UnknownTeam, and SQL's own errors."""
+    if not reference.isprintable():
+        raise UnknownTeam("no team has such a name")
+    wanted = _select_teams().where(or_(_TEAMS.c.id == reference, _TEAMS.c.name == reference))
+    if for_update:
+        wanted = wanted.with_for_update(of=_TEAMS)
+    rows = sorted((await connection.execute(wanted)).mappings(), key=lambda row: row["id"] != reference)
+    if not rows:
+        raise UnknownTeam(f"no team has the id or name {reference!r}")
+    return _team(rows[0])
+
+
+def changed_policy(policy: Policy, changes: Mapping[str, Any]) -> Policy:
+    """A policy after changes. Raises InvalidField."""
+    after = replace(policy, **{field: changes[field] for field in POLICY_FIELDS if field in changes})
+    check_policy(after)
+    return after
+
+
+@asynccontextmanager
+async def writing(engine: AsyncEngine, name_is_taken: str = "") -> AsyncIterator[AsyncConnection]:
+    """See ``changing``. Raises NameTaken, saying so, where a name would not be unique."""
+    try:
+        async with changing(engine) as connection:
+            yield connection
+    except IntegrityError as error:
+        raise NameTaken(name_is_taken) from error
+
+
+async def _owner(connection: AsyncConnection, reference: str) -> Organisation:
+    try:
+        return await find_organisation(connection, reference)
+    except UnknownOrganisation as error:
+        raise InvalidField("organisation", str(error)) from error
+
+
+def _select_teams() -> Select[Any]:
+    owner_name = _ORGANISATIONS.c.name.label("organisation_name")
+    return select(_TEAMS, owner_name).join(_ORGANISATIONS, _ORGANISATIONS.c.id == _TEAMS.c.organisation_id)
+
+
+def _organisation(row: RowMapping) -> Organisation:
+    return Organisation(row["id"], row["name"], row["created_unix_ms"])
+
+
+def _team(row: RowMapping) -> Team:
+    return Team(
+        team_id=row["id"],
+        name=row["name"],
+        organisation_id=row["organisation_id"],
+        organisation_name=row["organisation_name"],
+        created_unix_ms=row["created_unix_ms"],
+        policy=policy_of(row),
+    )
+
+
+def _settings(team: Team) -> dict[str, Any]:
+    """What can be changed of a team, by column."""
+    return {"name": team.name, "organisation_id": team.organisation_id, **asdict(team.policy)}

@@ -1,0 +1,1 @@
+"""What people see: the dashboard, the admin API, and the login to both."""

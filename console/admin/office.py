@@ -1,0 +1,103 @@
+"""What every route of the admin API does: ask who it is, read the body, change something, tell the gateways.
+
+The changes are the same ones that the dashboard's forms ask for.
+"""
+
+import logging
+from typing import TypeVar
+
+from fastapi import Request
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from accounts import keys, teams
+from accounts.checks import checked_grant
+from accounts.keys import ApiKey, Grant
+from accounts.principal import ADMIN, policy_of
+from accounts.teams import Team
+from console.admin.schema import AdminBody, KeyChanges, NewKey, NewTeam, TeamChanges
+from console.services import ConsoleServices
+from protocol import subjects
+from protocol.clock import unix_now_ms
+from protocol.errors import BusError
+from web.answers import exchange_of
+from web.body import read_body
+from web.schema import parse_body
+
+log = logging.getLogger(__name__)
+
+_Body = TypeVar("_Body", bound=AdminBody)
+
+
+class Office:
+    """The parts of a gateway that the admin API works with."""
+
+    def __init__(self, services: ConsoleServices) -> None:
+        self.settings = services.settings
+        self.database: AsyncEngine = services.database
+        self._services = services
+        self._models = services.settings.models
+
+    async def actor(self, request: Request) -> str:
+        """Who asks, as the audit log calls him: by his key if he sends one, else by his session.
+
+        Raises InvalidApiKey, MissingScope, LoginRequired, ForeignOrigin, and SQL's own errors.
+        """
+        exchange = exchange_of(request)
+        if b"authorization" in exchange.headers:
+            return f"key:{exchange.authenticate(self._services.keys, ADMIN).key_id}"
+        return (await self._services.login.require(request)).actor
+
+    async def body(self, request: Request, kind: type[_Body]) -> _Body:
+        """The body, within its limits; none is an empty one.
+
+        Raises InvalidParameter, and what parse_body and read_body raise.
+        """
+        headers, settings = exchange_of(request).headers, self.settings
+        body = await read_body(request.receive, headers, settings.max_body_bytes, settings.body_s)
+        return parse_body(kind, body or b"{}")
+
+    # Each raises what the function of the same name in accounts raises.
+
+    async def create_team(self, body: NewTeam, actor: str) -> Team:
+        """Make a team."""
+        return await teams.create_team(self.database, body.name, actor, body.organisation, policy_of(body.changes()))
+
+    async def update_team(self, reference: str, body: TeamChanges, actor: str) -> Team:
+        """Change a team; all its keys follow at once."""
+        team = await teams.update_team(self.database, reference, body.changes(), actor)
+        await self._tell_gateways()
+        return team
+
+    async def create_key(self, body: NewKey, actor: str) -> tuple[ApiKey, str]:
+        """Make a key; returns its plaintext with it, which is nowhere else."""
+        changes = checked_grant(body.changes(), self._models, unix_now_ms())
+        grant = Grant(body.team, body.scopes, changes.get("models"), body.expires_unix_ms, policy_of(changes))
+        made = await keys.create_key(self.database, body.name, self.settings.key_pepper, grant, actor)
+        await self._tell_gateways()
+        return made
+
+    async def update_key(self, reference: str, body: KeyChanges, actor: str) -> ApiKey:
+        """Change a key."""
+        changes = checked_grant(body.changes(), self._models, unix_now_ms())
+        key = await keys.update_key(self.database, reference, changes, actor)
+        await self._tell_gateways()
+        return key
+
+    async def rotate_key(self, reference: str, grace_s: int, actor: str) -> tuple[ApiKey, str]:
+        """Give a key a new plaintext, which is returned; the one before is accepted for ``grace_s`` more."""
+        rotated = await keys.rotate_key(self.database, reference, self.settings.key_pepper, actor, grace_s)
+        await self._tell_gateways()
+        return rotated
+
+    async def revoke_key(self, reference: str, actor: str, *, stops_running: bool) -> ApiKey:
+        """Revoke a key."""
+        key = await keys.revoke_key(self.database, reference, actor, stops_running=stops_running)
+        await self._tell_gateways()
+        return key
+
+    async def _tell_gateways(self) -> None:
+        """Have all gateways load the keys now; without it they do so within half a minute."""
+        try:
+            await self._services.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
+        except BusError as error:
+            log.warning("other gateways will see the change within half a minute: %s", error)

@@ -1,0 +1,111 @@
+"""The bodies of the admin API. In a change, a field that is left out stays as it is; null takes a bound away."""
+
+from decimal import Decimal
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from accounts.audit import MAX_PAGE_ROWS
+from accounts.checks import MAX_NUMBER
+from accounts.keys import USUAL_GRACE_S
+from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, BudgetPeriod
+from accounts.teams import DEFAULT_ORGANISATION_ID
+from db.money import nano_usd
+from web.schema import Body
+
+MAX_BUDGET_USD: Final = 10**9
+
+UnixMs = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Usd = Annotated[Decimal, Field(gt=0, le=MAX_BUDGET_USD, decimal_places=9)]
+
+
+class AdminBody(Body):
+    """Unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that were given, as the tables call them."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        if "budget_usd" in given:
+            given["budget_nano_usd"] = nano_usd(given.pop("budget_usd"))
+        return given
+
+
+class PolicyBody(AdminBody):
+    """Limits and consents of a team (for all its keys together) or of a key (on top of its team's)."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    budget_usd: Usd | None = None
+    budget_period: BudgetPeriod | None = None
+    weight: float | None = None
+    priority: Literal["interactive", "batch"] | None = None
+    log_payload: bool | None = None
+    train_ok: bool | None = None
+    redact: bool | None = None
+    retention_days: int | None = None
+    allow_hosted: tuple[str, ...] | None = None  # null: nothing said; []: none
+
+
+class OrganisationBody(AdminBody):
+    """An organisation."""
+
+    name: str
+
+
+class NewTeam(PolicyBody):
+    """A team to be made."""
+
+    name: str
+    organisation: str = DEFAULT_ORGANISATION_ID  # id or name
+
+
+class TeamChanges(PolicyBody):
+    """Changes of a team."""
+
+    name: str = ""
+    organisation: str = ""
+
+
+class NewKey(PolicyBody):
+    """A key to be made."""
+
+    name: str
+    team: str = DEFAULT_TEAM_ID  # id or name
+    scopes: tuple[str, ...] = (INFERENCE,)
+    models: tuple[str, ...] | None = None  # null: all
+    expires_unix_ms: int | None = None
+
+
+class KeyChanges(PolicyBody):
+    """Changes of a key."""
+
+    name: str = ""
+    team: str = ""
+    scopes: tuple[str, ...] = ()
+    models: tuple[str, ...] | None = None
+    expires_unix_ms: int | None = None
+
+
+class Rotation(AdminBody):
+    """How a key is rotated."""
+
+    grace_s: int = USUAL_GRACE_S  # for how long the token before is accepted
+
+
+class AuditQuery(BaseModel):
+    """Which entries of the audit log; what is left out does not matter."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    subject: str | None = None  # the id of what was changed
+    actor: str | None = None
+    since_unix_ms: UnixMs | None = None
+    until_unix_ms: UnixMs | None = None  # exclusive
+    after: str | None = None  # the last id of the page before
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ROWS)] = 100
+
+
+ADMIN_BODIES: Final = (OrganisationBody, NewTeam, TeamChanges, NewKey, KeyChanges, Rotation)

@@ -1,0 +1,66 @@
+"""How organisations, teams, keys and audit entries are told, by the admin API and by the command line."""
+
+from dataclasses import asdict
+from typing import Any
+
+from accounts.audit import AuditEntry
+from accounts.keys import ApiKey
+from accounts.principal import Policy
+from accounts.teams import Organisation, Team
+from db.money import NANO_USD
+
+
+def organisation_view(organisation: Organisation) -> dict[str, Any]:
+    """An organisation."""
+    return {
+        "object": "organisation",
+        "id": organisation.organisation_id,
+        "name": organisation.name,
+        "created_unix_ms": organisation.created_unix_ms,
+    }
+
+
+def team_view(team: Team) -> dict[str, Any]:
+    """A team and its policy."""
+    return {
+        "object": "team",
+        "id": team.team_id,
+        "name": team.name,
+        "organisation_id": team.organisation_id,
+        "organisation_name": team.organisation_name,
+        "created_unix_ms": team.created_unix_ms,
+        **policy_view(team.policy),
+    }
+
+
+def key_view(key: ApiKey, token: str | None = None) -> dict[str, Any]:
+    """A key and its policy, without its token but where it has just been made."""
+    view = {
+        "object": "key",
+        "id": key.key_id,
+        "name": key.name,
+        "last_four": key.last_four,
+        "team_id": key.team_id,
+        "team_name": key.team_name,
+        "scopes": list(key.scopes),
+        "models": None if key.models is None else list(key.models),
+        "created_unix_ms": key.created_unix_ms,
+        "expires_unix_ms": key.expires_unix_ms,
+        "revoked_unix_ms": key.revoked_unix_ms,
+        "previous_until_unix_ms": key.previous_until_unix_ms,
+        **policy_view(key.policy),
+    }
+    return view if token is None else {**view, "token": token}
+
+
+def policy_view(policy: Policy) -> dict[str, Any]:
+    """Limits and consents; money in USD."""
+    view = asdict(policy)
+    budget = view.pop("budget_nano_usd")
+    hosted = None if policy.allow_hosted is None else list(policy.allow_hosted)
+    return {**view, "allow_hosted": hosted, "budget_usd": None if budget is None else budget / NANO_USD}
+
+
+def audit_view(entry: AuditEntry) -> dict[str, Any]:
+    """An entry of the audit log."""
+    return {"object": "audit_entry", **asdict(entry)}

@@ -1,0 +1,172 @@
+"""The pages of keys and teams: list, create, change, rotate, revoke; every change is one of the admin API's."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Request
+from sqlalchemy.ext.asyncio import AsyncConnection
+from starlette.responses import RedirectResponse, Response
+
+from accounts.audit import AuditFilter, list_changes
+from accounts.errors import PrincipalError
+from accounts.keys import USUAL_GRACE_S, find_key, list_keys
+from accounts.principal import SCOPES
+from accounts.teams import find_team, list_teams
+from console.admin.schema import KeyChanges, NewKey, NewTeam, Rotation, TeamChanges
+from console.dashboard.account_forms import NEW_KEY, NEW_TEAM, body_of, faults_of, key_fields, team_fields
+from console.dashboard.pages.keys import Accounts, account_lines, ranked
+from console.dashboard.shell import Pages
+from console.dashboard.view import View, view_of
+from console.login.forms import read_form
+from protocol.clock import unix_now_ms
+from protocol.errors import BusError, ProtocolError
+from quotas.usage import load_usage
+from quotas.vault import Vault
+from web.errors import ApiError
+from web.schema import parse_body
+
+LIST: Final = "/dashboard/keys"
+SHOWN_CHANGES: Final = 10  # of one key's or team's audit log
+GRACES_S: Final = {"a day": 86_400, "an hour": 3_600, "a week": 7 * 86_400, "no time at all": 0}
+CHOICES: Final = {"SCOPES": SCOPES, "GRACES_S": GRACES_S}
+
+log = logging.getLogger(__name__)
+
+
+def add_account_pages(router: APIRouter, pages: Pages) -> None:
+    """All of /dashboard/keys and /dashboard/teams."""
+    desk = _Desk(pages)
+    _add_list(router, desk)
+    _add_teams(router, desk)
+    _add_keys(router, desk)
+
+
+class _Desk:
+    """Shows keys and teams with the use of their limits."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages = pages
+        self.office = pages.office
+        self.database = pages.services.database
+        self._vault = Vault(pages.services.bus)
+
+    def actor(self, request: Request) -> str:
+        """Who asks, as the audit log calls him."""
+        return self.pages.user(request).actor
+
+    async def show_list(self, request: Request, **more: object) -> Response:
+        """All of them; ``faulty`` is the form of which ``faults`` says what is wrong, by field."""
+        keys, teams = await list_keys(self.database, include_revoked=True), await list_teams(self.database)
+        forms = {"new_key": NEW_KEY, "new_team": NEW_TEAM, "faulty": "", "faults": {}, "teams": teams}
+        values = {"token": None, "changed": "", **forms, **more}
+        return await self._show(request, "keys.html", ranked(keys, teams, unix_now_ms()), values)
+
+    async def show_team(self, request: Request, reference: str, **more: object) -> Response:
+        """One team, with its form. Raises UnknownTeam."""
+        async with self.database.connect() as connection:
+            team = await find_team(connection, reference)
+        accounts = Accounts((), (team,), 0, unix_now_ms())
+        return await self._show_one(request, accounts, team.team_id, {"form": team_fields(team), **more})
+
+    async def show_key(self, request: Request, reference: str, **more: object) -> Response:
+        """One key, with its form. Raises UnknownKey."""
+        key = await find_key(self.database, reference)
+        accounts = Accounts((key,), (), 0, unix_now_ms())
+        shown = {"form": key_fields(key, view_of(request)), "teams": await list_teams(self.database)}
+        return await self._show_one(request, accounts, key.key_id, {**shown, **more})
+
+    async def _show_one(
+        self, request: Request, accounts: Accounts, account_id: str, more: Mapping[str, object]
+    ) -> Response:
+        changes = await list_changes(self.database, AuditFilter(subject_id=account_id), SHOWN_CHANGES)
+        return await self._show(request, "account.html", accounts, {"changes": changes, "faults": {}, **more})
+
+    async def _show(self, request: Request, template: str, accounts: Accounts, more: Mapping[str, object]) -> Response:
+        now_s = accounts.at_unix_ms / 1000
+        try:
+            accounts = replace(accounts, usage=await load_usage(self._vault, accounts.terms, now_s))
+        except (BusError, ProtocolError) as error:
+            log.warning("what is used of limits cannot be shown but for budgets, by the ledger: %s", error)
+
+        async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
+            return await account_lines(connection, view, accounts)
+
+        return await self.pages.show(request, template, ask, **CHOICES, **more)
+
+
+def _add_list(router: APIRouter, desk: _Desk) -> None:
+    @router.get("/keys")
+    async def show_accounts(request: Request, changed: str = "") -> Response:
+        return await desk.show_list(request, changed=changed)
+
+    @router.post("/keys")
+    async def create_key(request: Request) -> Response:
+        form = await read_form(request)
+        try:
+            key, token = await desk.office.create_key(body_of(NewKey, form, view_of(request)), desk.actor(request))
+        except (PrincipalError, ApiError) as error:
+            return await desk.show_list(request, faulty="key", faults=faults_of(error), new_key=form)
+        return await desk.show_list(request, token=token, token_of=key.name)
+
+    @router.post("/teams")
+    async def create_team(request: Request) -> Response:
+        form = await read_form(request)
+        try:
+            team = await desk.office.create_team(body_of(NewTeam, form, view_of(request)), desk.actor(request))
+        except (PrincipalError, ApiError) as error:
+            return await desk.show_list(request, faulty="team", faults=faults_of(error), new_team=form)
+        return _changed(team.team_id)
+
+
+def _add_teams(router: APIRouter, desk: _Desk) -> None:
+    @router.get("/teams/{team_id}")
+    async def show_team(request: Request, team_id: str) -> Response:
+        return await desk.show_team(request, team_id)
+
+    @router.post("/teams/{team_id}")
+    async def change_team(request: Request, team_id: str) -> Response:
+        form, view = await read_form(request), view_of(request)
+        async with desk.database.connect() as connection:
+            before = team_fields(await find_team(connection, team_id))
+        try:
+            await desk.office.update_team(team_id, body_of(TeamChanges, form, view, before), desk.actor(request))
+        except (PrincipalError, ApiError) as error:
+            return await desk.show_team(request, team_id, form=form, faults=faults_of(error))
+        return _changed(team_id)
+
+
+def _add_keys(router: APIRouter, desk: _Desk) -> None:
+    @router.get("/keys/{key_id}")
+    async def show_key(request: Request, key_id: str) -> Response:
+        return await desk.show_key(request, key_id)
+
+    @router.post("/keys/{key_id}")
+    async def change_key(request: Request, key_id: str) -> Response:
+        form, view = await read_form(request), view_of(request)
+        before = key_fields(await find_key(desk.database, key_id), view)
+        try:
+            await desk.office.update_key(key_id, body_of(KeyChanges, form, view, before), desk.actor(request))
+        except (PrincipalError, ApiError) as error:
+            return await desk.show_key(request, key_id, form=form, faults=faults_of(error))
+        return _changed(key_id)
+
+    @router.post("/keys/{key_id}/rotate")
+    async def rotate_key(request: Request, key_id: str) -> Response:
+        grace_s = (await read_form(request)).get("grace_s") or USUAL_GRACE_S
+        body = parse_body(Rotation, f'{{"grace_s": {grace_s}}}'.encode())
+        key, token = await desk.office.rotate_key(key_id, body.grace_s, desk.actor(request))
+        return await desk.show_list(request, token=token, token_of=key.name)
+
+    @router.post("/keys/{key_id}/revoke")
+    async def revoke_key(request: Request, key_id: str) -> Response:
+        stops_running = (await read_form(request)).get("stop_running") == "on"
+        await desk.office.revoke_key(key_id, desk.actor(request), stops_running=stops_running)
+        return _changed(key_id)
+
+
+def _changed(account_id: str) -> Response:
+    """Lead to the list, which says what has been changed; reloading it changes nothing again."""
+    return RedirectResponse(f"{LIST}?{urlencode({'changed': account_id})}", 303)

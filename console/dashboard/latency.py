@@ -1,0 +1,58 @@
+"""Percentiles over time, cut so coarsely that they mean something."""
+
+from typing import Any, Final, get_args
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from console.dashboard.charts import Chart, Line
+from console.dashboard.view import DAY_MS, View
+from ledger.histogram import Measure
+from ledger.queries.distributions import Percentiles, percentile_series, percentiles
+from ledger.queries.window import Step
+from web.errors import InvalidParameter
+
+MIN_VALUES: Final = 20  # with fewer, a percentile says nothing and is not shown
+VALUES_PER_STEP: Final = 40  # on average, from which on a step is wide enough
+MIN_SPAN_BY_DAY_MS: Final = 3 * DAY_MS
+TITLES: Final[dict[Measure, str]] = {
+    "ttft_ms": "Time to first token (TTFT)",
+    "tpot_ms": "Time per output token (TPOT)",
+    "queue_ms": "Queue wait",
+    "total_ms": "End to end",
+}
+
+
+def shown(percentiles: Percentiles) -> tuple[float | None, ...]:
+    """The values, if there are enough of them."""
+    return percentiles.values if percentiles.n >= MIN_VALUES else (None,) * len(percentiles.values)
+
+
+async def latency_chart(connection: AsyncConnection, view: View, name: str) -> dict[str, Any]:
+    """The values of chart.html: p50, p95 and p99 of a measure over time, with gaps where there are too few values.
+
+    Raises InvalidParameter.
+    """
+    measure = next((measure for measure in TITLES if measure == name), None)
+    if measure is None:
+        raise InvalidParameter(f"measure: must be one of {', '.join(TITLES)}.", param="measure")
+    (whole,) = await percentiles(connection, view.window, measure, where=view.filters)
+    step = _step(view, whole.n)
+    steps = view.window.steps(step)
+    found = await percentile_series(connection, view.window, step, measure, where=view.filters)
+    points = [shown(point) for point in found[0].points] if found else [(None,) * 3 for _ in steps]
+    names = (("p50", 1), ("p95", 3), ("p99", 4))
+    lines = [
+        Line(name, [point[index] for point in points], colour, gaps=True) for index, (name, colour) in enumerate(names)
+    ]
+    return {"chart": Chart(TITLES[measure], "ms", steps, lines, view, whole=False, step=step)}
+
+
+def _step(view: View, n: int) -> Step:
+    steps: tuple[Step, ...] = get_args(Step)
+    coarser = [step for step in steps[steps.index(view.step) :] if step != "day" or _is_long(view)]
+    fine = (step for step in coarser if n >= VALUES_PER_STEP * len(view.window.steps(step)))
+    return next(fine, coarser[-1])
+
+
+def _is_long(view: View) -> bool:
+    return view.until_unix_ms - view.since_unix_ms >= MIN_SPAN_BY_DAY_MS

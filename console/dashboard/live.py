@@ -1,0 +1,266 @@
+"""What goes on at this moment, from the gateway's memory: one aggregate every two seconds, however many look at it."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from console.dashboard import formats
+from protocol import subjects
+from protocol.clock import WARN_S
+from protocol.messages import Heartbeat
+from web.answers import encode_json
+from web.errors import Overloaded
+
+PERIOD_S: Final = 2.0
+OLDEST_BASE_S: Final = 10.0  # a rate is reckoned against an aggregate that is not older
+MAX_STREAMS: Final = 100  # browsers that watch
+STREAM_LIMIT_S: Final = 600.0  # then the browser connects again, and its session is looked at again
+RECENT_FAILOVERS_S: Final = 300.0
+
+
+class Failover(Protocol):
+    """An attempt that failed and was followed by another; pages show more of it (``gateway.dispatch.failovers``)."""
+
+    @property
+    def at_unix_ms(self) -> int:
+        """When that was."""
+        ...
+
+
+class Gateway(Protocol):
+    """One gateway, as far as people watch it."""
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The configured models."""
+        ...
+
+    @property
+    def unusable(self) -> Mapping[str, str]:
+        """The models whose cards cannot be used, and why."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that it holds."""
+        ...
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is about to end."""
+        ...
+
+    @property
+    def clock_skew_s(self) -> float:
+        """How far its clock is ahead of the queue server's."""
+        ...
+
+    @property
+    def ended_requests(self) -> int:
+        """Requests that have ended so far."""
+        ...
+
+    @property
+    def failovers(self) -> Sequence[Failover]:
+        """The latest ones, the last one last."""
+        ...
+
+    def live_workers(self) -> Sequence[Heartbeat]:
+        """The last heartbeat of each live worker."""
+        ...
+
+    def waiting_by_lane(self, model: str) -> dict[str, int]:
+        """Jobs that wait, by lane."""
+        ...
+
+    def jobs_per_s(self, model: str) -> float | None:
+        """How fast a model's queue is served; None: unknown."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNow:
+    """The live workers of one pool, taken together."""
+
+    pool: str
+    provider: str
+    region: str
+    tier: str
+    engine: str
+    workers: tuple[Heartbeat, ...]
+
+    @property
+    def running(self) -> int:
+        """Slots in use."""
+        return sum(beat.max_sequences - beat.free_sequences for beat in self.workers)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that its engines take at a time."""
+        return sum(beat.max_sequences for beat in self.workers)
+
+    @property
+    def kv_share(self) -> float | None:
+        """The share of KV memory in use; None: it has none of its own."""
+        return kv_share(self.workers)
+
+    @property
+    def usd_per_hour(self) -> float:
+        """What its machines cost at this moment."""
+        return sum(beat.usd_per_hour for beat in self.workers)
+
+    @property
+    def models(self) -> list[str]:
+        """What its workers serve."""
+        return sorted({model for beat in self.workers for model in beat.models})
+
+
+@dataclass(frozen=True, slots=True)
+class QueueNow:
+    """What waits for one model."""
+
+    model: str
+    resuming: int
+    interactive: int
+    batch: int
+    jobs_per_s: float | None  # how fast it is served; None: unknown
+    workers: int
+    fault: str | None = None  # why the model's card cannot be used
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in all lanes."""
+        return self.resuming + self.interactive + self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class LiveNumbers:
+    """One aggregate. Rates are None until there are two of them."""
+
+    in_flight: int  # at this gateway
+    waiting: int
+    workers: int
+    running: int
+    slots: int
+    kv_share: float | None
+    requests_per_s: float | None  # of this gateway
+    tokens_per_s: float | None  # output, of all workers
+    failovers: int  # of this gateway, in the last RECENT_FAILOVERS_S
+    clock_skew_s: float  # how far this gateway's clock is ahead of the queue server's
+
+    @property
+    def warning(self) -> str | None:
+        """What an operator should know at once."""
+        if abs(self.clock_skew_s) < WARN_S:
+            return None
+        how = "ahead of" if self.clock_skew_s > 0 else "behind"
+        return f"This gateway's clock is {abs(self.clock_skew_s):.1f} s {how} the queue server's. Is NTP running?"
+
+    def as_text(self) -> dict[str, str]:
+        """As the pages write them, by name."""
+        return {
+            "in_flight": formats.count(self.in_flight),
+            "waiting": formats.count(self.waiting),
+            "workers": formats.count(self.workers),
+            "slots": f"{self.running:,} / {self.slots:,}",
+            "kv_share": formats.share(self.kv_share),
+            "requests_per_s": formats.NOTHING if self.requests_per_s is None else f"{self.requests_per_s:,.1f}",
+            "tokens_per_s": formats.compact(self.tokens_per_s),
+            "failovers": formats.count(self.failovers),
+        }
+
+
+def kv_share(workers: Sequence[Heartbeat]) -> float | None:
+    """The share of these workers' KV memory that is in use; None: they have none of their own."""
+    total = sum(beat.max_kv_tokens for beat in workers)
+    return 1 - sum(beat.free_kv_tokens for beat in workers) / total if total else None
+
+
+class Live:
+    """Looks into the gateway's memory. Only the event loop touches it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._last: tuple[float, int, dict[str, int]] | None = None  # time, requests ended, tokens by worker
+        self._numbers: LiveNumbers | None = None
+        self._streams = 0
+
+    def numbers(self) -> LiveNumbers:
+        """The aggregate of at most PERIOD_S ago."""
+        now_s = time.monotonic()
+        if self._numbers is None or self._last is None or now_s - self._last[0] >= PERIOD_S * 0.9:
+            self._numbers = self._aggregate(now_s)
+        return self._numbers
+
+    def stream(self) -> AsyncIterator[bytes]:
+        """Server-sent events with the numbers as text, for a while. Raises Overloaded, before there is an answer."""
+        if self._streams >= MAX_STREAMS:
+            raise Overloaded("Too many browsers watch this gateway.")
+        return self._events()
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            until_s = time.monotonic() + STREAM_LIMIT_S
+            while time.monotonic() < until_s and not self._gateway.draining:
+                yield b"data: " + encode_json(self.numbers().as_text()) + b"\n\n"
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            self._streams -= 1
+
+    def pools(self) -> list[PoolNow]:
+        """All pools with a live worker, in alphabetical order."""
+        by_pool: dict[tuple[str, str, str, str, str], list[Heartbeat]] = {}
+        for beat in self._gateway.live_workers():
+            by_pool.setdefault((beat.pool, beat.provider, beat.region, beat.tier, beat.engine), []).append(beat)
+        return [
+            PoolNow(*names, tuple(sorted(beats, key=lambda beat: beat.worker_id)))
+            for names, beats in sorted(by_pool.items())
+        ]
+
+    def queues(self) -> list[QueueNow]:
+        """What waits for each configured model; the longest queue first."""
+        workers = Counter(model for beat in self._gateway.live_workers() for model in beat.models)
+        queues = [self._queue(model, workers[model]) for model in self._gateway.models]
+        return sorted(queues, key=lambda queue: (-queue.waiting, -queue.workers, queue.model))
+
+    def failovers(self) -> list[Failover]:
+        """The latest failovers of this gateway, the last one first."""
+        return list(reversed(self._gateway.failovers))
+
+    def models(self) -> list[str]:
+        """The configured models."""
+        return sorted(self._gateway.models)
+
+    def _queue(self, model: str, workers: int) -> QueueNow:
+        waiting = self._gateway.waiting_by_lane(model)
+        resuming, batch = waiting.pop(subjects.RESUME_LANE), waiting.pop(subjects.LOW_LANE)
+        rate = self._gateway.jobs_per_s(model)
+        fault = self._gateway.unusable.get(model)
+        return QueueNow(model, resuming, sum(waiting.values()), batch, rate, workers, fault)
+
+    def _aggregate(self, now_s: float) -> LiveNumbers:
+        beats = self._gateway.live_workers()
+        ended, tokens = self._gateway.ended_requests, {beat.worker_id: beat.tokens_made for beat in beats}
+        requests_per_s = tokens_per_s = None
+        if self._last is not None and now_s - self._last[0] <= OLDEST_BASE_S:
+            then_s, ended_then, tokens_then = self._last
+            made = sum(max(0, count - tokens_then.get(worker, count)) for worker, count in tokens.items())
+            requests_per_s, tokens_per_s = (ended - ended_then) / (now_s - then_s), made / (now_s - then_s)
+        self._last = (now_s, ended, tokens)
+        recent_unix_ms = time.time() * 1000 - RECENT_FAILOVERS_S * 1000
+        return LiveNumbers(
+            in_flight=self._gateway.in_flight,
+            waiting=sum(sum(self._gateway.waiting_by_lane(model).values()) for model in self._gateway.models),
+            workers=len(beats),
+            running=sum(beat.max_sequences - beat.free_sequences for beat in beats),
+            slots=sum(beat.max_sequences for beat in beats),
+            kv_share=kv_share(beats),
+            requests_per_s=requests_per_s,
+            tokens_per_s=tokens_per_s,
+            clock_skew_s=self._gateway.clock_skew_s,
+            failovers=sum(failover.at_unix_ms >= recent_unix_ms for failover in self._gateway.failovers),
+        )

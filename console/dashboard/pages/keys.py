@@ -1,0 +1,95 @@
+"""Keys and budgets: who may call, within which limits, and what of them is used."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from accounts.keys import ApiKey
+from accounts.principal import DEFAULT_TEAM_ID
+from accounts.teams import Team
+from console.dashboard.view import DAY_MS, View
+from ledger.queries.traffic import Traffic, totals
+from ledger.queries.window import Dimension, Window
+from protocol.quotas import Kind
+from quotas.terms import Terms, period_start_s, terms_of
+from quotas.usage import Use, uses
+
+USED_DAYS: Final = 30
+MAX_SHOWN: Final = 500  # keys, and teams; the admin API lists all
+
+Usage = Mapping[str, tuple[Use, ...]]  # by the id of a key or team
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """The keys and teams that are shown, and how much of their limits they have used."""
+
+    keys: Sequence[ApiKey]  # active ones first, then the newest
+    teams: Sequence[Team]
+    left_out: int  # keys and teams
+    at_unix_ms: int
+    usage: Usage | None = None  # None: the queue server cannot be asked
+
+    @property
+    def terms(self) -> dict[str, Terms]:
+        """What is limited, by the id of a key that is accepted still, or of a team."""
+        live = (key for key in self.keys if self.state_of(key) == "active")
+        policies = [*((team.team_id, team.policy) for team in self.teams), *((key.key_id, key.policy) for key in live)]
+        found = ((account_id, terms_of(policy)) for account_id, policy in policies)
+        return {account_id: terms for account_id, terms in found if terms is not None}
+
+    def state_of(self, key: ApiKey) -> str:
+        """Whether a key is accepted: "active", "expired" or "revoked"."""
+        if key.revoked_unix_ms is not None:
+            return "revoked"
+        has_expired = key.expires_unix_ms is not None and key.expires_unix_ms <= self.at_unix_ms
+        return "expired" if has_expired else "active"
+
+    def named(self, account_id: str) -> list[ApiKey | Team]:
+        """The key or team of this id, if it is shown."""
+        teams = (team for team in self.teams if team.team_id == account_id)
+        return [*teams, *(key for key in self.keys if key.key_id == account_id)]
+
+
+def ranked(keys: Iterable[ApiKey], teams: Iterable[Team], now_unix_ms: int) -> Accounts:
+    """The newest of the keys, active ones first, and of the teams."""
+    newest = sorted(keys, key=lambda key: (key.revoked_unix_ms is not None, -key.created_unix_ms))
+    ours = sorted(teams, key=lambda team: (team.team_id != DEFAULT_TEAM_ID, -team.created_unix_ms))
+    left_out = max(0, len(newest) - MAX_SHOWN) + max(0, len(ours) - MAX_SHOWN)
+    return Accounts(newest[:MAX_SHOWN], ours[:MAX_SHOWN], left_out, now_unix_ms)
+
+
+async def account_lines(connection: AsyncConnection, view: View, accounts: Accounts) -> dict[str, Any]:
+    """The values of keys.html and account.html."""
+    window = Window(accounts.at_unix_ms - USED_DAYS * DAY_MS, accounts.at_unix_ms, view.zone)
+    dimensions: tuple[Dimension, ...] = ("key", "team")
+    usage = accounts.usage
+    return {
+        "page": "Keys",
+        "accounts": accounts,
+        "usage": await _charged(connection, view, accounts) if usage is None else usage,
+        "traffic": {
+            sums.group[0]: sums
+            for dimension in dimensions
+            for sums in await totals(connection, window, by=(dimension,))
+        },
+        "NO_TRAFFIC": Traffic(("",)),
+        "used_days": USED_DAYS,
+    }
+
+
+async def _charged(connection: AsyncConnection, view: View, accounts: Accounts) -> Usage:
+    """What the ledger knows of budgets, where gateways cannot be asked; of rates and concurrency it knows nothing."""
+    terms, now_s = accounts.terms, accounts.at_unix_ms / 1000
+    charged: dict[tuple[str, str], int] = {}  # by period and id
+    for period in {one.budget_period for one in terms.values() if one.limits[Kind.MONEY] is not None}:
+        window = Window(int(period_start_s(period, now_s) * 1000), accounts.at_unix_ms, view.zone)
+        for dimension in ("key", "team"):
+            for sums in await totals(connection, window, by=(dimension,)):
+                charged[period, sums.group[0]] = sums.charge_nano_usd or 0
+    return {
+        account_id: uses(one, (None, None, None, charged.get((one.budget_period, account_id), 0)), now_s)
+        for account_id, one in terms.items()
+    }

@@ -1,0 +1,76 @@
+"""Overview: traffic, tokens, latency, errors and failovers, now and over the chosen time."""
+
+from dataclasses import replace
+from typing import Any, Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from console.dashboard.charts import Chart, Line
+from console.dashboard.latency import MIN_VALUES, TITLES
+from console.dashboard.names import load_names
+from console.dashboard.view import View
+from ledger.queries.distributions import percentiles
+from ledger.queries.traffic import Traffic, choices, series, together, totals
+from ledger.queries.window import Dimension, Window
+
+MAX_GROUPS: Final = 50
+USUAL_GROUPING: Final[tuple[Dimension, ...]] = ("model", "pool")
+CHARTED: Final = ("ok", "failed", "cancelled", "prompt_tokens", "cached_tokens", "completion_tokens", "failovers")
+
+
+async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
+    """The values of overview.html."""
+    view = replace(view, by=view.by or USUAL_GROUPING)
+    window, where, steps = view.window, view.filters, view.window.steps(view.step)
+    groups = await totals(connection, window, where=where, by=view.by, top=MAX_GROUPS)
+    (before,) = await totals(connection, view.before, where=where)
+    (ttft,) = await percentiles(connection, window, "ttft_ms", where=where)
+    return {
+        "page": "Overview",
+        "view": view,
+        "choices": await choices(connection, window),
+        "names": await load_names(connection),
+        "now": together(groups),
+        "before": before,
+        "ttft": ttft,
+        "min_values": MIN_VALUES,
+        "charts": await _traffic_charts(connection, view, steps),
+        "later": {"ttft_ms": TITLES["ttft_ms"]},
+        "groups": groups,
+    }
+
+
+async def _traffic_charts(connection: AsyncConnection, view: View, steps: list[Window]) -> list[Chart]:
+    found = await series(connection, view.window, view.step, where=view.filters, names=CHARTED)
+    points: tuple[Traffic, ...] = found[0].points if found else tuple(Traffic(()) for _ in steps)
+    return [
+        Chart(
+            "Requests",
+            "requests",
+            steps,
+            [
+                Line("ok", [point.ok for point in points], 1, fill=True),
+                Line("failed", [point.failed for point in points], 4),
+                Line("cancelled", [point.cancelled for point in points], 6),
+            ],
+            view,
+        ),
+        Chart(
+            "Tokens",
+            "tokens",
+            steps,
+            [
+                Line("prompt", [point.prompt_tokens for point in points], 1, fill=True),
+                Line("of these cached", [point.cached_tokens for point in points], 6),
+                Line("completion", [point.completion_tokens for point in points], 2, fill=True),
+            ],
+            view,
+        ),
+        Chart(
+            "Failovers",
+            "attempts",
+            steps,
+            [Line("failovers", [point.failovers for point in points], 4, bars=True)],
+            view,
+        ),
+    ]

@@ -1,0 +1,73 @@
+"""Requests: a filtered log, page by page or as it grows, and one request with its attempts."""
+
+from typing import Any, Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from console.dashboard.names import load_names
+from console.dashboard.view import View
+from console.dashboard.waterfall import facts, waterfall
+from ledger.queries.log import Cursor, request_page, request_story
+from ledger.queries.traffic import choices
+from web.errors import InvalidParameter
+
+PAGE_ROWS: Final = 50
+MAX_CURSOR_CHARS: Final = 200
+
+
+async def request_log(connection: AsyncConnection, view: View, older: str) -> dict[str, Any]:
+    """The values of requests.html."""
+    rows = await request_rows(connection, view, older)
+    return rows | {
+        "page": "Requests",
+        "choices": await choices(connection, view.window),
+        "names": await load_names(connection),
+    }
+
+
+async def request_rows(connection: AsyncConnection, view: View, older: str) -> dict[str, Any]:
+    """The values of request_rows.html: one page of requests, those after the cursor ``older``."""
+    found = await request_page(
+        connection,
+        view.since_unix_ms,
+        view.until_unix_ms,
+        where=view.filters,
+        after=read_cursor(older),
+        limit=PAGE_ROWS,
+    )
+    return {
+        "rows": found.requests,
+        "older": None if found.next is None else write_cursor(found.next),
+        "searched_to": None if found.next is None else found.next.received_unix_ms,
+        "is_first": not older,
+    }
+
+
+async def request_detail(connection: AsyncConnection, view: View, request_id: str) -> dict[str, Any] | None:
+    """The values of request.html; None: there is no such request."""
+    story = await request_story(connection, request_id)
+    if story is None:
+        return None
+    names = await load_names(connection)
+    return {
+        "page": "Requests",
+        "request_id": request_id,
+        "request": story.request,
+        "facts": facts(story.request, names, view) if story.request else [],
+        "waterfall": waterfall(story),
+    }
+
+
+def write_cursor(cursor: Cursor) -> str:
+    """A cursor for a URL."""
+    return f"{cursor.received_unix_ms}.{cursor.request_id}"
+
+
+def read_cursor(text: str) -> Cursor | None:
+    """A cursor from a URL; None for the first page. Raises InvalidParameter."""
+    if not text:
+        return None
+    received, dot, request_id = text[:MAX_CURSOR_CHARS].partition(".")
+    if not (dot and received.isascii() and received.isdigit() and len(received) <= 16):
+        raise InvalidParameter("older: not a place in the log.", param="older")
+    return Cursor(int(received), request_id)

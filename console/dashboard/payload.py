@@ -1,0 +1,30 @@
+"""What was asked and answered, for the page of a request whose caller agreed that it is kept."""
+
+import asyncio
+import json
+from typing import Any, Final
+
+from console.dashboard.shell import Pages
+from ledger.payloads.errors import BrokenPayload, PayloadKeyMissing, UnknownPayload
+from ledger.payloads.sealing import Sealer, parse_keys
+from ledger.payloads.store import read_payload
+
+MAX_SHOWN_CHARS: Final = 200_000  # of the request, and of the answer
+
+
+async def kept_payload(pages: Pages, request_id: str, actor: str) -> dict[str, Any]:
+    """Values of request.html: the payload (None: none is kept), or why it cannot be opened. Raises SQL's own errors."""
+    sealer = Sealer(parse_keys(pages.services.settings.payload_key))
+    try:
+        payload = await read_payload(pages.services.database, request_id, sealer, actor)
+    except UnknownPayload:
+        return {"payload": None, "problem": None}
+    except (PayloadKeyMissing, BrokenPayload) as error:
+        return {"payload": None, "problem": str(error)}
+    asked, answered = await asyncio.to_thread(lambda: (_text(payload.request), _text(payload.choices)))
+    return {"payload": payload, "problem": None, "asked": asked, "answered": answered}
+
+
+def _text(value: object) -> str:
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "\n… it is longer than is shown here"

@@ -1,0 +1,99 @@
+"""Rendering pages: Jinja templates with every value escaped, static files by content, and the headers."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+from markupsafe import Markup
+from starlette.responses import HTMLResponse, Response
+
+from console.dashboard import formats
+from console.dashboard.view import RANGES, View
+from ledger.queries.traffic import OTHER
+from ledger.queries.window import DIMENSIONS
+
+_HERE: Final = Path(__file__).parent
+_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+HEADERS: Final = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+    " connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "referrer-policy": "same-origin",
+    "x-content-type-options": "nosniff",
+}
+FOR_EVER: Final = {"cache-control": "public, max-age=31536000, immutable", "x-content-type-options": "nosniff"}
+
+PAGES: Final = (  # the navigation: path, name
+    ("", "Overview"),
+    ("/tokens", "Tokens"),
+    ("/latency", "Latency"),
+    ("/cost", "Cost"),
+    ("/pools", "Pools"),
+    ("/requests", "Requests"),
+    ("/keys", "Keys"),
+    ("/playground", "Playground"),
+    ("/exports", "Exports"),
+)
+RANGE_NAMES: Final = {"6h": "6 hours", "24h": "24 hours", "7d": "7 days", "30d": "30 days", "90d": "90 days"}
+FILTERS: Final = ("model", "pool", "provider", "team", "key", "outcome")
+
+
+def _read_static() -> dict[str, tuple[bytes, str]]:
+    files = (path for path in (_HERE / "static").iterdir() if path.suffix in _TYPES)
+    return {path.name: (path.read_bytes(), _TYPES[path.suffix]) for path in files}
+
+
+_STATIC: Final = _read_static()
+_VERSION: Final = hashlib.sha256(b"".join(content for _, (content, _) in sorted(_STATIC.items()))).hexdigest()[:12]
+
+
+def static_file(version: str, name: str) -> Response | None:
+    """A static file; None: there is none of this name. Only its own version may be kept for ever."""
+    if name not in _STATIC:
+        return None
+    content, media_type = _STATIC[name]
+    return Response(content, 200, FOR_EVER if version == _VERSION else HEADERS, media_type)
+
+
+def _data_block(value: object) -> Markup:
+    """JSON for ``<script type="application/json">``: nothing in it can end the element."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+    return Markup(text.replace("<", "\\u003c"))  # noqa: S704  # no markup is left in it
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    written = {name: getattr(formats, name) for name in ("count", "compact", "duration", "money", "share", "moment")}
+    environment.filters |= {**written, "data_block": _data_block}
+    environment.globals |= {
+        "NOTHING": formats.NOTHING,
+        "PAGES": PAGES,
+        "RANGES": {name: RANGE_NAMES[name] for name in RANGES},
+        "FILTERS": FILTERS,
+        "DIMENSIONS": DIMENSIONS,
+        "static": f"/dashboard/static/{_VERSION}",
+        "OTHER": OTHER,
+    }
+    return environment
+
+
+TEMPLATES: Final = _environment()
+
+
+def render(template: str, view: View, user: str, values: Mapping[str, Any]) -> str:
+    """The HTML of a template of ``templates/``."""
+    return TEMPLATES.get_template(template).render(values, view=view, user=user)
+
+
+def html(text: str, status: int = 200) -> Response:
+    """Answer with a page."""
+    return HTMLResponse(text, status, HEADERS)

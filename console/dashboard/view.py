@@ -1,0 +1,163 @@
+"""What a viewer has chosen: the stretch of time, filters and grouping of the URL, and the cookies' zone and colours."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Final, cast, get_args
+from urllib.parse import urlencode
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from starlette.requests import Request
+
+from ledger.queries.window import DIMENSIONS, Dimension, Filters, Step, Window
+from protocol.clock import unix_now_ms
+from web.errors import InvalidParameter
+
+HOUR_MS: Final = 3_600_000
+DAY_MS: Final = 24 * HOUR_MS
+RANGES: Final = {"6h": 6 * HOUR_MS, "24h": DAY_MS, "7d": 7 * DAY_MS, "30d": 30 * DAY_MS, "90d": 90 * DAY_MS}
+USUAL_RANGE: Final = "24h"
+MAX_SPAN_MS: Final = 400 * DAY_MS
+MAX_VALUE_CHARS: Final = 300
+ZONE_COOKIE: Final = "spillway_zone"
+THEME_COOKIE: Final = "spillway_theme"
+USUAL_ZONE: Final = "UTC"
+THEMES: Final = ("light", "dark")
+
+_QUARTERS_UP_TO_MS: Final = 2 * DAY_MS  # steps of charts: at most some 200 points up to a fortnight
+_HOURS_UP_TO_MS: Final = 14 * DAY_MS
+_ZONE_NAME: Final = re.compile(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,2}")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One viewer's choice. ``query`` writes it into links."""
+
+    zone_name: str
+    zone: ZoneInfo
+    theme: str  # "" follows the system
+    range: str  # of RANGES, or "custom"
+    since_unix_ms: int
+    until_unix_ms: int
+    where: dict[Dimension, str] = field(default_factory=dict)
+    by: tuple[Dimension, ...] = ()
+
+    @property
+    def window(self) -> Window:
+        """The stretch of time as the ledger's queries take it."""
+        return Window(self.since_unix_ms, self.until_unix_ms, self.zone)
+
+    @property
+    def before(self) -> Window:
+        """The stretch of the same length just before."""
+        return Window(2 * self.since_unix_ms - self.until_unix_ms, self.since_unix_ms, self.zone)
+
+    @property
+    def filters(self) -> Filters:
+        """The filters as the ledger's queries take them."""
+        return {dimension: (value,) for dimension, value in self.where.items()}
+
+    @property
+    def step(self) -> Step:
+        """How finely charts of this stretch are cut."""
+        span_ms = self.until_unix_ms - self.since_unix_ms
+        if span_ms <= _QUARTERS_UP_TO_MS:
+            return "quarter"
+        return "hour" if span_ms <= _HOURS_UP_TO_MS else "day"
+
+    def query(self, **changes: str | int | None) -> str:
+        """The URL's query for this view with some parameters changed; None takes one away."""
+        fields: dict[str, str | int | None] = dict(self.where.items())
+        if self.range == "custom":
+            fields |= {"since": self.since_unix_ms, "until": self.until_unix_ms}
+        else:
+            fields["range"] = self.range
+        fields |= dict(zip(("by", "and"), self.by, strict=False))
+        if "range" in changes:
+            fields |= {"since": None, "until": None}
+        if "since" in changes:
+            fields["range"] = None
+        fields |= changes
+        return urlencode({name: value for name, value in fields.items() if value not in {None, ""}})
+
+    def local_input(self, unix_ms: int) -> str:
+        """A moment as ``<input type="datetime-local">`` has it."""
+        return f"{datetime.fromtimestamp(unix_ms / 1000, self.zone):%Y-%m-%dT%H:%M}"
+
+
+def view_of(request: Request) -> View:
+    """Read a view from a request. Raises InvalidParameter."""
+    return make_view(request.query_params, request.cookies)
+
+
+def make_view(params: Mapping[str, str], cookies: Mapping[str, str], now_unix_ms: int | None = None) -> View:
+    """Read a view from a query and cookies. Raises InvalidParameter."""
+    zone_name, zone = _zone_of(cookies)
+    theme = cookies.get(THEME_COOKIE, "")
+    now_unix_ms = now_unix_ms or unix_now_ms()
+    chosen, since_unix_ms, until_unix_ms = _span(params, zone, now_unix_ms)
+    return View(
+        zone_name=zone_name,
+        zone=zone,
+        theme=theme if theme in THEMES else "",
+        range=chosen,
+        since_unix_ms=since_unix_ms,
+        until_unix_ms=until_unix_ms,
+        where={name: params[name][:MAX_VALUE_CHARS] for name in DIMENSIONS if params.get(name)},
+        by=_grouping(params),
+    )
+
+
+def find_zone(name: str) -> ZoneInfo | None:
+    """An IANA time zone by its name; None: there is none of this name."""
+    if len(name) > 60 or not _ZONE_NAME.fullmatch(name):
+        return None
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, OSError, ValueError):
+        return None
+
+
+def _zone_of(cookies: Mapping[str, str]) -> tuple[str, ZoneInfo]:
+    name = cookies.get(ZONE_COOKIE, USUAL_ZONE).replace("%2F", "/")
+    zone = find_zone(name)
+    return (USUAL_ZONE, ZoneInfo(USUAL_ZONE)) if zone is None else (name, zone)
+
+
+def _span(params: Mapping[str, str], zone: ZoneInfo, now_unix_ms: int) -> tuple[str, int, int]:
+    if params.get("since"):
+        since = moment_of("since", params["since"], zone)
+        until = moment_of("until", params["until"], zone) if params.get("until") else now_unix_ms
+        if not since < until <= since + MAX_SPAN_MS:
+            raise InvalidParameter("until: must be later than since, by 400 days at most.", param="until")
+        return "custom", since, until
+    chosen = params.get("range") or USUAL_RANGE
+    if chosen not in RANGES:
+        raise InvalidParameter(f"range: must be one of {', '.join(RANGES)}.", param="range")
+    return chosen, now_unix_ms - RANGES[chosen], now_unix_ms
+
+
+def moment_of(name: str, text: str, zone: ZoneInfo) -> int:
+    """A moment that is given as milliseconds since 1970, or as a date and time on the viewer's clock.
+
+    Raises InvalidParameter for ``name``.
+    """
+    try:
+        if text.isascii() and text.isdigit():
+            unix_ms = int(text[:16])
+        else:
+            local = datetime.fromisoformat(text)
+            unix_ms = int((local if local.tzinfo else local.replace(tzinfo=zone)).timestamp() * 1000)
+        datetime.fromtimestamp(unix_ms / 1000, zone)
+    except (ValueError, OverflowError, OSError) as error:
+        raise InvalidParameter(f"{name}: not a date and time.", param=name) from error
+    return unix_ms
+
+
+def _grouping(params: Mapping[str, str]) -> tuple[Dimension, ...]:
+    named = list(dict.fromkeys(params[name] for name in ("by", "and") if params.get(name)))
+    for name in named:
+        if name not in get_args(Dimension):
+            raise InvalidParameter(f"by: must be one of {', '.join(DIMENSIONS)}.", param="by")
+    return cast("tuple[Dimension, ...]", tuple(named))

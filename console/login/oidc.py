@@ -1,0 +1,199 @@
+"""Login by an OpenID Connect issuer: authorization code with PKCE (RFC 7636), OpenID Connect Core 1.0, section 3.1.
+
+The issuer's word is its ID token. It is believed if it is signed by one of the issuer's keys with an asymmetric
+algorithm, is for us, is not over, and answers the very question that this browser has asked (its nonce).
+"""
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+import msgspec
+from authlib.common.errors import AuthlibBaseError
+from authlib.common.security import generate_token
+from authlib.integrations.httpx_client import AsyncOAuth2Client
+from joserfc import jwt
+from joserfc.errors import InvalidKeyIdError, JoseError
+from joserfc.jwk import KeySet
+from joserfc.jwt import JWTClaimsRegistry
+
+from accounts.errors import OidcError
+from console.settings import OidcSettings
+
+DISCOVERY_PATH: Final = "/.well-known/openid-configuration"
+# Never a symmetric one: whoever knows the issuer's public key could sign with it.
+ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA")
+REQUEST_LIMIT_S: Final = 10.0  # also for all that the issuer says of itself
+FAILED_GAP_S: Final = 1.0  # after a failure, for which those who wait or come are not let try it again
+MAX_DOCUMENT_BYTES: Final = 1024 * 1024
+KEEP_S: Final = 3600.0  # discovery and keys
+NEW_KEYS_GAP_S: Final = 60.0  # between two looks for a key that we do not know
+CLOCK_LEEWAY_S: Final = 60
+SECRET_CHARS: Final = 48  # 285 random bits; RFC 7636 wants 43 to 128 characters of a verifier
+
+UNREACHABLE: Final = "The issuer cannot be reached: try again later."
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the browser was sent to the issuer with; kept until it comes back."""
+
+    state: str
+    nonce: str
+    verifier: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Issuer:
+    """What the issuer says of itself."""
+
+    authorization_endpoint: str
+    token_endpoint: str
+    keys: KeySet
+    read_s: float  # monotonic clock
+
+
+class OidcLogin:
+    """Sends browsers to the issuer, and reads what they come back with."""
+
+    def __init__(self, settings: OidcSettings) -> None:
+        self._settings = settings
+        self._known: _Issuer | None = None
+        self._failed_s = float("-inf")  # when it could not be asked; monotonic clock
+        self._reading = asyncio.Lock()
+
+    async def question(self, redirect_uri: str) -> tuple[str, Question]:
+        """Where to send the browser, and what it is asked there. Raises OidcError."""
+        issuer = await self._issuer()
+        asked = Question(*(generate_token(SECRET_CHARS) for _ in range(3)))
+        async with self._client(redirect_uri) as client:
+            url, _ = client.create_authorization_url(
+                issuer.authorization_endpoint, state=asked.state, code_verifier=asked.verifier, nonce=asked.nonce
+            )
+        return str(url), asked
+
+    async def user(self, asked: Question, redirect_uri: str, answer: Mapping[str, str]) -> str:
+        """Who has come back, by the answer in the callback's URL. Raises OidcError if he may not log in."""
+        if not hmac.compare_digest(answer.get("state", "").encode(), asked.state.encode()):
+            raise OidcError("This answer belongs to another login: try again.")
+        if answer.get("iss", self._settings.issuer) != self._settings.issuer:  # RFC 9207
+            raise OidcError("This answer comes from another issuer.")
+        if "code" not in answer:
+            log.warning("the OIDC issuer refused a login: %r", answer.get("error", "no code")[:200])
+            raise OidcError("The issuer has refused the login.")
+        claims = await self._claims(await self._id_token(asked, redirect_uri, answer["code"]), asked.nonce)
+        return allowed_user(self._settings, claims)
+
+    async def _id_token(self, asked: Question, redirect_uri: str, code: str) -> str:
+        issuer = await self._issuer()
+        try:
+            async with self._client(redirect_uri) as client:
+                token = await client.fetch_token(issuer.token_endpoint, code=code, code_verifier=asked.verifier)
+        except (AuthlibBaseError, httpx.HTTPError, ValueError) as error:
+            log.warning("the OIDC issuer gave no token: %s", error)
+            raise OidcError("The issuer has not confirmed the login.") from error
+        id_token = token.get("id_token")
+        if not isinstance(id_token, str):
+            raise OidcError("The issuer's answer has no ID token.")
+        return id_token
+
+    async def _claims(self, id_token: str, nonce: str) -> dict[str, Any]:
+        """The claims of a token that is to be believed. Raises OidcError."""
+        client_id = self._settings.client_id
+        registry = JWTClaimsRegistry(
+            leeway=CLOCK_LEEWAY_S,
+            iss={"essential": True, "value": self._settings.issuer},
+            aud={"essential": True, "value": client_id},
+            exp={"essential": True},
+            iat={"essential": True},
+            sub={"essential": True},
+            nonce={"essential": True, "value": nonce},
+        )
+        try:
+            claims = (await self._decoded(id_token)).claims
+            registry.validate(claims)
+        except (JoseError, ValueError) as error:
+            log.warning("an ID token is not to be believed: %s", error)
+            raise OidcError("The issuer's word cannot be trusted.") from error
+        if isinstance(claims["aud"], list) and len(claims["aud"]) > 1 and claims.get("azp") != client_id:
+            raise OidcError("The issuer's word is for somebody else.")
+        return claims
+
+    async def _decoded(self, id_token: str) -> jwt.Token:
+        issuer = await self._issuer()
+        try:
+            return jwt.decode(id_token, issuer.keys, algorithms=ALGORITHMS)
+        except InvalidKeyIdError:  # the issuer may have new keys
+            newer = await self._issuer(oldest_s=time.monotonic() - NEW_KEYS_GAP_S)
+            return jwt.decode(id_token, newer.keys, algorithms=ALGORITHMS)
+
+    async def _issuer(self, oldest_s: float | None = None) -> _Issuer:
+        """What the issuer says of itself, read again if it was read before ``oldest_s``. Raises OidcError."""
+        async with self._reading:
+            oldest_s = time.monotonic() - KEEP_S if oldest_s is None else oldest_s
+            if self._known is None or self._known.read_s < oldest_s:
+                if time.monotonic() - self._failed_s < FAILED_GAP_S:
+                    raise OidcError(UNREACHABLE)
+                try:
+                    async with asyncio.timeout(REQUEST_LIMIT_S):
+                        self._known = await self._read_issuer()
+                except (httpx.HTTPError, JoseError, KeyError, TimeoutError, TypeError, ValueError) as error:
+                    self._failed_s = time.monotonic()
+                    log.warning("the OIDC issuer cannot be asked: %r", error)
+                    raise OidcError(UNREACHABLE) from error
+            return self._known
+
+    async def _read_issuer(self) -> _Issuer:
+        async with httpx.AsyncClient(timeout=REQUEST_LIMIT_S) as client:
+            about = await _document(client, self._settings.issuer.rstrip("/") + DISCOVERY_PATH)
+            if about["issuer"] != self._settings.issuer:
+                raise ValueError(f"auth.oidc.issuer is {self._settings.issuer}, but it says {about['issuer']}")
+            keys = KeySet.import_key_set(await _document(client, about["jwks_uri"]))
+        return _Issuer(about["authorization_endpoint"], about["token_endpoint"], keys, time.monotonic())
+
+    def _client(self, redirect_uri: str) -> AsyncOAuth2Client:
+        secret = self._settings.client_secret
+        return AsyncOAuth2Client(
+            self._settings.client_id,
+            None if secret is None else secret.get_secret_value(),
+            scope=" ".join(self._settings.scopes),
+            redirect_uri=redirect_uri,
+            code_challenge_method="S256",
+            timeout=REQUEST_LIMIT_S,
+        )
+
+
+def allowed_user(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
+    """How we call a person of these claims. Raises OidcError if the settings do not allow him.
+
+    An address counts only if the issuer says that it is verified: else anybody could claim it.
+    """
+    is_verified = claims.get("email_verified") in (True, "true")  # some issuers write it as text
+    email = str(claims.get("email", "")).lower() if is_verified else ""
+    allowed = {address.lower() for address in settings.allowed_emails}
+    groups = claims.get(settings.groups_claim)
+    mine = groups if isinstance(groups, list) else [groups]
+    if email and (email in allowed or "@" + email.rpartition("@")[2] in allowed):
+        return email
+    if any(group in settings.allowed_groups for group in mine):
+        return email or f"sub:{claims['sub']}"
+    log.warning("auth.oidc allows neither the address nor a group of %s", email or claims["sub"])
+    raise OidcError("You are not among those who may log in here.")
+
+
+async def _document(client: httpx.AsyncClient, url: str) -> Any:  # noqa: ANN401  # JSON
+    async with client.stream("GET", url) as response:
+        response.raise_for_status()
+        body = b""
+        async for part in response.aiter_bytes():
+            body += part
+            if len(body) > MAX_DOCUMENT_BYTES:
+                raise ValueError(f"{url} is larger than {MAX_DOCUMENT_BYTES} bytes")
+    return msgspec.json.decode(body)

@@ -1,0 +1,75 @@
+"""/login/oidc: to the issuer and back."""
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any, Final
+
+from fastapi import APIRouter, Request
+from joserfc import jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import OctKey
+from joserfc.jwt import JWTClaimsRegistry
+from pydantic import SecretStr
+from starlette.responses import RedirectResponse, Response
+
+from accounts.errors import OidcError
+from console.login.login import Login, local_page
+from console.login.oidc import OidcLogin, Question
+from console.settings import OidcSettings
+
+COOKIE: Final = "spillway_oidc"
+CALLBACK_PATH: Final = "/login/oidc/callback"
+QUESTION_S: Final = 600  # how long somebody may take at the issuer
+ALGORITHM: Final = "HS256"
+
+Form = Callable[[str, str | None, int], Awaitable[Response]]
+
+
+def oidc_router(login: Login, settings: OidcSettings, pepper: SecretStr, form: Form) -> APIRouter:
+    """Logging in by the issuer; ``form`` shows the login page with what went wrong."""
+    router = APIRouter(prefix="/login/oidc", include_in_schema=False)
+    issuer, key = OidcLogin(settings), _key(pepper)
+
+    @router.get("")
+    async def leave(request: Request, next: str = "") -> Response:  # noqa: A002  # as it is called in the URL
+        try:
+            url, asked = await issuer.question(login.public_url(request) + CALLBACK_PATH)
+        except OidcError as error:
+            return await form(next, str(error), 502)
+        response = RedirectResponse(url, 303)
+        kept = {**asdict(asked), "next": local_page(next), "exp": int(time.time()) + QUESTION_S}
+        login.set_cookie(request, response, COOKIE, jwt.encode({"alg": ALGORITHM}, kept, key), QUESTION_S)
+        return response
+
+    @router.get("/callback")
+    async def come_back(request: Request) -> Response:
+        next_page = ""
+        try:
+            kept = _kept(request.cookies.get(COOKIE, ""), key)
+            next_page = kept["next"]
+            asked = Question(kept["state"], kept["nonce"], kept["verifier"])
+            user = await issuer.user(asked, login.public_url(request) + CALLBACK_PATH, dict(request.query_params))
+        except OidcError as error:
+            response = await form(next_page, str(error), 401)
+        else:
+            response = await login.start(request, user, next_page)
+        login.set_cookie(request, response, COOKIE, "", 0)
+        return response
+
+    return router
+
+
+def _kept(cookie: str, key: OctKey) -> dict[str, Any]:
+    """What the browser was sent away with, as we have signed it. Raises OidcError."""
+    try:
+        claims = jwt.decode(cookie, key, algorithms=[ALGORITHM]).claims
+        JWTClaimsRegistry(exp={"essential": True}).validate(claims)
+    except (JoseError, ValueError) as error:
+        raise OidcError("This login was begun too long ago, or elsewhere: try again.") from error
+    return claims
+
+
+def _key(pepper: SecretStr) -> OctKey:
+    return OctKey.import_key(hmac.digest(pepper.get_secret_value().encode(), b"oidc login", "sha256"))

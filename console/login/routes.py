@@ -1,0 +1,68 @@
+"""/login and /logout."""
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import RedirectResponse, Response
+
+from accounts.errors import LoginError, TooManyLogins
+from console.login.admins import ADMIN_NAME, has_admin
+from console.login.forms import read_form
+from console.login.login import SAFE_METHODS, local_page, login_page, refuse_foreign_origin
+from console.login.oidc_routes import oidc_router
+from console.login.pages import page
+from console.services import ConsoleServices
+from web.answers import refuse
+from web.errors import LoginRequired
+
+
+def login_router(services: ConsoleServices) -> APIRouter:
+    """Logging in and out, by forms."""
+    router = APIRouter(include_in_schema=False)
+    login = services.login
+
+    async def form(next_page: str, problem: str | None, status: int) -> Response:
+        return page(
+            "login.html",
+            status,
+            problem=problem,
+            next_page=local_page(next_page),
+            name=ADMIN_NAME,
+            has_password=await has_admin(services.database),
+            has_oidc=login.settings.oidc is not None,
+        )
+
+    @router.get("/login")
+    async def ask(next: str = "") -> Response:  # noqa: A002  # as it is called in the URL
+        return await form(next, None, 200)
+
+    @router.post("/login")
+    async def log_in(request: Request) -> Response:
+        refuse_foreign_origin(request)
+        fields = await read_form(request)
+        name, next_page = fields.get("name", ""), fields.get("next", "")
+        try:
+            await login.check_password(request, name, fields.get("password", ""))
+        except LoginError as error:
+            return await form(next_page, str(error), 429 if isinstance(error, TooManyLogins) else 401)
+        return await login.start(request, name, next_page)
+
+    if login.settings.oidc is not None:
+        router.include_router(oidc_router(login, login.settings.oidc, services.settings.key_pepper, form))
+
+    @router.post("/logout")
+    async def log_out(request: Request) -> Response:
+        refuse_foreign_origin(request)
+        return await login.end(request)
+
+    return router
+
+
+def add_login_answers(app: FastAPI) -> None:
+    """Lead a browser that must log in first to where it can."""
+
+    @app.exception_handler(LoginRequired)
+    async def on_login_required(request: Request, error: LoginRequired) -> Response:
+        wants_page = request.method in SAFE_METHODS and "text/html" in request.headers.get("accept", "")
+        if not wants_page:
+            return refuse(request, error)
+        query = f"?{request.url.query}" if request.url.query else ""
+        return RedirectResponse(login_page(request.url.path + query), 303)

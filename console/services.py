@@ -1,0 +1,25 @@
+"""What the pages and the admin API work with."""
+
+from dataclasses import dataclass
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from accounts.keyring import KeyRing
+from console.dashboard.live import Gateway
+from console.dashboard.reader import Reader
+from console.login.login import Login
+from console.settings import ConsoleSettings
+from protocol.bus import Bus
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleServices:
+    """The parts of a process that shows the console, all of them started."""
+
+    settings: ConsoleSettings
+    bus: Bus
+    keys: KeyRing
+    database: AsyncEngine
+    login: Login
+    reader: Reader  # the ledger, for the dashboard
+    gateway: Gateway  # its memory, for what goes on now

@@ -1,0 +1,56 @@
+"""What the configuration says of the pages for people."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr, field_validator, model_validator
+
+from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Settings
+
+
+class OidcSettings(Settings):
+    """Login by an OpenID Connect issuer (authorization code with PKCE). Whom nothing below allows is refused."""
+
+    issuer: HttpUrlText  # as in its discovery document, without "/.well-known/openid-configuration"
+    client_id: str
+    client_secret: SecretStr | None = None  # None: a public client, by PKCE alone
+    scopes: tuple[str, ...] = ("openid", "email", "profile")
+    allowed_emails: tuple[str, ...] = ()  # addresses; "@example.com" allows all of a domain
+    allowed_groups: tuple[str, ...] = ()
+    groups_claim: str = "groups"  # where the issuer writes a person's groups
+
+    @field_validator("issuer")
+    @classmethod
+    def _the_issuer_must_be_the_issuer(cls, issuer: str) -> str:
+        parts = urlsplit(issuer)
+        if parts.scheme != "https" and parts.hostname not in {"localhost", "127.0.0.1", "::1"}:
+            raise ValueError("must be https: without TLS anybody in between could let himself in")
+        return issuer
+
+    @model_validator(mode="after")
+    def _somebody_must_be_allowed(self) -> "OidcSettings":
+        if not self.allowed_emails and not self.allowed_groups:
+            raise ValueError("allowed_emails or allowed_groups is required: without one, nobody could log in")
+        return self
+
+
+class LoginSettings(Settings):
+    """How people log in to the pages of the gateway."""
+
+    session_s: PositiveSeconds = 12 * 3600.0
+    # How people reach it, e.g. "https://llm.example.com"; default: as each request says. Behind a proxy that ends TLS,
+    # cookies are for TLS only if this says https.
+    public_url: HttpUrlText | None = None
+    oidc: OidcSettings | None = None
+
+
+class ConsoleSettings(Settings):
+    """Everything the pages and the admin API need."""
+
+    login: LoginSettings
+    key_pepper: SecretStr
+    payload_key: SecretStr | None  # see ledger.settings.PayloadSettings
+    data_dir: Path
+    models: dict[str, str]  # the model behind every name and alias
+    max_body_bytes: PositiveInt
+    body_s: PositiveSeconds

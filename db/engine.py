@@ -1,0 +1,103 @@
+"""The async engine for SQLite (default) and PostgreSQL (production)."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from sqlalchemy import URL, Connection, event, make_url, text
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from db.errors import DatabaseUrlError
+
+CONNECT_LIMIT_S: Final = 10.0
+STATEMENT_LIMIT_S: Final = 30.0
+LOCK_LIMIT_S: Final = 5.0
+
+# Execution option: how SQLite begins a transaction. IMMEDIATE takes the write lock at once, which a transaction that
+# reads before it writes needs: taking the lock later fails without waiting if anybody has written in between.
+SQLITE_BEGIN: Final = "sqlite_begin"
+IMMEDIATE: Final = "IMMEDIATE"
+WRITER_LOCK_ID: Final = 0x5350494C4C4C4544  # "SPILLLED": PostgreSQL's advisory lock of whoever writes the ledger
+
+# A writer looks up rows by their keys. While a table is young, PostgreSQL would rather read all of it for each batch.
+_BEGIN_WRITING: Final = text("SELECT pg_advisory_xact_lock(:id), set_config('enable_seqscan', 'off', true)")
+
+_DRIVERS: Final = {
+    "sqlite": "sqlite+aiosqlite",
+    "sqlite+aiosqlite": "sqlite+aiosqlite",
+    "postgres": "postgresql+asyncpg",
+    "postgresql": "postgresql+asyncpg",
+    "postgresql+asyncpg": "postgresql+asyncpg",
+}
+
+
+def parse_database_url(database_url: str) -> URL:
+    """Check a URL and name its async driver: ``sqlite:///file`` and ``postgresql://…`` may leave it out.
+
+    Raises DatabaseUrlError, whose message never holds the password.
+    """
+    try:
+        url = make_url(database_url)
+    except (ArgumentError, ValueError) as error:
+        raise DatabaseUrlError(
+            "database.url: not a database URL; examples: sqlite:///data/spillway.db, postgresql://user@host/spillway"
+        ) from error
+    driver = _DRIVERS.get(url.drivername)
+    if driver is None:
+        raise DatabaseUrlError(
+            f"database.url: unsupported database {url.drivername!r}; use sqlite:///… or postgresql://…"
+        )
+    if driver.startswith("sqlite") and url.database in {None, "", ":memory:"}:
+        raise DatabaseUrlError("database.url: SQLite needs a file (sqlite:///path), since several processes share it")
+    return url.set(drivername=driver)
+
+
+def create_engine(
+    database_url: str, *, statement_limit_s: float = STATEMENT_LIMIT_S, lock_limit_s: float = LOCK_LIMIT_S
+) -> AsyncEngine:
+    """Make an engine; nothing connects yet.
+
+    ``statement_limit_s`` bounds every PostgreSQL statement, ``lock_limit_s`` is how long SQLite waits for another
+    writer. Raises DatabaseUrlError.
+    """
+    url = parse_database_url(database_url)
+    if url.get_backend_name() == "sqlite":
+        engine = create_async_engine(url, connect_args={"timeout": lock_limit_s})
+        event.listen(engine.sync_engine, "connect", _prepare_sqlite)
+        event.listen(engine.sync_engine, "begin", _begin_sqlite)
+        return engine
+    # The ping finds connections that a restarted server has dropped, before a transaction does.
+    limits: dict[str, Any] = {"timeout": CONNECT_LIMIT_S, "command_timeout": statement_limit_s}
+    return create_async_engine(url, pool_pre_ping=True, connect_args=limits)
+
+
+def changing(engine: AsyncEngine) -> contextlib.AbstractAsyncContextManager[AsyncConnection]:
+    """A transaction that writes, perhaps after it has read."""
+    return engine.execution_options(**{SQLITE_BEGIN: IMMEDIATE}).begin()
+
+
+@contextlib.asynccontextmanager
+async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    """A transaction that writes the ledger: the only one until it ends."""
+    async with changing(engine) as connection:
+        if connection.dialect.name == "postgresql":
+            await connection.execute(_BEGIN_WRITING, {"id": WRITER_LOCK_ID})
+        yield connection
+
+
+def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:
+    # Python's sqlite3 begins transactions by itself, but not before reads or DDL; we begin them (_begin_sqlite).
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    # WAL: readers and the one writer do not wait for each other. FULL: a usage record is acknowledged to its stream
+    # once committed, so a commit must survive a power cut; that is one fsync per batch.
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(SQLITE_BEGIN, 'DEFERRED')}")

@@ -1,0 +1,406 @@
+"""The tables. ``migrations/`` makes them; a test keeps both in step.
+
+Times are integers, milliseconds since 1970 in UTC: the same on SQLite and PostgreSQL, the same as on the wire, compared
+and indexed without any conversion by a driver. Days are a matter of the viewer's time zone and are made when read.
+"""
+
+import json
+from typing import ClassVar
+
+from sqlalchemy import BigInteger, Boolean, Dialect, Double, Index, LargeBinary, MetaData, Text, TypeDecorator, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class Base(DeclarativeBase):
+    """All tables. Constraint names are fixed here, so that migrations can name what they change."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map: ClassVar = {int: BigInteger, str: Text, float: Double, bool: Boolean, bytes: LargeBinary}
+
+
+class Words(TypeDecorator[tuple[str, ...]]):
+    """A few words as a JSON list: read and compared in Python only."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: tuple[str, ...] | None, dialect: Dialect) -> str | None:  # noqa: ARG002
+        """Write them."""
+        return None if value is None else json.dumps(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[str, ...] | None:  # noqa: ARG002
+        """Read them."""
+        return None if value is None else tuple(json.loads(value))
+
+
+class _Policy:
+    """What a team or a key may do. NULL: no bound of its own; of a key, besides, whatever its team says.
+
+    A team's limits hold for all its keys together, and a key's own on top of them.
+    """
+
+    requests_per_minute: Mapped[int | None]
+    tokens_per_minute: Mapped[int | None]  # prompt and completion
+    max_concurrent: Mapped[int | None]  # requests admitted and not yet ended
+    budget_nano_usd: Mapped[int | None]  # for each budget_period
+    budget_period: Mapped[str | None]  # "day" | "week" | "month" (UTC) | "total"
+    weight: Mapped[float | None]  # share of the workers, against other tenants'; NULL: 1
+    priority: Mapped[str | None]  # "interactive" | "batch": the most that its requests may ask for; NULL: interactive
+    log_payload: Mapped[bool | None]  # consent to keep prompts and answers; NULL: no
+    train_ok: Mapped[bool | None]  # consent to make training sets of them; NULL: no
+    redact: Mapped[bool | None]  # strip personal data before they are kept; NULL: yes
+    retention_days: Mapped[int | None]  # how long they are kept; NULL: the ledger's default
+    # Which hosted APIs its prompts may go to (accounts.hosted); NULL: nothing said, empty: none.
+    allow_hosted: Mapped[tuple[str, ...] | None] = mapped_column(Words)
+
+
+class OrganisationRow(Base):
+    """Who pays. Every team belongs to one; the migration makes the first."""
+
+    __tablename__ = "organisations"
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "org_…"
+    name: Mapped[str] = mapped_column(unique=True)
+    created_unix_ms: Mapped[int]
+
+
+class TeamRow(_Policy, Base):
+    """Who shares limits and a place among the tenants. Every key belongs to one; the migration makes the first."""
+
+    __tablename__ = "teams"
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "team_…"; the tenant of its requests
+    organisation_id: Mapped[str]  # OrganisationRow.id
+    name: Mapped[str] = mapped_column(unique=True)
+    created_unix_ms: Mapped[int]
+
+
+class ApiKeyRow(_Policy, Base):
+    """One API key. Rows are never deleted: a revoked key still names its past usage."""
+
+    __tablename__ = "api_keys"
+    __table_args__ = (
+        # A name may be used again once its key is revoked.
+        Index(
+            "uq_api_keys_active_name",
+            "name",
+            unique=True,
+            sqlite_where=text("revoked_unix_ms IS NULL"),
+            postgresql_where=text("revoked_unix_ms IS NULL"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "key_…", random; public, and what usage rows refer to
+    name: Mapped[str]  # given by the operator; unique among active keys
+    token_hmac: Mapped[str] = mapped_column(unique=True)  # hex HMAC-SHA-256 of the key under the pepper
+    last_four: Mapped[str]  # the key's last four characters, for people to recognise it
+    created_unix_ms: Mapped[int]  # set when it was created
+    revoked_unix_ms: Mapped[int | None]  # set when it was revoked; NULL: active
+    stops_running: Mapped[bool | None]  # set with it: its running requests end, too, not only the waiting ones
+    team_id: Mapped[str]  # TeamRow.id
+    scopes: Mapped[str]  # what it opens, of accounts.principal.SCOPES, separated by spaces
+    models: Mapped[str | None]  # JSON list of the models that it may name; NULL: all
+    expires_unix_ms: Mapped[int | None]  # from when on it is refused; NULL: never
+    # After a rotation the token before goes on being accepted for a while.
+    previous_hmac: Mapped[str | None] = mapped_column(unique=True)
+    previous_until_unix_ms: Mapped[int | None]
+
+
+class AuditRow(Base):
+    """One change that somebody made to organisations, teams, keys or prices. Never changed, never deleted by us."""
+
+    __tablename__ = "audit_log"
+    __table_args__ = (Index(None, "at_unix_ms"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)  # "aud_…"
+    at_unix_ms: Mapped[int]
+    actor: Mapped[str]  # "key:key_…", "user:…" of a login, or "cli:…" of the operating system
+    action: Mapped[str]  # "key.create", "team.update", …
+    subject_id: Mapped[str]  # of the thing changed
+    before: Mapped[str | None]  # JSON of what was changed; NULL: it was not there. Never a secret.
+    after: Mapped[str | None]
+
+
+class AdminRow(Base):
+    """A person with a local password, who may log in to the pages."""
+
+    __tablename__ = "admins"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    password_hash: Mapped[str]  # see console.login.passwords
+    changed_unix_ms: Mapped[int]
+
+
+class SessionRow(Base):
+    """One login to the pages, until it ends, is ended, or the password is changed."""
+
+    __tablename__ = "sessions"
+
+    token_hmac: Mapped[str] = mapped_column(primary_key=True)  # hex HMAC-SHA-256 of the cookie under the pepper
+    user_name: Mapped[str]  # AdminRow.name, or the address that the OIDC issuer vouches for
+    started_unix_ms: Mapped[int]
+    ends_unix_ms: Mapped[int]
+
+
+class RequestRow(Base):
+    """One admitted request: a RequestRecord of the gateway, written once by the ledger writer.
+
+    On PostgreSQL it is partitioned by day and received_unix_ms is part of its key (ledger.partitions).
+    For a gateway that died without leaving one, the ledger writer makes it of its intent and the request's last attempt
+    (``error_code`` "gateway_lost", ``http_status`` 0). A record that comes all the same takes its place.
+    """
+
+    __tablename__ = "requests"
+    __table_args__ = (
+        Index(None, "received_unix_ms"),
+        Index(None, "model", "received_unix_ms"),
+        Index(None, "key_id", "received_unix_ms"),
+    )
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)  # made by the gateway; also the x-request-id header
+    gateway_id: Mapped[str]  # which gateway served it
+    received_unix_ms: Mapped[int]  # when its headers arrived, by the gateway's clock
+    endpoint: Mapped[str]  # see protocol.messages.Origin
+    model: Mapped[str]  # the configured model (aliases resolved)
+    key_id: Mapped[str]  # ApiKeyRow.id
+    key_name: Mapped[str]  # the key's name at that time
+    stream: Mapped[bool]  # whether the caller asked for a stream
+    outcome: Mapped[str]  # "ok" | "cancelled" | "failed"
+    http_status: Mapped[int]  # as sent; 499 for a caller that left before the headers; 0: unknown, its gateway died
+    error_code: Mapped[str | None]  # protocol.errors.ErrorCode of a failed request
+    finish_reason: Mapped[str | None]  # of choice 0: "stop" | "length"
+    prompt_tokens: Mapped[int]  # counted by the gateway with the model's own tokenizer
+    cached_tokens: Mapped[int]  # of these, how many the engine found in its prefix cache
+    completion_tokens: Mapped[int]  # over all choices
+    attempts: Mapped[int]  # how many tries it took; 0: it never reached the queue
+    queue_ms: Mapped[float | None]  # admission → accepted by the last attempt's worker; NULL: never accepted
+    ttft_ms: Mapped[float | None]  # received → first token at the gateway; NULL: no token
+    total_ms: Mapped[float]  # received → ended
+    pool: Mapped[str | None]  # of the last attempt, as its worker says
+    provider: Mapped[str | None]
+    region: Mapped[str | None]
+    # Sums over its attempts, see gateway.dispatch.attempts; NULL before version 0003, and where none was accepted.
+    engine_queue_ms: Mapped[float | None]  # in an engine, before its first token began to be computed
+    prefill_ms: Mapped[float | None]  # computing began → first token
+    decode_ms: Mapped[float | None]  # first token → last token
+    preemptions: Mapped[int | None]  # how often a choice gave way to others for want of KV memory
+    team_id: Mapped[str | None]  # TeamRow.id, of the key at that time; NULL: its gateway was older than version 0006
+    organisation_id: Mapped[str | None]  # OrganisationRow.id, likewise
+    tier: Mapped[str | None]  # of the last attempt's pool, as its worker says; NULL: never accepted
+    counted_by: Mapped[str | None]  # protocol.chat.CountedBy; NULL: an engine, before version 0011
+    # By the price book as it was when the request arrived (ledger.prices); NULL: the model has no price there.
+    charge_nano_usd: Mapped[int | None]
+
+
+class AttemptRow(Base):
+    """One try of a request on one worker: an AttemptRecord, written once by the ledger writer.
+
+    Workers leave them; for one that was lost its gateway does, as far as it has seen (the first to come stays). Two
+    workers may have tried the same attempt, of which the gateway heard one: the queue may deliver a message twice.
+    No foreign key to ``requests``: the two records travel on their own, and an attempt usually arrives first.
+    Partitioned like ``requests``, by when its request was received.
+    """
+
+    __tablename__ = "attempts"
+    __table_args__ = (Index(None, "started_unix_ms"),)
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)  # RequestRow.request_id
+    attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # from 1, numbered by the gateway
+    worker_id: Mapped[str] = mapped_column(primary_key=True)  # who tried
+    pool: Mapped[str]
+    provider: Mapped[str]
+    region: Mapped[str]
+    tier: Mapped[str]  # "spot" | "reserved" | "on-demand" | "hosted"
+    engine: Mapped[str]  # which engine adapter made the tokens
+    model: Mapped[str]
+    started_unix_ms: Mapped[int]  # when the worker pulled it, by the worker's clock
+    outcome: Mapped[str]  # "ok" | "cancelled" | "failed"
+    error_code: Mapped[str | None]  # protocol.errors.ErrorCode of a failed try
+    prompt_tokens: Mapped[int]  # as the engine counts
+    cached_tokens: Mapped[int]
+    completion_tokens: Mapped[int]  # made by this try; tokens it resumed from are not counted again
+    queue_ms: Mapped[float]  # publish → pull
+    ttft_ms: Mapped[float | None]  # pull → first token; NULL: none
+    total_ms: Mapped[float]  # pull → end
+    usd_per_hour: Mapped[float]  # the worker's price at that time
+    # The request's own, for the row of one whose gateway died (ledger.abandoned); NULL before version 0002.
+    resumed_tokens: Mapped[int | None]  # output tokens that this try began with
+    received_unix_ms: Mapped[int]  # before version 0002: as started_unix_ms
+    gateway_id: Mapped[str | None]
+    endpoint: Mapped[str | None]
+    key_id: Mapped[str | None]
+    key_name: Mapped[str | None]
+    stream: Mapped[bool | None]
+    # As the engine says (protocol.messages.Timings); NULL before version 0003, and where it does not say.
+    engine_queue_ms: Mapped[float | None]
+    prefill_ms: Mapped[float | None]
+    decode_ms: Mapped[float | None]
+    preemptions: Mapped[int | None]
+    team_id: Mapped[str | None]  # of its request; NULL before version 0006
+    organisation_id: Mapped[str | None]
+    counted_by: Mapped[str | None]  # protocol.chat.CountedBy; NULL: an engine, before version 0011
+    rescue: Mapped[str | None]  # protocol.rescue.Rescue: how it went on with earlier tries; NULL: the first
+
+
+class OpenRequestRow(Base):
+    """One request whose record has not come for some seconds: a RequestIntent, until its request has a row.
+
+    What becomes of it if no record ever comes: ledger.abandoned.
+    """
+
+    __tablename__ = "open_requests"
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)  # this and what follows: as in ``requests``
+    gateway_id: Mapped[str]
+    received_unix_ms: Mapped[int]
+    endpoint: Mapped[str]
+    model: Mapped[str]
+    key_id: Mapped[str]
+    key_name: Mapped[str]
+    stream: Mapped[bool]
+    prompt_tokens: Mapped[int]
+    completion_tokens: Mapped[int]  # as the gateway last told when it was asked
+    team_id: Mapped[str | None]
+    organisation_id: Mapped[str | None]
+
+
+class SliceRow(Base):
+    """One combination of everything that rollups can be cut by, as requests have had it. Few, and never deleted.
+
+    What is NULL in ``requests`` is the empty string here.
+    """
+
+    __tablename__ = "slices"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # ledger.rollups.slice_id
+    model: Mapped[str]
+    pool: Mapped[str]  # of the last attempt, like provider, region and tier
+    provider: Mapped[str]
+    region: Mapped[str]
+    tier: Mapped[str]
+    team_id: Mapped[str]
+    key_id: Mapped[str]
+    endpoint: Mapped[str]
+    outcome: Mapped[str]
+
+
+class _Bucket:
+    """One slice in one stretch of time, by when its requests were received."""
+
+    width_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # ledger.rollups.WIDTHS_S
+    bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # its begin; a multiple of it
+    slice_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # SliceRow.id
+
+
+class RollupRow(_Bucket, Base):
+    """Sums over the requests of one slice. Written only in the transaction that writes those requests.
+
+    Every request counts in one row of each width. Widths of more than 15 minutes are there so that a month is read
+    from few rows; quarters of an hour make days right in zones such as UTC+5:45.
+    """
+
+    __tablename__ = "rollups"
+    __table_args__ = ({"sqlite_with_rowid": False},)  # kept in the order of its key, in which it is read
+
+    requests: Mapped[int]
+    attempts: Mapped[int]
+    failovers: Mapped[int]  # attempts after the first
+    retried: Mapped[int]  # requests that took more than one attempt
+    prompt_tokens: Mapped[int]
+    cached_tokens: Mapped[int]
+    completion_tokens: Mapped[int]
+    charge_nano_usd: Mapped[int]  # of those that have a price
+    total_ms: Mapped[int]  # sum of the end-to-end latencies, each rounded; by Little's law, concurrency x time
+
+
+class HistogramRow(_Bucket, Base):
+    """How six measures are distributed over the requests of one slice, in bins that merge by adding them up.
+
+    Each is a row of 32-bit entries (ledger.histogram says of what); NULL: no values.
+    """
+
+    __tablename__ = "histograms"
+    __table_args__ = ({"sqlite_with_rowid": False},)
+
+    queue_ms: Mapped[bytes | None]  # as in ``requests``, like TTFT and total
+    ttft_ms: Mapped[bytes | None]
+    tpot_ms: Mapped[bytes | None]  # (total - TTFT) / (completion tokens - 1), of answered requests with at least two
+    total_ms: Mapped[bytes | None]
+    prompt_tokens: Mapped[bytes | None]
+    completion_tokens: Mapped[bytes | None]
+
+
+class PriceRow(Base):
+    """A price, and from when on it holds: until the next row of the same model and pool. Rows are only ever added.
+
+    model set, pool empty: what callers are charged for the model's tokens. Both set: what the pool's provider charges
+    us for them (hosted APIs). Only pool set: what one machine of the pool costs. NULL: no such price.
+    """
+
+    __tablename__ = "price_book"
+
+    model: Mapped[str] = mapped_column(primary_key=True)  # empty: of the pool's machines
+    pool: Mapped[str] = mapped_column(primary_key=True)  # empty: what callers are charged
+    from_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    source: Mapped[str] = mapped_column()  # "config", or who set it: an actor of the audit log
+    # Nano-USD for a million tokens: 0.15 USD is 150,000,000. Cached tokens are a part of prompt tokens.
+    prompt_nano_usd: Mapped[int | None]
+    cached_nano_usd: Mapped[int | None]  # NULL: like other prompt tokens
+    completion_nano_usd: Mapped[int | None]
+    machine_nano_usd: Mapped[int | None]  # for an hour of one machine
+    on_demand_nano_usd: Mapped[int | None]  # what that hour would cost on demand; NULL: unknown
+
+
+class InstanceRow(Base):
+    """A quarter of an hour of one worker: when in it the worker was up, and how long it was busy.
+
+    Made from heartbeats by taking the least and the greatest, so that several ledger writers agree, and one that was
+    away adds what it missed. Time up = up_until - up_from, busy = busy_until - busy_from.
+    """
+
+    __tablename__ = "instance_seconds"
+
+    bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    worker_id: Mapped[str] = mapped_column(primary_key=True)  # one process of a worker, never used again
+    pool: Mapped[str]
+    provider: Mapped[str]
+    region: Mapped[str]
+    tier: Mapped[str]
+    up_from_unix_ms: Mapped[int]
+    up_until_unix_ms: Mapped[int]
+    busy_from_ms: Mapped[int]  # since the worker started: time with at least one job, at up_from
+    busy_until_ms: Mapped[int]  # and at up_until
+    nano_usd_per_hour: Mapped[int]  # of its machine at that time
+    on_demand_nano_usd_per_hour: Mapped[int | None]  # what it would cost on demand; NULL: unknown
+
+
+class PayloadRow(Base):
+    """What was asked and answered, where the key's or the team's consent says so. The consent is that of the moment."""
+
+    __tablename__ = "payloads"
+    __table_args__ = (
+        Index(None, "expires_unix_ms"),
+        Index(None, "key_id", "received_unix_ms"),
+        Index(None, "end_user"),
+    )
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)  # RequestRow.request_id
+    received_unix_ms: Mapped[int]
+    model: Mapped[str]
+    endpoint: Mapped[str]
+    key_id: Mapped[str]
+    team_id: Mapped[str]
+    end_user: Mapped[str | None]  # the caller's word for whom it asks: the request's ``user``
+    train_ok: Mapped[bool]  # whether training sets may be made of it
+    redacted: Mapped[bool]  # whether personal data were stripped (gateway.payloads.redaction)
+    expires_unix_ms: Mapped[int]  # deleted soon after
+    dropped: Mapped[bool]  # it was larger than the limit, or could not be redacted: request and answer are NULL
+    encoding: Mapped[str]  # "zlib" | "zlib+aes-256-gcm:<id of the key>" (ledger.payloads.sealing)
+    request: Mapped[bytes | None]  # JSON: the body as it was validated
+    answer: Mapped[bytes | None]  # JSON: {"choices": […]} as they would be without streaming and logprobs

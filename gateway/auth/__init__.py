@@ -1,1 +1,0 @@
-"""API keys: making them, and telling on every request whose key it is."""

@@ -1,0 +1,374 @@
+"""uvicorn's HTTP connection, held to bounds, so that nothing needs to stand in front of the gateway.
+
+What uvicorn leaves open: how large a head may be and how long it may take, how many connections there are, a client
+that leaves while a second request of theirs waits behind the first, one that has only closed the sending side, a
+request that comes just as an idle connection is closed, and refusals that nothing tells of.
+
+    head ──> request in progress ──> idle ──> head …
+      └ heads: 408 when late           └ idle: closed when late, unless something has come
+"""
+
+import asyncio
+import fcntl
+import logging
+import termios
+from collections import deque
+from typing import Any, Final
+from urllib.parse import unquote
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from gateway.http.connections import Connections
+from gateway.http.cycle import Cycle
+from gateway.http.exchange import ABORT_KEY, CYCLE_KEY, HEADERS_KEY
+from gateway.http.refusals import HTTP, MAX_PATH_CHARS
+from protocol.deadlines import Deadlines
+from web.errors import ApiError, HeadTooLarge, MalformedHttp, RequestTooSlow
+
+READ_AHEAD: Final = 8  # requests that are read while an earlier one is answered; more stay in the socket
+MAX_PIPELINED: Final = 100  # that may have come with them in one piece
+FIRST_PROBE_S: Final = 0.02
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+NO_INT: Final = bytes(4)  # where FIONREAD writes its answer
+# Headers that say one thing. Where there are two of one, whoever stands in front may have read the other one.
+SINGLE_HEADERS: Final = (b"host", b"authorization", b"content-type", b"content-encoding", b"idempotency-key")
+
+
+log = logging.getLogger(__name__)
+
+
+class Connection(HttpToolsProtocol):
+    """One client's connection."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._connections = connections
+        self._waits_in: Deadlines[Connection] | None = None  # for the client to do something
+        self._is_counted = False
+        self._answering: Cycle | None = None
+        self._waiting: deque[Cycle] = deque()  # behind it; self.cycle is the one that has come last
+        self._in_head = False
+        self._head_bytes = 0  # of this head, as far as it lies in earlier pieces than the one that is being read
+        self._piece_bytes = 0
+        self._began_here = False  # the head, in this piece
+        self._is_refused = False  # what still comes is not read; what has been asked before is answered
+        self._has_finished = False  # the client has closed the sending side
+        self._probe: asyncio.TimerHandle | None = None
+
+    # --- from the transport -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        """A client has connected."""
+        super().connection_made(transport)
+        error = self._connections.enter(self._address)
+        if error is not None:
+            self._refuse(error)
+            return
+        self._is_counted = True
+        self._wait_in(self._connections.heads)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on: this replaces uvicorn's, whose log has no bounds."""
+        if self._is_refused:
+            return
+        if self._waits_in is self._connections.idle:
+            self._wait_in(None)
+        self._piece_bytes, self._began_here = len(data), False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # the request is answered, and the protocol stays
+            pass
+        except httptools.HttpParserError as error:
+            self._refuse(_refusal_of(error))
+            return
+        if self._in_head or self._answering is None or self._answering.response_complete:
+            self._wait_for_head()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Tell a client that has left from one that has only said that nothing more will come.
+
+        Both send the same. But what has left answers anything more with a reset; so it is sent what it has to skip.
+        """
+        cycle = self._answering
+        if cycle is None or not self._is_answering or cycle.response_started or self.cycle.more_body:
+            return False
+        if cycle.scope["http_version"] != "1.1":  # may not be sent an interim answer
+            return False
+        self._has_finished = True
+        self._probe_client(FIRST_PROBE_S)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody is there any more: uvicorn would tell only the request that has come last."""
+        self._wait_in(None)
+        if self._probe is not None:
+            self._probe.cancel()
+        if self._is_counted:
+            self._is_counted = False
+            self._connections.leave(self._address)
+        if self._in_head and not self._is_refused:
+            self._tell(None, self.url)
+        for cycle in self._waiting:
+            self._tell(None, cycle.scope["raw_path"])
+        self._waiting.clear()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.gone()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """End, when all that has come is answered: also what still lies in the socket."""
+        if not self._is_answering and not self._has_unread():
+            self._close()
+        elif self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    # --- from the parser: uvicorn's methods written out, which costs less than calling them --------------------------
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        if self._waits_in is self._connections.idle:
+            self._wait_in(None)
+        self.url = b""
+        self.headers = []
+        self._head_bytes = 0
+        self._in_head = self._began_here = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header of a head. Those that follow a body are dropped."""
+        if self._in_head:
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """A head is whole. Raises ApiError and others, which feed_data turns into its own error."""
+        if self._waits_in is not None:
+            self._wait_in(None)
+        by_name = self._checked_headers()
+        version = self.parser.get_http_version()
+        raw_path, query = self._target()
+        path = raw_path.decode("ascii")
+        keep_alive = version != "1.0" and self.parser.should_keep_alive() and not self._connections.is_gateway_leaving
+        scope: Any = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "method": self.parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            HEADERS_KEY: by_name,
+            ABORT_KEY: self.transport.abort,
+        }
+        self._in_head = False
+        self.cycle = cycle = Cycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=by_name.get(b"expect", b"").lower() == b"100-continue",
+            keep_alive=keep_alive,
+            on_response=self.on_response_complete,
+        )
+        scope[CYCLE_KEY] = cycle
+        if not self._is_answering:
+            self._answer(cycle)
+            return
+        self._waiting.append(cycle)
+        if len(self._waiting) >= READ_AHEAD:  # until then, nobody would notice that the client leaves
+            self.flow.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body; what has been answered already needs none."""
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        cycle = self.cycle
+        if cycle.response_complete:  # it was answered before: the rest of its body has been awaited
+            self._wait_in(self._connections.idle)
+            return
+        cycle.more_body = False
+        cycle.message_event.set()
+
+    def _answer(self, cycle: Cycle) -> None:
+        self._answering = cycle
+        task = self.loop.create_task(cycle.run_asgi(self.app))
+        self.tasks.add(task)  # which is how uvicorn knows what is still running when it ends
+        task.add_done_callback(self.tasks.discard)
+        if self._has_finished:
+            self._probe_client(FIRST_PROBE_S)
+
+    def on_response_complete(self) -> None:
+        """Take the next one that has come, or wait for one."""
+        if self.transport.is_closing():
+            self._close()
+            return
+        self.flow.resume_reading()
+        if self._waiting:
+            self._answer(self._waiting.popleft())
+        elif self._is_refused or self._has_finished:
+            self._close()
+        elif not self._in_head:
+            self._wait_in(self._connections.heads if self.cycle.more_body else self._connections.idle)
+
+    # --- bounds -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answering is not None and not self._answering.response_complete
+
+    def _wait_in(self, queue: "Deadlines[Connection] | None") -> None:
+        if self._waits_in is not None:
+            self._waits_in.discard(self)
+        if queue is not None:
+            queue.add(self)
+        self._waits_in = queue
+
+    def _wait_for_head(self) -> None:
+        # Where it began, other things may have come before it: that piece is counted when the head is whole. What a
+        # client can make us keep is one piece, of 256 KiB at most, more than the bound.
+        bounds = self._connections.settings
+        if self._in_head and not self._began_here:
+            self._head_bytes += self._piece_bytes
+        if self._in_head and (self._head_bytes > bounds.max_head_bytes or len(self.headers) > bounds.max_headers):
+            self._refuse(_too_large(bounds.max_head_bytes, bounds.max_headers))
+        elif self._waits_in is None:
+            self._wait_in(self._connections.heads)
+
+    def _checked_headers(self) -> dict[bytes, bytes]:
+        bounds, headers = self._connections.settings, self.headers
+        # Counted exactly only where it matters.
+        if self._head_bytes + self._piece_bytes > bounds.max_head_bytes:
+            self._head_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in headers)
+        if self._head_bytes > bounds.max_head_bytes or len(headers) > bounds.max_headers:
+            raise _too_large(bounds.max_head_bytes, bounds.max_headers)
+        if len(self._waiting) >= MAX_PIPELINED:
+            raise MalformedHttp(f"At most {MAX_PIPELINED} requests may wait for their answers on one connection.")
+        by_name = dict(headers)
+        if len(by_name) < len(headers):
+            _check_singles(headers)
+        # Of an HTTP/1.1 request a host is required; HTTP/0.9 has no headers.
+        if b"host" not in by_name and self.parser.get_http_version() != "1.0":
+            raise MalformedHttp("The header 'host' is required.")
+        if b"transfer-encoding" in by_name and by_name[b"transfer-encoding"].lower() != b"chunked":
+            raise MalformedHttp("The only transfer-encoding that is understood is 'chunked'.")
+        return by_name
+
+    def _target(self) -> tuple[bytes, bytes]:
+        """Path and query of the request. Raises httptools.HttpParserInvalidURLError."""
+        if self.url.startswith(b"/") and b"#" not in self.url:
+            path, _, query = self.url.partition(b"?")
+            return path, query
+        url = httptools.parse_url(self.url)
+        return url.path or b"/", url.query or b""
+
+    def head_is_late(self) -> None:
+        """The client has not sent what was waited for: a head, or the rest of a body that is of no use any more."""
+        if self._has_unread():
+            self._wait_in(self._connections.heads)
+        elif self._in_head:
+            limit_s = self._connections.settings.head_s
+            self._refuse(RequestTooSlow(f"The request's headers did not arrive within {limit_s:g} s."))
+        else:
+            self._close()
+
+    def end_idle(self) -> None:
+        """Close an idle connection. One on which something has come is not idle: it only has not been read yet."""
+        if self.transport.get_write_buffer_size():  # in all this time the client has not read its answer
+            self.transport.abort()
+        elif self._has_unread():
+            self._wait_in(self._connections.heads)
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        """Close when all is sent that was written, or after a while without."""
+        self.transport.close()
+        self._wait_in(self._connections.idle if self.transport.get_write_buffer_size() else None)
+
+    def _has_unread(self) -> bool:
+        if self.transport.is_closing():
+            return False
+        number = self.transport.get_extra_info("socket").fileno()
+        return fcntl.ioctl(number, termios.FIONREAD, NO_INT) != NO_INT
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what cannot be routed, behind all that is still being answered, and close."""
+        self._is_refused = True
+        self._wait_in(None)
+        self._tell(error, self.url if self._in_head else b"")
+        if self._is_answering:
+            return
+        body = error.envelope()
+        lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
+        lines += [b"%b: %b" % header for header in error.headers()]
+        self.transport.write(STATUS_LINE[error.status] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        self._close()
+
+    def _tell(self, error: ApiError | None, path: bytes) -> None:
+        shown = path.partition(b"?")[0][:MAX_PATH_CHARS].decode("latin-1")
+        self._connections.refusals.refused(HTTP, error, client=self._address, path=shown)
+
+    # --- a client that has closed the sending side --------------------------------------------------------------------
+
+    def _probe_client(self, wait_s: float) -> None:
+        """Send an interim answer, and again ever more rarely until the answer begins: where nobody is, it fails."""
+        if self._answering is None or self._answering.response_started or self.transport.is_closing():
+            return
+        if self._probe is not None:
+            self._probe.cancel()
+        self.transport.write(CONTINUE)
+        self._probe = self.loop.call_later(wait_s, self._probe_client, wait_s * 2)
+
+
+def _too_large(max_bytes: int, max_headers: int) -> HeadTooLarge:
+    return HeadTooLarge(f"The request's headers may have at most {max_bytes} bytes and be at most {max_headers}.")
+
+
+def _refusal_of(error: httptools.HttpParserError) -> ApiError:
+    """What the client is told of an error of the parser, or of one of the methods that it calls."""
+    cause = error.__context__
+    if isinstance(cause, ApiError):
+        return cause
+    if cause is not None and not isinstance(cause, (httptools.HttpParserInvalidURLError, UnicodeDecodeError)):
+        log.error("a request's head could not be taken", exc_info=cause)
+        return ApiError()
+    return MalformedHttp()
+
+
+def _check_singles(headers: list[tuple[bytes, bytes]]) -> None:
+    names = [name for name, _ in headers]
+    for single in SINGLE_HEADERS:
+        if names.count(single) > 1:
+            raise MalformedHttp(f"The header '{single.decode()}' was sent more than once.")

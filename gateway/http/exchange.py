@@ -1,0 +1,279 @@
+"""One HTTP exchange in plain ASGI: its headers, its id, and the ways to answer."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.requests import Request
+
+from accounts.keyring import KeyRing
+from accounts.principal import INFERENCE, Principal
+from gateway.dispatch.group import RequestGroup
+from gateway.dispatch.request import OpenRequest
+from gateway.http.failures import RequestFailed
+from gateway.request.trace import Trace
+from protocol.clock import unix_now_ms
+from protocol.deadlines import shared_deadlines, wait_until_done
+from web.answers import EXCHANGE_KEY
+from web.errors import ApiError, DatabaseAway, InvalidApiKey, MissingScope
+
+if TYPE_CHECKING:
+    from gateway.http.cycle import Cycle
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Answered = OpenRequest | RequestGroup
+
+ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
+CYCLE_KEY: Final = "spillway.cycle"  # there, too, until it is an exchange's: the Cycle
+HEADERS_KEY: Final = "spillway.headers"  # there, too: the headers by name
+# An accepted request is answered: where neither queue nor disk stores anything, new ones are refused, and this goes on.
+ROW_LIMIT_S: Final = 10.0
+ROW_LOOK_S: Final = 0.05  # how soon it is noticed that a stream has failed which waits for its intent
+UNREAD_LIMIT_S: Final = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
+PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
+JSON_TYPE: Final = (b"content-type", b"application/json")
+SSE_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx must not collect the stream
+)
+
+log = logging.getLogger(__name__)
+
+
+def _cannot_abort() -> None:
+    """Do nothing: under another server, the response merely stays incomplete."""
+
+
+class Exchange:
+    """A request from the socket and what is sent back."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.start_clock()
+        self.id = uuid.uuid4().hex
+        self.receive = receive
+        self.headers: dict[bytes, bytes] = scope.get(HEADERS_KEY) or dict(scope["headers"])
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.sent_status: int | None = None
+        self.limit_headers: list[tuple[bytes, bytes]] = []  # how far the caller's limits are used
+        self.refusal: ApiError | None = None  # what was answered instead of admitting a request
+        self.trace: Trace | None = None  # None: traces are off
+        self._client: tuple[str, int] | None = scope.get("client")
+        self._send = send
+        self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
+        # Taken out, as it holds the scope in its turn: only the garbage collector would end both.
+        self._cycle: Cycle | None = scope.pop(CYCLE_KEY, None)  # None: under another server
+
+    @property
+    def client(self) -> str:
+        """The address of the client, as far as trusted proxies tell it."""
+        return self._client[0] if self._client else ""
+
+    def start_clock(self) -> None:
+        """The request is here now: all durations count from this moment."""
+        self.received_s = time.monotonic()
+        self.received_unix_ms = unix_now_ms()
+
+    @property
+    def request_id(self) -> str:
+        """The public id of this request, in headers, records and logs."""
+        return f"req_{self.id}"
+
+    def header_text(self, name: bytes) -> str | None:
+        """A header's value; None if it was not sent."""
+        value = self.headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
+        """Whose key this is. Raises InvalidApiKey; MissingScope if it does not open ``scope``.
+
+        Raises DatabaseAway for a key that is not known here and may be a new one.
+        """
+        scheme, _, token = self.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise InvalidApiKey(
+                "You didn't provide an API key. Provide it in an Authorization header: 'Authorization: Bearer KEY'."
+            )
+        principal = keys.authenticate(token.strip())
+        if principal is None and keys.may_be_old:
+            raise DatabaseAway("This API key is not known here, and new keys cannot be looked up at the moment.")
+        if principal is None:
+            raise InvalidApiKey("Incorrect API key provided.")
+        if scope not in principal.scopes:
+            raise MissingScope(f"This API key does not have the scope '{scope}'.")
+        return principal
+
+    def seen(self, status: int | None) -> int | None:
+        """What the caller sees of a status that is sent (None: none was); None if he has left before."""
+        return status
+
+    def whole_body(self) -> bytes | None:
+        """See Cycle; None under another server."""
+        return None if self._cycle is None else self._cycle.whole_body()
+
+    async def wait_until_gone(self) -> None:
+        """Return when the caller has left. Nothing else is received once the body is here."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    @contextmanager
+    def calling_when_gone(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call back, should the client leave meanwhile. Nothing else is received once the body is here."""
+        if self._cycle is not None:
+            self._cycle.call_when_gone(callback)
+            try:
+                yield
+            finally:
+                self._cycle.call_when_gone(None)
+            return
+        watcher = asyncio.create_task(self.wait_until_gone())  # under another server
+        watcher.add_done_callback(lambda watcher: None if watcher.cancelled() else callback())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]], request: Answered | None = None) -> None:
+        """Send the head of the answer, with what every answer carries.
+
+        Raises RequestFailed for a request that has failed before it was sure to have a row: nothing was sent.
+        """
+        if request is not None:
+            request.http_status = self.seen(status)
+            if status < HTTPStatus.BAD_REQUEST:
+                await _until_sure_of_row(request)
+        self.sent_status = status
+        headers.extend(self.common_headers(request))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def start_recorded(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send the head of an answer that was made for another exchange."""
+        self.sent_status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Send a piece of the body; waits while the client reads more slowly than we write."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def answer_json(self, body: bytes, request: Answered | None = None) -> None:
+        """Send a whole JSON answer."""
+        await self._answer_whole(200, body, [], request)
+
+    async def answer_pieces(self, pieces: AsyncIterator[bytes], request: Answered) -> None:
+        """Send a JSON answer that may be large, as it is made: others' requests go on between its parts."""
+        part = bytearray()
+        try:
+            async with asyncio.timeout(UNREAD_LIMIT_S) as limit:
+                async for piece in pieces:
+                    part += piece
+                    if len(part) >= PART_BYTES:
+                        if self.sent_status is None:
+                            await self.start(200, [JSON_TYPE], request)
+                        await self.write(bytes(part), more=True)
+                        part.clear()
+                        await asyncio.sleep(0)
+                        limit.reschedule(asyncio.get_running_loop().time() + UNREAD_LIMIT_S)
+                if self.sent_status is not None:
+                    await self.write(bytes(part), more=False)
+                    return
+        except TimeoutError:
+            self.abort()
+            return
+        await self.answer_json(bytes(part), request)
+
+    async def answer_error(self, error: ApiError, request: Answered | None = None) -> None:
+        """Send a whole error answer."""
+        self.refusal = error if request is None else None
+        await self._answer_whole(error.status, error.envelope(), error.headers(), request)
+
+    async def _answer_whole(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], request: Answered | None
+    ) -> None:
+        unread = shared_deadlines(UNREAD_LIMIT_S, Exchange.abort)
+        unread.add(self)
+        try:
+            await self.start(status, [JSON_TYPE, (b"content-length", b"%d" % len(body)), *headers], request)
+            await self.write(body, more=False)
+        finally:
+            unread.discard(self)
+
+    def abort(self) -> None:
+        """Break the connection off at once, dropping what the client has not read."""
+        self._abort()
+
+    def common_headers(self, request: Answered | None = None) -> list[tuple[bytes, bytes]]:
+        """The headers of every answer, and those of a dispatched one as far as they are known by now."""
+        headers = [
+            (b"x-request-id", self.request_id.encode()),
+            (b"openai-processing-ms", b"%d" % ((time.monotonic() - self.received_s) * 1000)),
+        ]
+        headers += self.limit_headers
+        if request is not None:
+            headers.extend(_dispatch_headers(request, self.received_s))
+        return headers
+
+
+def exchange_of(request: Request) -> Exchange:
+    """The exchange that a request of FastAPI's belongs to."""
+    exchange: Exchange = request.scope[EXCHANGE_KEY]
+    return exchange
+
+
+async def _until_sure_of_row(request: Answered) -> None:
+    """Wait until the request is sure to have a row: only then is its caller told anything. A stream usually is by now.
+
+    Raises RequestFailed where it fails meanwhile: its deadline may pass sooner than a queue that hangs is given up.
+    """
+    limit_s = time.monotonic() + ROW_LIMIT_S
+    for row in request.rows_seen_to():
+        while not row.done() and time.monotonic() < limit_s:
+            if request.failure is not None:
+                raise RequestFailed(request.failure)
+            await wait_until_done(row, ROW_LOOK_S)
+        if not row.done():
+            log.error("a request is answered although neither queue nor disk is sure to keep its row")
+
+
+def _dispatch_headers(request: Answered, received_s: float) -> list[tuple[bytes, bytes]]:
+    headers = [(b"x-spillway-attempts", b"%d" % request.attempt)]
+    if request.published_s is not None:
+        headers.append((b"x-spillway-overhead-ms", b"%.1f" % ((request.published_s - received_s) * 1000)))
+    place = request.place()
+    if place is not None:
+        headers.append((b"x-spillway-queue-position", b"%d" % place.position))
+        if place.eta_s is not None:
+            headers.append((b"x-spillway-queue-eta-ms", b"%d" % (place.eta_s * 1000)))
+        if request.hosted_wait is not None:
+            headers.append((b"x-spillway-hosted", request.hosted_wait.encode()))
+    # Of several requests each has been somewhere else: the ledger tells.
+    return headers if isinstance(request, RequestGroup) else headers + _worker_headers(request)
+
+
+def _worker_headers(request: OpenRequest) -> list[tuple[bytes, bytes]]:
+    headers: list[tuple[bytes, bytes]] = []
+    if request.accepted is not None and request.accepted_s is not None:
+        queue_ms = (request.accepted_s - request.admission.admitted_s) * 1000
+        headers += [
+            (b"x-spillway-queue-ms", b"%.1f" % queue_ms),
+            (b"x-spillway-pool", request.accepted.pool.encode()),
+            (b"x-spillway-provider", request.accepted.provider.encode()),
+            (b"x-spillway-region", request.accepted.region.encode()),
+            (b"x-spillway-tier", (request.accepted.tier or "").encode()),
+        ]
+    if request.ended_s is not None:  # the answer is sent as a whole
+        spent = request.log.spent
+        headers += [
+            (b"x-spillway-engine-queue-ms", b"%.1f" % spent.engine_queue_ms),
+            (b"x-spillway-prefill-ms", b"%.1f" % spent.prefill_ms),
+            (b"x-spillway-decode-ms", b"%.1f" % spent.decode_ms),
+        ]
+    return headers

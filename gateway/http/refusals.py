@@ -1,0 +1,81 @@
+"""Every refused request is counted and leaves a line in the log; in a flood a few a second, and then how many more."""
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from msgspec import Struct
+
+from gateway.metrics.requests import RequestSeries
+from web.errors import ApiError
+
+if TYPE_CHECKING:
+    from gateway.http.exchange import Exchange
+
+LINES_A_SECOND: Final = 10  # of each reason
+WINDOW_S: Final = 1.0
+MAX_PATH_CHARS: Final = 200
+CLIENT_LEFT: Final = ("client_left", 499)  # before the request was here, or while it was not yet admitted
+HTTP: Final = "http"  # the endpoint of what is refused before it is known whom it is for
+
+log = logging.getLogger(__name__)
+
+
+class _Reason(Struct):
+    count: int = 0  # since the start
+    lines: int = 0  # in this window
+    untold: int = 0
+    window: asyncio.TimerHandle | None = None
+
+
+class RefusalLog:
+    """Tells of requests that were not admitted. Only the event loop touches it."""
+
+    def __init__(self, series: RequestSeries) -> None:
+        self._series = series
+        self._reasons: dict[str, _Reason] = {}
+
+    def exchange_refused(self, endpoint: str, exchange: "Exchange") -> None:
+        """Tell of a request whose answer is a refusal, or whose caller left before there was one."""
+        error = exchange.refusal
+        self.refused(
+            endpoint,
+            error,
+            request_id=exchange.request_id,
+            method=exchange.method,
+            path=exchange.path[:MAX_PATH_CHARS],
+            client=exchange.client,
+        )
+
+    def refused(self, endpoint: str, error: ApiError | None, **fields: str | None) -> None:
+        """Tell of one refusal; without an error the client has left. Never what was asked: only where and why not."""
+        code, status = CLIENT_LEFT if error is None else (error.code or error.type, error.status)
+        self._series.refused(endpoint, status, code if error is None else error.code)
+        reason = self._reasons.setdefault(code, _Reason())
+        reason.count += 1
+        if reason.window is None:
+            reason.window = asyncio.get_running_loop().call_later(WINDOW_S, self._next_window, code)
+        if reason.lines == LINES_A_SECOND:
+            reason.untold += 1
+            return
+        reason.lines += 1
+        told = {"reason": code, "status": status, "count": reason.count, "endpoint": endpoint, **fields}
+        if error is not None and error.param is not None:
+            told["param"] = error.param[:MAX_PATH_CHARS]
+        log.info("request refused", extra={"fields": told})
+
+    def _next_window(self, code: str) -> None:
+        reason = self._reasons[code]
+        reason.window = None
+        self._tell_rest(code, reason)
+
+    def _tell_rest(self, code: str, reason: _Reason) -> None:
+        if reason.untold:
+            told = {"reason": code, "more": reason.untold, "count": reason.count}
+            log.info("requests refused", extra={"fields": told})
+        reason.lines = reason.untold = 0
+
+    def flush(self) -> None:
+        """Tell what has not been told yet: the gateway ends."""
+        for code, reason in self._reasons.items():
+            self._tell_rest(code, reason)

@@ -1,0 +1,271 @@
+"""From the frames of one request to the coroutine that writes its answer.
+
+A reader that keeps up gets the frames as they came. What it does not take in time, and all of a whole answer, is kept
+as bytes again: a seventh of the memory where a frame holds log-probabilities, and known to the byte. ``UnreadBytes``
+bounds these for each tenant and for the gateway.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.request.unread import UnreadBytes
+from protocol.chat import Deltas
+from protocol.errors import ErrorCode
+from protocol.logprobs import PromptLogprob, TokenLogprob
+from protocol.messages import Tokens, Vector, encode
+
+MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024  # that a slow client may lag behind before its request is given up
+LOOSE_EVENTS: Final = 64  # are kept as they came
+TAKEN_AT_ONCE: Final = 32  # of those that are kept as bytes: some 2 ms of work with log-probabilities
+PACKED_OVERHEAD_BYTES: Final = 48  # of each, beside its content
+_NIL: Final = b"\xc0"
+
+
+class Failure(Struct, frozen=True):
+    """Why a request was refused or ended without an answer."""
+
+    code: ErrorCode
+    message: str
+    param: str | None = None
+    retry_after_s: int | None = None  # where something better is known than the code's own
+    is_wanted: bool = False  # the caller has asked to be refused: its client shall not try again by itself
+
+
+class Ended(Struct, frozen=True):
+    """The last event of every request."""
+
+    failure: Failure | None = None
+
+
+class StillWaiting(Struct, frozen=True):
+    """Nothing was sent for a while: time for a sign of life."""
+
+    state: str  # "queued" | "running"
+
+
+Event = Tokens | Deltas | Vector | StillWaiting | Ended
+
+
+class HeldTokens(Struct, frozen=True, array_like=True, tag="t"):
+    """``Tokens``, with the log-probabilities of its tokens still as bytes: these alone are large."""
+
+    request_id: str
+    attempt: int
+    seq: int
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+    logprobs: msgspec.Raw = msgspec.Raw(_NIL)  # it is immutable
+    prompt_logprobs: tuple[PromptLogprob, ...] | None = None
+
+    @property
+    def held_logprobs(self) -> msgspec.Raw | None:
+        """They, if there are any."""
+        return None if bytes(self.logprobs) == _NIL else self.logprobs
+
+
+AnyTokens = Tokens | HeldTokens | Deltas
+HeldLogprobs = tuple[TokenLogprob, ...] | msgspec.Raw
+
+_decode_tokens: Callable[[bytes], Tokens | Deltas] = msgspec.msgpack.Decoder(Tokens | Deltas).decode
+_decode_held: Callable[[bytes], HeldTokens | Deltas] = msgspec.msgpack.Decoder(HeldTokens | Deltas).decode
+_decode_logprobs = msgspec.msgpack.Decoder(tuple[TokenLogprob, ...] | None).decode
+
+
+def read_logprobs(held: HeldLogprobs | None) -> tuple[TokenLogprob, ...]:
+    """The log-probabilities of a frame's tokens, as they came or still as bytes."""
+    return (_decode_logprobs(held) if isinstance(held, msgspec.Raw) else held) or ()
+
+
+class ReaderCut(Exception):
+    """What was kept for the reader has been thrown away: it was too slow."""
+
+
+def _let_be() -> None:
+    """Do nothing: nobody reads."""
+
+
+class Mailbox:
+    """Events in order, for one reader.
+
+    ``put`` and ``wake`` are separate so that all frames of one engine step make one wake-up and one HTTP write.
+    """
+
+    max_unread_bytes = MAX_UNREAD_BYTES
+
+    def __init__(self) -> None:
+        self.held_bytes = 0  # of what is kept as bytes
+        self.on_cut: Callable[[], None] | None = None  # called when what the reader still wants is thrown away
+        self._events: list[Event] = []
+        self._packed: deque[bytes | Event] = deque()  # what came after these
+        self._is_cut = False
+        self._unread: UnreadBytes | None = None
+        self._tenant = ""
+        self._give_up: Callable[[], None] = _let_be
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._events) + len(self._packed)
+
+    def count_in(self, unread: UnreadBytes, tenant: str, give_up: Callable[[], None]) -> None:
+        """Have what is kept as bytes counted there; ``give_up`` is called where it is too much."""
+        self._unread, self._tenant, self._give_up = unread, tenant, give_up
+
+    def put(self, event: Event) -> None:
+        """Add an event without waking the reader."""
+        if len(self._events) < LOOSE_EVENTS and not self._packed:
+            self._events.append(event)
+        else:
+            self._pack(event)
+
+    def put_tokens(self, frame: Tokens | Deltas) -> None:
+        """Add a frame likewise. One with log-probabilities is kept as bytes, unless its reader takes it at once."""
+        is_large = frame.logprobs is not None or frame.prompt_logprobs is not None
+        if is_large and (self._waiter is None or self._events or self._packed):
+            self._pack(frame)
+        else:
+            self.put(frame)
+
+    def _pack(self, event: Event) -> None:
+        if not isinstance(event, (Tokens, Deltas)):
+            self._packed.append(event)
+            return
+        packed = encode(event)
+        self._packed.append(packed)
+        self._count(len(packed) + PACKED_OVERHEAD_BYTES)
+
+    def _count(self, count_bytes: int) -> None:
+        self.held_bytes += count_bytes
+        if self._unread is not None:
+            self._unread.count(self._tenant, self, self._give_up, count_bytes)
+
+    def wake(self) -> None:
+        """Let the reader run once the current callback is over."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def clear(self) -> None:
+        """Throw away what is unread."""
+        self._events.clear()
+        self._packed.clear()
+        if self.held_bytes:
+            self._count(-self.held_bytes)
+
+    def close(self) -> None:
+        """Nobody reads any more: throw away what is unread, and let go of whoever was to be told."""
+        self.clear()
+        self._give_up = _let_be
+
+    def drop(self, request_id: str) -> None:
+        """Throw away what has come of one request, none of which was taken: all of it comes again."""
+        self._events = [one for one in self._events if getattr(one, "request_id", None) != request_id]
+        packed, self._packed = self._packed, deque()
+        for event in packed:
+            content = _decode_held(event) if isinstance(event, bytes) else event
+            if getattr(content, "request_id", None) != request_id:
+                self._packed.append(event)
+            elif isinstance(event, bytes):
+                self._count(-len(event) - PACKED_OVERHEAD_BYTES)
+
+    def cut(self) -> None:
+        """Throw away what a reader still wants that is too slow; a failure is still told."""
+        last = self._last()
+        self.clear()
+        if isinstance(last, Ended) and last.failure is not None:
+            self._events.append(last)
+        else:
+            self._is_cut = True
+        self.wake()
+        if self.on_cut is not None:
+            self.on_cut()
+
+    async def take(self) -> list[Event]:
+        """Wait for ``wake``, unless there is something already; returns what is there, at least one event.
+
+        Raises ReaderCut.
+        """
+        while not self._events:
+            if self._packed:
+                return self._unpacked()
+            await self._woken()
+        events, self._events = self._events, []
+        return events
+
+    def _unpacked(self) -> list[Event]:
+        events: list[Event] = []
+        freed_bytes = 0
+        while self._packed and len(events) < TAKEN_AT_ONCE:
+            event = self._packed.popleft()
+            if isinstance(event, bytes):
+                freed_bytes += len(event) + PACKED_OVERHEAD_BYTES
+                event = _decode_tokens(event)
+            events.append(event)
+        if freed_bytes:
+            self._count(-freed_bytes)
+        return events
+
+    async def wait_for_end(self) -> None:
+        """Return once everything is here, the ``Ended`` last. Raises ReaderCut."""
+        while not isinstance(self._last(), Ended):
+            await self._woken()
+
+    def _last(self) -> bytes | Event | None:
+        if self._packed:
+            return self._packed[-1]
+        return self._events[-1] if self._events else None
+
+    async def _woken(self) -> None:
+        if not self._is_cut:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._is_cut:
+            raise ReaderCut
+
+    def tokens(self) -> Iterator[AnyTokens]:
+        """All tokens that are here; they stay, and count, until ``clear``."""
+        for event in (*self._events, *self._packed):
+            if isinstance(event, bytes):
+                yield _decode_held(event)
+            elif isinstance(event, (Tokens, Deltas)):
+                yield event
+
+
+class SharedMailbox(Mailbox):
+    """Events of several requests that are answered together. Its one ``Ended`` is the first failure, or else the last.
+
+    Whoever fails has the others cancelled (``gateway.dispatch.group``): what these still put is dropped.
+    """
+
+    def __init__(self, requests: int) -> None:
+        super().__init__()
+        self.max_unread_bytes = MAX_UNREAD_BYTES * requests
+        self._running = requests
+        self._has_ended = False
+
+    def put(self, event: Event) -> None:
+        """See Mailbox."""
+        if isinstance(event, Ended):
+            self._running -= 1
+            if self._has_ended or (self._running and event.failure is None):
+                return
+            self._has_ended = True
+        elif self._has_ended or (isinstance(event, StillWaiting) and self._is_last_a_sign_of_life()):
+            return
+        super().put(event)
+
+    def put_tokens(self, frame: Tokens | Deltas) -> None:
+        """See Mailbox."""
+        if not self._has_ended:
+            super().put_tokens(frame)
+
+    def _is_last_a_sign_of_life(self) -> bool:
+        return bool(self._events) and isinstance(self._events[-1], StillWaiting)

@@ -1,0 +1,187 @@
+"""Requests whose gateway died: their rows, made of their intents and of what their workers have recorded.
+
+Every accepted request has a row, and its gateway publishes it at the end. A gateway that is killed takes along the
+records of what it held; what it had told the stream of each before it answered anything remains (``intents``), and so
+do the attempts, for workers run, or give up, whatever it had queued. So gateways are asked which of the requests
+without a row they still have. Of a request that nobody has had for ``ABANDONED_AFTER_MS``, and that has no record in
+what the stream took by then, a row is made. It is the stream's time that counts, in ms since 1970: after an outage of
+SQL all the records are there, and merely not written yet. A gateway that is connected and does not answer may be
+frozen: it is waited for. A record that comes all the same (its gateway was only cut off from the queue) takes that
+row's place.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from sqlalchemy import RowMapping, bindparam, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from db.engine import writing
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.models import AttemptRow, OpenRequestRow
+from ledger.intents import delete_open, delete_recorded, ends_its_request
+from ledger.store import is_one_of, received_with, write_requests
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError, ErrorCode, NobodyListens, ProtocolError
+from protocol.open_requests import MAX_ASKED, AskOpen, decode_answer, encode
+
+ABANDONED_AFTER_MS: Final = 30_000
+ANSWER_LIMIT_S: Final = 2.0
+MAX_LOOKED_AT: Final = 100_000  # requests, the oldest first
+CHUNK_REQUESTS: Final = 500
+STATUS_UNKNOWN: Final = 0
+
+_Open = dict[str, int]  # request id → its completion tokens so far
+
+log = logging.getLogger(__name__)
+
+
+class AbandonedRequests:
+    """Looks, again and again, for requests that nobody has any more."""
+
+    def __init__(self, bus: Bus, engine: AsyncEngine) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._missed: dict[str, int] = {}  # request id → since when nobody has had it, in ms since 1970
+
+    async def look(self) -> None:
+        """Ask the gateways. Raises DatabaseUnavailable; then call again."""
+        await delete_recorded(self._engine)
+        of_gateway = await self._open_by_gateway()
+        missed: dict[str, int] = {}
+        for gateway_id, known in of_gateway.items():
+            still_open = await self._ask(gateway_id, sorted(known))
+            if still_open is None:
+                continue  # nobody knows: their time begins anew
+            await self._note_progress({name: n for name, n in still_open.items() if n > known.get(name, n)})
+            now_unix_ms = int(self._bus.clock.now_s() * 1000)  # by the stream's clock, as what is compared with it
+            missed |= {name: self._missed.get(name, now_unix_ms) for name in known if name not in still_open}
+        self._missed = missed
+
+    async def record_overdue(self, written_until_unix_ms: int) -> None:
+        """Write the rows of those missed for long enough, once all that the stream took by then is in SQL.
+
+        Raises DatabaseUnavailable; then call again.
+        """
+        overdue = [name for name, ms in self._missed.items() if ms + ABANDONED_AFTER_MS <= written_until_unix_ms]
+        try:
+            for start in range(0, len(overdue), CHUNK_REQUESTS):
+                request_ids = overdue[start : start + CHUNK_REQUESTS]
+                async with writing(self._engine) as connection:
+                    rows = await _abandoned_rows(connection, request_ids)
+                    await write_requests(connection, rows, replace_lost=False)
+                    await delete_open(connection, request_ids)
+                log.warning("%d requests of gateways that died are recorded", len(rows))
+                for request_id in request_ids:
+                    del self._missed[request_id]
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+    async def _open_by_gateway(self) -> dict[str, _Open]:
+        columns = (OpenRequestRow.gateway_id, OpenRequestRow.request_id, OpenRequestRow.completion_tokens)
+        statement = select(*columns).order_by(OpenRequestRow.received_unix_ms).limit(MAX_LOOKED_AT)
+        of_gateway: dict[str, _Open] = defaultdict(dict)
+        try:
+            async with self._engine.connect() as connection:
+                for gateway_id, request_id, completion_tokens in await connection.execute(statement):
+                    of_gateway[gateway_id][request_id] = completion_tokens
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+        return of_gateway
+
+    async def _ask(self, gateway_id: str, request_ids: Sequence[str]) -> _Open | None:
+        """Those that the gateway still has; None if it does not say."""
+        subject = subjects.open_requests_subject(gateway_id)
+        still_open: _Open = {}
+        try:
+            for start in range(0, len(request_ids), MAX_ASKED):
+                question = AskOpen(tuple(request_ids[start : start + MAX_ASKED]))
+                reply = await self._bus.request(subject, encode(question), timeout_s=ANSWER_LIMIT_S)
+                still_open |= decode_answer(reply.data).completion_tokens
+        except NobodyListens:
+            return {}
+        except (BusError, ProtocolError) as error:
+            log.warning("gateway %s does not say which requests it has: %s", gateway_id, error)
+            return None
+        return still_open
+
+    async def _note_progress(self, completion_tokens: _Open) -> None:
+        if not completion_tokens:
+            return
+        statement = (
+            update(OpenRequestRow)
+            .where(OpenRequestRow.request_id == bindparam("of_request"))
+            .values(completion_tokens=bindparam("tokens"))
+        )
+        try:
+            async with writing(self._engine) as connection:
+                given = [{"of_request": name, "tokens": tokens} for name, tokens in completion_tokens.items()]
+                await connection.execute(statement, given)
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+
+async def _abandoned_rows(connection: AsyncConnection, request_ids: Sequence[str]) -> list[dict[str, Any]]:
+    is_open = is_one_of(connection, OpenRequestRow.request_id, request_ids)
+    intents = [dict(row) for row in (await connection.execute(select(OpenRequestRow).where(is_open))).mappings()]
+    if not intents:
+        return []
+    is_theirs = is_one_of(connection, AttemptRow.request_id, request_ids)
+    statement = (
+        select(AttemptRow)
+        .where(is_theirs, received_with(AttemptRow, intents))
+        .order_by(AttemptRow.attempt, AttemptRow.started_unix_ms)
+    )
+    last = {attempt["request_id"]: attempt for attempt in (await connection.execute(statement)).mappings()}
+    return [_row(intent, last.get(intent["request_id"])) for intent in intents]
+
+
+def _row(intent: Mapping[str, Any], attempt: RowMapping | None) -> dict[str, Any]:
+    """A request's row, as far as its intent and its last attempt tell."""
+    told = _NO_ATTEMPT if attempt is None else _of_attempt(attempt, intent["received_unix_ms"])
+    tokens = max(intent["completion_tokens"], told["completion_tokens"])
+    return {
+        **intent,
+        **told,
+        "completion_tokens": tokens,
+        "http_status": STATUS_UNKNOWN,
+        "error_code": ErrorCode.GATEWAY_LOST,
+        "finish_reason": None,
+        "ttft_ms": None,
+    }
+
+
+def _of_attempt(attempt: RowMapping, received_unix_ms: int) -> Mapping[str, Any]:
+    counts, phases = "prompt_tokens cached_tokens counted_by", "engine_queue_ms prefill_ms decode_ms preemptions"
+    copied = f"{counts} pool provider region tier {phases}"
+    started_ms = max(0.0, attempt["started_unix_ms"] - received_unix_ms)
+    ended = ends_its_request(attempt["outcome"], attempt["error_code"])
+    return {name: attempt[name] for name in copied.split()} | {
+        "outcome": attempt["outcome"] if ended else "failed",
+        "completion_tokens": (attempt["resumed_tokens"] or 0) + attempt["completion_tokens"],
+        "attempts": attempt["attempt"],
+        "queue_ms": started_ms,
+        "total_ms": started_ms + attempt["total_ms"],
+    }
+
+
+_NO_ATTEMPT: Final[Mapping[str, Any]] = {
+    "outcome": "failed",
+    "cached_tokens": 0,
+    "completion_tokens": 0,
+    "attempts": 0,
+    "queue_ms": None,
+    "total_ms": 0.0,
+    "pool": None,
+    "provider": None,
+    "region": None,
+    "tier": None,
+    "engine_queue_ms": None,
+    "prefill_ms": None,
+    "decode_ms": None,
+    "preemptions": None,
+    "counted_by": "engine",
+}

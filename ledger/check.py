@@ -1,0 +1,125 @@
+"""Whether the rollups are what the requests' rows add up to, and making them so.
+
+One UTC day at a time, in the writers' own transaction: what is compared does not change meanwhile. What is held in
+memory is bounded by a day's slices, not by its requests.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Select, delete, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from db.engine import writing
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.models import HistogramRow, RequestRow, RollupRow
+from ledger import histogram
+from ledger.histogram import MEASURES
+from ledger.rollups import DIMENSIONS, SUMS, Tally, apply
+
+DAY_MS: Final = 86_400_000
+ROWS_AT_ONCE: Final = 5_000
+MAX_DAYS: Final = 3_700
+_READ: Final = (*DIMENSIONS, *("received_unix_ms", "attempts", "prompt_tokens", "cached_tokens", "completion_tokens"))
+_MEASURED: Final = ("charge_nano_usd", "total_ms", "queue_ms", "ttft_ms")
+
+_Key = tuple[int, int, int]  # width_s, bucket_unix_ms, slice_id
+_Bucket = tuple[Any, ...]  # SUMS and MEASURES
+
+
+@dataclass(frozen=True, slots=True)
+class DayCheck:
+    """One UTC day."""
+
+    begin_unix_ms: int
+    requests: int
+    wrong: int  # rows of rollups and histograms that are missing, too many, or differ
+
+
+async def check_rollups(engine: AsyncEngine, *, repair: bool = False, since_unix_ms: int = 0) -> list[DayCheck]:
+    """Compare every UTC day from the oldest request on, and with ``repair`` make anew those that differ.
+
+    Rollups of before ``since_unix_ms``, which outlive their requests (``ledger.retention_days``), are left alone.
+    Writers wait while a day is looked at. Raises DatabaseUnavailable.
+    """
+    checks: list[DayCheck] = []
+    try:
+        async with engine.connect() as connection:
+            days = await _days(connection)
+        for begin_unix_ms in (day for day in days if day >= since_unix_ms):
+            async with writing(engine) as connection:
+                tally, requests = await _recount(connection, begin_unix_ms)
+                wrong = _differences(_counted(tally), await _stored(connection, begin_unix_ms))
+                if wrong and repair:
+                    await _replace(connection, begin_unix_ms, tally)
+            checks.append(DayCheck(begin_unix_ms, requests, wrong))
+    except SQL_ERRORS as error:
+        raise DatabaseUnavailable(describe(error)) from error
+    return checks
+
+
+async def rebuild(connection: AsyncConnection, begin_unix_ms: int) -> None:
+    """Make the rollups of one UTC day anew from its requests' rows. Inside ``writing``."""
+    tally, _ = await _recount(connection, begin_unix_ms)
+    await _replace(connection, begin_unix_ms, tally)
+
+
+async def _days(connection: AsyncConnection) -> list[int]:
+    oldest = await connection.scalar(select(func.min(RequestRow.received_unix_ms)))
+    if oldest is None:
+        return []
+    newest = await connection.scalar(select(func.max(RequestRow.received_unix_ms)))
+    newest_bucket = await connection.scalar(select(func.max(RollupRow.bucket_unix_ms)))
+    until = max(newest or 0, newest_bucket or 0) + 1
+    return list(range(oldest // DAY_MS * DAY_MS, until, DAY_MS))[-MAX_DAYS:]
+
+
+async def _recount(connection: AsyncConnection, begin_unix_ms: int) -> tuple[Tally, int]:
+    columns = RequestRow.__table__.columns
+    received = columns.received_unix_ms
+    statement: Select[Any] = select(*(columns[name] for name in (*_READ, *_MEASURED)))
+    statement = statement.where(received >= begin_unix_ms, received < begin_unix_ms + DAY_MS)
+    tally, requests = Tally(), 0
+    streamed = await connection.stream(statement.execution_options(yield_per=ROWS_AT_ONCE))
+    async for rows in streamed.mappings().partitions():
+        tally.add([dict(row) for row in rows])
+        requests += len(rows)
+    return tally, requests
+
+
+def _counted(tally: Tally) -> Iterator[tuple[_Key, _Bucket]]:
+    for (width_s, start), found in tally.buckets().items():
+        for number, (sums, counts) in found.items():
+            yield (width_s, start, number), (*sums, *counts)
+
+
+async def _stored(connection: AsyncConnection, begin_unix_ms: int) -> dict[_Key, _Bucket]:
+    parts: list[dict[_Key, _Bucket]] = []
+    for table, names in ((RollupRow.__table__, SUMS), (HistogramRow.__table__, MEASURES)):
+        columns = table.columns
+        start = columns.bucket_unix_ms
+        statement = select(columns.width_s, start, columns.slice_id, *(columns[name] for name in names))
+        statement = statement.where(start >= begin_unix_ms, start < begin_unix_ms + DAY_MS)
+        parts.append({(row[0], row[1], row[2]): tuple(row[3:]) for row in await connection.execute(statement)})
+    sums, counts = parts
+    keys = sums.keys() | counts.keys()
+    return {key: (*sums.get(key, ()), *map(histogram.decode, counts.get(key, ()))) for key in keys}
+
+
+def _differences(counted: Iterator[tuple[_Key, _Bucket]], stored: dict[_Key, _Bucket]) -> int:
+    wrong = sum(stored.pop(key, None) != bucket for key, bucket in counted)
+    return wrong + len(stored)
+
+
+async def _replace(connection: AsyncConnection, begin_unix_ms: int, tally: Tally) -> None:
+    await drop_rollups(connection, begin_unix_ms, begin_unix_ms + DAY_MS)
+    await apply(connection, tally)
+
+
+async def drop_rollups(connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int) -> None:
+    """Delete the rollups of whole UTC days. Inside ``writing``."""
+    tables: Sequence[type[RollupRow | HistogramRow]] = (RollupRow, HistogramRow)
+    for table in tables:
+        within = (table.bucket_unix_ms >= since_unix_ms, table.bucket_unix_ms < until_unix_ms)
+        await connection.execute(delete(table).where(*within))

@@ -1,0 +1,163 @@
+"""Requests that have been admitted and whose records have not come: the table ``open_requests``.
+
+    intent ──> held for HOLD_S ──its request has a row──────────────> acknowledged
+                   └──it has none──> open_requests, acknowledged ──its request has a row──> deleted
+                                          └──nobody has it any more──> a row (ledger.abandoned)
+
+Most requests end sooner than an intent is held, and so cost SQL no more than being looked for. An intent is
+acknowledged only when either table tells of its request: whatever becomes of this writer, the stream delivers it again.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+from sqlalchemy import and_, delete, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from db.engine import writing
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.models import OpenRequestRow, RequestRow
+from ledger.store import insert_rows, is_one_of, is_refusal, known_requests
+from protocol.errors import ErrorCode
+from protocol.pull import Delivery
+from protocol.usage import AttemptRecord, RequestIntent, UsageRecord
+
+HOLD_S: Final = 3.0  # far below the consumer's ack_wait, after which others would get the same
+MAX_HELD: Final = 100_000  # intents; beyond it the oldest are looked for at once
+CHUNK_REQUESTS: Final = 1000
+
+_FIELDS: Final = tuple(column.name for column in OpenRequestRow.__table__.columns)
+_NEEDED: Final = tuple(column.name for column in OpenRequestRow.__table__.columns if not column.nullable)
+
+log = logging.getLogger(__name__)
+
+
+class _Held(Struct):
+    rows: list[dict[str, Any]]
+    due_s: float  # monotonic clock
+    delivery: Delivery | None  # what they came with; None: it is acknowledged
+
+
+class Intents:
+    """Holds intents until they need to be written down or need not."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._held: deque[_Held] = deque()  # oldest first
+        self._held_rows = 0
+
+    def hold(self, records: Iterable[UsageRecord], delivery: Delivery | None) -> None:
+        """Take the intents among the records; ``delivery`` comes back from ``write_due`` when they are safe.
+
+        The attempt that ended its request stands for an intent, too: its gateway may be older than intents are.
+        """
+        rows = [row for record in records if (row := _row(record)) is not None]
+        if rows:
+            self._held.append(_Held(rows, time.monotonic() + HOLD_S, delivery))
+            self._held_rows += len(rows)
+
+    async def write_due(self, *, hurry: bool = False) -> list[Delivery]:
+        """Write down those held for long enough, or all in a ``hurry``; returns what is to be acknowledged.
+
+        At most a chunk of them: call again until there is none. Raises DatabaseUnavailable; then call again.
+        """
+        due: list[_Held] = []
+        rows: dict[str, dict[str, Any]] = {}
+        for held in self._held:
+            if (
+                not (hurry or held.due_s <= time.monotonic() or self._held_rows > MAX_HELD)
+                or len(rows) >= CHUNK_REQUESTS
+            ):
+                break
+            due.append(held)
+            rows |= {row["request_id"]: row for row in held.rows}
+        if rows:
+            await self._write(rows)
+        for held in due:
+            self._held.popleft()
+            self._held_rows -= len(held.rows)
+        return [held.delivery for held in due if held.delivery is not None]
+
+    def take_back(self) -> list[Delivery]:
+        """The deliveries of all that is still held, which is held no longer: the writer ends."""
+        deliveries = [held.delivery for held in self._held if held.delivery is not None]
+        self._held.clear()
+        self._held_rows = 0
+        return deliveries
+
+    async def _write(self, rows: dict[str, dict[str, Any]]) -> None:
+        try:
+            async with writing(self._engine) as connection:
+                await _insert_missing(connection, rows)
+        except OverflowError as error:  # sqlite3's own, for integers beyond 64 bits
+            await self._write_apart(rows, error)
+        except SQL_ERRORS as error:
+            if not is_refusal(error):
+                raise DatabaseUnavailable(describe(error)) from error
+            await self._write_apart(rows, error)
+
+    async def _write_apart(self, rows: dict[str, dict[str, Any]], error: Exception) -> None:
+        """Find the intent that SQL refuses, so that it takes no other with it."""
+        if len(rows) == 1:
+            log.error("the intent of request %s is lost: %s", *rows, describe(error))
+            return
+        for request_id, row in rows.items():
+            await self._write({request_id: row})
+
+
+async def _insert_missing(connection: AsyncConnection, rows: dict[str, dict[str, Any]]) -> None:
+    is_there = select(OpenRequestRow.request_id).where(is_one_of(connection, OpenRequestRow.request_id, rows))
+    known = {*(await connection.scalars(is_there)), *await known_requests(connection, rows)}
+    await insert_rows(connection, OpenRequestRow, [row for name, row in rows.items() if name not in known])
+
+
+async def delete_recorded(engine: AsyncEngine) -> None:
+    """Forget the intents of requests that have a row by now. Raises DatabaseUnavailable."""
+    has_row = (
+        select(RequestRow.request_id)
+        .where(
+            and_(
+                RequestRow.request_id == OpenRequestRow.request_id,
+                RequestRow.received_unix_ms == OpenRequestRow.received_unix_ms,
+            )
+        )
+        .exists()
+    )
+    try:
+        async with writing(engine) as connection:
+            await connection.execute(delete(OpenRequestRow).where(has_row))
+    except SQL_ERRORS as error:
+        raise DatabaseUnavailable(describe(error)) from error
+
+
+async def delete_open(connection: AsyncConnection, request_ids: Sequence[str]) -> None:
+    """Forget these intents. Inside ``writing``. Raises SQL's own errors."""
+    await connection.execute(
+        delete(OpenRequestRow).where(is_one_of(connection, OpenRequestRow.request_id, request_ids))
+    )
+
+
+def ends_its_request(outcome: str, error_code: str | None) -> bool:
+    """Whether no attempt follows one that ended so. After most failures one does, and leaves a record in its turn."""
+    return outcome != "failed" or error_code == ErrorCode.GATEWAY_LOST
+
+
+def _row(record: UsageRecord) -> dict[str, Any] | None:
+    if isinstance(record, RequestIntent):
+        return {**_fields(record), "completion_tokens": 0}
+    if not isinstance(record, AttemptRecord) or not ends_its_request(record.outcome, record.error_code):
+        return None
+    row = _fields(record)
+    return (
+        row if all(row[name] is not None for name in _NEEDED) else None
+    )  # else it is of a version that tells too little
+
+
+def _fields(record: UsageRecord) -> dict[str, Any]:
+    values = msgspec.structs.asdict(record)
+    return {name: values[name] for name in _FIELDS if name in values}

@@ -1,0 +1,157 @@
+"""How long each worker was up and busy, from its heartbeats into ``instance_seconds``.
+
+A heartbeat says since when its worker is up and how long it was busy since then, so any two of them tell all that
+was between: what a writer misses while it is away, the next heartbeat makes up for. Rows keep the least and the
+greatest that any writer has seen; hearing a heartbeat twice, or in two writers, changes nothing. Times are by the
+worker's clock; its last half second, and what nobody heard before it was killed, is not counted.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from msgspec import Struct
+from nats.aio.msg import Msg
+from sqlalchemy import func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from db.engine import writing
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.models import InstanceRow
+from db.money import nano_usd
+from ledger.prices import MACHINE, PriceBook, load_prices
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import ProtocolError
+from protocol.messages import Heartbeat, decode_heartbeat
+
+QUARTER_MS: Final = 900_000
+MAX_CATCH_UP_MS: Final = 35 * 86_400_000  # of a worker that no writer has heard of for so long, the rest is left out
+FORGET_AFTER_FLUSHES: Final = 20  # without a heartbeat
+LEASTS: Final = ("up_from_unix_ms", "busy_from_ms")
+GREATESTS: Final = ("up_until_unix_ms", "busy_until_ms")
+
+log = logging.getLogger(__name__)
+
+
+class Moment(Struct, frozen=True):
+    """A moment of a worker's life."""
+
+    unix_ms: int
+    busy_ms: int  # since its start
+
+
+class _Heard(Struct):
+    beat: Heartbeat
+    written: Moment | None = None  # up to where it is in SQL; None: not looked up yet
+    flushes: int = 0  # since its last heartbeat
+
+
+class MachineTime:
+    """Keeps each worker's last heartbeat, and writes them down when told to."""
+
+    def __init__(self, bus: Bus, engine: AsyncEngine) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._heard: dict[str, _Heard] = {}  # by worker; those long silent are dropped
+
+    async def start(self) -> None:
+        """Begin to listen. Raises BusError."""
+        await self._bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
+
+    async def _on_heartbeat(self, message: Msg) -> None:
+        if not message.data:  # it has signed off
+            return
+        try:
+            self.hear(decode_heartbeat(message.data))
+        except ProtocolError as error:
+            log.warning("an unreadable heartbeat: %s", error)
+
+    def hear(self, beat: Heartbeat) -> None:
+        """Keep it until it is written."""
+        heard = self._heard.get(beat.worker_id)
+        if heard is None:
+            self._heard[beat.worker_id] = _Heard(beat)
+        elif beat.sent_unix_ms > heard.beat.sent_unix_ms:
+            heard.beat, heard.flushes = beat, 0
+
+    async def flush(self) -> None:
+        """Write what has been heard since the last time. Raises DatabaseUnavailable; then call again."""
+        fresh = [heard for heard in self._heard.values() if not heard.flushes]
+        if fresh:
+            try:
+                async with writing(self._engine) as connection:
+                    await self._look_up(connection, [heard for heard in fresh if heard.written is None])
+                    prices = await load_prices(connection)
+                    rows = [row for heard in fresh for row in _rows(heard.beat, heard.written, prices)]
+                    if rows:
+                        await connection.execute(_upsert(connection.dialect.name), rows)
+            except SQL_ERRORS as error:
+                raise DatabaseUnavailable(describe(error)) from error
+        for worker_id, heard in list(self._heard.items()):
+            if not heard.flushes:
+                heard.written = Moment(heard.beat.sent_unix_ms, heard.beat.busy_ms)
+            heard.flushes += 1
+            if heard.flushes > FORGET_AFTER_FLUSHES:
+                del self._heard[worker_id]
+
+    async def _look_up(self, connection: AsyncConnection, unknown: Sequence[_Heard]) -> None:
+        """Up to where an earlier writer has come with these workers."""
+        worker_ids = [heard.beat.worker_id for heard in unknown]
+        oldest = min((heard.beat.sent_unix_ms for heard in unknown), default=0) - MAX_CATCH_UP_MS
+        statement = select(
+            InstanceRow.worker_id, func.max(InstanceRow.up_until_unix_ms), func.max(InstanceRow.busy_until_ms)
+        ).where(InstanceRow.bucket_unix_ms >= oldest, InstanceRow.worker_id.in_(worker_ids))
+        found = {
+            row[0]: Moment(row[1], row[2])
+            for row in await connection.execute(statement.group_by(InstanceRow.worker_id))
+        }
+        for heard in unknown:
+            heard.written = found.get(heard.beat.worker_id, Moment(heard.beat.started_unix_ms, 0))
+
+
+def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[dict[str, Any]]:
+    """A row for each quarter of an hour from there to the heartbeat."""
+    until = Moment(beat.sent_unix_ms, beat.busy_ms)
+    if since is None or since.unix_ms >= until.unix_ms:
+        return
+    at = max(since.unix_ms, until.unix_ms - MAX_CATCH_UP_MS)
+    while at < until.unix_ms:
+        bucket = at // QUARTER_MS * QUARTER_MS
+        end = min(bucket + QUARTER_MS, until.unix_ms)
+        price = prices.at(MACHINE, beat.pool, bucket)
+        told = nano_usd(beat.usd_per_hour)
+        yield {
+            "bucket_unix_ms": bucket,
+            "worker_id": beat.worker_id,
+            "pool": beat.pool,
+            "provider": beat.provider,
+            "region": beat.region,
+            "tier": beat.tier,
+            "up_from_unix_ms": at,
+            "up_until_unix_ms": end,
+            "busy_from_ms": _busy_ms(since, until, at),
+            "busy_until_ms": _busy_ms(since, until, end),
+            "nano_usd_per_hour": told if price is None or price.machine_nano_usd is None else price.machine_nano_usd,
+            "on_demand_nano_usd_per_hour": None if price is None else price.on_demand_nano_usd,
+        }
+        at = end
+
+
+def _busy_ms(since: Moment, until: Moment, unix_ms: int) -> int:
+    """At a moment between two that are known, as if it had been busy evenly."""
+    share = (unix_ms - since.unix_ms) / (until.unix_ms - since.unix_ms)
+    return since.busy_ms + round((until.busy_ms - since.busy_ms) * share)
+
+
+def _upsert(dialect: str) -> postgresql.Insert | sqlite.Insert:
+    is_postgresql = dialect == "postgresql"
+    insert = postgresql.insert(InstanceRow) if is_postgresql else sqlite.insert(InstanceRow)
+    least, greatest = (func.least, func.greatest) if is_postgresql else (func.min, func.max)
+    columns = InstanceRow.__table__.columns
+    merged = {
+        **{name: least(columns[name], insert.excluded[name]) for name in LEASTS},
+        **{name: greatest(columns[name], insert.excluded[name]) for name in GREATESTS},
+    }
+    return insert.on_conflict_do_update(index_elements=["bucket_unix_ms", "worker_id"], set_=merged)

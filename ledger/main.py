@@ -1,0 +1,68 @@
+"""The ledger process: wait for SQL and for the stream's consumer, then write until SIGTERM."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from typing import Final
+
+from db.engine import create_engine
+from db.schema import begin_with
+from ledger.payloads.writer import PayloadWriter
+from ledger.prices import seed_prices
+from ledger.settings import LedgerSettings
+from ledger.writer import LedgerWriter
+from protocol import subjects
+from protocol.backoff import wait_for
+from protocol.bus import Bus
+from protocol.clock import unix_now_ms
+from protocol.errors import BusError
+from protocol.topology import consumer_exists
+
+CONSUMER_POLL_S: Final = 0.5
+
+log = logging.getLogger(__name__)
+
+
+async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = None) -> None:
+    """Write usage until SIGTERM or SIGINT, then finish the batch and return.
+
+    ``on_ready`` is called once, when SQL, the consumer and the subscription are there. Several writers may run at
+    once. Raises DatabaseUrlError, SchemaMismatch, and BusError if no queue server answers at first.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    engine = create_engine(settings.database_url)
+    try:
+        bus = await Bus.connect(list(settings.nats_urls), name="spillway-ledger")
+        try:
+            await begin_with(engine, lambda: seed_prices(engine, settings.prices, unix_now_ms()), stopping)
+            await _wait_for_consumer(bus, stopping)
+            writer = LedgerWriter(bus, engine, settings, stopping)
+            payloads = PayloadWriter(bus, engine, stopping)
+            if not stopping.is_set():
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(writer.run(on_ready), name="ledger writer")
+                    group.create_task(payloads.run(), name="payload writer")
+        finally:
+            await bus.close()
+    finally:
+        await engine.dispose()
+
+
+async def _wait_for_consumer(bus: Bus, stopping: asyncio.Event) -> None:
+    """Return when a gateway has made the consumer, or when stopping."""
+    waits = 0
+    while not stopping.is_set():
+        try:
+            if await consumer_exists(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER):
+                return
+            reason = "no gateway has made it yet"
+        except BusError as error:
+            reason = str(error)
+        waits += 1
+        if waits == 1:
+            log.warning("waiting for the consumer %s: %s", subjects.LEDGER_CONSUMER, reason)
+        await wait_for(stopping, CONSUMER_POLL_S)

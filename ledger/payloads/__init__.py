@@ -1,0 +1,1 @@
+"""Payloads at rest: sealed, stored by consent, erased."""

@@ -1,0 +1,108 @@
+"""Payloads at rest: compressed, and encrypted where there is a key.
+
+``zlib``                          RFC 1950
+``zlib+aes-256-gcm:<key id>``     12 random bytes (the nonce), then AES-256-GCM (NIST SP 800-38D) of the former
+
+The additional data of each ciphertext names its request and part, so that none can be put in another's place. A key's
+id is the beginning of its hash: whoever has the key knows which payloads it opens, and nobody learns it from the id.
+"""
+
+import base64
+import binascii
+import hashlib
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from pydantic import SecretStr
+
+from ledger.payloads.errors import BadPayloadKey, BrokenPayload, PayloadKeyMissing
+
+KEY_BYTES: Final = 32
+NONCE_BYTES: Final = 12
+KEY_ID_CHARS: Final = 8
+PLAIN: Final = "zlib"
+SEALED: Final = "zlib+aes-256-gcm"
+MAX_OPENED_BYTES: Final = 64 * 1024 * 1024  # what a payload may grow to when it is decompressed
+
+Part = Literal["request", "answer"]
+
+
+class Sealer:
+    """Seals with the first of the keys and opens with any; without keys it only compresses."""
+
+    def __init__(self, keys: Sequence[bytes] = ()) -> None:
+        self._ciphers = {key_id(key): AESGCM(key) for key in keys}
+        self._newest = next(iter(self._ciphers), None)
+
+    @property
+    def encoding(self) -> str:
+        """How ``seal`` does it."""
+        return PLAIN if self._newest is None else f"{SEALED}:{self._newest}"
+
+    def seal(self, data: bytes, request_id: str, part: Part) -> bytes:
+        """Compress and, with a key, encrypt."""
+        packed = zlib.compress(data)
+        if self._newest is None:
+            return packed
+        nonce = os.urandom(NONCE_BYTES)
+        return nonce + self._ciphers[self._newest].encrypt(nonce, packed, _label(request_id, part))
+
+    def open(self, sealed: bytes, encoding: str, request_id: str, part: Part) -> bytes:
+        """Undo ``seal``. Raises PayloadKeyMissing or BrokenPayload."""
+        kind, _, key = encoding.partition(":")
+        if kind == SEALED:
+            sealed = self._decrypted(sealed, key, request_id, part)
+        elif encoding != PLAIN:
+            raise BrokenPayload(f"the payload of {request_id} has the unknown encoding {encoding!r}")
+        unpacker = zlib.decompressobj()
+        try:
+            data = unpacker.decompress(sealed, MAX_OPENED_BYTES)
+        except zlib.error as error:
+            raise BrokenPayload(f"the {part} of {request_id} cannot be decompressed: {error}") from error
+        if not unpacker.eof:
+            raise BrokenPayload(f"the {part} of {request_id} is incomplete, or larger than {MAX_OPENED_BYTES} bytes")
+        return data
+
+    def _decrypted(self, sealed: bytes, key: str, request_id: str, part: Part) -> bytes:
+        cipher = self._ciphers.get(key)
+        if cipher is None:
+            raise PayloadKeyMissing(
+                f"the payload of {request_id} is sealed with the key {key}, which payloads.key lacks"
+            )
+        try:
+            return cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], _label(request_id, part))
+        except (InvalidTag, ValueError) as error:
+            raise BrokenPayload(f"the {part} of {request_id} is not what was sealed") from error
+
+
+def _label(request_id: str, part: Part) -> bytes:
+    return f"spillway/{request_id}/{part}".encode()
+
+
+def key_id(key: bytes) -> str:
+    """Which key it is, without saying what it is."""
+    return hashlib.sha256(b"spillway payload key " + key).hexdigest()[:KEY_ID_CHARS]
+
+
+def parse_keys(text: SecretStr | None) -> list[bytes]:
+    """The keys of the setting ``payloads.key``: in hex or base64, the newest first. Raises BadPayloadKey."""
+    if text is None:
+        return []
+    words = text.get_secret_value().split()
+    if not words:
+        raise BadPayloadKey("there is no key in it")
+    return [_key(word) for word in words]
+
+
+def _key(word: str) -> bytes:
+    try:
+        key = bytes.fromhex(word) if len(word) == 2 * KEY_BYTES else base64.b64decode(word, validate=True)
+    except (ValueError, binascii.Error):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise BadPayloadKey(f"a key is {KEY_BYTES} random bytes in hex (`openssl rand -hex 32`)")
+    return key

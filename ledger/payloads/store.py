@@ -1,0 +1,131 @@
+"""Payloads in SQL: written once, read by operators and exports, deleted when they expire or somebody asks."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+from sqlalchemy import ColumnElement, delete, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from accounts.audit import Change, record
+from db.engine import changing
+from db.models import PayloadRow
+from ledger.payloads.end_user import kept_end_user
+from ledger.payloads.errors import BrokenPayload, UnknownPayload
+from ledger.payloads.sealing import Part, Sealer
+from protocol.clock import unix_now_ms
+from protocol.payloads import PayloadRecord
+
+DELETE_ROWS: Final = 500  # in one transaction, so that nobody waits long for it
+
+
+class Payload(Struct, frozen=True):
+    """One kept payload, opened."""
+
+    request_id: str
+    received_unix_ms: int
+    model: str
+    endpoint: str
+    key_id: str
+    team_id: str
+    end_user: str | None
+    train_ok: bool
+    redacted: bool
+    expires_unix_ms: int
+    dropped: bool
+    encoding: str
+    request: dict[str, Any] | None  # the body
+    choices: list[dict[str, Any]] | None
+
+
+async def store_payloads(engine: AsyncEngine, records: Sequence[PayloadRecord]) -> None:
+    """Insert the records in one transaction, passing over those already there. Raises SQL's own errors."""
+    rows = [
+        {name: value for name, value in msgspec.structs.asdict(record).items() if name != "v"} for record in records
+    ]
+    insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
+    async with changing(engine) as connection:
+        await connection.execute(insert(PayloadRow).on_conflict_do_nothing(), rows)
+
+
+async def read_payload(engine: AsyncEngine, request_id: str, sealer: Sealer, actor: str) -> Payload:
+    """One payload, with an entry in the audit log. Raises UnknownPayload, what opening raises, and SQL's own errors."""
+    async with engine.connect() as connection:
+        of_request = select(PayloadRow.__table__).where(PayloadRow.request_id == request_id, ~has_expired())
+        found = (await connection.execute(of_request)).mappings().first()
+    if found is None:
+        raise UnknownPayload(f"no payload of {request_id} is kept: there was no consent, or it is gone")
+    async with changing(engine) as connection:
+        await record(connection, Change(actor, "payloads.read", request_id))
+    return await asyncio.to_thread(open_row, dict(found), sealer)
+
+
+def open_row(row: dict[str, Any], sealer: Sealer) -> Payload:
+    """Open a row of the table. Raises PayloadKeyMissing or BrokenPayload."""
+    request, answer = _opened(row, "request", sealer), _opened(row, "answer", sealer)
+    labels = {name: row[name] for name in Payload.__struct_fields__ if name not in {"request", "choices"}}
+    return Payload(**labels, request=request, choices=None if answer is None else answer["choices"])
+
+
+def _opened(row: dict[str, Any], part: Part, sealer: Sealer) -> dict[str, Any] | None:
+    sealed = row[part]
+    if sealed is None:
+        return None
+    data = sealer.open(sealed, row["encoding"], row["request_id"], part)
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise BrokenPayload(f"the {part} of {row['request_id']} is no JSON: {error}") from error
+
+
+def has_expired() -> ColumnElement[bool]:
+    """The rows whose time is over, some of which may still be there."""
+    return PayloadRow.expires_unix_ms <= unix_now_ms()
+
+
+async def delete_expired(engine: AsyncEngine) -> int:
+    """Delete at most ``DELETE_ROWS`` whose time is over; returns how many. Raises SQL's own errors."""
+    async with changing(engine) as connection:
+        return await _delete_some(connection, has_expired())
+
+
+class Erasure(Struct, frozen=True):
+    """Whose payloads are to be deleted: exactly one of these is set."""
+
+    end_user: str | None = None  # as callers gave it in ``user``
+    key_id: str | None = None
+    request_id: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """What the audit log calls it; a person's name stays out of it."""
+        return "end user" if self.end_user is not None else self.key_id or self.request_id or ""
+
+    def condition(self) -> ColumnElement[bool]:
+        """Which rows."""
+        if self.end_user is not None:
+            return PayloadRow.end_user == kept_end_user(self.end_user)
+        if self.key_id is not None:
+            return PayloadRow.key_id == self.key_id
+        return PayloadRow.request_id == self.request_id
+
+
+async def erase(engine: AsyncEngine, erasure: Erasure, actor: str) -> int:
+    """Delete them all, in transactions of ``DELETE_ROWS``; returns how many. Raises SQL's own errors."""
+    total = 0
+    while True:
+        async with changing(engine) as connection:
+            deleted = await _delete_some(connection, erasure.condition())
+            total += deleted
+            if deleted < DELETE_ROWS:
+                after = {"deleted": total}
+                await record(connection, Change(actor, "payloads.delete", erasure.subject, after=after))
+                return total
+
+
+async def _delete_some(connection: AsyncConnection, condition: ColumnElement[bool]) -> int:
+    some = select(PayloadRow.request_id).where(condition).limit(DELETE_ROWS)
+    return (await connection.execute(delete(PayloadRow).where(PayloadRow.request_id.in_(some)))).rowcount

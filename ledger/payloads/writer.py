@@ -1,0 +1,143 @@
+"""The payload writer: from the PAYLOADS stream into SQL, and out of it when their time is over.
+
+Runs beside the ledger writer. A message is acknowledged after its commit, and inserting it twice does nothing. While
+SQL is away, payloads wait in the stream, whose oldest go when it is full.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from db.errors import SQL_ERRORS, describe
+from ledger.payloads.store import DELETE_ROWS, delete_expired, store_payloads
+from ledger.store import is_refusal
+from protocol import pull, subjects
+from protocol.backoff import backoff_s, wait_for
+from protocol.bus import Bus
+from protocol.errors import BusError, NewerVersion, ProtocolError
+from protocol.payloads import PayloadRecord, decode_payloads
+from protocol.pull import Delivery, PullConsumer
+from protocol.topology import consumer_exists
+
+PULL_MESSAGES: Final = 8  # at once: of at most 8 MB each, and usually far less
+IDLE_WAIT_S: Final = 0.5
+EXPIRY_PERIOD_S: Final = 60.0
+CONSUMER_POLL_S: Final = 2.0
+NEWER_DELAY_S: Final = 30.0  # until a message of a newer release is offered again
+_STORE_ERRORS: Final[tuple[type[Exception], ...]] = (OverflowError, *SQL_ERRORS)  # the first: sqlite3's own
+
+log = logging.getLogger(__name__)
+
+
+class PayloadWriter:
+    """Writes until told to stop."""
+
+    def __init__(self, bus: Bus, engine: AsyncEngine, stopping: asyncio.Event) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._stopping = stopping
+        self._held: asyncio.Queue[Delivery] = asyncio.Queue()  # bounded by what is asked for
+        self._looked_s = float("-inf")  # for what has expired; monotonic clock
+        self._consumer = PullConsumer(bus, subjects.PAYLOADS_STREAM, subjects.PAYLOADS_CONSUMER, self._held.put)
+
+    async def run(self) -> None:
+        """Pull, write, acknowledge, until ``stopping`` is set."""
+        await self._wait_for_consumer()
+        await self._consumer.start()
+        self._bus.on_reconnect(self._on_reconnected)
+        try:
+            while not self._stopping.is_set():
+                await self._pull()
+                await self._write_next()
+                await self._delete_expired()
+        finally:
+            await self._consumer.stop()
+        while not self._held.empty():
+            await self._answer(self._held.get_nowait(), pull.nak)
+
+    async def _wait_for_consumer(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                if await consumer_exists(self._bus, subjects.PAYLOADS_STREAM, subjects.PAYLOADS_CONSUMER):
+                    return
+            except BusError as error:
+                log.debug("the consumer of payloads cannot be asked for: %s", error)
+            await wait_for(self._stopping, CONSUMER_POLL_S)
+
+    async def _on_reconnected(self) -> None:
+        self._consumer.forget_pulls()
+
+    async def _pull(self) -> None:
+        if self._held.empty() and not self._consumer.outstanding():
+            try:
+                await self._consumer.pull(PULL_MESSAGES)
+            except BusError as error:
+                log.warning("cannot ask for payloads, will again: %s", error)
+
+    async def _write_next(self) -> None:
+        try:
+            async with asyncio.timeout(IDLE_WAIT_S):
+                delivery = await self._held.get()
+        except TimeoutError:
+            return
+        try:
+            records = decode_payloads(delivery.payload)
+            is_stored = await self._stored(records)
+        except NewerVersion as error:
+            log.warning("message %d of the payloads' stream waits: %s", delivery.stream_sequence, error)
+            await self._answer(delivery, _later)
+        except ProtocolError as error:
+            log.error("message %d of the payloads' stream is lost: %s", delivery.stream_sequence, error)  # noqa: TRY400
+            await self._answer(delivery, pull.term)
+        else:
+            await self._answer(delivery, pull.ack if is_stored else pull.nak)
+
+    async def _stored(self, records: list[PayloadRecord]) -> bool:
+        """Insert them, trying for ever while SQL is away; False once stopping."""
+        for tries, wait_s in enumerate(backoff_s()):
+            try:
+                await store_payloads(self._engine, records)
+            except _STORE_ERRORS as error:
+                if isinstance(error, OverflowError) or is_refusal(error):
+                    return await self._stored_apart(records, error)
+                if not tries:
+                    log.error("cannot write payloads, they wait in their stream: %s", describe(error))  # noqa: TRY400
+                if await wait_for(self._stopping, wait_s):
+                    return False
+            else:
+                return True
+        return False
+
+    async def _stored_apart(self, records: list[PayloadRecord], error: Exception) -> bool:
+        """One of them is refused: it shall take no other with it."""
+        if len(records) > 1:
+            return all([await self._stored([record]) for record in records])
+        log.error("the payload of %s is lost: %s", records[0].request_id, describe(error))
+        return True
+
+    async def _delete_expired(self) -> None:
+        """Every minute, and at once again while there is more."""
+        if time.monotonic() - self._looked_s < EXPIRY_PERIOD_S:
+            return
+        try:
+            deleted = await delete_expired(self._engine)
+        except SQL_ERRORS as error:
+            log.warning("expired payloads could not be deleted, will try again: %s", describe(error))
+            deleted = 0
+        if deleted < DELETE_ROWS:
+            self._looked_s = time.monotonic()
+
+    async def _answer(self, delivery: Delivery, answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
+        try:
+            await answer(self._bus, delivery)
+        except BusError as error:
+            log.warning("message %d will be delivered again: %s", delivery.stream_sequence, error)
+
+
+async def _later(bus: Bus, delivery: Delivery) -> None:
+    """Leave it to a writer that understands it; its stream keeps it for some days."""
+    await pull.nak(bus, delivery, NEWER_DELAY_S)

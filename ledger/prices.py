@@ -1,0 +1,145 @@
+"""Prices: what callers are charged for tokens, what hosted APIs and machines cost, and from when on.
+
+All money is integer nano-USD (1e-9 USD): sums of millions of small charges stay exact.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from sqlalchemy import insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from db.engine import writing
+from db.models import PriceRow
+
+MILLION: Final = 1_000_000
+CALLERS: Final = ""  # in place of a pool: the price that callers are charged
+MACHINE: Final = ""  # in place of a model: the price of a pool's machines
+FROM_CONFIG: Final = "config"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrice:
+    """Nano-USD for a million tokens of each kind; cached tokens are a part of prompt tokens."""
+
+    prompt_nano_usd: int
+    cached_nano_usd: int
+    completion_nano_usd: int
+
+    def charge_nano_usd(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+        """What a request costs, rounded to the nearest nano-USD."""
+        millionths = (
+            (prompt_tokens - cached_tokens) * self.prompt_nano_usd
+            + cached_tokens * self.cached_nano_usd
+            + completion_tokens * self.completion_nano_usd
+        )
+        return (millionths + MILLION // 2) // MILLION
+
+
+@dataclass(frozen=True, slots=True)
+class MachinePrice:
+    """Nano-USD for an hour of one machine, and what it would cost on demand (None: unknown)."""
+
+    nano_usd_per_hour: int
+    on_demand_nano_usd_per_hour: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A row of the price book without its date: NULLs are None."""
+
+    prompt_nano_usd: int | None = None
+    cached_nano_usd: int | None = None
+    completion_nano_usd: int | None = None
+    machine_nano_usd: int | None = None
+    on_demand_nano_usd: int | None = None
+
+    @property
+    def tokens(self) -> TokenPrice | None:
+        """Its token prices; None where it has none."""
+        if self.prompt_nano_usd is None and self.completion_nano_usd is None:
+            return None
+        prompt = self.prompt_nano_usd or 0
+        cached = prompt if self.cached_nano_usd is None else self.cached_nano_usd
+        return TokenPrice(prompt, cached, self.completion_nano_usd or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredPrice:
+    """What spillway.toml says of a model's tokens, for callers (no pool) or for us at a hosted pool, or of machines.
+
+    Those of a pool's machines have no model.
+    """
+
+    model: str
+    pool: str
+    price: Price
+
+
+class PriceBook:
+    """All prices, looked up by model, pool and moment."""
+
+    def __init__(self, rows: Iterable[tuple[str, str, int, Price]] = ()) -> None:
+        """Of (model, pool, from_unix_ms, price) in any order."""
+        self._dated: dict[tuple[str, str], list[tuple[int, Price]]] = defaultdict(list)
+        for model, pool, from_unix_ms, price in sorted(rows, key=lambda row: row[2]):
+            self._dated[model, pool].append((from_unix_ms, price))
+
+    def at(self, model: str, pool: str, unix_ms: int) -> Price | None:
+        """The price that holds then; None before the first."""
+        dated = self._dated.get((model, pool))
+        if not dated:
+            return None
+        number = bisect_right(dated, unix_ms, key=lambda entry: entry[0])
+        return dated[number - 1][1] if number else None
+
+    def charge_nano_usd(
+        self, model: str, unix_ms: int, prompt_tokens: int, cached_tokens: int, completion_tokens: int
+    ) -> int | None:
+        """What a caller is charged for a request received then; None: the model has no price."""
+        price = self.at(model, CALLERS, unix_ms)
+        tokens = price.tokens if price else None
+        return tokens.charge_nano_usd(prompt_tokens, cached_tokens, completion_tokens) if tokens else None
+
+    def dated(self) -> Mapping[tuple[str, str], list[tuple[int, Price]]]:
+        """(model, pool) → its prices, the oldest first, each with the moment from which it holds."""
+        return self._dated
+
+
+async def seed_prices(engine: AsyncEngine, configured: Iterable[ConfiguredPrice], now_unix_ms: int) -> None:
+    """Enter the configuration's prices from now on where they differ from what it said before.
+
+    What somebody has set since then stays. Raises SQL's own errors.
+    """
+    async with writing(engine) as connection:
+        latest = {
+            (row.model, row.pool): row
+            for row in await connection.execute(select(PriceRow.__table__).order_by(PriceRow.from_unix_ms))
+        }
+        for entry in configured:
+            before = latest.get((entry.model, entry.pool))
+            if before is None or (before.source == FROM_CONFIG and _price(before) != entry.price):
+                await add_price(
+                    connection, entry.model, entry.pool, entry.price, from_unix_ms=now_unix_ms, source=FROM_CONFIG
+                )
+
+
+async def add_price(
+    connection: AsyncConnection, model: str, pool: str, price: Price, *, from_unix_ms: int, source: str
+) -> None:
+    """Enter one price. Requests that have been charged already stay as they are."""
+    row = {"model": model, "pool": pool, "from_unix_ms": from_unix_ms, "source": source, **asdict(price)}
+    await connection.execute(insert(PriceRow), row)
+
+
+async def load_prices(connection: AsyncConnection) -> PriceBook:
+    """Read the whole book: some rows a model and pool, and one for each change."""
+    rows = (await connection.execute(select(PriceRow.__table__))).all()
+    return PriceBook((row.model, row.pool, row.from_unix_ms, _price(row)) for row in rows)
+
+
+def _price(row: object) -> Price:
+    return Price(**{name: getattr(row, name) for name in Price.__dataclass_fields__})

@@ -1,0 +1,200 @@
+"""What tokens cost in each pool, idle time included, and what spot machines save."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Select, case, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from db.models import InstanceRow
+from ledger.prices import load_prices
+from ledger.queries.reading import Group
+from ledger.queries.traffic import Traffic, totals
+from ledger.queries.window import HOUR_MS, NO_FILTERS, QUARTER_MS, Dimension, Filters, Window
+
+_POOL: Final[tuple[Dimension, ...]] = ("pool", "provider", "region", "tier")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCost:
+    """What one pool has cost. Money in nano-USD."""
+
+    pool: str
+    provider: str
+    region: str
+    tier: str
+    up_ms: int  # instance time: of all its workers together
+    busy_ms: int  # of this, with at least one job
+    machine_nano_usd: int  # instance time x price, idle time included
+    token_nano_usd: int  # what a hosted API charges us for tokens, by the price book
+    on_demand_nano_usd: int | None  # what the same instance time would have cost on demand; None: unknown
+
+    @property
+    def cost_nano_usd(self) -> int:
+        """All in all."""
+        return self.machine_nano_usd + self.token_nano_usd
+
+    @property
+    def idle_share(self) -> float | None:
+        """The share of its instance time without any job; None: it was never up."""
+        return 1 - self.busy_ms / self.up_ms if self.up_ms else None
+
+    @property
+    def saving_nano_usd(self) -> int | None:
+        """What it has saved against on-demand machines; None: their price is unknown."""
+        return None if self.on_demand_nano_usd is None else self.on_demand_nano_usd - self.machine_nano_usd
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """What one model's tokens have cost in one pool.
+
+    That is what a hosted API charges us for them, and their share of the pool's machines, idle time included.
+    Tokens that no pool answered (requests refused by the queue) are in none. A pool that was up but has answered
+    nothing has one row, with an empty model.
+    """
+
+    model: str
+    pool: str
+    provider: str
+    region: str
+    tier: str
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    cost_nano_usd: int
+    idle_nano_usd: int  # of this, for time in which the machines had no job
+    charge_nano_usd: int  # what its callers were charged
+
+    @property
+    def nano_usd_per_1k_tokens(self) -> int | None:
+        """Cost ÷ (prompt + completion tokens / 1000); None: no tokens."""
+        tokens = self.prompt_tokens + self.completion_tokens
+        return round(self.cost_nano_usd * 1000 / tokens) if tokens else None
+
+
+async def costs(
+    connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS
+) -> tuple[list[PoolCost], list[ModelCost]]:
+    """Of each pool, and of each model in each pool, the dearest first.
+
+    Of ``where``, team, key, endpoint and outcome do not count; a model counts among models only.
+    """
+    hosted = await _token_costs(connection, window, where)
+    pools = await _pool_costs(connection, window, where, hosted)
+    return pools, await _model_costs(connection, window, where, hosted, pools)
+
+
+async def _model_costs(
+    connection: AsyncConnection,
+    window: Window,
+    where: Filters,
+    hosted: Mapping[Group, int],
+    pool_costs: Iterable[PoolCost],
+) -> list[ModelCost]:
+    pools = {_place(cost): cost for cost in pool_costs}
+    answered = await totals(connection, window, where=_of_pools(where), by=("model", *_POOL))
+    of_pool: dict[Group, int] = defaultdict(int)
+    for traffic in answered:
+        of_pool[traffic.group[1:]] += traffic.tokens
+    models = where.get("model")
+    costs = [
+        _share(
+            traffic,
+            pools.get(traffic.group[1:]),
+            traffic.tokens / max(1, of_pool[traffic.group[1:]]),
+            hosted.get(traffic.group, 0),
+        )
+        for traffic in answered
+        if traffic.group[1] and (not models or traffic.group[0] in models)
+    ]
+    unused = [cost for place, cost in pools.items() if not of_pool.get(place)] if not models else []
+    costs += [_share(Traffic(("", *_place(cost))), cost, 1.0, 0) for cost in unused]
+    return sorted(costs, key=lambda cost: (-cost.cost_nano_usd, cost.model, cost.pool))
+
+
+async def _pool_costs(
+    connection: AsyncConnection, window: Window, where: Filters, hosted: Mapping[Group, int]
+) -> list[PoolCost]:
+    tokens: dict[Group, int] = defaultdict(int)
+    for group, cost in hosted.items():
+        tokens[group[1:]] += cost
+    costs: list[PoolCost] = []
+    for pool, provider, region, tier, *time, would_cost in await connection.execute(_machine_time(window, where)):
+        up_ms, busy_ms, cost = map(int, time)  # PostgreSQL sums bigints into decimals
+        on_demand = None if would_cost is None else int(would_cost)
+        charged = tokens.pop((pool, provider, region, tier), 0)
+        costs.append(PoolCost(pool, provider, region, tier, up_ms, busy_ms, cost, charged, on_demand))
+    for (pool, provider, region, tier), charged in tokens.items():  # hosted APIs have no machines of ours
+        if charged:
+            costs.append(PoolCost(pool, provider, region, tier, 0, 0, 0, charged, None))
+    return sorted(costs, key=lambda cost: (-cost.cost_nano_usd, cost.pool))
+
+
+def _machine_time(window: Window, where: Filters) -> Select[Any]:
+    """Pool, provider, region, tier; time up, time busy, cost, cost on demand (NULL where a price is unknown)."""
+    columns = InstanceRow.__table__.columns
+    place = [columns[name] for name in _POOL]
+    up_ms = columns.up_until_unix_ms - columns.up_from_unix_ms
+    on_demand = func.sum(up_ms * columns.on_demand_nano_usd_per_hour // HOUR_MS)
+    all_known = func.count() == func.count(columns.on_demand_nano_usd_per_hour)
+    statement = select(
+        *place,
+        func.sum(up_ms),
+        func.sum(columns.busy_until_ms - columns.busy_from_ms),
+        func.sum(up_ms * columns.nano_usd_per_hour // HOUR_MS),
+        case((all_known, on_demand)),
+    )
+    within = (columns.bucket_unix_ms >= window.since_unix_ms, columns.bucket_unix_ms < window.until_unix_ms)
+    allowed = [columns[name].in_(list(values)) for name, values in _of_pools(where).items() if values]
+    return statement.where(*within, *allowed).group_by(*place)
+
+
+async def _token_costs(connection: AsyncConnection, window: Window, where: Filters) -> dict[Group, int]:
+    """Model, pool, provider, region, tier → what its provider charges us for tokens, by the prices that held.
+
+    A price holds from the beginning of the quarter of an hour in which it was entered: rollups know no less.
+    """
+    costs: dict[Group, int] = defaultdict(int)
+    for (model, pool), dated in (await load_prices(connection)).dated().items():
+        starts = [start // QUARTER_MS * QUARTER_MS for start, _ in dated]
+        for start, end, (_, price) in zip(starts, [*starts[1:], window.until_unix_ms], dated, strict=True):
+            since, until = max(start, window.since_unix_ms), min(end, window.until_unix_ms)
+            if model and pool and price.tokens and since < until:
+                here: Filters = {**_of_pools(where), "model": [model], "pool": [pool]}
+                for sums in await totals(connection, Window(since, until), where=here, by=_POOL):
+                    tokens = (sums.prompt_tokens, sums.cached_tokens, sums.completion_tokens)
+                    costs[model, *sums.group] += price.tokens.charge_nano_usd(*tokens)
+    return costs
+
+
+def _share(traffic: Traffic, pool: PoolCost | None, part: float, hosted_nano_usd: int) -> ModelCost:
+    """That part of what the pool's machines have cost (None: nothing is known of it), and its own hosted tokens."""
+    model, name, provider, region, tier = traffic.group
+    return ModelCost(
+        model,
+        name,
+        provider,
+        region,
+        tier,
+        requests=traffic.requests,
+        prompt_tokens=traffic.prompt_tokens,
+        completion_tokens=traffic.completion_tokens,
+        cost_nano_usd=hosted_nano_usd + (round(pool.machine_nano_usd * part) if pool else 0),
+        idle_nano_usd=round(_idle(pool) * part) if pool else 0,
+        charge_nano_usd=traffic.charge_nano_usd,
+    )
+
+
+def _idle(pool: PoolCost) -> int:
+    return round(pool.machine_nano_usd * (pool.idle_share or 0.0))
+
+
+def _place(cost: PoolCost) -> Group:
+    return cost.pool, cost.provider, cost.region, cost.tier
+
+
+def _of_pools(where: Filters) -> Filters:
+    return {name: values for name, values in where.items() if name in _POOL}

@@ -1,0 +1,127 @@
+"""Single requests: a filtered list page by page, and one with its attempts. Reads raw rows, by their indexes."""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, and_, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from db.models import AttemptRow, RequestRow
+from ledger.queries.window import NO_FILTERS, Filters
+
+SLICE_ROWS: Final = 20_000  # looked through by one statement
+SEARCH_LIMIT_S: Final = 0.1  # then what was found so far is the page, and the next one goes on from there
+MAX_ATTEMPTS: Final = 200  # of one request
+
+Row = dict[str, Any]  # column → value, as db.models says
+
+_REQUESTS: Final = RequestRow.__table__.columns
+_received: Final = RequestRow.received_unix_ms
+_COLUMNS: Final = {"team": "team_id", "key": "key_id"}  # of dimensions that are called otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a page of requests ended: the next one begins with what is older."""
+
+    received_unix_ms: int
+    request_id: str  # empty: with what was received before
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some requests, the newest first."""
+
+    requests: list[Row]  # of RequestRow
+    next: Cursor | None  # None: there are no more
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStory:
+    """One request and how it came to its answer."""
+
+    request: Row | None  # RequestRow; None: not ended yet, or its gateway died a moment ago
+    attempts: list[Row]  # AttemptRow, in the order in which they were tried
+
+
+async def request_page(
+    connection: AsyncConnection,
+    since_unix_ms: int,
+    until_unix_ms: int,
+    *,
+    where: Filters = NO_FILTERS,
+    after: Cursor | None = None,
+    limit: int = 100,
+) -> Page:
+    """The newest ``limit`` requests received in [since, until) and older than ``after``.
+
+    Where few requests pass the filters, a page may hold fewer of them, or none, and still have a next one: the search
+    ends after SEARCH_LIMIT_S.
+    """
+    wanted = and_(*_conditions(where), _received >= since_unix_ms, _received < until_unix_ms)
+    found: list[Row] = []
+    started_s = time.monotonic()
+    while True:
+        bottom = await _bottom(connection, since_unix_ms, until_unix_ms, after) if where else None
+        within = wanted if bottom is None else and_(wanted, _received >= bottom)
+        newest_first = (
+            select(*_REQUESTS)
+            .where(within, _older_than(after))
+            .order_by(_received.desc(), RequestRow.request_id.desc())
+        )
+        rows = await connection.execute(newest_first.limit(limit + 1 - len(found)))
+        found += [dict(row) for row in rows.mappings()]
+        if len(found) > limit:
+            return Page(found[:limit], Cursor(found[limit - 1]["received_unix_ms"], found[limit - 1]["request_id"]))
+        if bottom is None:
+            return Page(found, None)
+        after = Cursor(bottom, "")
+        if time.monotonic() - started_s > SEARCH_LIMIT_S:
+            return Page(found, after)
+
+
+async def request_story(connection: AsyncConnection, request_id: str) -> RequestStory | None:
+    """One request with its attempts; None: there is no such request."""
+    request = (
+        (await connection.execute(select(*_REQUESTS).where(RequestRow.request_id == request_id)))
+        .mappings()
+        .one_or_none()
+    )
+    tried = (
+        select(*AttemptRow.__table__.columns)
+        .where(AttemptRow.request_id == request_id)
+        .order_by(AttemptRow.attempt, AttemptRow.started_unix_ms)
+        .limit(MAX_ATTEMPTS)
+    )
+    attempts = [dict(row) for row in (await connection.execute(tried)).mappings()]
+    if request is None and not attempts:
+        return None
+    return RequestStory(None if request is None else dict(request), attempts)
+
+
+def _conditions(where: Filters) -> list[ColumnElement[bool]]:
+    return [_is_one_of(_REQUESTS[_COLUMNS.get(dimension, dimension)], values) for dimension, values in where.items()]
+
+
+def _is_one_of(column: ColumnElement[Any], values: Collection[str]) -> ColumnElement[bool]:
+    # The empty string is what rollups call NULL.
+    named = column.in_([value for value in values if value])
+    return or_(named, column.is_(None)) if "" in values else named
+
+
+def _older_than(cursor: Cursor | None) -> ColumnElement[bool]:
+    if cursor is None:
+        return _received.is_not(None)
+    same = and_(_received == cursor.received_unix_ms, RequestRow.request_id < cursor.request_id)
+    # The first condition is implied, and lets the index begin there.
+    return and_(_received <= cursor.received_unix_ms, or_(_received < cursor.received_unix_ms, same))
+
+
+async def _bottom(connection: AsyncConnection, since: int, until: int, after: Cursor | None) -> int | None:
+    """When the last request of the next slice was received; None: what is left fits into one."""
+    top = until if after is None else min(until, after.received_unix_ms + bool(after.request_id))
+    rows = select(_received).where(_received >= since, _received < top).order_by(_received.desc())
+    found: int | None = await connection.scalar(rows.limit(1).offset(SLICE_ROWS))
+    return found

@@ -1,0 +1,177 @@
+"""Reading rollups: which rows cover a stretch of time, and whose step and group they are.
+
+A step is covered by as few rows as there can be: whole UTC days, else hours, else quarters of an hour. Where a step
+begins or ends within a UTC day, the sums of its greater part are the day's less those of the smaller part: days in
+UTC+5:30, which begin at 18:30, are read from UTC's days and their hours after 18:30.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Select, and_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from db.models import HistogramRow, RollupRow, SliceRow
+from ledger.queries.window import DAY_MS, HOUR_MS, Dimension, Filters, Window
+from ledger.rollups import WIDTHS_S
+
+# A day has about as many rows as this many of its hours: a slice has some traffic in each day, not in each hour.
+DAY_IS_WORTH_MS: Final = 4 * HOUR_MS
+RANGES_AT_ONCE: Final = 200  # of one statement; each may name some dozen buckets, all of them at most 32,767
+
+Group = tuple[str, ...]
+Range = tuple[int, int]  # since, until
+_COLUMNS: Final[dict[Dimension, ColumnElement[str]]] = {
+    "model": SliceRow.model.expression,
+    "pool": SliceRow.pool.expression,
+    "provider": SliceRow.provider.expression,
+    "region": SliceRow.region.expression,
+    "tier": SliceRow.tier.expression,
+    "team": SliceRow.team_id.expression,
+    "key": SliceRow.key_id.expression,
+    "endpoint": SliceRow.endpoint.expression,
+    "outcome": SliceRow.outcome.expression,
+}
+
+
+def column_of(dimension: Dimension) -> ColumnElement[str]:
+    """The column of ``slices`` that a dimension is."""
+    return _COLUMNS[dimension]
+
+
+async def read(
+    connection: AsyncConnection,
+    table: type[RollupRow | HistogramRow],
+    values: Sequence[ColumnElement[Any]],
+    steps: Sequence[Window],
+    *,
+    where: Filters,
+    by: Sequence[Dimension],
+    sliced: bool = False,
+) -> AsyncIterator[tuple[int, int, Group, Sequence[Any]]]:
+    """Step number, sign, group and values of all rows in the steps, which follow on one another without gaps.
+
+    The values are aggregates: SQL puts rows of one bucket and group together. What has the sign -1 is to be taken
+    away; of histograms there is none. Without ``sliced`` the values ask nothing of ``slices``, which is then left aside
+    unless filters or groups need it.
+    """
+    groups, conditions = [column_of(dimension) for dimension in by], filtered(where)
+    bucket = table.bucket_unix_ms.expression
+    head = [bucket, *groups] if len(steps) > 1 else groups
+    cover = cover_of(steps, may_subtract=table is RollupRow)
+    for width_s, first_unix_ms, rows in cover.conditions(table):
+        statement: Select[Any] = select(*head, *values).select_from(table).where(rows)
+        if sliced or groups or conditions:
+            statement = statement.join(SliceRow, SliceRow.id == table.slice_id).where(*conditions)
+        if head:
+            statement = statement.group_by(*head)
+        first_group, first_value = len(head) - len(groups), len(head)
+        counted: dict[int, list[tuple[int, int]]] = {}  # of each bucket
+        for row in map(tuple, (await connection.execute(statement)).all()):
+            start = row[0] if len(steps) > 1 else first_unix_ms
+            if start not in counted:
+                counted[start] = list(cover.counted_in(width_s, start))
+            group, found = row[first_group:first_value], row[first_value:]
+            for number, sign in counted[start]:
+                yield number, sign, group, found
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """Which rows say what there was in some steps, and in which of them each counts."""
+
+    cuts: Sequence[int]  # where each step begins, and where the last ends
+    ranges: Mapping[tuple[int, bool], Sequence[Range]]  # by width_s, and whether they lie within the steps
+    days: Mapping[int, int]  # UTC days whose own rows are read → the step in which these count
+
+    def conditions(self, table: type[RollupRow | HistogramRow]) -> Iterator[tuple[int, int, ColumnElement[bool]]]:
+        """Of each statement, the rows' width_s, where the first bucket begins, and the rows to be read.
+
+        Narrow rows come first: what a writer adds in the meantime never makes a day less than its parts.
+        """
+        for (width_s, _), ranges in sorted(self.ranges.items()):
+            for first in range(0, len(ranges), RANGES_AT_ONCE):
+                some = ranges[first : first + RANGES_AT_ONCE]
+                within = _within(table.bucket_unix_ms.expression, some, width_s * 1000)
+                yield width_s, some[0][0], and_(table.width_s == width_s, within)
+
+    def counted_in(self, width_s: int, bucket_unix_ms: int) -> Iterator[tuple[int, int]]:
+        """Steps in which a bucket's rows count, with their sign."""
+        of_day = self.days.get(bucket_unix_ms // DAY_MS * DAY_MS)
+        if of_day is not None:
+            yield of_day, 1 if width_s == WIDTHS_S[-1] else -1
+        number = bisect_right(self.cuts, bucket_unix_ms) - 1
+        if width_s != WIDTHS_S[-1] and 0 <= number < len(self.cuts) - 1:
+            yield number, 1
+
+
+def cover_of(steps: Sequence[Window], *, may_subtract: bool) -> Cover:
+    """The fewest rows. ``may_subtract``: of a day in several parts, the greatest may be the day less the others."""
+    cuts = [step.since_unix_ms for step in steps]
+    cuts += [step.until_unix_ms for step in steps[-1:]]
+    ranges: dict[tuple[int, bool], list[Range]] = defaultdict(list)
+    days: dict[int, int] = {}
+    for day in range(cuts[0] // DAY_MS * DAY_MS, cuts[-1], DAY_MS) if cuts else ():
+        first, last = bisect_right(cuts, day), bisect_left(cuts, day + DAY_MS)
+        parts = list(enumerate(pairwise((day, *cuts[first:last], day + DAY_MS)), first - 1))
+        inside = [part for part in parts if 0 <= part[0] < len(steps)]
+        main = max(inside, key=_length_ms)
+        rest_ms = DAY_MS - _length_ms(main)
+        if not rest_ms or (may_subtract and DAY_IS_WORTH_MS + rest_ms < sum(map(_length_ms, inside))):
+            days[day] = main[0]
+            _append(ranges[WIDTHS_S[-1], True], day, day + DAY_MS)
+            parts.remove(main)
+        else:
+            parts = inside
+        for number, (since, until) in parts:
+            for width_s, *piece in sorted(_pieces(since, until, WIDTHS_S[:-1]), key=lambda found: found[1]):
+                _append(ranges[width_s, 0 <= number < len(steps)], *piece)
+    return Cover(cuts, ranges, days)
+
+
+def _length_ms(part: tuple[int, Range]) -> int:
+    _, (since, until) = part
+    return until - since
+
+
+def _append(ranges: list[Range], since: int, until: int) -> None:
+    """One more, as one with the last if it follows on it."""
+    if ranges and ranges[-1][1] == since:
+        since, _ = ranges.pop()
+    ranges.append((since, until))
+
+
+def filtered(where: Filters) -> list[ColumnElement[bool]]:
+    """Conditions on ``slices``."""
+    return [column_of(dimension).in_(list(allowed)) for dimension, allowed in where.items() if allowed]
+
+
+def _within(bucket: ColumnElement[int], ranges: Sequence[Range], width_ms: int) -> ColumnElement[bool]:
+    """The buckets of the ranges: those between the first and the last but the gaps, or, if they are fewer, by name.
+
+    A condition for each range would be looked at for every row.
+    """
+    gaps = [start for (_, end), (until, _) in pairwise(ranges) for start in range(end, until, width_ms)]
+    inside = [start for since, until in ranges for start in range(since, until, width_ms)] if gaps else []
+    if gaps and len(inside) < len(gaps):
+        return bucket.in_(inside)
+    between = and_(bucket >= ranges[0][0], bucket < ranges[-1][1])
+    return and_(between, bucket.not_in(gaps)) if gaps else between
+
+
+def _pieces(since: int, until: int, widths_s: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """The middle in the greatest width that fits, what is left on both sides in the next ones."""
+    *narrower, width_s = widths_s
+    width_ms = width_s * 1000
+    first, last = -(-since // width_ms) * width_ms, until // width_ms * width_ms
+    if first >= last:
+        first = last = until if narrower else since
+    else:
+        yield width_s, first, last
+    for left, right in ((since, first), (last, until)):
+        if narrower and left < right:
+            yield from _pieces(left, right, narrower)

@@ -1,0 +1,180 @@
+"""How many requests, tokens and dollars: in all, by one or two dimensions, over time, by hour of the week."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from operator import attrgetter
+from typing import Any, Final, Literal
+
+from sqlalchemy import ColumnElement, case, func, select, union_all
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from db.models import RollupRow, SliceRow
+from ledger.queries.reading import Group, column_of, cover_of, read
+from ledger.queries.window import DIMENSIONS, NO_FILTERS, Dimension, Filters, Step, Window
+
+OTHER: Final = "(other)"  # the group of what top N leaves; no model, pool, team or key is named so
+
+Figure = Literal["requests", "failed", "failovers", "prompt_tokens", "completion_tokens", "tokens", "charge_nano_usd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Sums over one group of requests."""
+
+    group: tuple[str, ...]  # its values of what was grouped by, in that order; OTHER for what top N leaves
+    requests: int = 0
+    ok: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    attempts: int = 0
+    failovers: int = 0
+    retried: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    charge_nano_usd: int = 0
+    total_ms: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and completion."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+_NAMES: Final = tuple(name for name in Traffic.__dataclass_fields__ if name != "group")
+_values_of: Final = attrgetter(*_NAMES)
+_OUTCOMES: Final = ("ok", "failed", "cancelled")
+
+
+def together(parts: Iterable[Traffic]) -> Traffic:
+    """All groups as one without a name."""
+    values = zip(*(_values_of(part) for part in parts), strict=True)
+    return Traffic((), *map(sum, values))
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One group over time: a Traffic for each step of the window, also where nothing happened."""
+
+    group: tuple[str, ...]
+    points: tuple[Traffic, ...]
+
+
+async def totals(
+    connection: AsyncConnection,
+    window: Window,
+    *,
+    where: Filters = NO_FILTERS,
+    by: Sequence[Dimension] = (),
+    order: Figure = "requests",
+    top: int | None = None,
+) -> list[Traffic]:
+    """Sums by any dimensions, greatest first; beyond ``top`` groups the rest is one, OTHER, the last.
+
+    Without ``by`` there is exactly one.
+    """
+    found = await _read(connection, [window], where, by)
+    return [points[0] for points in _ranked(found, 1, by, order, top)]
+
+
+async def series(
+    connection: AsyncConnection,
+    window: Window,
+    step: Step,
+    *,
+    where: Filters = NO_FILTERS,
+    by: Sequence[Dimension] = (),
+    order: Figure = "requests",
+    top: int | None = None,
+    names: Sequence[str] = _NAMES,
+) -> list[Series]:
+    """The same over time; ``window.steps(step)`` are the points' times. Raises TooManySteps.
+
+    Only the fields in ``names``, and the requests, are read; the others are 0.
+    """
+    steps = window.steps(step)
+    found = await _read(connection, steps, where, by, names)
+    ranked = _ranked(found, len(steps), by, order, top) if steps else []
+    return [Series(points[0].group, tuple(points)) for points in ranked]
+
+
+async def heat_map(
+    connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS, figure: Figure = "requests"
+) -> list[list[int]]:
+    """A figure by weekday (Monday first) and hour of the viewer's day: 7 rows of 24."""
+    cells = [[0] * 24 for _ in range(7)]
+    steps = window.steps("hour")
+    is_failed = case((SliceRow.outcome == "failed", RollupRow.requests), else_=0)
+    asked = {"failed": is_failed, "tokens": RollupRow.prompt_tokens + RollupRow.completion_tokens}
+    value = func.sum(asked[figure] if figure in asked else getattr(RollupRow, figure))
+    async for number, sign, _, (found,) in read(
+        connection, RollupRow, [value], steps, where=where, by=(), sliced=figure == "failed"
+    ):
+        local = datetime.fromtimestamp(steps[number].since_unix_ms / 1000, window.zone)
+        cells[local.weekday()][local.hour] += sign * int(found or 0)
+    return cells
+
+
+async def choices(connection: AsyncConnection, window: Window) -> dict[Dimension, list[str]]:
+    """Which values each dimension has in the window, in alphabetical order: what filters can offer."""
+    cover = cover_of([window], may_subtract=False)
+    within = [select(RollupRow.slice_id).where(rows) for _, _, rows in cover.conditions(RollupRow)]
+    slices = select(*(column_of(dimension) for dimension in DIMENSIONS)).where(SliceRow.id.in_(union_all(*within)))
+    found = zip(*await connection.execute(slices), strict=True) if within else ()
+    columns = [set(values) for values in found] or [set()] * len(DIMENSIONS)
+    return {dimension: sorted(values - {""}) for dimension, values in zip(DIMENSIONS, columns, strict=True)}
+
+
+async def _read(
+    connection: AsyncConnection,
+    steps: Sequence[Window],
+    where: Filters,
+    by: Sequence[Dimension],
+    names: Sequence[str] = _NAMES,
+) -> dict[Group, dict[int, Traffic]]:
+    """Group → step number → sums; only what there is."""
+    asked = ["requests", *(name for name in names if name != "requests")]
+    is_sliced = any(name in _OUTCOMES for name in asked)
+    values = [_sum(name) for name in asked]
+    added: dict[tuple[Group, int], list[int]] = {}
+    async for number, sign, group, sums in read(
+        connection, RollupRow, values, steps, where=where, by=by, sliced=is_sliced
+    ):
+        if sums[0]:
+            so_far = added.get((group, number), (0,) * len(asked))
+            more = map(int, sums)  # PostgreSQL sums bigints into decimals
+            added[group, number] = [so + sign * one for so, one in zip(so_far, more, strict=True)]
+    found: dict[Group, dict[int, Traffic]] = defaultdict(dict)
+    for (group, number), totalled in added.items():
+        if totalled[0]:
+            found[group][number] = Traffic(group, **dict(zip(asked, totalled, strict=True)))
+    return found
+
+
+def _sum(name: str) -> ColumnElement[Any]:
+    if name in _OUTCOMES:
+        return func.sum(case((SliceRow.outcome == name, RollupRow.requests), else_=0))
+    return func.sum(getattr(RollupRow, name))
+
+
+def _ranked(
+    found: Mapping[Group, Mapping[int, Traffic]], steps: int, by: Sequence[Dimension], order: Figure, top: int | None
+) -> list[list[Traffic]]:
+    """Each group's points, the greatest group first, the surplus together at the end."""
+
+    def size(group: Group) -> tuple[int, Group]:
+        return -sum(getattr(traffic, order) for traffic in found[group].values()), group
+
+    groups = sorted(found, key=size) if by else [()]
+    kept = groups if top is None else groups[:top]
+    lines = [[found.get(group, {}).get(number, Traffic(group)) for number in range(steps)] for group in kept]
+    if len(groups) > len(kept):
+        left = [found[group] for group in groups[len(kept) :]]
+        rest = [
+            replace(together(points[number] for points in left if number in points), group=(OTHER,) * len(by))
+            for number in range(steps)
+        ]
+        lines.append(rest)
+    return lines

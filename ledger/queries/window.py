@@ -1,0 +1,79 @@
+"""What is asked about: a stretch of time in somebody's zone, and which requests of it."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta, tzinfo
+from typing import Final, Literal
+
+from ledger.days import midnight_unix_ms
+
+QUARTER_MS: Final = 900_000
+HOUR_MS: Final = 3_600_000
+DAY_MS: Final = 86_400_000
+MAX_STEPS: Final = 4_000  # of one series: 166 days by the hour, ten years by the day
+
+Dimension = Literal["model", "pool", "provider", "region", "tier", "team", "key", "endpoint", "outcome"]
+DIMENSIONS: Final[tuple[Dimension, ...]] = (
+    "model",
+    "pool",
+    "provider",
+    "region",
+    "tier",
+    "team",
+    "key",
+    "endpoint",
+    "outcome",
+)
+Step = Literal["quarter", "hour", "day"]
+Filters = Mapping[Dimension, Collection[str]]  # one of these values each; a dimension that is not named: any
+NO_FILTERS: Final[Filters] = {}
+
+
+class TooManySteps(ValueError):
+    """The series would have more than MAX_STEPS points; ask for less time or longer steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of time, [since, until), as somebody in ``zone`` sees it.
+
+    Rollups know quarters of an hour: what begins or ends in one is widened to the whole of it.
+    """
+
+    since_unix_ms: int
+    until_unix_ms: int
+    zone: tzinfo = UTC
+
+    def __post_init__(self) -> None:
+        """Widen to whole quarters of an hour."""
+        object.__setattr__(self, "since_unix_ms", self.since_unix_ms // QUARTER_MS * QUARTER_MS)
+        object.__setattr__(self, "until_unix_ms", -(-self.until_unix_ms // QUARTER_MS) * QUARTER_MS)
+
+    def steps(self, step: Step) -> list["Window"]:
+        """Cut it where the viewer's clock begins a new step. Raises TooManySteps.
+
+        Days are from midnight to midnight there, of 23 or 25 hours where clocks change.
+        """
+        cuts: list[int] = []
+        for cut in self._cuts(step):
+            cuts.append(cut)
+            if len(cuts) > MAX_STEPS:
+                raise TooManySteps(f"more than {MAX_STEPS} steps; ask for less time or longer steps")
+        ends = [*cuts[1:], self.until_unix_ms]
+        return [Window(start, end, self.zone) for start, end in zip(cuts, ends, strict=True)]
+
+    def _cuts(self, step: Step) -> Iterator[int]:
+        at = self.since_unix_ms
+        while at < self.until_unix_ms:
+            yield at
+            at = self._next(at, step)
+
+    def _next(self, at_unix_ms: int, step: Step) -> int:
+        local = datetime.fromtimestamp(at_unix_ms / 1000, self.zone)
+        if step == "day":
+            day: date = local.date()
+            return midnight_unix_ms(day + timedelta(days=1), self.zone)
+        width_ms = HOUR_MS if step == "hour" else QUARTER_MS
+        # An hour begins where the clock on the wall says so: at :30 of UTC in UTC+5:30.
+        into_ms = (local.minute * 60_000 + local.second * 1000) % width_ms
+        return at_unix_ms - into_ms + width_ms

@@ -1,0 +1,65 @@
+"""What is kept for how long: requests and attempts of whole UTC days; rollups stay, so that figures do.
+
+On PostgreSQL partitions are dropped; row by row goes only what is in none that is a day's own, and all of SQLite's.
+"""
+
+from typing import Final
+
+from sqlalchemy import CursorResult, and_, delete, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from db.engine import writing
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.models import AttemptRow, RequestRow
+from ledger.partitions import drop_partitions
+from protocol.clock import unix_now_ms
+
+DAY_MS: Final = 86_400_000
+ROWS_AT_ONCE: Final = 2_000  # of a transaction, so that usage is written in between
+
+
+def kept_since_unix_ms(days: int) -> int:
+    """The beginning of the oldest of that many whole UTC days; today is one more."""
+    return (unix_now_ms() // DAY_MS - days) * DAY_MS
+
+
+class Retention:
+    """Deletes what is older than the last ``days`` whole days, a little at a time."""
+
+    def __init__(self, engine: AsyncEngine, days: int | None) -> None:
+        """Of None, nothing is ever deleted."""
+        self._engine = engine
+        self._days = days
+
+    async def delete_some(self) -> bool:
+        """Delete at most ROWS_AT_ONCE requests, and as many attempts. Whether there is more.
+
+        Raises DatabaseUnavailable.
+        """
+        if self._days is None:
+            return False
+        before_unix_ms = kept_since_unix_ms(self._days)
+        try:
+            async with writing(self._engine) as connection:
+                await drop_partitions(connection, before_unix_ms)
+                attempts = await _delete_attempts(connection, before_unix_ms)
+                requests = await _delete_requests(connection, before_unix_ms)
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+        return ROWS_AT_ONCE in {attempts, requests}
+
+
+async def _delete_requests(connection: AsyncConnection, before_unix_ms: int) -> int:
+    old = select(RequestRow.request_id).where(RequestRow.received_unix_ms < before_unix_ms).limit(ROWS_AT_ONCE)
+    result: CursorResult[object] = await connection.execute(delete(RequestRow).where(RequestRow.request_id.in_(old)))
+    return result.rowcount
+
+
+async def _delete_attempts(connection: AsyncConnection, before_unix_ms: int) -> int:
+    """Of requests that go too."""
+    key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
+    # The index is on when they were started, which is at most hours after their request was received.
+    is_old = and_(AttemptRow.started_unix_ms < before_unix_ms + DAY_MS, AttemptRow.received_unix_ms < before_unix_ms)
+    old = select(*key).where(is_old).limit(ROWS_AT_ONCE)
+    result: CursorResult[object] = await connection.execute(delete(AttemptRow).where(tuple_(*key).in_(old)))
+    return result.rowcount

@@ -1,0 +1,210 @@
+"""What requests' rows add to rollups and histograms, and how it gets there.
+
+Rows are summed up in memory first, by slice and quarter of an hour, and from there into hours and days, so a batch
+costs SQL a few statements whatever its size. Only rows that are really written may be counted, in the transaction that
+writes them (ledger.store).
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import and_, delete, func, literal, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from db.models import Base, HistogramRow, RollupRow, SliceRow
+from ledger import histogram
+from ledger.histogram import MEASURES, Counts
+
+WIDTHS_S: Final = (900, 3600, 86_400)  # each a multiple of the one before
+DIMENSIONS: Final = ("model", "pool", "provider", "region", "tier", "team_id", "key_id", "endpoint", "outcome")
+SUMS: Final = (
+    "requests",
+    "attempts",
+    "failovers",
+    "retried",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "charge_nano_usd",
+    "total_ms",
+)
+LOOKED_UP_AT_ONCE: Final = 500
+
+Slice = tuple[str, ...]  # one value for each of DIMENSIONS
+Row = Mapping[str, Any]  # column → value, of RequestRow
+_Bucket = tuple[int, int]  # width_s, bucket_unix_ms
+_Insert = TypeVar("_Insert", postgresql.Insert, sqlite.Insert)
+
+
+def slice_id(values: Slice) -> int:
+    """The id of a slice: 63 bits of a hash of its values, so that nobody has to agree on it."""
+    digest = hashlib.blake2b("\0".join(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+class Tally:
+    """What some requests' rows add to the rollups, or take away."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, Slice], list[int]] = defaultdict(lambda: [0] * len(SUMS))  # by quarter and slice
+        self._counts: dict[tuple[int, Slice], list[Counts]] = defaultdict(lambda: [{} for _ in MEASURES])
+        self.takes_away = False
+
+    def add(self, rows: Iterable[Row], sign: int = 1) -> None:
+        """Count rows once more (1) or once less (-1)."""
+        self.takes_away = self.takes_away or sign < 0
+        width_ms = WIDTHS_S[0] * 1000
+        for row in rows:
+            bucket = row["received_unix_ms"] // width_ms * width_ms
+            key = (bucket, tuple([row[name] or "" for name in DIMENSIONS]))
+            sums, counts = self._sums[key], self._counts[key]
+            for number, value in enumerate(_values(row)):
+                sums[number] += sign * value
+            for into, measured in zip(counts, _measured(row), strict=True):
+                if measured is not None:
+                    number = histogram.bin_of(measured)
+                    into[number] = into.get(number, 0) + sign
+
+    def slices(self) -> dict[int, Slice]:
+        """All slices that it touches, by their ids."""
+        return {slice_id(values): values for values in {values for _, values in self._sums}}
+
+    def buckets(self) -> dict[_Bucket, dict[int, tuple[list[int], list[Counts]]]]:
+        """By width and bucket, each slice's sums and histograms."""
+        ids = {values: number for number, values in self.slices().items()}
+        widths: dict[_Bucket, dict[int, tuple[list[int], list[Counts]]]] = defaultdict(dict)
+        for (quarter, values), sums in self._sums.items():
+            counts = self._counts[quarter, values]
+            for width_s in WIDTHS_S:
+                bucket = widths[width_s, quarter // (width_s * 1000) * (width_s * 1000)]
+                into = bucket.setdefault(ids[values], ([0] * len(SUMS), [{} for _ in MEASURES]))
+                into[0][:] = map(int.__add__, into[0], sums)
+                for merged, more in zip(into[1], counts, strict=True):
+                    histogram.add(merged, more)
+        return widths
+
+
+def _values(row: Row) -> tuple[int, ...]:
+    """In the order of SUMS."""
+    attempts = row["attempts"]
+    return (
+        1,
+        attempts,
+        max(0, attempts - 1),
+        attempts > 1,
+        row["prompt_tokens"],
+        row["cached_tokens"],
+        row["completion_tokens"],
+        row["charge_nano_usd"] or 0,
+        round(row["total_ms"]),
+    )
+
+
+def _measured(row: Row) -> tuple[float | None, ...]:
+    """In the order of MEASURES."""
+    ttft_ms, completion_tokens = row["ttft_ms"], row["completion_tokens"]
+    has_tpot = row["outcome"] == "ok" and ttft_ms is not None and completion_tokens > 1
+    return (
+        row["queue_ms"],
+        ttft_ms,
+        (row["total_ms"] - ttft_ms) / (completion_tokens - 1) if has_tpot else None,
+        row["total_ms"],
+        row["prompt_tokens"],
+        completion_tokens,
+    )
+
+
+async def apply(connection: AsyncConnection, tally: Tally) -> None:
+    """Write it, in the caller's transaction, who keeps other writers out (ledger.store.writing)."""
+    slices, buckets = tally.slices(), tally.buckets()
+    if not slices:
+        return
+    rows = [{"id": number, **dict(zip(DIMENSIONS, values, strict=True))} for number, values in slices.items()]
+    await _upsert(connection, SliceRow, rows)
+    await _add_sums(connection, buckets)
+    await _merge_histograms(connection, buckets)
+    if tally.takes_away:
+        await _drop_empty(connection, buckets)
+
+
+async def _add_sums(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:
+    rows = [
+        {"width_s": width_s, "bucket_unix_ms": start, "slice_id": number, **dict(zip(SUMS, sums, strict=True))}
+        for (width_s, start), found in sorted(buckets.items())
+        for number, (sums, _) in found.items()
+    ]
+    columns = RollupRow.__table__.columns
+    await _upsert(connection, RollupRow, rows, lambda new: {name: columns[name] + new[name] for name in SUMS})
+
+
+async def _merge_histograms(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:
+    rows: list[dict[str, Any]] = []
+    for (width_s, start), found in buckets.items():
+        stored = await _stored_histograms(connection, width_s, start, list(found))
+        for number, (_, counts) in found.items():
+            row: dict[str, Any] = {"width_s": width_s, "bucket_unix_ms": start, "slice_id": number}
+            for name, more, before in zip(MEASURES, counts, stored.get(number, (None,) * 6), strict=True):
+                row[name] = histogram.extended(before, more)
+            rows.append(row)
+    await _upsert(connection, HistogramRow, rows, lambda new: {name: new[name] for name in MEASURES})
+
+
+async def _upsert(
+    connection: AsyncConnection,
+    table: type[Base],
+    rows: Sequence[dict[str, Any]],
+    update: Callable[[Any], dict[str, Any]] | None = None,
+) -> None:
+    """Insert rows, or where their key is there make of it what ``update`` says of the new row; None: leave it.
+
+    PostgreSQL gets a whole batch as one array for each column: a statement a row would cost it more than the rows.
+    """
+    columns = table.__table__.columns
+    if connection.dialect.name == "postgresql":
+        arrays = [literal([row[column.name] for row in rows], ARRAY(column.type, dimensions=1)) for column in columns]
+        given = func.unnest(*arrays).table_valued(*columns.keys()).render_derived()
+        into = postgresql.insert(table).from_select(columns.keys(), select(*given.c))
+        await connection.execute(_or_update(into, table, update))
+    else:
+        await connection.execute(_or_update(sqlite.insert(table), table, update), rows)
+
+
+def _or_update(into: _Insert, table: type[Base], update: Callable[[Any], dict[str, Any]] | None) -> _Insert:
+    if update is None:
+        return into.on_conflict_do_nothing()
+    key = [column.name for column in table.__table__.primary_key]
+    return into.on_conflict_do_update(index_elements=key, set_=update(into.excluded))
+
+
+async def _stored_histograms(
+    connection: AsyncConnection, width_s: int, start_unix_ms: int, slice_ids: Sequence[int]
+) -> dict[int, tuple[bytes | None, ...]]:
+    columns = HistogramRow.__table__.columns
+    found: dict[int, tuple[bytes | None, ...]] = {}
+    for chunk in _chunks(slice_ids):
+        statement = select(columns.slice_id, *(columns[name] for name in MEASURES)).where(
+            columns.width_s == width_s, columns.bucket_unix_ms == start_unix_ms, columns.slice_id.in_(chunk)
+        )
+        for number, *stored in await connection.execute(statement):
+            found[number] = tuple(stored)
+    return found
+
+
+async def _drop_empty(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:
+    """Slices that have lost their last request."""
+    for (width_s, start), found in buckets.items():
+        for chunk in _chunks(list(found)):
+            here = and_(RollupRow.width_s == width_s, RollupRow.bucket_unix_ms == start, RollupRow.slice_id.in_(chunk))
+            empty = list(await connection.scalars(select(RollupRow.slice_id).where(here, RollupRow.requests == 0)))
+            for table in (RollupRow, HistogramRow) if empty else ():
+                gone = and_(table.width_s == width_s, table.bucket_unix_ms == start, table.slice_id.in_(empty))
+                await connection.execute(delete(table).where(gone))
+
+
+def _chunks(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    for start in range(0, len(numbers), LOOKED_UP_AT_ONCE):
+        yield numbers[start : start + LOOKED_UP_AT_ONCE]

@@ -1,0 +1,177 @@
+"""Usage records into SQL: each exactly once, however often it is delivered, and with it what it adds to the rollups.
+
+One transaction at a time writes the ledger: SQLite has one writer anyway, and on PostgreSQL an advisory lock keeps
+further ledger writers waiting for the few milliseconds of a batch. So a row that is not there when looked for is new,
+and what replaces another knows what it takes away from the rollups.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import asyncpg
+import msgspec
+from sqlalchemy import ColumnElement, Text, and_, any_, delete, func, insert, literal, select
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.exc import DataError, IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.orm import InstrumentedAttribute
+
+from db.engine import writing
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.models import AttemptRow, Base, RequestRow
+from ledger.prices import PriceBook, load_prices
+from ledger.rollups import Tally, apply
+from protocol.errors import ErrorCode
+from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
+
+# SQLSTATE classes 22 (data exception) and 23 (integrity constraint violation): this row will never be accepted.
+REFUSED_SQLSTATE_CLASSES: Final = ("22", "23")
+
+MAX_ATTEMPT_TOKENS: Final = 100_000_000  # ten times the longest context there is, for several choices
+MAX_ATTEMPT_MS: Final = 30 * 24 * 3_600_000
+
+Row = dict[str, Any]  # column → value
+
+
+class RecordRefused(Exception):
+    """The database will never accept one of the records: a number out of range, a character it cannot hold."""
+
+
+async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> None:
+    """Insert the records in one transaction, passing over those already there, and count what is new.
+
+    Intents are passed over: they are for ``ledger.intents``.
+
+    Raises RecordRefused (nothing was stored) or DatabaseUnavailable (unknown whether anything was: call again).
+    """
+    requests = [_row(record) for record in records if isinstance(record, RequestRecord)]
+    attempts = [_attempt_row(record) for record in records if isinstance(record, AttemptRecord)]
+    try:
+        async with writing(engine) as connection:
+            if requests:
+                await write_requests(connection, requests, replace_lost=True)
+            if attempts:
+                await _write_attempts(connection, attempts)
+    except OverflowError as error:  # sqlite3's own, for integers beyond 64 bits
+        raise RecordRefused(describe(error)) from error
+    except SQL_ERRORS as error:
+        if is_refusal(error):
+            raise RecordRefused(describe(error)) from error
+        raise DatabaseUnavailable(describe(error)) from error
+
+
+async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str, Any]], *, replace_lost: bool) -> None:
+    """Write those requests that are not there, with their charge, and count them. Inside ``writing``.
+
+    With ``replace_lost`` they are a gateway's own word, which takes the place of what was said for it
+    (ledger.abandoned).
+    """
+    given: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        given.setdefault(row["request_id"], row)
+    lost = await known_requests(connection, given)
+    replaced = {request_id for request_id, is_lost in lost.items() if is_lost and replace_lost}
+    tally = Tally()
+    if replaced:
+        is_replaced = and_(
+            is_one_of(connection, RequestRow.request_id, replaced), received_with(RequestRow, given.values())
+        )
+        before = (await connection.execute(select(RequestRow).where(is_replaced))).mappings()
+        tally.add([dict(row) for row in before], sign=-1)
+        await connection.execute(delete(RequestRow).where(is_replaced))
+    prices = await load_prices(connection)
+    new = [_priced(row, prices) for row in given.values() if row["request_id"] not in lost.keys() - replaced]
+    tally.add(new)
+    await insert_rows(connection, RequestRow, new)
+    await apply(connection, tally)
+
+
+async def known_requests(connection: AsyncConnection, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
+    """Those that have a row: whether it was made for a gateway that died."""
+    statement = select(RequestRow.request_id, RequestRow.error_code).where(
+        is_one_of(connection, RequestRow.request_id, rows), received_with(RequestRow, rows.values())
+    )
+    return {row.request_id: row.error_code == ErrorCode.GATEWAY_LOST for row in await connection.execute(statement)}
+
+
+async def _write_attempts(connection: AsyncConnection, rows: Iterable[Row]) -> None:
+    given: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        given.setdefault((row["request_id"], row["attempt"], row["worker_id"]), row)
+    request_ids = {request_id for request_id, _, _ in given}
+    key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
+    statement = select(*key).where(
+        is_one_of(connection, AttemptRow.request_id, request_ids), received_with(AttemptRow, given.values())
+    )
+    for stored in await connection.execute(statement):
+        given.pop(tuple(stored), None)
+    await insert_rows(connection, AttemptRow, list(given.values()))
+
+
+async def insert_rows(connection: AsyncConnection, table: type[Base], rows: Sequence[Row]) -> None:
+    """Rows that are known not to be there. PostgreSQL takes them as one COPY."""
+    if not rows:
+        return
+    if connection.dialect.name != "postgresql":
+        await connection.execute(insert(table), rows)
+        return
+    columns = [column.name for column in table.__table__.columns]
+    driver: asyncpg.Connection = (await connection.get_raw_connection()).driver_connection
+    await driver.copy_records_to_table(
+        table.__tablename__, columns=columns, records=[tuple([row[name] for name in columns]) for row in rows]
+    )
+
+
+def is_one_of(
+    connection: AsyncConnection, column: InstrumentedAttribute[str], values: Collection[str]
+) -> ColumnElement[bool]:
+    """Whether the column has one of these values: one parameter, however many they are."""
+    if connection.dialect.name == "postgresql":
+        return column == any_(literal(list(values), ARRAY(Text)))
+    listed = func.json_each(msgspec.json.encode(list(values)).decode()).table_valued("value")
+    return column.in_(select(listed.c.value))
+
+
+def received_with(table: type[RequestRow | AttemptRow], rows: Collection[Mapping[str, Any]]) -> ColumnElement[bool]:
+    """Rows of the same time: whatever comes twice was received once, and other partitions need not be searched."""
+    times = [row["received_unix_ms"] for row in rows]
+    return table.received_unix_ms.between(min(times), max(times))
+
+
+def _row(record: UsageRecord) -> Row:
+    row = msgspec.structs.asdict(record)
+    del row["v"]
+    return row
+
+
+def _attempt_row(record: AttemptRecord) -> Row:
+    """Its worker's own word: what cannot be true is refused. Raises RecordRefused."""
+    counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens, record.resumed_tokens)
+    phases = (record.engine_queue_ms, record.prefill_ms, record.decode_ms, record.ttft_ms)
+    times_ms = (record.queue_ms, record.total_ms, *[phase for phase in phases if phase is not None])
+    if not all(0 <= count <= MAX_ATTEMPT_TOKENS for count in (*counts, record.attempt, record.preemptions or 0)):
+        raise RecordRefused(f"counts of attempt {record.request_id}.{record.attempt} cannot be true")
+    if record.cached_tokens > record.prompt_tokens:
+        raise RecordRefused(f"attempt {record.request_id}.{record.attempt} found more in the cache than it looked for")
+    if not all(0 <= time_ms <= MAX_ATTEMPT_MS for time_ms in times_ms):
+        raise RecordRefused(f"times of attempt {record.request_id}.{record.attempt} cannot be true")
+    return _row(record)
+
+
+def _priced(row: Mapping[str, Any], prices: PriceBook) -> Row:
+    # No worker has accepted it: nothing was computed, and its prompt costs nobody anything.
+    ran = row["pool"] is not None
+    tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]) if ran else (0, 0, 0)
+    return {**row, "charge_nano_usd": prices.charge_nano_usd(row["model"], row["received_unix_ms"], *tokens)}
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the database will never accept what caused this error."""
+    # A false yes loses a record, a false no stops the ledger until somebody looks: only what is certain counts.
+    if isinstance(error, (DataError, IntegrityError, asyncpg.DataError)):
+        return True
+    driver_error = getattr(error, "orig", None) or error  # COPY's errors come as the driver's own
+    if isinstance(getattr(driver_error, "__cause__", None), asyncpg.DataError):  # refused before it was sent
+        return True
+    sqlstate = getattr(driver_error, "sqlstate", None) or ""
+    return sqlstate.startswith(REFUSED_SQLSTATE_CLASSES)

@@ -1,0 +1,325 @@
+"""The ledger writer: usage records from the USAGE stream into SQL, in batches.
+
+    stored ──delivered──> held ──committed──> acknowledged (intents: see ledger.intents)
+                           │ └──SQL away──> held, tried again for ever; on SIGTERM handed back
+                           └──unreadable or refused by SQL──> parked alone (ledger.parked)
+
+A record is acknowledged only after its commit, and inserting it twice does nothing, so a crash anywhere between
+delivery and acknowledgement costs one redelivery and no row.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from msgspec import Struct
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from db.errors import DatabaseUnavailable
+from ledger.abandoned import AbandonedRequests
+from ledger.intents import Intents
+from ledger.machine_time import MachineTime
+from ledger.parked import AGAIN_AFTER_S, Replays, park
+from ledger.partitions import DAYS_AHEAD, make_partitions
+from ledger.retention import Retention
+from ledger.settings import LedgerSettings
+from ledger.store import RecordRefused, store_records
+from protocol import pull, subjects
+from protocol.backoff import backoff_s, wait_for
+from protocol.bus import Bus
+from protocol.clock import unix_now_ms
+from protocol.errors import BusError
+from protocol.messages import encode
+from protocol.pull import Delivery, PullConsumer
+from protocol.usage import RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
+
+PULL_CHECK_S: Final = 0.5  # how often it is looked whether a pull has been written off
+PURGE_PERIOD_S: Final = 60.0
+ABANDONED_PERIOD_S: Final = 5.0
+MACHINE_TIME_PERIOD_S: Final = 15.0
+RETENTION_PERIOD_S: Final = 600.0
+PARTITIONS_PERIOD_S: Final = 600.0
+
+log = logging.getLogger(__name__)
+
+
+class _Entry(Struct):
+    delivery: Delivery
+    records: list[UsageRecord]
+
+
+class LedgerWriter:
+    """Writes until told to stop. Holds at most two batches of records."""
+
+    def __init__(self, bus: Bus, engine: AsyncEngine, settings: LedgerSettings, stopping: asyncio.Event) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._stopping = stopping
+        self._batch_records = settings.batch_records
+        self._batch_wait_s = settings.batch_wait_s
+        self._held: deque[Delivery] = deque()  # bounded by what _ask asks for: two batches
+        self._unwritten: list[_Entry] = []  # what is handed back in the end: at most what was held when told to stop
+        self._purged_s = 0.0  # monotonic clock
+        self._intents = Intents(engine)
+        self._abandoned = AbandonedRequests(bus, engine)
+        self._machine_time = MachineTime(bus, engine)
+        self._replays = Replays(bus)
+        self._unparked: set[int] = set()  # sequences of messages held that are to come again
+        self._retention = Retention(engine, settings.retention_days)
+        self._deleted_s = 0.0  # when it last looked for old rows and found no more; monotonic clock
+        self._timed_s = 0.0  # when machine time was last written; monotonic clock
+        self._partitioned_s = -PARTITIONS_PERIOD_S  # when it last looked for days without partitions; monotonic clock
+        self._written_until_unix_ms = (
+            0  # by the stream's clock: what it took before is in SQL, or another writer has it
+        )
+        self._arrived = asyncio.Event()  # set at a full batch, when there is no more, and when stopping
+        self._consumer = PullConsumer(
+            bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery, on_end=self._arrived.set
+        )
+
+    async def run(self, on_ready: Callable[[], None] | None = None) -> None:
+        """Pull, write, acknowledge, until ``stopping`` is set; then finish what is held."""
+        await self._consumer.start()
+        await self._machine_time.start()
+        self._bus.on_reconnect(self._on_reconnected)
+        await self._learn_the_time()
+        if on_ready is not None:
+            on_ready()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._wake_when_stopping(), name="ledger wake")
+                group.create_task(self._look_for_abandoned(), name="abandoned requests")
+                group.create_task(self._write(), name="ledger batches")
+        finally:
+            await self._consumer.stop()
+        while self._held:
+            await self._write_batch()
+        await self._write_intents(hurry=True)
+        # Only now that our own pulls have ended: handed back earlier, the records would come straight back to us.
+        unwritten = [entry.delivery for entry in self._unwritten]
+        await self._answer(unwritten + self._intents.take_back(), pull.nak)
+
+    async def _write(self) -> None:
+        while not self._stopping.is_set():
+            began_s = time.monotonic()
+            await self._take()
+            await self._make_partitions()
+            await self._write_batch()
+            await self._write_intents()
+            await self._purge_what_is_written()
+            await self._replays.look()
+            await self._record_machine_time()
+            await self._delete_old()
+            if not self._held:
+                await wait_for(self._stopping, began_s + self._batch_wait_s - time.monotonic())
+
+    # --- taking -------------------------------------------------------------------------------------------------------
+
+    async def _take(self) -> None:
+        """Ask for what there is, at most a batch, and wait until it is here."""
+        asked_unix_ms = int(self._bus.clock.now_s() * 1000)
+        is_asked = not self._held and await self._ask()
+        while self._has_room and self._consumer.outstanding() and not self._stopping.is_set():
+            self._arrived.clear()
+            await wait_for(self._arrived, PULL_CHECK_S)
+        if is_asked and not self._held and self._consumer.found_all:
+            self._written_until_unix_ms = max(self._written_until_unix_ms, asked_unix_ms)
+        if not self._has_room:
+            await self._ask()  # the next batch arrives while this one is written
+
+    async def _ask(self) -> bool:
+        # Asked for now and then: a server at which one waits sends each message alone, and writes down that it did,
+        # which costs it and us twice as much CPU.
+        if self._consumer.outstanding() or not self._bus.connected:
+            return False
+        try:
+            await self._consumer.pull(self._batch_records, expires_s=0)
+        except BusError as error:
+            log.warning("cannot ask for usage records, will again: %s", error)
+            return False
+        return True
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._held) < self._batch_records
+
+    async def _on_delivery(self, delivery: Delivery) -> None:
+        self._held.append(delivery)
+        if not self._has_room:
+            self._arrived.set()
+
+    async def _on_reconnected(self) -> None:
+        self._consumer.forget_pulls()  # the stream and its durable are on disk, parked pulls are not
+
+    async def _wake_when_stopping(self) -> None:
+        await self._stopping.wait()
+        self._arrived.set()
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    async def _write_batch(self) -> None:
+        deliveries = [self._held.popleft() for _ in range(min(len(self._held), self._batch_records))]
+        entries = [await self._decoded(delivery) for delivery in deliveries]
+        if entries:
+            await self._store(entries)
+
+    async def _purge_what_is_written(self) -> None:
+        """Now and then, drop from the stream what is in SQL, so that its bound is left to what is not."""
+        if time.monotonic() - self._purged_s < PURGE_PERIOD_S:
+            return
+        self._purged_s = time.monotonic()
+        try:
+            info = await self._bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
+            done_sequence = int(info["ack_floor"]["stream_seq"])
+            if done_sequence > 0:
+                await self._bus.api(f"STREAM.PURGE.{subjects.USAGE_STREAM}", {"seq": done_sequence + 1})
+        except BusError as error:
+            log.warning("written usage could not be dropped from the stream, will try again: %s", error)
+
+    async def _write_intents(self, *, hurry: bool = False) -> None:
+        """Write down the requests whose records have not come for a while, or all of them."""
+        try:
+            while done := await self._intents.write_due(hurry=hurry):
+                await self._answer(done, pull.ack)
+        except DatabaseUnavailable as error:
+            log.warning("intents could not be written, will try again: %s", error)
+
+    async def _look_for_abandoned(self) -> None:
+        """Now and then, write the rows of requests that no gateway has any more."""
+        while not await wait_for(self._stopping, ABANDONED_PERIOD_S):
+            await self._learn_the_time()
+            try:
+                await self._abandoned.look()
+                await self._abandoned.record_overdue(self._written_until_unix_ms)
+            except DatabaseUnavailable as error:
+                log.warning("requests of gateways that died could not be recorded, will try again: %s", error)
+
+    async def _learn_the_time(self) -> None:
+        """Ask for the stream's: by a clock a minute behind it, requests would count as abandoned at once."""
+        try:
+            await self._bus.clock.measure()
+        except BusError as error:
+            log.warning("the queue server's time is unknown: %s", error)
+
+    async def _record_machine_time(self) -> None:
+        """Now and then, write down for how long workers have been up."""
+        if time.monotonic() - self._timed_s < MACHINE_TIME_PERIOD_S:
+            return
+        self._timed_s = time.monotonic()
+        try:
+            await self._machine_time.flush()
+        except DatabaseUnavailable as error:
+            log.warning("machine time could not be written, will try again: %s", error)
+
+    async def _make_partitions(self) -> None:
+        """Now and then, make the next days' partitions. A row that comes before its partition is not lost."""
+        if time.monotonic() - self._partitioned_s < PARTITIONS_PERIOD_S:
+            return
+        self._partitioned_s = time.monotonic()
+        try:
+            await make_partitions(self._engine, unix_now_ms(), 1 + DAYS_AHEAD)
+        except DatabaseUnavailable as error:
+            log.warning("the next days' partitions could not be made, will try again: %s", error)
+
+    async def _delete_old(self) -> None:
+        """Now and then, delete what is past its retention: a little between any two batches until there is no more."""
+        if time.monotonic() - self._deleted_s < RETENTION_PERIOD_S:
+            return
+        try:
+            if not await self._retention.delete_some():
+                self._deleted_s = time.monotonic()
+        except DatabaseUnavailable as error:
+            log.warning("old rows could not be deleted, will try again: %s", error)
+            self._deleted_s = time.monotonic()
+
+    async def _decoded(self, delivery: Delivery) -> _Entry:
+        records, unread = read_usage(delivery.payload)
+        if unread:
+            await self._park(delivery, unread)
+        return _Entry(delivery, records)
+
+    async def _park(self, delivery: Delivery, unread: list[UnreadUsage], *, is_refused: bool = False) -> None:
+        """Park what cannot be taken, or have the message delivered again later: its other records are written now."""
+        try:
+            await park(self._bus, delivery, unread, is_refused=is_refused)
+        except BusError as error:
+            log.warning("what message %d holds could not be parked: %s", delivery.stream_sequence, error)
+            self._unparked.add(delivery.stream_sequence)
+
+    async def _store(self, entries: list[_Entry]) -> None:
+        """Commit, then acknowledge; or hand back, once stopping."""
+        try:
+            records = [record for entry in entries for record in entry.records]
+            is_stored = await self._commit(records, entries[-1].delivery.stored_unix_ms)
+        except RecordRefused:
+            await self._store_apart(entries)
+            return
+        if is_stored:
+            await self._done_with(entries)
+        else:
+            self._unwritten += entries
+
+    async def _commit(self, records: list[UsageRecord], stored_unix_ms: int) -> bool:
+        """Insert in one transaction, trying for ever while SQL is away; False once stopping. Raises RecordRefused.
+
+        ``stored_unix_ms``: when the stream took the last of them.
+        """
+        failures = 0
+        for wait_s in backoff_s():
+            try:
+                await store_records(self._engine, records)
+                self._written_until_unix_ms = max(self._written_until_unix_ms, stored_unix_ms)
+                break
+            except DatabaseUnavailable as error:
+                failures += 1
+                if failures == 1:
+                    log.error("cannot write usage, %d records wait: %s", len(records), error)  # noqa: TRY400
+                if await wait_for(self._stopping, wait_s):
+                    return False
+        if failures:
+            log.warning("usage is written again, after %d tries", failures + 1)
+        return True
+
+    async def _store_apart(self, entries: list[_Entry]) -> None:
+        """Find the record that SQL refuses, so that it takes no other with it."""
+        if len(entries) > 1:
+            for entry in entries:
+                await self._store([entry])
+            return
+        entry = entries[0]
+        refused: list[UnreadUsage] = []
+        for record in entry.records:
+            try:
+                if not await self._commit([record], entry.delivery.stored_unix_ms):
+                    self._unwritten.append(entry)
+                    return
+            except RecordRefused as error:
+                refused.append(UnreadUsage(encode_usage([encode(record)]), str(error)))
+        if refused:
+            await self._park(entry.delivery, refused, is_refused=True)
+        await self._done_with([entry])
+
+    async def _done_with(self, entries: list[_Entry]) -> None:
+        """Acknowledge what is in SQL; intents are not."""
+        written: list[Delivery] = []
+        for entry in entries:
+            has_intents = any(isinstance(record, RequestIntent) for record in entry.records)
+            self._intents.hold(entry.records, entry.delivery if has_intents else None)
+            if not has_intents:
+                written.append(entry.delivery)
+        await self._answer(written, pull.ack)
+
+    async def _answer(self, deliveries: list[Delivery], answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
+        # Nobody confirms an acknowledgement: one that is lost costs a redelivery, which inserts nothing.
+        try:
+            for delivery in deliveries:
+                if delivery.stream_sequence in self._unparked:
+                    self._unparked.discard(delivery.stream_sequence)
+                    await pull.nak(self._bus, delivery, AGAIN_AFTER_S)
+                else:
+                    await answer(self._bus, delivery)
+        except BusError as error:
+            log.warning("some of %d messages will be delivered again: %s", len(deliveries), error)

@@ -1,0 +1,16 @@
+"""What all sections of a configuration have in common: frozen, validated, passed down."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, and unknown keys are errors that name the key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+PositiveInt = Annotated[int, Field(gt=0)]
+HttpUrlText = Annotated[str, Field(pattern="^https?://[^/]+")]
+PositiveSeconds = Annotated[float, Field(gt=0, le=31_536_000)]  # a year: TTLs and timers take no infinity

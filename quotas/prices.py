@@ -1,0 +1,42 @@
+"""What tokens cost callers now, in memory: budgets are counted by the same price book as the ledger's charges."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from db.errors import SQL_ERRORS, describe
+from ledger.prices import CALLERS, PriceBook, TokenPrice, load_prices
+
+RELOAD_PERIOD_S: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class CurrentPrices:
+    """The price book; of models that it does not have yet, the configuration's prices. Run ``run`` as a task."""
+
+    def __init__(self, database: AsyncEngine, configured: Mapping[tuple[str, str], TokenPrice]) -> None:
+        """``configured``: by model, and CALLERS or a hosted pool."""
+        self._database = database
+        self._book = PriceBook()
+        self._configured = configured
+
+    def of(self, model: str, unix_ms: int, pool: str = CALLERS) -> TokenPrice | None:
+        """What a model's tokens cost callers at a moment, or us at a hosted pool; None: nothing."""
+        price = self._book.at(model, pool, unix_ms)
+        if price is not None:
+            return price.tokens
+        return self._configured.get((model, pool))
+
+    async def run(self) -> None:
+        """Read the book now and then; never returns. While SQL is away the last known prices stay."""
+        while True:
+            try:
+                async with self._database.connect() as connection:
+                    self._book = await load_prices(connection)
+            except SQL_ERRORS as error:
+                log.warning("cannot load the prices, keeping those known: %s", describe(error))
+            await asyncio.sleep(RELOAD_PERIOD_S)

@@ -1,0 +1,79 @@
+"""What one admitted request has reserved: its duty is to be settled, or refunded, once."""
+
+from msgspec import Struct
+
+from ledger.prices import TokenPrice
+from protocol.quotas import NOTHING, Amounts
+from quotas.book import Book
+from quotas.slices import Taken
+from quotas.terms import plus
+
+
+class Estimate(Struct, frozen=True):
+    """The most that a request can use."""
+
+    prompt_tokens: int
+    completion_tokens: int  # max_tokens of all choices together
+    price: TokenPrice | None = None  # None: it costs nothing
+
+    @property
+    def amounts(self) -> Amounts:
+        """What to reserve. The cache's discount is not sure before the end."""
+        tokens = self.prompt_tokens + self.completion_tokens
+        return 1, tokens, 1, charge_of(self.price, self.prompt_tokens, 0, self.completion_tokens)
+
+
+class Reservation:
+    """Its methods may be called again: only the first ``settle`` or ``refund`` counts."""
+
+    __slots__ = ("_is_open", "_more", "_price", "_taken", "amounts", "books")
+
+    def __init__(self, amounts: Amounts, taken: list[tuple[Book, Taken]], price: TokenPrice | None) -> None:
+        self.amounts = amounts
+        self.books = tuple(book for book, _ in taken)
+        self._taken = taken
+        self._more: list[tuple[Book, Taken]] = []  # what was reserved later
+        self._price = price
+        self._is_open = True
+
+    def enlarge(self, amounts: Amounts, taken: list[tuple[Book, Taken]], price: TokenPrice | None) -> None:
+        """Add what is reserved now that more is known of the request."""
+        self.amounts = plus(self.amounts, amounts)
+        self.books = tuple(book for book, _ in taken)
+        self._more += taken
+        self._price = price
+
+    def release_place(self) -> None:
+        """The request no longer takes up anything; what it has used is told later."""
+        for book, taken in (*self._taken, *self._more):
+            book.slice.release_place(taken)
+            book.wake()
+
+    def settle(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
+        """The request has ended, and this is what it used."""
+        charge = charge_of(self._price, prompt_tokens, cached_tokens, completion_tokens)
+        self._close((1, prompt_tokens + completion_tokens, 0, charge))
+
+    def settle_in_full(self) -> None:
+        """The request has ended, and nobody knows what it used: as much as was reserved."""
+        self._close(self.amounts)
+
+    def refund(self) -> None:
+        """The request was not admitted after all."""
+        self._close(NOTHING)
+
+    def _close(self, actual: Amounts) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        for book, taken in self._taken:
+            book.slice.settle(taken, book.terms.needs(actual), book.clock.now_s())
+            book.wake()
+        for book, taken in self._more:  # what was used is told above
+            book.slice.settle(taken, NOTHING, book.clock.now_s())
+            book.wake()
+
+
+def charge_of(price: TokenPrice | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+    """Nano-USD."""
+    return 0 if price is None else price.charge_nano_usd(prompt_tokens, cached_tokens, completion_tokens)

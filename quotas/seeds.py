@@ -1,0 +1,114 @@
+"""What an account that is not there must begin with: it may be a new one, or the bucket may have been lost.
+
+    no entry ──this gateway has a copy──> the copy, a second or two old, with what others hold by it
+             ──it has none──────────────> with a budget: what the ledger says was spent in this period; else nothing
+                                          after a loss, only when nobody can hold a lease of the lost account any more
+
+What the ledger has not written yet is missing in its sum: it is asked only once a writer has taken all that was there,
+so that is what ended in the last second or so, and what running requests of gateways that are gone will cost.
+While it cannot be asked, requests are refused, to be tried again.
+"""
+
+import asyncio
+import time
+from datetime import datetime
+from typing import Final, Protocol
+
+from msgspec import Struct
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from accounts.principal import BudgetPeriod
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.models import RollupRow, SliceRow
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import BusError
+from quotas.account import CLOCK_SLACK_S, LEASE_S
+from quotas.pools import POOL, pool_of_account, spent_at_pool
+from quotas.terms import period_start_s
+
+FRESH_S: Final = 5.0  # so long a seed may be used
+LEDGER_LIMIT_S: Final = 3.0  # a writer takes what there is several times a second, unless it is behind
+LEDGER_LOOK_S: Final = 0.05
+DAY_S: Final = 86_400
+
+
+class Seed(Struct, frozen=True):
+    """What one account begins with."""
+
+    at_s: float  # by the queue server's clock
+    spent_nano_usd: int
+
+
+class Unseeded(Exception):
+    """An account is not there, and what it must begin with is not known yet."""
+
+
+class Ledger(Protocol):
+    """Whoever knows what was spent."""
+
+    async def spent_nano_usd(self, account_id: str, whose: str, budget_period: BudgetPeriod, now_s: float) -> int:
+        """In the current period. Raises DatabaseUnavailable."""
+        ...
+
+
+class RollupLedger:
+    """The ledger's daily rollups, whose days periods begin with; for hosted pools, its attempts."""
+
+    def __init__(self, database: AsyncEngine) -> None:
+        self._database = database
+
+    async def spent_nano_usd(self, account_id: str, whose: str, budget_period: BudgetPeriod, now_s: float) -> int:
+        """See Ledger."""
+        if whose == POOL:
+            return await self._spent_at_pool(account_id, budget_period, now_s)
+        column = SliceRow.key_id if whose == "key" else SliceRow.team_id
+        statement = (
+            select(func.sum(RollupRow.charge_nano_usd))
+            .join(SliceRow, SliceRow.id == RollupRow.slice_id)
+            .where(
+                column == account_id,
+                RollupRow.width_s == DAY_S,
+                RollupRow.bucket_unix_ms >= int(period_start_s(budget_period, now_s) * 1000),
+            )
+        )
+        try:
+            async with self._database.connect() as connection:
+                return int(await connection.scalar(statement) or 0)
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+    async def _spent_at_pool(self, account_id: str, budget_period: BudgetPeriod, now_s: float) -> int:
+        since_unix_ms = int(period_start_s(budget_period, now_s) * 1000)
+        try:
+            async with self._database.connect() as connection:
+                return sum((await spent_at_pool(connection, pool_of_account(account_id), since_unix_ms)).values())
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+
+async def check_nobody_holds(bus: Bus, started_s: float) -> None:
+    """Raise BusError if the bucket was lost while we ran, and others may still hold leases of what was in it."""
+    created = (await bus.api(f"STREAM.INFO.KV_{subjects.QUOTAS_BUCKET}"))["created"]
+    created_s = datetime.fromisoformat(created).timestamp()
+    left_s = created_s + LEASE_S + CLOCK_SLACK_S - bus.clock.now_s()
+    if created_s > started_s and left_s > 0:
+        raise BusError(f"the accounts of limits were lost; those not known here begin anew in {left_s:.1f} s")
+
+
+async def until_ledger_is_current(bus: Bus) -> None:
+    """Wait until a ledger writer has taken all records that are stored by now; more may come meanwhile.
+
+    Raises BusError, also where that takes longer than ``LEDGER_LIMIT_S``.
+    """
+    last_sequence = int((await bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}"))["state"]["last_seq"])
+    limit_s = time.monotonic() + LEDGER_LIMIT_S
+    while True:
+        info = await bus.api(f"CONSUMER.INFO.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}")
+        waiting = int(info["num_pending"])
+        if not waiting or int(info["delivered"]["stream_seq"]) >= last_sequence:
+            return
+        if time.monotonic() > limit_s:
+            raise BusError(f"{waiting} messages of usage records are not in the ledger yet")
+        await asyncio.sleep(LEDGER_LOOK_S)

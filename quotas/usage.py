@@ -1,0 +1,70 @@
+"""How much of each limit is used at this moment, by the accounts that the gateways share: no SQL."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from protocol.errors import BusError
+from protocol.quotas import KINDS, Account, Amounts, Kind
+from quotas.account import EMPTY, as_of, used_amounts
+from quotas.terms import Terms, minus, period_end_s, plus
+from quotas.vault import Vault
+
+READ_LIMIT_S: Final = 1.0  # for all accounts together
+MAX_READS: Final = 32  # at once
+
+
+class Use(Struct, frozen=True):
+    """How much of one limit is used."""
+
+    kind: Kind
+    limit: int
+    used: int | None  # what running requests have reserved included; None: not known at the moment
+    ends_unix_ms: int | None = None  # of a budget's period; None: it does not end
+
+    @property
+    def left(self) -> int | None:
+        """What a request could still have; never negative, though a limit may have been lowered."""
+        return None if self.used is None else max(0, self.limit - self.used)
+
+
+def uses(terms: Terms, used: Iterable[int | None], now_s: float) -> tuple[Use, ...]:
+    """Each limit with what is used of it, by Kind; what has no limit is left out."""
+    end_s = period_end_s(terms.budget_period, now_s)
+    ends_unix_ms = None if end_s is None else int(end_s * 1000)
+    return tuple(
+        Use(kind, limit, amount, ends_unix_ms if kind is Kind.MONEY else None)
+        for kind, limit, amount in zip(KINDS, terms.limits, used, strict=True)
+        if limit is not None
+    )
+
+
+def taken_amounts(account: Account, terms: Terms, now_s: float) -> Amounts:
+    """What is used now, and what running requests have reserved: what gateways hold ahead of requests is not."""
+    account = as_of(account, terms, now_s)
+    taken = used_amounts(account)
+    for lease in account.leases.values():
+        taken = plus(taken, minus(lease.held, lease.idle))
+    return taken
+
+
+async def load_usage(vault: Vault, wanted: Mapping[str, Terms], now_s: float) -> dict[str, tuple[Use, ...]]:
+    """How much of their limits keys and teams have used, by their ids; gateways report within a second.
+
+    Raises BusError and ProtocolError, also where the queue server takes longer than ``READ_LIMIT_S``.
+    """
+    places = asyncio.Semaphore(MAX_READS)
+
+    async def load(account_id: str, terms: Terms) -> tuple[Use, ...]:
+        async with places:
+            account, _ = await vault.load(account_id) or (EMPTY, 0)
+        return uses(terms, taken_amounts(account, terms, now_s), now_s)
+
+    try:
+        async with asyncio.timeout(READ_LIMIT_S):
+            found = await asyncio.gather(*(load(account_id, terms) for account_id, terms in wanted.items()))
+    except TimeoutError as error:
+        raise BusError(f"the limits of {len(wanted)} keys and teams were not read within {READ_LIMIT_S:g} s") from error
+    return dict(zip(wanted, found, strict=True))

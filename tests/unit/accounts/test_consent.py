@@ -1,0 +1,32 @@
+"""A key's word goes before its team's, and where nobody says anything nothing is kept."""
+
+import pytest
+
+from accounts.consent import Consent, consent_of
+from accounts.principal import NO_POLICY, Policy, Principal
+
+
+def consent(key: Policy, team: Policy = NO_POLICY) -> Consent | None:
+    return consent_of(Principal("key_a", "a", "team_a", "A", "org_a", key_policy=key, team_policy=team))
+
+
+@pytest.mark.parametrize(
+    ("key", "team"),
+    [
+        (NO_POLICY, NO_POLICY),
+        (Policy(train_ok=True), Policy(train_ok=True)),
+        (Policy(log_payload=False), Policy(log_payload=True)),
+        (NO_POLICY, Policy(log_payload=False)),
+    ],
+)
+def test_no_consent(key: Policy, team: Policy) -> None:
+    assert consent(key, team) is None
+
+
+def test_its_terms() -> None:
+    yes = Policy(log_payload=True)
+    assert consent(yes) == consent(NO_POLICY, yes) == Consent(train_ok=False, redact=True, retention_days=None)
+    team = Policy(log_payload=True, train_ok=True, redact=False, retention_days=9)
+    assert consent(NO_POLICY, team) == Consent(train_ok=True, redact=False, retention_days=9)
+    key = Policy(train_ok=False, redact=True, retention_days=2)
+    assert consent(key, team) == Consent(train_ok=False, redact=True, retention_days=2)

@@ -1,0 +1,50 @@
+import pytest
+from sqlalchemy import text
+
+from db.engine import create_engine, parse_database_url
+from db.errors import DatabaseUrlError
+
+
+@pytest.mark.parametrize(
+    ("given", "driver"),
+    [
+        ("sqlite:///data/x.db", "sqlite+aiosqlite"),
+        ("sqlite+aiosqlite:////abs/x.db", "sqlite+aiosqlite"),
+        ("postgresql://user@host/db", "postgresql+asyncpg"),
+        ("postgres://user@host/db", "postgresql+asyncpg"),
+        ("postgresql+asyncpg://user@host/db", "postgresql+asyncpg"),
+    ],
+)
+def test_plain_urls_get_their_async_driver(given: str, driver: str) -> None:
+    assert parse_database_url(given).drivername == driver
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "spillway.db", "mysql://user:secret@host/db", "sqlite://", "sqlite:///:memory:", "postgresql://h:port/d"],
+)
+def test_an_unusable_url_is_an_error_that_names_its_key(given: str) -> None:
+    with pytest.raises(DatabaseUrlError, match=r"^database\.url: ") as refused:
+        create_engine(given)
+    assert "secret" not in str(refused.value)
+
+
+async def test_sqlite_is_set_up_for_several_processes_and_power_cuts(sqlite_url: str) -> None:
+    engine = create_engine(sqlite_url)
+    async with engine.connect() as connection:
+        found = {
+            name: (await connection.execute(text(f"PRAGMA {name}"))).scalar()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        }
+    await engine.dispose()
+    assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 5000}
+
+
+async def test_a_rolled_back_transaction_leaves_nothing_not_even_a_table(database_url: str) -> None:
+    # Python's sqlite3 would commit the CREATE TABLE at once.
+    engine = create_engine(database_url)
+    async with engine.connect() as connection:
+        await connection.execute(text("CREATE TABLE gone (x INTEGER)"))
+        await connection.rollback()
+        await connection.execute(text("CREATE TABLE gone (x INTEGER)"))
+    await engine.dispose()

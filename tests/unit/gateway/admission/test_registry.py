@@ -1,0 +1,77 @@
+import time
+
+from nats.aio.msg import Msg
+
+from gateway.admission.registry import FORGET_AFTER_S, FORGIVENESS_S, WorkerRegistry
+from protocol import subjects
+from protocol.bus import Bus
+from protocol.errors import ErrorCode
+from protocol.messages import encode
+from protocol.topology import HEARTBEAT_LIMIT_S
+from tests.unit.gateway.metrics.test_exposition import beat
+
+
+def registry(bus: Bus | None = None) -> WorkerRegistry:
+    return WorkerRegistry(bus)  # type: ignore[arg-type]  # these tests speak to nobody
+
+
+def test_silence_is_death() -> None:
+    workers = registry()
+    assert not workers.alive("w", 0.0)
+    workers.heard("w", 10.0)
+    assert workers.alive("w", 10.0 + HEARTBEAT_LIMIT_S)
+    assert not workers.alive("w", 10.01 + HEARTBEAT_LIMIT_S)
+
+
+def test_nobody_is_judged_for_our_own_silence() -> None:
+    workers = registry()
+    workers.heard("w", 10.0)
+    workers.forgive(20.0)
+    assert workers.alive("w", 20.0 + FORGIVENESS_S / 2)
+    assert not workers.alive("w", 20.0 + FORGIVENESS_S)
+
+
+def test_the_long_dead_are_forgotten() -> None:
+    workers = registry()
+    workers.heard("old", 0.0)
+    workers.heard("new", 10.0)
+    workers.forget_dead(FORGET_AFTER_S + 5)
+    assert set(workers._heard_s) == {"new"}
+
+
+def test_a_loss_is_told_at_once_and_ends_with_the_next_sign_of_life() -> None:
+    workers = registry()
+    told: list[tuple[str, ErrorCode]] = []
+    workers.on_lost = lambda worker_id, code, _reason, _now_s: told.append((worker_id, code))
+    workers.heard("w", 10.0)
+    workers.lose("w", ErrorCode.WORKER_LOST, "gone", 10.1)
+    assert not workers.alive("w", 10.1)
+    assert told == [("w", ErrorCode.WORKER_LOST)]
+    workers.heard("w", 10.2)
+    assert workers.alive("w", 10.2)
+
+
+def test_those_whom_the_server_has_cut_off_may_come_back() -> None:
+    workers = registry()
+    told: list[str] = []
+    workers.on_lost = lambda worker_id, _code, _reason, _now_s: told.append(worker_id)
+    workers.heard("cut", 10.0)
+    workers.excuse("cut", 10.0)
+    workers.lose("cut", ErrorCode.WORKER_LOST, "gone", 10.1)
+    workers.lose_silent(["cut"], 11.9)
+    assert told == []
+    workers.lose("cut", ErrorCode.WORKER_DRAINING, "it has said so", 11.9)  # that is no guess
+    workers.lose_silent(["cut"], 12.1)
+    assert told == ["cut", "cut"]
+
+
+async def test_whoever_has_signed_off_is_not_shown_even_while_nobody_is_judged() -> None:
+    workers = registry()
+    for worker_id in ("w1", "w2"):
+        subject = subjects.heartbeat_subject(worker_id)
+        await workers._on_heartbeat(Msg(None, subject=subject, data=encode(beat(worker_id))))  # type: ignore[arg-type]
+    now_s = time.monotonic()
+    workers.forgive(now_s)
+    assert {one.worker_id for one in workers.live_beats(now_s)} == {"w1", "w2"}
+    await workers._on_heartbeat(Msg(None, subject=subjects.heartbeat_subject("w1")))  # type: ignore[arg-type]
+    assert [one.worker_id for one in workers.live_beats(now_s)] == ["w2"]

@@ -1,0 +1,91 @@
+import json
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.http.exchange import Exchange
+from gateway.http.failures import FAILURES, RequestFailed
+from gateway.request.mailbox import Failure
+from protocol.errors import ErrorCode
+from web.answers import add_error_answers
+from web.body import read_body
+from web.errors import ApiError, ModelNotReady
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_every_code_has_its_status(code: ErrorCode) -> None:
+    error = RequestFailed(Failure(code, "why", "field"))
+    assert json.loads(error.envelope()) == {
+        "error": {"message": "why", "type": FAILURES[code].type, "param": "field", "code": code.value}
+    }
+    kinds = {429: "rate_limit_error"} | dict.fromkeys((400, 401, 408), "invalid_request_error")
+    assert error.type == kinds.get(error.status, "server_error")
+    if error.retry_after_s is not None:
+        assert 0 < error.retry_after_s <= 60
+        assert error.should_retry
+
+
+def test_envelope_has_real_nulls_and_a_default_message() -> None:
+    body = json.loads(ApiError().envelope())
+    assert body == {
+        "error": {
+            "message": "The server had an internal error.",
+            "type": "server_error",
+            "param": None,
+            "code": "internal_error",
+        }
+    }
+
+
+def test_a_better_estimate_goes_before_the_codes_own() -> None:
+    error = RequestFailed(Failure(ErrorCode.TOO_MANY_QUEUED, "why", retry_after_s=42))
+    headers = dict(error.headers())
+    assert headers[b"x-should-retry"] == b"true"
+    assert 40 <= int(headers[b"retry-after"]) <= 60
+
+
+def test_retry_headers() -> None:
+    headers = dict(ModelNotReady().headers())
+    assert list(headers) == [b"x-should-retry", b"retry-after-ms", b"retry-after"]
+    assert ApiError().headers() == []
+
+
+@pytest.mark.parametrize(("wait_s", "earliest_s", "latest_s"), [(1, 1, 1.5), (5, 5, 7.5), (50, 40, 60), (60, 40, 60)])
+def test_those_refused_together_do_not_return_together(wait_s: int, earliest_s: float, latest_s: float) -> None:
+    failure = Failure(ErrorCode.TOO_MANY_QUEUED, "why", retry_after_s=wait_s)
+    waits_s: list[float] = []
+    for _ in range(200):
+        headers = dict(RequestFailed(failure).headers())
+        waits_s.append(int(headers[b"retry-after-ms"]) / 1000)
+        assert waits_s[-1] <= int(headers[b"retry-after"]) <= min(60, waits_s[-1] + 1)
+    assert earliest_s <= min(waits_s) <= max(waits_s) <= latest_s
+    assert max(waits_s) - min(waits_s) > 0.8 * (latest_s - earliest_s)
+
+
+async def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_error_of_ours() -> None:
+    """What no handler answers is raised out of the application, and logged with its traceback."""
+    app = FastAPI()
+    add_error_answers(app)
+
+    @app.post("/")
+    async def read(request: Request) -> Response:
+        return Response(await read_body(request.receive, {}, 100, 20.0))
+
+    transport = httpx.ASGITransport(leaving(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        assert (await client.post("/")).status_code == 408
+
+
+def leaving(app: FastAPI) -> ASGIApp:
+    """The application for a caller who leaves at once."""
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def served(scope: Scope, _receive: Receive, send: Send) -> None:
+        scope["spillway.exchange"] = Exchange(scope, receive, send)
+        await app(scope, receive, send)
+
+    return served

@@ -1,0 +1,63 @@
+"""What is sealed opens with its key only, for its own request and part only."""
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from ledger.payloads.errors import BadPayloadKey, BrokenPayload, PayloadKeyMissing
+from ledger.payloads.sealing import MAX_OPENED_BYTES, Sealer, parse_keys
+
+OLD, NEW = b"o" * 32, b"n" * 32
+
+
+@given(st.binary(max_size=200), st.sampled_from([(), (OLD,), (NEW, OLD)]))
+def test_what_was_sealed_opens(data: bytes, keys: tuple[bytes, ...]) -> None:
+    sealer = Sealer(keys)
+    assert sealer.open(sealer.seal(data, "r", "request"), sealer.encoding, "r", "request") == data
+
+
+def test_old_keys_open_and_the_newest_seals() -> None:
+    before, after = Sealer([OLD]), Sealer([NEW, OLD])
+    sealed = before.seal(b"secret", "r", "answer")
+    assert after.open(sealed, before.encoding, "r", "answer") == b"secret"
+    with pytest.raises(PayloadKeyMissing):
+        before.open(after.seal(b"secret", "r", "answer"), after.encoding, "r", "answer")
+    assert b"secret" not in sealed
+    assert sealed != before.seal(b"secret", "r", "answer")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "part", "flip"), [("other", "request", 0), ("r", "answer", 0), ("r", "request", 1)]
+)
+def test_what_was_moved_or_changed_does_not_open(request_id: str, part: str, flip: int) -> None:
+    sealer = Sealer([OLD])
+    sealed = sealer.seal(b"secret", "r", "request")
+    changed = sealed[:-1] + bytes([sealed[-1] ^ flip])
+    with pytest.raises(BrokenPayload):
+        sealer.open(changed, sealer.encoding, request_id, part)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sealed", [b"", b"rubbish", zlib.compress(b"x" * 50)[:-5]])
+def test_what_is_no_zlib_does_not_open(sealed: bytes) -> None:
+    with pytest.raises(BrokenPayload):
+        Sealer().open(sealed, "zlib", "r", "request")
+    with pytest.raises(BrokenPayload, match="encoding"):
+        Sealer().open(sealed, "gzip", "r", "request")
+
+
+def test_what_grows_without_end_is_not_opened() -> None:
+    with pytest.raises(BrokenPayload, match="larger"):
+        Sealer().open(zlib.compress(bytes(MAX_OPENED_BYTES + 1)), "zlib", "r", "request")
+
+
+def test_keys_are_32_bytes_in_hex_or_base64() -> None:
+    text = SecretStr("6e" * 32 + "\n bm5ubm5ubm5ubm5ubm5ubm5ubm5ubm5ubm5ubm5ubm4=")
+    assert parse_keys(text) == [NEW, NEW]
+    assert parse_keys(None) == []
+    for bad in ("", " \n", "abc", "zz" * 32, "6e" * 31):
+        with pytest.raises(BadPayloadKey) as caught:
+            parse_keys(SecretStr(bad))
+        assert not bad.strip() or bad not in str(caught.value)

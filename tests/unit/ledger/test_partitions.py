@@ -1,0 +1,108 @@
+"""PostgreSQL's partitions: made ahead, never needed, dropped; and the tables of before become one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from db.engine import create_engine
+from db.errors import DatabaseUnavailable
+from ledger import partitions
+from ledger.check import check_rollups
+from ledger.partitions import DAY_MS, make_partitions
+from ledger.retention import Retention, kept_since_unix_ms
+from ledger.store import store_records
+from protocol.clock import unix_now_ms
+from protocol.usage import UsageRecord
+from tests.usage_records import attempt_record, request_record
+
+TODAY = kept_since_unix_ms(0)
+
+
+@pytest.fixture
+async def engine(postgres_url: str) -> AsyncIterator[AsyncEngine]:
+    engine = create_engine(postgres_url)
+    yield engine
+    await engine.dispose()
+
+
+def both(number: int, received_unix_ms: int) -> list[UsageRecord]:
+    times = {"received_unix_ms": received_unix_ms}
+    return [
+        request_record(f"r{number}", **times),
+        attempt_record(f"r{number}", started_unix_ms=received_unix_ms + 10, **times),
+    ]
+
+
+async def rows_by_partition(engine: AsyncEngine, table: str) -> dict[str, int]:
+    statement = f"SELECT tableoid::regclass::text, count(*) FROM {table} GROUP BY 1 ORDER BY 1"
+    return dict(tuple(row) for row in await fetch(engine, statement))
+
+
+async def names(engine: AsyncEngine) -> list[str]:
+    found = await fetch(engine, "SELECT inhrelid::regclass::text FROM pg_inherits ORDER BY 1")
+    return [name for (name,) in found if partitions.is_partition(name)]
+
+
+async def fetch(engine: AsyncEngine, statement: str) -> list[Any]:
+    async with engine.connect() as connection:
+        return list((await connection.execute(text(statement))).all())
+
+
+def named(table: str, day_unix_ms: int) -> str:
+    return f"{table}_d{partitions.datetime.fromtimestamp(day_unix_ms / 1000, partitions.UTC):%Y%m%d}"
+
+
+async def test_rows_of_any_day_are_kept_and_go_to_their_days_partition_when_it_is_made(engine: AsyncEngine) -> None:
+    days = [TODAY - 90 * DAY_MS, TODAY - 40 * DAY_MS, TODAY, TODAY + DAY_MS - 1, TODAY + DAY_MS, TODAY + 90 * DAY_MS]
+    records = [record for number, day in enumerate(days) for record in both(number, day)]
+    await store_records(engine, records)
+    assert await rows_by_partition(engine, "requests") == {"requests_default": 6}
+    await make_partitions(engine, TODAY, 2)
+    await make_partitions(engine, TODAY, 2)
+    await store_records(engine, records[::-1] + both(9, TODAY + 5))
+    for table in partitions.TABLES:
+        expected = {f"{table}_default": 3, named(table, TODAY): 3, named(table, TODAY + DAY_MS): 1}
+        assert await rows_by_partition(engine, table) == expected
+    assert sum(day.wrong for day in await check_rollups(engine)) == 0
+
+
+async def test_two_writers_make_them_once(engine: AsyncEngine) -> None:
+    await asyncio.gather(*(make_partitions(engine, TODAY, 3) for _ in range(3)))
+    assert len(await names(engine)) == len(partitions.TABLES) * (1 + 3)
+
+
+async def test_retention_drops_days_and_deletes_what_is_in_no_days_partition(engine: AsyncEngine) -> None:
+    today = unix_now_ms() // DAY_MS * DAY_MS
+    await make_partitions(engine, today - 3 * DAY_MS, 4)
+    for number, days_ago in enumerate((9, 3, 2, 1, 0)):
+        await store_records(engine, both(number, today - days_ago * DAY_MS))
+    assert not await Retention(engine, 2).delete_some()
+    for table in partitions.TABLES:
+        expected = {named(table, today - days_ago * DAY_MS): 1 for days_ago in (2, 1, 0)}
+        assert await rows_by_partition(engine, table) == expected
+        assert named(table, today - 3 * DAY_MS) not in await names(engine)
+
+
+async def test_whoever_reads_keeps_a_partition_from_being_made_but_not_usage_from_being_written(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitions, "LOCK_LIMIT_MS", 50)
+    async with engine.connect() as reader:
+        await reader.execute(text("SELECT count(*) FROM requests"))
+        with pytest.raises(DatabaseUnavailable, match="lock timeout"):
+            await make_partitions(engine, TODAY, 1)
+        await store_records(engine, both(1, TODAY))
+    await make_partitions(engine, TODAY, 1)
+    assert await rows_by_partition(engine, "requests") == {named("requests", TODAY): 1}
+
+
+async def test_sqlite_has_none(sqlite_url: str) -> None:
+    engine = create_engine(sqlite_url)
+    await make_partitions(engine, TODAY, 2)
+    await store_records(engine, both(1, TODAY))
+    assert await fetch(engine, "SELECT count(*) FROM requests") == [(1,)]
+    await engine.dispose()

@@ -1,0 +1,99 @@
+from collections.abc import AsyncIterator
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from db.engine import create_engine
+from ledger.queries import log
+from ledger.queries.log import Cursor, request_page, request_story
+from ledger.store import store_records
+from tests.usage_records import attempt_record, request_record
+
+START_MS = 1_700_000_000_000
+
+
+@pytest.fixture
+async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
+    engine = create_engine(database_url)
+    # Three at a time in the same millisecond; every seventh fails.
+    records = [
+        request_record(
+            request_id=f"r{number:03}",
+            received_unix_ms=START_MS + number // 3,
+            outcome="ok" if number % 7 else "failed",
+            model=f"m{number % 2}",
+            pool=None if number % 5 == 0 else "p",
+        )
+        for number in range(60)
+    ]
+    await store_records(engine, records)
+    yield engine
+    await engine.dispose()
+
+
+async def all_pages(engine: AsyncEngine, limit: int, **rest: object) -> list[str]:
+    found: list[str] = []
+    after: Cursor | None = None
+    async with engine.connect() as connection:
+        for _ in range(200):
+            page = await request_page(
+                connection,
+                START_MS,
+                START_MS + 1000,
+                after=after,
+                limit=limit,
+                **rest,  # type: ignore[arg-type]
+            )
+            assert len(page.requests) <= limit
+            found += [row["request_id"] for row in page.requests]
+            after = page.next
+            if after is None:
+                return found
+    raise AssertionError("the pages do not end")
+
+
+def newest_first(numbers: list[int]) -> list[str]:
+    return [f"r{number:03}" for number in sorted(numbers, key=lambda number: (number // 3, number), reverse=True)]
+
+
+@pytest.mark.parametrize("slice_rows", [1, 4, 1000])
+@pytest.mark.parametrize("search_limit_s", [0.0, 5.0])
+async def test_pages_hold_every_request_once(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, slice_rows: int, search_limit_s: float
+) -> None:
+    monkeypatch.setattr(log, "SLICE_ROWS", slice_rows)
+    monkeypatch.setattr(log, "SEARCH_LIMIT_S", search_limit_s)
+    assert await all_pages(engine, 7) == newest_first(list(range(60)))
+    failed = [number for number in range(60) if number % 7 == 0]
+    assert await all_pages(engine, 2, where={"outcome": ("failed",)}) == newest_first(failed)
+    both = [number for number in range(60) if number % 2 == 1 and number % 5 == 0]
+    assert await all_pages(engine, 50, where={"model": ("m1",), "pool": ("",)}) == newest_first(both)
+    assert await all_pages(engine, 50, where={"model": ("none such",)}) == []
+
+
+async def test_the_time_asked_for_has_no_end_of_its_own(engine: AsyncEngine) -> None:
+    async with engine.connect() as connection:
+        page = await request_page(connection, START_MS + 5, START_MS + 7)
+    assert [row["received_unix_ms"] - START_MS for row in page.requests] == [6, 6, 6, 5, 5, 5]
+
+
+async def test_a_story_is_a_request_with_its_attempts_in_order(engine: AsyncEngine) -> None:
+    await store_records(
+        engine,
+        [
+            attempt_record(request_id="r001", attempt=2, worker_id="w2"),
+            attempt_record(request_id="r001", attempt=1, worker_id="w1", outcome="failed"),
+            attempt_record(request_id="running", attempt=1),
+        ],
+    )
+    async with engine.connect() as connection:
+        story = await request_story(connection, "r001")
+        running = await request_story(connection, "running")
+        assert await request_story(connection, "none such") is None
+    assert story is not None
+    assert story.request is not None
+    assert story.request["request_id"] == "r001"
+    assert [(row["attempt"], row["worker_id"]) for row in story.attempts] == [(1, "w1"), (2, "w2")]
+    assert running is not None
+    assert running.request is None
+    assert len(running.attempts) == 1

@@ -1,0 +1,59 @@
+"""How much of limits is used now: what counts, what does not, and when a period ends."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from accounts.principal import BudgetPeriod
+from protocol.messages import PROTOCOL_VERSION
+from protocol.quotas import Account, Kind, Lease
+from quotas.account import CLOCK_SLACK_S, WINDOW_S
+from quotas.terms import Terms, period_at, period_end_s
+from quotas.usage import Use, taken_amounts, uses
+
+NOW_S = datetime(2026, 1, 31, 13, 5, tzinfo=UTC).timestamp()  # a Saturday
+TERMS = Terms((10, 1000, 4, 500), "month")
+
+
+def account(lease_ends_s: float = NOW_S + 5, at_s: float = NOW_S) -> Account:
+    used = ({int(at_s): 3}, {int(at_s): 200})
+    lease = Lease(1, int(lease_ends_s * 1000), held=(2, 100, 3, 50), idle=(2, 60, 1, 20))
+    period = period_at("month", at_s)
+    return Account(PROTOCOL_VERSION, used, period, spent_nano_usd=7, leases={"g1": lease})
+
+
+def test_what_requests_hold_is_used_and_what_a_gateway_keeps_ahead_is_not() -> None:
+    assert taken_amounts(account(), TERMS, NOW_S) == (3, 240, 2, 37)
+
+
+def test_a_vanished_gateway_frees_its_places_and_uses_up_the_rest() -> None:
+    ended_s = NOW_S - CLOCK_SLACK_S - 1
+    assert taken_amounts(account(ended_s), TERMS, NOW_S) == (5, 300, 0, 57)
+
+
+def test_an_account_that_nobody_has_written_since_is_over_with_its_window_and_its_period() -> None:
+    later_s = NOW_S + WINDOW_S
+    assert taken_amounts(account(later_s), TERMS, later_s) == (0, 40, 2, 37)
+    next_month_s = NOW_S + 86_400
+    assert taken_amounts(account(next_month_s), TERMS, next_month_s) == (0, 40, 2, 0)
+
+
+def test_only_what_has_a_limit_is_told_and_never_less_than_nothing_is_left() -> None:
+    found = uses(Terms((None, 100, None, 5), "total"), (9, 130, 9, None), NOW_S)
+    assert found == (Use(Kind.TOKENS, 100, 130), Use(Kind.MONEY, 5, None))
+    assert [one.left for one in found] == [0, None]
+
+
+@pytest.mark.parametrize(
+    ("period", "at", "end"),
+    [
+        ("day", (2026, 1, 31), (2026, 2, 1)),
+        ("week", (2026, 1, 31), (2026, 2, 2)),
+        ("month", (2026, 1, 31), (2026, 2, 1)),
+        ("month", (2026, 12, 1), (2027, 1, 1)),
+        ("month", (2028, 2, 29), (2028, 3, 1)),
+    ],
+)
+def test_when_a_period_ends(period: BudgetPeriod, at: tuple[int, int, int], end: tuple[int, int, int]) -> None:
+    assert period_end_s(period, datetime(*at, 23, 59, tzinfo=UTC).timestamp()) == datetime(*end, tzinfo=UTC).timestamp()
+    assert period_end_s("total", NOW_S) is None

@@ -1,0 +1,178 @@
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accounts.principal import DEFAULT_TEAM_ID, Principal
+from gateway.settings import ModelSettings
+from protocol import artifacts, subjects, topology
+from protocol.bus import Bus
+from protocol.messages import PROTOCOL_VERSION, ModelCard
+from tests.nats_server import NatsServer
+from tests.small_tokenizer import CHATML, byte_tokenizer_json
+from tests.waiting import until
+from tokens.catalog import ModelCatalog
+from tokens.encoders import TokenizerError
+from web.errors import ModelNotFound, ModelNotReady
+
+MODEL = "org/model.v1"
+MODELS = {MODEL: ModelSettings(aliases=("nick",))}
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(nats_url, name="test")
+    await topology.apply(bus, [], topology.QueueBounds())
+    yield bus
+    await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    bus: Bus, data_dir: Path, models: dict[str, ModelSettings] | None = None
+) -> AsyncIterator[ModelCatalog]:
+    catalog = ModelCatalog(bus, models or MODELS, data_dir)
+    await catalog.start()
+    task = asyncio.create_task(catalog.run())
+    yield catalog
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await catalog.close()
+
+
+async def publish(bus: Bus, **changes: Any) -> None:
+    data = byte_tokenizer_json()
+    fields = {"context_length": 64, "chat_template": CHATML, **changes}
+    card = ModelCard(v=PROTOCOL_VERSION, model=MODEL, tokenizer_object=artifacts.tokenizer_object_name(data), **fields)
+    await artifacts.publish_model_card(bus, card, data)
+
+
+ANYBODY = Principal("key_1", "k", DEFAULT_TEAM_ID, "default", "org_default")
+
+
+async def test_cards_come_and_change(bus: Bus, tmp_path: Path) -> None:
+    async with running(bus, tmp_path) as catalog:
+        assert catalog.canonical_name("nick", ANYBODY) == catalog.canonical_name(MODEL, ANYBODY) == MODEL
+        with pytest.raises(ModelNotFound):
+            catalog.canonical_name("model.v1", ANYBODY)
+        with pytest.raises(ModelNotFound):
+            catalog.canonical_name(MODEL, replace(ANYBODY, models=frozenset({"another"})))
+        with pytest.raises(ModelNotReady):
+            catalog.tokens_of(MODEL)
+        assert catalog.not_ready() == [MODEL]
+        await publish(bus)
+        await until(lambda: not catalog.not_ready())
+        assert await catalog.tokens_of(MODEL).encode_text("ab", add_special_tokens=False) == [64, 65]
+        await publish(bus, context_length=128, add_special_tokens=False)
+        await until(lambda: catalog.context_length(MODEL) == 128)
+        assert await catalog.tokens_of(MODEL).encode_text("ab") == [64, 65]
+
+
+async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain subscribers hear of a card at once; a cluster has it only when most of its servers have stored it."""
+    looks: list[str] = []
+
+    async def read(bus: Bus, model: str) -> ModelCard | None:
+        looks.append(model)
+        return None if len(looks) <= 2 else await artifacts.read_model_card(bus, model)
+
+    monkeypatch.setattr("tokens.catalog.read_model_card", read)
+    monkeypatch.setattr("tokens.catalog.RETRY_S", 0.05)
+    async with running(bus, tmp_path) as catalog:
+        await publish(bus)
+        await until(lambda: not catalog.not_ready())
+
+
+async def test_a_restart_counts_without_workers(bus: Bus, tmp_path: Path) -> None:
+    await publish(bus)
+    async with running(bus, tmp_path) as catalog:
+        assert catalog.not_ready() == []
+    await artifacts.delete_object(
+        bus, subjects.ARTIFACTS_BUCKET, artifacts.tokenizer_object_name(byte_tokenizer_json())
+    )
+    async with running(bus, tmp_path) as catalog:
+        assert catalog.not_ready() == []
+
+
+async def test_a_spoiled_cache_is_not_believed(bus: Bus, tmp_path: Path) -> None:
+    await publish(bus)
+    async with running(bus, tmp_path):
+        pass
+    [cached] = (tmp_path / "tokenizers").iterdir()
+    cached.write_bytes(b"{}")
+    async with running(bus, tmp_path) as catalog:
+        assert catalog.not_ready() == []
+
+
+async def test_a_cache_that_cannot_be_used_is_no_need(
+    bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk ended the gateway with the next card."""
+    async with running(bus, tmp_path) as catalog:
+        folder = tmp_path / "tokenizers"
+        folder.rmdir()
+        folder.write_text("in its place")
+        await publish(bus)
+        await until(lambda: not catalog.not_ready())
+    assert "cannot be written" in caplog.text
+
+
+async def test_an_unusable_card_is_logged_and_the_next_one_helps(
+    bus: Bus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(bus, tmp_path) as catalog:
+        await publish(bus, chat_template="{% if %}")
+        await until(lambda: "cannot be served" in caplog.text)
+        await publish(bus)
+        await until(lambda: not catalog.not_ready())
+
+
+async def test_cards_missed_while_the_server_was_away(bus: Bus, tmp_path: Path, nats_server: NatsServer) -> None:
+    other = await Bus.connect(nats_server.url, name="other")
+    async with running(bus, tmp_path) as catalog:
+        reconnects = other.client.stats["reconnects"]
+        nats_server.kill()
+        nats_server.start()
+        await until(lambda: other.client.stats["reconnects"] > reconnects and other.connected)
+        await publish(other)
+        await until(lambda: not catalog.not_ready())
+    await other.close()
+
+
+async def test_a_configured_folder_needs_no_worker(bus: Bus, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(byte_tokenizer_json())
+    config = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    models = {MODEL: ModelSettings(tokenizer=str(folder), context_length=50)}
+    async with running(bus, tmp_path, models) as catalog:
+        assert catalog.context_length(MODEL) == 50
+        ids = await catalog.tokens_of(MODEL).encode_chat([{"role": "user", "content": "ab"}])
+        assert ids[1:] == [64, 65]
+        assert len(ids) == 3
+
+
+async def test_a_wrong_path_ends_the_start(bus: Bus, tmp_path: Path) -> None:
+    models = {MODEL: ModelSettings(tokenizer=str(tmp_path / "nothing"), context_length=50)}
+    with pytest.raises(TokenizerError, match="nothing"):
+        await ModelCatalog(bus, models, tmp_path).start()
+
+
+async def test_a_card_that_a_busy_machine_has_no_time_for(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not the card's fault: it is tried again, and not refused until the next one comes."""
+    monkeypatch.setattr("tokens.catalog.RETRY_S", 0.01)
+    async with running(bus, tmp_path) as catalog:
+        with monkeypatch.context() as busy:
+            busy.setattr("tokens.renderer.ANSWER_LIMIT_S", 0.0)
+            await publish(bus, chat_template="{{ 'a' * 3 }}{{ 2 ** 3 }}")
+            await until(lambda: "no answer within" in caplog.text)
+            assert not catalog.unusable
+        await until(lambda: not catalog.not_ready())

@@ -1,0 +1,130 @@
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.small_tokenizer import CHATML, START, byte_tokenizer, byte_tokenizer_json
+from tokens import model_tokens
+from tokens.chat_template import ChatTemplate
+from tokens.encoder_pool import EncoderPool
+from tokens.encoders import HuggingFaceEncoder
+from tokens.model_tokens import ModelTokens
+from web.errors import ContextLengthExceeded, InvalidParameter
+
+
+def tokens(template: str | None = CHATML) -> ModelTokens:
+    chat = ChatTemplate(template, {}) if template else None
+    return ModelTokens("m", HuggingFaceEncoder(byte_tokenizer_json()), chat, 100, EncoderPool())
+
+
+@pytest.mark.parametrize("size", [10, model_tokens.INLINE_CHARS + 1])
+async def test_short_and_long_prompts_are_encoded_alike(size: int) -> None:
+    text = "héllo " * size
+    assert await tokens().encode_text(text) == byte_tokenizer().encode(text).ids
+    rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert await tokens().encode_chat([{"role": "user", "content": text}]) == (
+        byte_tokenizer().encode(rendered, add_special_tokens=False).ids
+    )
+
+
+@pytest.mark.parametrize(
+    "more", [{"reasoning_content": "x"}, {"name": "x"}, {"tool_calls": "x"}, {"variables": {"x": "x"}}]
+)
+async def test_all_that_may_be_rendered_counts_as_long(more: dict[str, Any]) -> None:
+    """Rendered and encoded in the event loop, 4 MB of reasoning held everybody up."""
+
+    class Counting(EncoderPool):
+        runs = 0
+
+        async def run(self, tenant: str, size_bytes: int, work: Callable[[], Any], **how: Any) -> Any:
+            self.runs += 1
+            return await super().run(tenant, size_bytes, work, **how)
+
+    pool = Counting()
+    ours = ModelTokens("m", HuggingFaceEncoder(byte_tokenizer_json()), ChatTemplate(CHATML, {}), 100, pool)
+    for times in (1, model_tokens.INLINE_CHARS):
+        long = json.loads(json.dumps(more).replace('"x"}', f'"{"x" * times}"}}'))
+        variables = long.pop("variables", None)
+        await ours.encode_chat([{"role": "assistant", "content": "a", **long}], variables=variables)
+        assert pool.runs == (times > 1)
+    pool.close()
+
+
+async def test_a_model_without_a_chat_format() -> None:
+    with pytest.raises(InvalidParameter, match="no chat format") as caught:
+        await tokens(None).encode_chat([{"role": "user", "content": "x"}])
+    assert caught.value.param == "model"
+
+
+class NeverEncoding(HuggingFaceEncoder):
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        raise AssertionError(f"{len(text)} characters were encoded ({add_special_tokens=})")
+
+
+async def test_a_text_that_cannot_fit_is_refused_unread() -> None:
+    """4 MB of text for a context of 8,192 tokens took 4 s of encoding, and half a gigabyte of memory for good."""
+    chat = ChatTemplate(CHATML, {})
+    ours = ModelTokens("m", NeverEncoding(byte_tokenizer_json()), chat, 100, EncoderPool()).of_tenant("t")
+    text = "a" * (100 * len(START) + 1)  # the longest token
+    for asked in (
+        ours.encode_text(text, within_context="prompt[3]"),
+        ours.encode_chat([{"role": "user", "content": text}], within_context="messages"),
+    ):
+        with pytest.raises(ContextLengthExceeded, match="make at least 10[1-9] tokens"):
+            await asked
+    with pytest.raises(ContextLengthExceeded) as caught:
+        await ours.encode_inputs(["a", text], add_special_tokens=None, most_tokens=None, field="input")
+    assert caught.value.param == "input.1"
+    with pytest.raises(AssertionError):  # who wants to know only how many there are, or the last of them
+        await ours.encode_text(text)
+
+
+async def test_a_refusal_does_not_hold_the_tokens() -> None:
+    encoded: list[list[int]] = []
+
+    class Remembering(HuggingFaceEncoder):
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            encoded.append(super().encode(text, add_special_tokens=add_special_tokens))
+            return encoded[-1]
+
+    ours = ModelTokens("m", Remembering(byte_tokenizer_json()), None, 100, EncoderPool())
+    with pytest.raises(ContextLengthExceeded, match="your prompt resulted in 102 tokens"):
+        await ours.encode_text("a" * 101, within_context="prompt")
+    assert encoded == [[]]
+    assert len(await ours.encode_text("a" * 98, within_context="prompt")) == 99
+
+
+async def test_the_event_loop_goes_on_while_a_long_prompt_is_encoded() -> None:
+    """Counts turns of the loop: an encoder that held the GIL would allow hardly any until it is done."""
+    subject = tokens()
+    text = "The quick brown fox jumps over the lazy dog. " * 12_000  # 540 kB: some 0.1 s of encoding
+    encoding = asyncio.create_task(subject.encode_text(text))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert len(await encoding) > len(text) // 2
+    assert turns >= 10
+
+
+@pytest.mark.parametrize("content", ["Once upon", "Once upon ", " Once upon\n"])
+async def test_a_final_message_is_continued_as_transformers_has_it(content: str) -> None:
+    messages = [{"role": "user", "content": "a story"}, {"role": "assistant", "content": content}]
+    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
+    for template in (CHATML, CHATML.replace("message.content", "message.content | trim")):
+        continued = await tokens(template).encode_chat(
+            messages, add_generation_prompt=False, continue_final_message=True
+        )
+        expected = oracle.apply_chat_template(
+            messages, chat_template=template, continue_final_message=True, tokenize=False
+        )
+        assert continued == byte_tokenizer().encode(str(expected), add_special_tokens=False).ids
+
+
+async def test_nothing_to_continue() -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        await tokens().encode_chat([{"role": "user", "content": " "}], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"

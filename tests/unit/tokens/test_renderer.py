@@ -1,0 +1,92 @@
+"""A template rendered in a process of its own says what it would say here."""
+
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from gateway.api.schema import parse_chat
+from tests import tool_templates
+from tests.small_tokenizer import BOS
+from tests.unit.tokens.tools.test_prompts import CONVERSATION, WEATHER
+from tokens.chat_template import ChatTemplate
+from tokens.renderer import Renderer, RendererDied
+from web.errors import InvalidParameter
+
+SPECIAL = {"bos_token": BOS}
+REFUSES = "{% if mine %}{{ raise_exception('not ' + mine) }}{% endif %}{{ messages[0].content }}"
+
+
+Start = Callable[[str], Awaitable[Renderer]]
+
+
+@pytest.fixture
+async def renderer_of() -> AsyncIterator[Start]:
+    """Starts a renderer of the template given; its process has ended after the test."""
+    renderers = []
+
+    async def start(source: str) -> Renderer:
+        renderers.append(Renderer(source, SPECIAL))
+        await renderers[-1].start()
+        return renderers[-1]
+
+    yield start
+    for renderer in renderers:
+        await renderer.close()
+
+
+async def test_the_same_text(renderer_of: Start) -> None:
+    """Its template joins arguments to texts, which are objects elsewhere."""
+    deepseek = await renderer_of(tool_templates.DEEPSEEK_V31_STYLE)
+    here = ChatTemplate(tool_templates.DEEPSEEK_V31_STYLE, SPECIAL)
+    body = {"model": "m", "messages": CONVERSATION, "tools": [{"type": "function", "function": WEATHER}]}
+    request = parse_chat(json.dumps(body).encode())
+    messages = [message.for_template() for message in request.messages]
+    asked: dict[str, Any] = {
+        "tools": [tool.for_template() for tool in request.tools or ()],
+        "variables": {"thinking": True},
+    }
+    assert await deepseek.render(messages, **asked) == here.render(messages, **asked)
+    assert deepseek.variables == here.variables
+
+
+async def test_what_the_template_refuses(renderer_of: Start) -> None:
+    renderer = await renderer_of(REFUSES)
+    with pytest.raises(InvalidParameter, match="not me") as refused:
+        await renderer.render([{"content": "x"}], variables={"mine": "me"})
+    assert refused.value.param == "messages"
+    with pytest.raises(InvalidParameter) as refused:
+        await renderer.render([{"content": "x"}], variables={"messages": "me"})
+    assert refused.value.param == "chat_template_kwargs.messages"
+    assert await renderer.render([{"content": "x"}]) == "x"
+
+
+async def test_a_process_that_is_gone_is_started_again(renderer_of: Start) -> None:
+    renderer = await renderer_of(REFUSES)
+    renderer.kill()
+    assert await renderer.render([{"content": "x"}]) == "x"
+
+
+async def test_what_cannot_even_be_compiled(renderer_of: Start) -> None:
+    with pytest.raises(InvalidParameter, match="RecursionError|TemplateSyntaxError"):
+        await renderer_of("{{ " + "(" * 5000 + ")" * 5000 + " }}")
+
+
+async def test_limits_of_time_and_memory(renderer_of: Start) -> None:
+    renderer = await renderer_of("{% if mine %}{{ 'a' * (10 ** 11) }}{% endif %}x")
+    with pytest.raises(InvalidParameter, match=r"MemoryError|time or memory"):
+        await renderer.render([], variables={"mine": True})
+    assert await renderer.render([]) == "x"
+    with pytest.raises(RendererDied):
+        await renderer_of("{{ 9 ** (9 ** 9) }}")
+
+
+async def test_nothing_is_left_of_a_closed_one(renderer_of: Start) -> None:
+    renderer = await renderer_of(REFUSES)
+    assert renderer._process is not None
+    pid = renderer._process.pid
+    await renderer.close()
+    with pytest.raises(ProcessLookupError):  # nor a zombie
+        os.kill(pid, 0)

@@ -1,0 +1,84 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from web.body import MAX_BODY_VALUES, Receive, check_values, read_body
+from web.errors import BodyTooLarge, ClientDisconnected, InvalidParameter, RequestTooSlow, UnsupportedEncoding
+
+LIMIT_S = 20.0
+LENGTH_3 = {b"content-length": b"3"}
+
+
+def receiving(*messages: dict[str, Any]) -> Receive:
+    left = list(messages)
+
+    async def receive() -> dict[str, Any]:
+        return left.pop(0)
+
+    return receive
+
+
+def part(body: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+async def test_reads_all_parts() -> None:
+    assert await read_body(receiving(part(b"ab"), part(b"c", more=False)), LENGTH_3, 3, LIMIT_S) == b"abc"
+
+
+async def test_refuses_by_the_announced_length_without_reading() -> None:
+    with pytest.raises(BodyTooLarge):
+        await read_body(receiving(), {b"content-length": b"4"}, 3, LIMIT_S)
+
+
+async def test_refuses_at_the_bound_and_reads_no_further() -> None:
+    with pytest.raises(BodyTooLarge):
+        await read_body(receiving(part(b"ab"), part(b"cd")), {}, 3, LIMIT_S)
+
+
+async def test_a_caller_who_leaves() -> None:
+    with pytest.raises(ClientDisconnected):
+        await read_body(receiving(part(b"ab"), {"type": "http.disconnect"}), {}, 3, LIMIT_S)
+
+
+async def test_a_caller_who_says_nothing_more() -> None:
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with pytest.raises(RequestTooSlow):
+        await read_body(receive, LENGTH_3, 3, 0.01)
+
+
+def many(text: str) -> bytes:
+    return (text * (MAX_BODY_VALUES + 1)).encode()
+
+
+@pytest.mark.parametrize("body", [b"[" + many("[],") + b"0]", b"{" + many('"a":1,') + b"}", b"[" + many("{},") + b"0]"])
+def test_a_body_of_countless_values_is_refused(body: bytes) -> None:
+    """4 MB of empty lists took a second to read, during which nothing else ran."""
+    with pytest.raises(InvalidParameter, match="are read") as caught:
+        check_values(body)
+    assert caught.value.code == "too_many_values"
+
+
+def test_texts_may_hold_anything() -> None:
+    check_values(b'{"prompt": "' + many("[{:") + b'\\\\", "stop": "\\"' + many("[") + b'"}')
+    check_values(b'{"prompt": [' + b"1," * 10**6 + b"1]}")
+
+
+def test_json_in_texts_counts_together() -> None:
+    half = b"[" + b"[]," * (MAX_BODY_VALUES // 2) + b"0]"
+    check_values(half, param="messages")
+    with pytest.raises(InvalidParameter, match="JSON in 'messages'"):
+        check_values(half, half, param="messages")
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"GZIP, deflate", b"br"])
+async def test_a_compressed_body_is_refused_before_it_is_read(encoding: bytes) -> None:
+    with pytest.raises(UnsupportedEncoding, match="uncompressed") as caught:
+        await read_body(receiving(), {b"content-encoding": encoding}, 3, LIMIT_S)
+    assert caught.value.status == 415
+    plain = {b"content-encoding": b"identity"}
+    assert await read_body(receiving(part(b"a", more=False)), plain, 3, LIMIT_S) == b"a"

@@ -1,0 +1,329 @@
+"""The models that callers may name, and what is known of their tokens.
+
+A model exists because it is configured. How to count its tokens comes from the configuration or, mostly, from the card
+that its workers publish; until the first card has come the model is "not ready". Cards live in a KV bucket, tokenizers
+in an object bucket under their digest, and in a cache on disk.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import uuid
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from nats.aio.msg import Msg
+
+from accounts.principal import Principal
+from protocol import subjects
+from protocol.artifacts import get_object, read_model_card, tokenizer_name, tokenizer_object_name
+from protocol.bus import Bus
+from protocol.chat import NO_TOKENIZER
+from protocol.errors import BusError, ProtocolError
+from protocol.messages import ModelCard
+from tokens.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
+from tokens.chat_template import COUNTING_SOURCE
+from tokens.encoder_pool import EncoderPool
+from tokens.encoders import (
+    TIKTOKEN_PREFIX,
+    Encoder,
+    HuggingFaceEncoder,
+    TiktokenEncoder,
+    TokenizerError,
+    read_tokenizer_file,
+)
+from tokens.model_tokens import ModelTokens
+from tokens.settings import ModelTokenSettings, canonical_names
+from tokens.tools.dialect import Dialect
+from web.errors import ModelNotFound, ModelNotReady, Overloaded
+
+RETRY_S: Final = 2.0
+FETCH_LIMIT_S: Final = 60.0  # for a tokenizer of the configuration, which tiktoken may have to fetch
+TEMPLATE_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+log = logging.getLogger(__name__)
+
+
+class ModelCatalog:
+    """Names → models → tokens. ``start`` it and run ``run`` as a supervised task."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        models: Mapping[str, ModelTokenSettings],
+        data_dir: Path,
+        *,
+        by_messages: Collection[str] = (),
+        only_by_messages: Collection[str] = (),
+    ) -> None:
+        """``by_messages``: models with a pool that takes messages; ``only_by_messages``: those with no other."""
+        self._by_messages = frozenset(by_messages)
+        self._only_by_messages = frozenset(only_by_messages)
+        self._bus = bus
+        self._models = dict(models)
+        self._names = canonical_names(models)
+        self._cache_dir = data_dir / "tokenizers"
+        self._tokens: dict[str, ModelTokens] = {}
+        self._cards: dict[str, ModelCard] = {}
+        self._unusable: dict[str, str] = {}
+        self._stale = set(models)  # models whose card must be read (again)
+        self._wake = asyncio.Event()
+        self._pool = EncoderPool()
+
+    # --- what the HTTP side asks --------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> Mapping[str, ModelTokenSettings]:
+        """The configured models by their canonical names."""
+        return self._models
+
+    @property
+    def pool(self) -> EncoderPool:
+        """The threads for what is long."""
+        return self._pool
+
+    def canonical_name(self, name: str, principal: Principal) -> str:
+        """The model behind a name or an alias, if the caller may use it. Raises ModelNotFound."""
+        model = self._names.get(name)
+        if model is None or not principal.may_use(model):
+            raise ModelNotFound(f"The model `{name}` does not exist or you do not have access to it.", param="model")
+        return model
+
+    def tokens_of(self, model: str) -> ModelTokens:
+        """How to count a model's tokens. Raises ModelNotReady."""
+        tokens = self._tokens.get(model)
+        if tokens is None and model in self._unusable:
+            raise ModelNotReady(f"The model `{model}` cannot be served: {self._unusable[model]}.")
+        if tokens is None:
+            raise ModelNotReady(f"The model `{model}` is not ready: no worker has published its tokenizer yet.")
+        return tokens
+
+    def context_length(self, model: str) -> int | None:
+        """Prompt + output tokens; None while unknown."""
+        tokens = self._tokens.get(model)
+        return tokens.context_length if tokens else self._models[model].context_length
+
+    def not_ready(self) -> list[str]:
+        """The configured models whose tokens cannot be counted yet."""
+        return [model for model in self._models if model not in self._tokens]
+
+    @property
+    def unusable(self) -> Mapping[str, str]:
+        """The models whose last card cannot be used, and why."""
+        return self._unusable
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen for cards, and load what is there already. Raises BusError, and TokenizerError for configured ones."""
+        self._cache_dir.mkdir(parents=True, exist_ok=True)
+        await self._bus.subscribe(subjects.kv_subject(subjects.MODELS_BUCKET, "*"), self._on_card)
+        self._bus.on_reconnect(self._on_reconnected)
+        for settings in self._models.values():
+            if settings.tokenizer is not None:
+                await _encoder(settings.tokenizer)  # a mistake ends the start
+        await self._load_stale()
+
+    async def run(self) -> None:
+        """Load cards as they come; never returns."""
+        while True:
+            await self._wait(RETRY_S if self._stale else None)
+            self._wake.clear()
+            await self._load_stale()
+
+    async def close(self) -> None:
+        """End the encoder threads, and the processes that render."""
+        for tokens in self._tokens.values():
+            await tokens.close()
+        self._pool.close()
+
+    async def _wait(self, limit_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _on_card(self, message: Msg) -> None:
+        key = message.subject.rpartition(".")[2]
+        self._stale.update(model for model in self._models if subjects.escape(model) == key)
+        self._wake.set()
+
+    async def _on_reconnected(self) -> None:
+        self._stale.update(self._models)  # a card may have been missed
+        self._wake.set()
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    async def _load_stale(self) -> None:
+        # At the same time: a card that takes long to be refused holds up no other.
+        await asyncio.gather(*map(self._judge, sorted(self._stale)))
+
+    async def _judge(self, model: str) -> None:
+        try:
+            await self._load(model)
+        except (BusError, Overloaded) as error:  # stays stale: tried again
+            log.warning("model %s: %s", model, error)
+        except (ProtocolError, TokenizerError, UnusableCard) as error:
+            log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake
+            await self._refuse(model, str(error))
+        except Exception as error:  # a card that does what nobody foresaw: it must not end the gateway
+            log.exception("model %s cannot be served", model)
+            await self._refuse(model, f"{type(error).__name__}: {error}")
+        else:
+            if model in self._tokens:  # else look again: the news of a card may be here before the card is stored
+                self._stale.discard(model)
+
+    async def _refuse(self, model: str, reason: str) -> None:
+        """Serve a model no more, until its next card."""
+        self._stale.discard(model)
+        self._cards.pop(model, None)
+        self._unusable[model] = reason
+        await self._forget(self._tokens.pop(model, None))
+
+    async def _forget(self, tokens: ModelTokens | None) -> None:
+        if tokens is not None:
+            await tokens.close()
+
+    async def _load(self, model: str) -> None:
+        settings = self._models[model]
+        has_card = model not in self._only_by_messages
+        card = await read_model_card(self._bus, model) if has_card else None
+        if model in self._tokens and card == self._cards.get(model):
+            return
+        context_length = _smaller(settings.context_length, card.context_length if card else None)
+        encoder, template_source, special_tokens = await self._parts(settings, card)
+        if encoder is None or context_length is None:
+            return  # nobody knows yet; a card will come
+        check_context_length(context_length)
+        counts_chats = not has_card or (template_source is None and model in self._by_messages)
+        if counts_chats:
+            template_source, special_tokens = COUNTING_SOURCE, {}
+        template = await usable_template(model, template_source, special_tokens) if template_source else None
+        tool_source = card.tool_template if card else None
+        tool_template = await usable_template(model, tool_source, special_tokens) if tool_source else None
+        replaced = self._tokens.get(model)
+        self._unusable.pop(model, None)
+        self._tokens[model] = ModelTokens(
+            model,
+            encoder,
+            template,
+            context_length,
+            self._pool,
+            add_special_tokens=card.add_special_tokens if card else True,
+            pooling=card.pooling if card else None,
+            tool_template=tool_template,
+            control_tokens_in_content=settings.control_tokens_in_content,
+            lenient_schemas=settings.lenient_schemas,
+            tokenizer=_tokenizer(settings, card) if has_card else NO_TOKENIZER,
+            takes_messages=model in self._by_messages,
+            counts_chats=counts_chats,
+            dialect=None
+            if counts_chats
+            else Dialect.of(
+                tool_source or template_source or "",
+                encoder.added_tokens(),
+                tool_parser=settings.tool_parser,
+                reasoning_parser=settings.reasoning_parser,
+            ),
+        )
+        if card is not None:
+            self._cards[model] = card
+        revision = card.revision if card else ""
+        log.info("model %s is ready: context length %d, revision %s", model, context_length, revision or "unknown")
+        await self._forget(replaced)
+
+    async def _parts(
+        self, settings: ModelTokenSettings, card: ModelCard | None
+    ) -> tuple[Encoder | None, str | None, Mapping[str, str]]:
+        source = card.chat_template if card else None
+        special_tokens: Mapping[str, str] = card.special_tokens if card else {}
+        if settings.tokenizer is not None:
+            encoder = await _encoder(settings.tokenizer)
+            if source is None:
+                source, special_tokens = await asyncio.to_thread(_configured_template, settings.tokenizer)
+            return encoder, source, special_tokens
+        if card is None:
+            return None, None, {}
+        data = await self._tokenizer_json(card.tokenizer_object)
+        check_tokenizer_size(len(data))
+        return await asyncio.to_thread(HuggingFaceEncoder, data), source, special_tokens
+
+    async def _tokenizer_json(self, name: str) -> bytes:
+        """From the cache, or the object bucket. Raises BusError or TokenizerError."""
+        cached = self._cache_dir / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
+        try:
+            data = await asyncio.to_thread(cached.read_bytes)
+            if tokenizer_object_name(data) == name:
+                return data
+            log.warning("%s does not hold what its name says: fetched again", cached)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("%s cannot be read: fetched again: %s", cached, error)
+        data = await get_object(self._bus, subjects.ARTIFACTS_BUCKET, name)
+        if tokenizer_object_name(data) != name:
+            raise TokenizerError(f"object {name} does not hold what its name says")
+        try:
+            await asyncio.to_thread(_write_whole, cached, data)
+        except OSError as error:  # it is only a cache
+            log.warning("%s cannot be written: %s", cached, error)
+        return data
+
+
+def _tokenizer(settings: ModelTokenSettings, card: ModelCard | None) -> str:
+    return tokenizer_name(card.tokenizer_object) if card and settings.tokenizer is None else ""
+
+
+def _smaller(configured: int | None, published: int | None) -> int | None:
+    known = [length for length in (configured, published) if length is not None]
+    return min(known, default=None)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    part = path.with_suffix(f".{uuid.uuid4().hex}.part")  # another process may be at it too
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+async def _encoder(tokenizer: str) -> Encoder:
+    """What the configuration names. Raises TokenizerError, also where tiktoken waits for the net for too long."""
+    try:
+        async with asyncio.timeout(FETCH_LIMIT_S):
+            return await asyncio.to_thread(_configured_encoder, tokenizer)
+    except TimeoutError as error:
+        text = f"{tokenizer!r} could not be loaded within {FETCH_LIMIT_S:g} s: put its file into TIKTOKEN_CACHE_DIR"
+        raise TokenizerError(text) from error
+
+
+def _configured_encoder(tokenizer: str) -> Encoder:
+    if tokenizer.startswith(TIKTOKEN_PREFIX):
+        return TiktokenEncoder(tokenizer.removeprefix(TIKTOKEN_PREFIX))
+    return HuggingFaceEncoder(read_tokenizer_file(Path(tokenizer)))
+
+
+def _configured_template(tokenizer: str) -> tuple[str | None, dict[str, str]]:
+    """Chat template and special tokens of a model folder; nothing for a mere tokenizer.json or a tiktoken encoding.
+
+    Raises TokenizerError.
+    """
+    folder = Path(tokenizer)
+    if tokenizer.startswith(TIKTOKEN_PREFIX) or not (folder / "tokenizer_config.json").is_file():
+        return None, {}
+    template_file = folder / "chat_template.jinja"
+    try:
+        config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
+        source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"cannot read the chat template of {folder}: {error}") from error
+    special = {name: _token_text(config[name]) for name in TEMPLATE_TOKENS if config.get(name)}
+    return source if isinstance(source, str) else None, special
+
+
+def _token_text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])

@@ -1,0 +1,225 @@
+"""Everything about one served model's tokens: its template, its tokenizer, its context length."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from protocol.pooling import PoolingCard
+from tokens.chat_template import ChatTemplate, up_to_content
+from tokens.control_tokens import ControlTokens
+from tokens.encoder_pool import EncoderPool
+from tokens.encoders import EncodedPair, Encoder
+from tokens.renderer import Renderer
+from tokens.tools.dialect import Dialect
+from web.errors import ContextLengthExceeded, InvalidParameter
+
+INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
+END_TOKENS: Final = 16  # of a prompt: enough to hold a mark that begins reasoning, also where it is spelled out
+
+Messages = Sequence[Mapping[str, Any]]  # of a conversation, and its tools: as chat templates expect them
+Conversation = tuple[Messages, Messages, Mapping[str, Any] | None]  # with its tools, and the template's variables
+AnyTemplate = ChatTemplate | Renderer
+_Result = TypeVar("_Result")
+
+
+class ModelTokens:
+    """Renders and encodes prompts for one model, never holding up the event loop."""
+
+    def __init__(
+        self,
+        model: str,
+        encoder: Encoder,
+        template: AnyTemplate | None,
+        context_length: int,
+        pool: EncoderPool,
+        *,
+        add_special_tokens: bool = True,
+        pooling: PoolingCard | None = None,
+        tool_template: AnyTemplate | None = None,
+        dialect: Dialect | None = None,
+        control_tokens_in_content: bool = False,
+        lenient_schemas: bool = False,
+        tokenizer: str = "",
+        takes_messages: bool = False,
+        counts_chats: bool = False,
+    ) -> None:
+        self.model = model
+        # protocol.messages.Revision.tokenizer of the workers that understand its ids; NO_TOKENIZER: there are none.
+        self.tokenizer = tokenizer
+        self.takes_messages = takes_messages  # some of its pools do
+        self.counts_chats = counts_chats  # and no others answer a conversation, whose ids merely count its tokens
+        self.pooling = pooling  # what it makes of its inputs; None: it generates text
+        self.context_length = context_length  # prompt + output tokens
+        self.dialect = dialect  # how answers to a conversation are written, where they are not mere text
+        self.lenient_schemas = lenient_schemas  # what of them no grammar can enforce is left out, not refused
+        self._encoder = encoder
+        self._template = template
+        self._tool_template = tool_template or template  # for conversations with tools
+        self._pool = pool
+        self._tenant = ""  # whose threads are taken
+        self._add_special_tokens = add_special_tokens
+        self._control_tokens = None if control_tokens_in_content else ControlTokens(encoder)
+
+    def of_tenant(self, tenant: str) -> "ModelTokens":
+        """The same, counting for a tenant: at his expense where it takes long."""
+        tokens = object.__new__(ModelTokens)
+        tokens.__dict__.update(self.__dict__, _tenant=tenant)  # per request: copy.copy takes ten times as long
+        return tokens
+
+    async def close(self) -> None:
+        """End the processes that render its templates."""
+        for template in (self._template, self._tool_template):
+            if isinstance(template, Renderer):
+                await template.close()
+
+    async def encode_text(
+        self, text: str, *, add_special_tokens: bool | None = None, within_context: str | None = None
+    ) -> list[int]:
+        """Token ids of a plain prompt, with the model's own special tokens unless told otherwise.
+
+        ``within_context``: the request's field that holds it; raises ContextLengthExceeded for one that is too long.
+        """
+        special = self._add_special_tokens if add_special_tokens is None else add_special_tokens
+        self._refuse_unread(text, within_context)
+        return await self._run(
+            len(text), lambda: self._fitting(self._encoder.encode(text, add_special_tokens=special), within_context)
+        )
+
+    async def encode_chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Messages = (),
+        variables: Mapping[str, Any] | None = None,
+        within_context: str | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, up to the end of the last message's text if that is to be continued.
+
+        The text of a control token in a message is text, unless the model's settings say otherwise.
+        ``within_context``: see ``encode_text``. Raises InvalidParameter where the template refuses it, or there is
+        none.
+        """
+        template = self._tool_template if tools else self._template
+        if template is None:
+            raise InvalidParameter(f"The model {self.model} has no chat format; use /v1/completions.", param="model")
+
+        values = [value for message in messages for value in message.values()]
+        texts = [value if isinstance(value, str) else str(value) for value in values]
+        if tools or variables:
+            texts += [str(tools), str(variables)]
+
+        def marked() -> tuple[bool, Conversation]:
+            control, given = self._control_tokens, (messages, tools, variables)
+            if control is not None and control.are_in(texts):
+                return True, control.marked(given)
+            return False, given
+
+        def encoded(text: str, conversation: Conversation, *, is_marked: bool) -> list[int]:
+            if continue_final_message:
+                text = up_to_content(text, conversation[0][-1].get("content") or "")
+            control = self._control_tokens
+            if control is not None and is_marked:
+                self._refuse_unread(control.unmarked(text), within_context)
+                return self._fitting(control.encode(text), within_context)
+            self._refuse_unread(text, within_context)
+            # The template has written all special tokens.
+            return self._fitting(self._encoder.encode(text, add_special_tokens=False), within_context)
+
+        def rendered_and_encoded(template: ChatTemplate) -> list[int]:
+            is_marked, given = marked()
+            text = template.render(
+                given[0], add_generation_prompt=add_generation_prompt, tools=given[1], variables=given[2]
+            )
+            return encoded(text, given, is_marked=is_marked)
+
+        size = sum(map(len, texts))
+        if isinstance(template, ChatTemplate):
+            here = template
+            return await self._run(size, lambda: rendered_and_encoded(here))
+        is_marked, given = await self._run(size, marked)
+        text = await template.render(
+            given[0], add_generation_prompt=add_generation_prompt, tools=given[1], variables=given[2]
+        )
+        return await self._run(len(text), lambda: encoded(text, given, is_marked=is_marked))
+
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template, or the one for conversations with tools, makes use of a variable."""
+        return any(template and variable in template.variables for template in (self._template, self._tool_template))
+
+    async def token_texts(self, token_ids: list[int]) -> list[str | None]:
+        """How the vocabulary writes each token; None where it has no such."""
+        return await self._run(len(token_ids), lambda: [self._encoder.token_text(token_id) for token_id in token_ids])
+
+    def end_of(self, prompt_ids: list[int]) -> str:
+        """The last few characters of an encoded prompt."""
+        return self._encoder.decode(prompt_ids[-END_TOKENS:])
+
+    async def encode_inputs(
+        self, texts: list[str], *, add_special_tokens: bool | None, most_tokens: int | None, field: str
+    ) -> list[list[int]]:
+        """Token ids of several texts, cut off where they have more than ``most_tokens``.
+
+        ``field``: the request's, which holds them; raises ContextLengthExceeded for one too long that is not cut off.
+        """
+        if most_tokens is None:
+            for number, text in enumerate(texts):
+                self._refuse_unread(text, f"{field}.{number}")
+        special = self._add_special_tokens if add_special_tokens is None else add_special_tokens
+        return await self._run(
+            sum(map(len, texts)),
+            lambda: self._encoder.encode_inputs(texts, add_special_tokens=special, most_tokens=most_tokens),
+        )
+
+    async def encode_pairs(self, pairs: list[tuple[str, str]], *, most_tokens: int | None) -> list[EncodedPair]:
+        """Token ids of pairs of texts. Raises TokenizerError where the tokenizer has no form for them."""
+        size = sum(len(first) + len(second) for first, second in pairs)
+        return await self._run(size, lambda: self._encoder.encode_pairs(pairs, most_tokens=most_tokens))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids."""
+        return await self._run(len(token_ids), lambda: self._encoder.decode(token_ids))
+
+    async def _run(self, size: int, work: Callable[[], _Result]) -> _Result:
+        if size <= INLINE_CHARS and not self._encoder.may_backtrack:
+            return work()
+        return await self._pool.run(self._tenant, size, work)
+
+    def _refuse_unread(self, text: str, field: str | None) -> None:
+        """Raise ContextLengthExceeded for a text that is too long however it is encoded, which would take seconds."""
+        most_chars = self._encoder.most_chars
+        if field is None or most_chars is None or len(text) <= self.context_length * most_chars:
+            return
+        at_least = math.ceil(len(text) / most_chars)
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {self.context_length} tokens. However, the {len(text)} characters"
+            f" of your {field} make at least {at_least} tokens. Please reduce the length of the {field}.",
+            param=field,
+        )
+
+    def _fitting(self, token_ids: list[int], field: str | None) -> list[int]:
+        """Raise ContextLengthExceeded for too many tokens, and let go of them: a refusal may live for long."""
+        count = len(token_ids)
+        if field is None or count < self.context_length:
+            return token_ids
+        token_ids.clear()
+        raise prompt_too_long(self.context_length, count, field)
+
+
+def use_of(tokens: ModelTokens) -> str:
+    """What a model is for, for those who asked it for something else."""
+    if tokens.pooling is None:
+        return "it generates text; use /v1/chat/completions or /v1/completions"
+    if tokens.pooling.task == "embed":
+        return "it makes embeddings; use /v1/embeddings"
+    return "it scores pairs of texts; use /v1/score or /v1/rerank"
+
+
+def prompt_too_long(context_length: int, prompt_tokens: int, prompt_param: str) -> ContextLengthExceeded:
+    """The refusal of a prompt that leaves no token for an answer."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {context_length} tokens. However, your {prompt_param} resulted in"
+        f" {prompt_tokens} tokens. Please reduce the length of the {prompt_param}.",
+        param=prompt_param,
+    )

@@ -1,0 +1,219 @@
+"""Whether a chat template is proven to end soon, whatever conversation it is given.
+
+A template is a program out of a model folder. Nearly all only walk over messages, their calls and tools, and put texts
+together; for those this walk over their syntax tree finds bounds, and they run within the gateway. Whatever it does not
+understand is not proven, and runs elsewhere (``renderer``). Two things are bounded, in units of the conversation:
+
+- *Time*: a loop goes over a part of the message, call, … that the loop around it is at, so that all loops together go
+  over the conversation once; only the tools may be gone over for each message. What a loop does with anything else (a
+  system prompt, all tools) costs no more than copying it for each message, or is written at once, where the output's
+  own limit ends it.
+- *Size*: every value has a ``weight``, the most it can be in multiples of the conversation. What a namespace gathers in
+  a loop may only grow by parts of what the loop is at.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any, Final
+
+from jinja2 import nodes
+
+from tokens.template_expressions import Expressions
+from tokens.template_values import (
+    NUMBER,
+    Unproven,
+    Value,
+    as_text,
+    either,
+    is_call_of,
+    joined,
+    names_of,
+    of_input,
+    size_of_constant,
+)
+
+MAX_MACRO_DEPTH: Final = 6
+
+
+def why_unproven(template: nodes.Template) -> str | None:
+    """What keeps a parsed template from being proven; None where nothing does."""
+    try:
+        _Proof().body(template.body)
+    except Unproven as reason:
+        return str(reason)
+    except RecursionError:
+        return "it is nested too deeply"
+    return None
+
+
+class _Proof(Expressions):
+    """The walk over the statements, in the order in which the template runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._captures: list[tuple[int, list[Value]]] = []  # what is written into variables: since which loop, and what
+        self._calls: list[str] = []  # macros around
+        self._is_over_tools = False  # for each message
+        self._statements: dict[type[nodes.Node], Callable[[Any], None]] = {
+            nodes.Output: self._output,
+            nodes.If: self._if,
+            nodes.For: self._loop,
+            nodes.Assign: self._assignment,
+            nodes.AssignBlock: self._assigned_block,
+            nodes.Macro: self._macro,
+            nodes.Scope: lambda node: self._scoped(node.body),
+            nodes.Break: lambda _: None,
+            nodes.Continue: lambda _: None,
+        }
+
+    def body(self, statements: Sequence[nodes.Node]) -> None:
+        """Walk over statements. Raises Unproven."""
+        for node in statements:
+            self.step()
+            statement = self._statements.get(type(node))
+            if statement is None:
+                raise Unproven(f"{type(node).__name__} is not known")
+            statement(node)
+
+    def _scoped(self, body: Sequence[nodes.Node]) -> None:
+        before = dict(self.names)
+        self.body(body)
+        self.names = before
+
+    def _if(self, node: nodes.If) -> None:
+        self.value(node.test)
+        before, ends = dict(self.names), []
+        for branch in [node.body, *[one.body for one in node.elif_], node.else_]:
+            self.names = dict(before)
+            self.body(branch)
+            ends.append(self.names)
+        for one in node.elif_:
+            self.value(one.test)
+        self.names = {}
+        for name in {name for end in ends for name in end}:
+            values = [end.get(name, of_input()) for end in ends]
+            self.names[name] = values[0] if all(value is values[0] for value in values) else either(values)
+
+    def _macro(self, node: nodes.Macro) -> None:
+        if node.name in self.names or node.name in self.macros:
+            raise Unproven("a name has two meanings")
+        self.macros[node.name] = node
+
+    # --- what is written ----------------------------------------------------------------------------------------------
+
+    def _output(self, node: nodes.Output) -> None:
+        for child in node.nodes:
+            self.is_written = not self._captures
+            value = self.value(child)
+            self.is_written = False
+            if self._captures:
+                self._capture(child, value)
+
+    def _capture(self, node: nodes.Expr, value: Value) -> None:
+        depth, written = self._captures[-1]
+        if len(self.loops) > depth:
+            if not self._is_own(value) or value.gathered:
+                raise Unproven("a loop gathers what is not its own")
+            if value.level == inf:  # the template's own text, as often as the conversation has characters
+                value = replace(value, weight=max(1.0, size_of_text(node)))
+        written.append(as_text(value))
+
+    def _captured(self, body: Sequence[nodes.Node]) -> Value:
+        written: list[Value] = []
+        self._captures.append((len(self.loops), written))
+        was_written, self.is_written = self.is_written, False
+        self._scoped(body)
+        self.is_written = was_written
+        self._captures.pop()
+        return self.limited(replace(joined(written), is_number=False, is_text=True))
+
+    def macro_call(self, macro: nodes.Macro, given: Sequence[Value], keywords: dict[str, Value]) -> Value:
+        """See Expressions."""
+        if macro.name in self._calls or len(self._calls) >= MAX_MACRO_DEPTH:
+            raise Unproven("a macro calls itself")
+        names = [argument.name for argument in macro.args]
+        if len(given) > len(names) or not keywords.keys() <= set(names):
+            raise Unproven("a macro has other arguments than it says")
+        before = dict(self.names)
+        # It does not see what its caller sees: these names are others there, perhaps of the conversation.
+        self.names = {name: replace(value, level=0.0, weight=max(1.0, value.weight)) for name, value in before.items()}
+        defaults = dict(zip(names[len(names) - len(macro.defaults) :], macro.defaults, strict=True))
+        arguments = {name: self.value(defaults[name]) if name in defaults else Value() for name in names}
+        self.names |= arguments | dict(zip(names, given, strict=False)) | keywords
+        self._calls.append(macro.name)
+        value = self._captured(macro.body)
+        self._calls.pop()
+        self.names = before
+        return value
+
+    # --- loops and names ----------------------------------------------------------------------------------------------
+
+    def _loop(self, node: nodes.For) -> None:
+        over, depth = self.value(node.iter), len(self.loops)
+        is_product = depth > 0 and not self._goes_down(over)
+        if node.recursive:
+            raise Unproven("a loop calls itself")
+        if depth > 0 and over.level == inf:
+            raise Unproven("a loop goes over the template's own values within another one")
+        if is_product and (self._is_over_tools or not over.of_tools or not all(self.loops)):
+            raise Unproven("a loop goes over all within another one")
+        before, was_over_tools = dict(self.names), self._is_over_tools
+        self._is_over_tools = was_over_tools or is_product
+        self.loops.append(over.is_rows and not is_product)
+        item = replace(over, level=depth + 1.0, is_rows=False, is_repeated=over.is_repeated or is_product)
+        for _ in range(2):  # the second time with what the first has gathered
+            self.names = before | dict.fromkeys(names_of(node.target), item) | {"loop": NUMBER}
+            if node.test is not None:
+                self.value(node.test)
+            self.body(node.body)
+        self.loops.pop()
+        self._is_over_tools = was_over_tools
+        self.names = before
+        self._scoped(node.else_)
+
+    def _goes_down(self, over: Value) -> bool:
+        """Whether a loop goes over a part of what the loop around it is at."""
+        return over.level >= len(self.loops)
+
+    def _assignment(self, node: nodes.Assign) -> None:
+        value = self.value(node.node)
+        if isinstance(node.target, nodes.Name) and is_call_of(node.node, "namespace"):
+            self._new_space(node.target.name, node.node)
+        else:
+            self._assign(node.target, value)
+
+    def _assigned_block(self, node: nodes.AssignBlock) -> None:
+        if node.filter is not None:
+            raise Unproven("a block is filtered")
+        self._assign(node.target, self._captured(node.body))
+
+    def _new_space(self, name: str, call: Any) -> None:  # noqa: ANN401  # a call, which Jinja types as an expression
+        if name in self.names or name in self.macros or self.loops:
+            raise Unproven("a name has two meanings")
+        self.spaces.add(name)
+        for keyword in call.kwargs:
+            self._gather(f"{name}.{keyword.key}", self.value(keyword.value))
+
+    def _assign(self, target: nodes.Node, value: Value) -> None:
+        if isinstance(target, nodes.NSRef):
+            self._gather(f"{target.name}.{target.attr}", value)
+            return
+        for name in names_of(target):
+            if name in self.spaces or name in self.macros or name == "loop":
+                raise Unproven("a name has two meanings")
+            self.names[name] = value
+
+    def _gather(self, name: str, value: Value) -> None:
+        if self.loops and (value.is_grown or value.gathered not in {(), (name,)}):
+            raise Unproven("a loop lets a namespace grow by itself")
+        before = self.gathered.get(name, Value())
+        kept = either([before, value])
+        self.gathered[name] = self.limited(replace(kept, level=0.0, gathered=(), is_grown=False, is_number=False))
+
+
+def size_of_text(node: nodes.Node) -> float:
+    """How long a text of the template's own is. Raises Unproven where it is put together."""
+    if isinstance(node, nodes.TemplateData):
+        return float(len(node.data))
+    return size_of_constant(node)

@@ -1,0 +1,22 @@
+"""GLM 4.5 and 4.6; from 4.7 on the same without the line ends.
+
+<tool_call>get_weather
+<arg_key>city</arg_key>
+<arg_value>Paris</arg_value>
+</tool_call>
+"""
+
+from typing import Final
+
+from tokens.tools.tagged import Tags
+
+GLM: Final = Tags(
+    before_name="",
+    after_name="",
+    before_key="<arg_key>",
+    after_key="</arg_key>",
+    before_value="<arg_value>",
+    after_value="</arg_value>",
+    after_values="",
+    has_lines=False,
+)

@@ -1,0 +1,62 @@
+"""Hermes, Qwen 2.5 and 3, and many that were tuned like them.
+
+Let me see.
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from tokens.tools.base import Schemas, Tool
+from tokens.tools.calls import read_call
+from tokens.tools.lark import LarkGrammar, literal
+from tokens.tools.marked import free_text, json_calls, new_call_id, repeated
+from tokens.tools.source import Kind, Reading, Source
+
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+_NEW_LINE: Final = literal("\n")
+
+
+class HermesFormat:
+    """See the module and ToolFormat."""
+
+    marks: tuple[str, ...] = (OPEN, CLOSE)
+    reads_reasoning = False
+
+    def read(self, source: Source, tools: Schemas) -> Reading[None]:
+        """See ToolFormat."""
+        del tools
+        marks: tuple[str, ...] = (OPEN,)
+        while mark := (yield from source.pass_until(marks, Kind.CONTENT)):
+            if mark == CLOSE:
+                yield from source.skip_space()
+                marks = (OPEN,)
+            elif (yield from read_call(source)):
+                marks = (OPEN, CLOSE)
+            else:
+                source.give_back(Kind.CONTENT)
+
+    def call_id(self) -> str:
+        """See ToolFormat."""
+        return new_call_id()
+
+    def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
+        """See ToolFormat."""
+        call = lark.rule(f"{lark.mark(OPEN)} {_after_mark(lark, tools)}")
+        return repeated(call, _NEW_LINE, most)
+
+    def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
+        """See ToolFormat."""
+        return free_text(lark, OPEN, _after_mark(lark, tools), most)
+
+    def answer(self, lark: LarkGrammar, content: str) -> str:
+        """See ToolFormat."""
+        del lark
+        return content
+
+
+def _after_mark(lark: LarkGrammar, tools: Sequence[Tool]) -> str:
+    return f"{_NEW_LINE} {json_calls(lark, tools)} {_NEW_LINE} {lark.mark(CLOSE)}"

@@ -1,0 +1,92 @@
+"""Mistral's two ways, by age of the tokenizer.
+
+    [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]
+    [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}
+
+The newer one repeats the whole for each further call, and may put ``[CALL_ID]…`` after the name.
+"""
+
+import re
+import secrets
+import string
+from collections.abc import Sequence
+from typing import Final
+
+from tokens.tools.base import Schemas, Tool
+from tokens.tools.calls import pass_arguments, read_call
+from tokens.tools.lark import LarkGrammar, literal, one_of
+from tokens.tools.marked import free_text, json_calls, repeated
+from tokens.tools.source import Kind, Reading, Source
+
+OPEN: Final = "[TOOL_CALLS]"
+ARGS: Final = "[ARGS]"
+CALL_ID: Final = "[CALL_ID]"
+CALL_ID_CHARS: Final = 9  # its templates refuse ids of any other length
+MAX_HEAD_CHARS: Final = 256  # name and id
+_NAME: Final = re.compile(r"[\w.-]+")
+
+
+class MistralFormat:
+    """See the module and ToolFormat. ``is_new``: the way that is forced; either one is read."""
+
+    marks: tuple[str, ...] = (OPEN, ARGS, CALL_ID)
+    reads_reasoning = False
+
+    def __init__(self, *, is_new: bool) -> None:
+        self._is_new = is_new
+
+    def read(self, source: Source, tools: Schemas) -> Reading[None]:
+        """See ToolFormat."""
+        del tools
+        while (yield from source.pass_until((OPEN,), Kind.CONTENT)):
+            is_list = (yield from source.peek()) == "["
+            yield from _read_list(source) if is_list else _read_named(source)
+
+    def call_id(self) -> str:
+        """See ToolFormat."""
+        letters = string.ascii_letters + string.digits
+        return "".join(secrets.choice(letters) for _ in range(CALL_ID_CHARS))
+
+    def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
+        """See ToolFormat."""
+        call = lark.rule(f"{lark.mark(OPEN)} {self._after_mark(lark, tools, most)}")
+        return repeated(call, "", most) if self._is_new else call
+
+    def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
+        """See ToolFormat."""
+        return free_text(lark, OPEN, self._after_mark(lark, tools, most), most if self._is_new else 1)
+
+    def answer(self, lark: LarkGrammar, content: str) -> str:
+        """See ToolFormat."""
+        del lark
+        return content
+
+    def _after_mark(self, lark: LarkGrammar, tools: Sequence[Tool], most: int) -> str:
+        if not self._is_new:
+            call = lark.rule(json_calls(lark, tools))
+            return f"{literal('[')} {repeated(call, literal(', '), most)} {literal(']')}"
+        return one_of([f"{literal(tool.name)} {lark.mark(ARGS)} {lark.json(tool.schema)}" for tool in tools])
+
+
+def _read_list(source: Source) -> Reading[None]:
+    source.at += 1
+    while (yield from read_call(source)):
+        separator = yield from source.peek()
+        if separator in {",", "]"}:
+            source.at += 1
+            yield from source.skip_space()
+        if separator != ",":
+            return
+    source.give_back(Kind.CONTENT)
+
+
+def _read_named(source: Source) -> Reading[None]:
+    head = yield from source.until((ARGS, "{"), MAX_HEAD_CHARS)
+    name = (head or "").partition(CALL_ID)[0].strip()
+    if not _NAME.fullmatch(name):
+        source.give_back(Kind.CONTENT)
+        return
+    yield from source.follows(ARGS)
+    source.tell(Kind.CALL, name)
+    yield from pass_arguments(source)
+    yield from source.skip_space()

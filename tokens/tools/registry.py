@@ -1,0 +1,81 @@
+"""All formats by the names that settings call them, and which of them a chat template speaks.
+
+Some go by the names that vLLM has for them too.
+"""
+
+from typing import Final
+
+from tokens.tools.base import ToolFormat
+from tokens.tools.deepseek import CALL as DEEPSEEK_CALL
+from tokens.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, FENCE
+from tokens.tools.glm import GLM
+from tokens.tools.harmony import HarmonyFormat
+from tokens.tools.hermes import HermesFormat
+from tokens.tools.kimi import CALL as KIMI_CALL
+from tokens.tools.kimi import KIMI_K2
+from tokens.tools.llama import LlamaFormat
+from tokens.tools.mistral import ARGS, MistralFormat
+from tokens.tools.qwen_coder import QWEN_CODER
+from tokens.tools.sections import SectionFormat
+from tokens.tools.tagged import TaggedFormat
+from tokens.tools.thinking import Thinking
+
+NONE: Final = "none"
+HARMONY: Final = "harmony"
+_THINK: Final = Thinking("<think>", "</think>")
+_GLM: Final = TaggedFormat(GLM)
+
+TOOL_FORMATS: Final[dict[str, ToolFormat]] = {
+    "hermes": HermesFormat(),
+    "llama3_json": LlamaFormat(),
+    "mistral": MistralFormat(is_new=True),
+    "mistral_list": MistralFormat(is_new=False),
+    "qwen3_coder": TaggedFormat(QWEN_CODER),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "deepseek_v3": SectionFormat(DEEPSEEK_V3),
+    "deepseek_v31": SectionFormat(DEEPSEEK_V31),
+    "kimi_k2": SectionFormat(KIMI_K2),
+    HARMONY: HarmonyFormat(),
+}
+REASONING_FORMATS: Final[dict[str, Thinking | None]] = {
+    "think": _THINK,
+    "deepseek_r1": _THINK,
+    "deepseek_v3": _THINK,
+    "qwen3": _THINK,
+    "glm45": _THINK,
+    "kimi_k2": Thinking("<think>", "</think>", ended_by=(*KIMI_K2.opens, KIMI_K2.call)),
+    "mistral": Thinking("[THINK]", "[/THINK]"),
+    HARMONY: None,  # its tool format reads both
+}
+
+# What a template holds all of that writes calls so; the first that fits.
+_TELLTALES: Final = (
+    (HARMONY, ("<|channel|>",)),
+    ("mistral", ("[TOOL_CALLS]", ARGS)),
+    ("mistral_list", ("[TOOL_CALLS]",)),
+    ("kimi_k2", (KIMI_CALL,)),
+    ("deepseek_v3", (DEEPSEEK_CALL, FENCE)),
+    ("deepseek_v31", (DEEPSEEK_CALL,)),
+    ("glm45", ("<tool_call>", GLM.before_key)),
+    ("qwen3_coder", ("<tool_call>", QWEN_CODER.before_name)),
+    ("hermes", ("<tool_call>",)),
+    ("llama3_json", ("<|start_header_id|>", '"parameters": ')),
+    ("llama3_json", ("<|start_header_id|>", "<|python_tag|>")),
+)
+
+
+def tool_parser_of(template: str) -> str:
+    """The name of the format in which a template writes calls, or "none"."""
+    return next((name for name, marks in _TELLTALES if all(mark in template for mark in marks)), NONE)
+
+
+def reasoning_parser_of(template: str) -> str:
+    """The name of the format in which a template writes reasoning, or "none"."""
+    if "<|channel|>" in template:
+        return HARMONY
+    if "[THINK]" in template:
+        return "mistral"
+    if "</think>" not in template:
+        return NONE
+    return "kimi_k2" if KIMI_CALL in template else "think"

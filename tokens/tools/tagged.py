@@ -1,0 +1,206 @@
+"""Calls in which each argument stands between tags of its own, a text as it is, anything else as JSON.
+
+The schema says which arguments are texts. What families differ in is a table of tags.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tokens.tools.arguments import (
+    TEXT_OR_NULL,
+    alternatives_of,
+    as_json,
+    inside_string,
+    resolved,
+    types_of,
+    values_of,
+)
+from tokens.tools.base import Schemas, Tool
+from tokens.tools.lark import LarkGrammar, literal, one_of
+from tokens.tools.marked import free_text, new_call_id, repeated
+from tokens.tools.source import MAX_HELD_CHARS, Kind, Reading, Source
+
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+MAX_NAME_CHARS: Final = 256
+MAX_NULL_CHARS: Final = 8  # of a null and the white space around it
+_TEXT: Final = frozenset({"string"})
+_NAME: Final = re.compile(r"[\w.-]+")
+_KEY: Final = r"/[^<>\s]{1,64}/"
+_BOUNDS_OF_TEXT: Final = frozenset({"pattern", "format", "minLength", "maxLength", "not"})
+
+
+@dataclass(frozen=True)
+class Tags:
+    """What stands between ``<tool_call>`` and ``</tool_call>`` in one family.
+
+    Before a key and after a value there must be something.
+    """
+
+    before_name: str
+    after_name: str  # nothing: it ends with its line, or where the next tag begins
+    before_key: str
+    after_key: str
+    before_value: str
+    after_value: str
+    after_values: str
+    has_lines: bool  # each tag and each value stands on a line of its own, else lines are as the model likes
+
+
+class TaggedFormat:
+    """See the module and ToolFormat."""
+
+    reads_reasoning = False
+
+    def __init__(self, tags: Tags) -> None:
+        self._tags = tags
+        keys_and_values = (tags.before_key, tags.after_key, tags.before_value, tags.after_value)
+        self.marks: tuple[str, ...] = (OPEN, CLOSE, *filter(None, keys_and_values))
+        # A line end around a value is not part of it where values have lines of their own.
+        self._ends = ("\n" + tags.after_value, tags.after_value) if tags.has_lines else (tags.after_value,)
+        self._line = literal("\n") if tags.has_lines else f"{literal(chr(10))}?"
+
+    def read(self, source: Source, tools: Schemas) -> Reading[None]:
+        """See ToolFormat."""
+        while (yield from source.pass_until((OPEN,), Kind.CONTENT)):
+            name = yield from self._read_name(source)
+            if name is None:
+                source.give_back(Kind.CONTENT)
+                continue
+            source.drop()
+            source.tell(Kind.CALL, name)
+            yield from self._read_arguments(source, tools.get(name, {}))
+            has_end = bool(self._tags.after_values) and (yield from source.follows(self._tags.after_values))
+            if (yield from source.follows(CLOSE)) or has_end:  # else it was cut off, and its arguments stay open
+                source.tell(Kind.ARGUMENTS, "}")
+            yield from source.skip_space()
+
+    def call_id(self) -> str:
+        """See ToolFormat."""
+        return new_call_id()
+
+    def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
+        """See ToolFormat. Raises ValueError for a text with bounds of its own."""
+        call = lark.rule(f"{lark.mark(OPEN)} {self._after_mark(lark, tools)}")
+        return repeated(call, self._line, most)
+
+    def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
+        """See ToolFormat. Raises ValueError for a text with bounds of its own."""
+        return free_text(lark, OPEN, self._after_mark(lark, tools), most)
+
+    def answer(self, lark: LarkGrammar, content: str) -> str:
+        """See ToolFormat."""
+        del lark
+        return content
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _read_name(self, source: Source) -> Reading[str | None]:
+        """Look at a function's name and what ends it; None where there is none."""
+        tags = self._tags
+        if tags.before_name and not (yield from source.follows(tags.before_name)):
+            return None
+        name = yield from source.until((tags.after_name,) if tags.after_name else ("\n", "<"), MAX_NAME_CHARS)
+        if name is None or not _NAME.fullmatch(name.strip()):
+            return None
+        source.at += len(tags.after_name)
+        return name.strip()
+
+    def _read_arguments(self, source: Source, schema: Mapping[str, Any]) -> Reading[None]:
+        tags, properties = self._tags, schema.get("properties")
+        source.tell(Kind.ARGUMENTS, "{")
+        separator = ""
+        while (yield from source.follows(tags.before_key)):
+            key = yield from source.until((tags.after_key,), MAX_NAME_CHARS)
+            if key is None:
+                return
+            source.at += len(tags.after_key)
+            if tags.before_value and not (yield from source.follows(tags.before_value)):
+                return
+            if tags.has_lines:
+                yield from source.skip("\n")
+            source.drop()
+            key = key.strip()
+            source.tell(Kind.ARGUMENTS, f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            yield from self._read_value(source, _types_of_property(properties, key, schema))
+
+    def _read_value(self, source: Source, types: frozenset[str]) -> Reading[None]:
+        """Tell one value, a text as it comes, and what of it there is where it is cut off."""
+        is_text = "string" in types and types <= TEXT_OR_NULL
+        text = None
+        if types != _TEXT:
+            limit_chars = MAX_NULL_CHARS + len(self._ends[0]) if is_text else MAX_HELD_CHARS
+            text = yield from source.until(self._ends, limit_chars)
+        if text is not None:
+            source.tell(Kind.ARGUMENTS, as_json(text, types))
+            yield from source.follows(self._tags.after_value)
+        elif is_text:
+            source.tell(Kind.ARGUMENTS, '"')
+            if (yield from source.pass_until(self._ends, Kind.ARGUMENTS, encode=inside_string)):
+                source.tell(Kind.ARGUMENTS, '"')
+        source.drop()
+
+    # --- forcing ------------------------------------------------------------------------------------------------------
+
+    def _after_mark(self, lark: LarkGrammar, tools: Sequence[Tool]) -> str:
+        tags = self._tags
+        calls = [
+            f"{literal(tags.before_name + tool.name + tags.after_name)} {self._line} {self._arguments(lark, tool)}"
+            for tool in tools
+        ]
+        before = self._line if tags.before_name else ""
+        after = f"{literal(tags.after_values)} {self._line}" if tags.after_values else ""
+        return f"{before} {one_of(calls)} {after} {lark.mark(CLOSE)}"
+
+    def _arguments(self, lark: LarkGrammar, tool: Tool) -> str:
+        """An expression for a tool's arguments, in the order of its schema; any, as texts, where that names none."""
+        schema = tool.schema
+        if "properties" not in schema and schema.get("additionalProperties") is not False:
+            return f"({self._argument(lark, _KEY, self._text(lark))})*"
+        required, properties = schema.get("required", ()), schema.get("properties", {})
+        if not isinstance(properties, Mapping):
+            raise ValueError(f"the properties of {tool.name!r} must be an object")  # noqa: TRY004  # the caller's value
+        parts = []
+        for name, of_value in properties.items():
+            part = self._argument(lark, literal(name), self._value(lark, name, of_value, schema))
+            parts.append(part if name in required else f"({part})?")
+        return " ".join(parts)
+
+    def _argument(self, lark: LarkGrammar, key: str, value: str) -> str:
+        tags = self._tags
+        before = f"{self._line} {lark.mark(tags.before_value)}" if tags.before_value else self._line
+        return f"{lark.mark(tags.before_key)} {key} {lark.mark(tags.after_key)} {before} {value} {self._line}"
+
+    def _value(self, lark: LarkGrammar, name: str, schema: object, root: Mapping[str, Any]) -> str:
+        """An expression for a value and its end. Raises ValueError for a text with bounds of its own."""
+        schema = resolved(schema, root)
+        bounds = schema if isinstance(schema, Mapping) else {}
+        types = types_of(schema, root)
+        if "string" not in types or not types <= TEXT_OR_NULL:
+            definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            return f"{lark.json({**bounds, **definitions})} {self._end(lark)}"
+        if values := values_of(bounds):
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            return f"{one_of([literal(text) for text in texts])} {self._end(lark)}"
+        alternatives = alternatives_of(bounds)
+        has_parts = "allOf" in bounds and bounds["allOf"] is not alternatives
+        if _BOUNDS_OF_TEXT & bounds.keys() or has_parts or (alternatives and "type" in bounds):
+            raise ValueError(f"bounds of the text {name!r} cannot be forced in this model's calls")
+        if alternatives:
+            return one_of([self._value(lark, name, alternative, root) for alternative in alternatives])
+        return self._text(lark)
+
+    def _text(self, lark: LarkGrammar) -> str:
+        return lark.text_until(self._ends[0])
+
+    def _end(self, lark: LarkGrammar) -> str:
+        return lark.mark(self._ends[0])
+
+
+def _types_of_property(properties: object, key: str, root: Mapping[str, Any]) -> frozenset[str]:
+    """The types of an argument; one that the schema does not know is a text."""
+    return types_of(properties[key], root) if isinstance(properties, Mapping) and key in properties else _TEXT

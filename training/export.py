@@ -1,0 +1,181 @@
+"""Writing a training set into a new folder: it is there whole, or not at all."""
+
+import hashlib
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import asdict
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from accounts.audit import Change, record
+from db.engine import changing
+from ledger.payloads.errors import ExportError
+from ledger.payloads.sealing import Sealer
+from ledger.payloads.store import open_row
+from training.conversation import LeftOut, beginnings, conversation_of, prompt_hash, root
+from training.formats import FORMATS
+from training.rows import Row, Wanted, count_rows, keys_that_agree, read_rows
+from training.rules import check
+from training.scratch import Scratch
+from training.split import Split
+
+MANIFEST_VERSION: Final = 1
+MANIFEST_NAME: Final = "manifest.json"
+
+
+class ExportPlan(Struct, frozen=True):
+    """What to export, and how."""
+
+    wanted: Wanted
+    format: str = "openai"  # one of FORMATS
+    min_turns: int = 1
+    shares: tuple[float, ...] = (0.9, 0.05, 0.05)
+    seed: int = 0
+    keep_failovers: bool = False  # also answers that several workers made in turn
+    actor: str = "system"  # who asks for it, as the audit log calls him
+
+
+class Exported(Struct):
+    """One file of the set."""
+
+    examples: int = 0
+    bytes: int = 0
+    sha256: str = ""
+
+
+class Exporter:
+    """Makes one training set."""
+
+    def __init__(self, engine: AsyncEngine, sealer: Sealer, plan: ExportPlan, tool_version: str) -> None:
+        """Raises ExportError for shares that are none."""
+        self._engine = engine
+        self._sealer = sealer
+        self._plan = plan
+        self._tool_version = tool_version
+        self._split = Split(plan.shares, plan.seed)
+        self._left_out: Counter[str] = Counter()
+        self._read = 0
+
+    async def write(self, out: Path, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
+        """Write the set into ``out``, which must not be there; returns its manifest.
+
+        ``on_progress`` is told rows read, and rows in all. Raises ExportError, what opening payloads raises, and SQL's
+        own errors.
+        """
+        draft = self._new_folder(out)
+        try:
+            with closing(Scratch(draft / "scratch.db")) as scratch:
+                await self._gather(scratch, on_progress)
+                files = self._write_parts(draft, scratch)
+            (draft / "scratch.db").unlink()
+            manifest = self._manifest(files)
+            (draft / MANIFEST_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+            draft.rename(out)
+        except OSError as error:
+            raise ExportError(f"{out}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return manifest
+
+    def _new_folder(self, out: Path) -> Path:
+        """A folder beside it that only we may read."""
+        if out.exists():
+            raise ExportError(f"{out} is there already; nothing is overwritten")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        except OSError as error:
+            raise ExportError(f"{out.parent}: {error.strerror or error}") from error
+
+    async def _gather(self, scratch: Scratch, on_progress: Callable[[int, int], None]) -> None:
+        total = await count_rows(self._engine, self._plan.wanted)
+        wanted = {name: value for name, value in asdict(self._plan.wanted).items() if value is not None}
+        async with changing(self._engine) as connection:
+            await record(connection, Change(self._plan.actor, "payloads.export", "", after={"rows": total, **wanted}))
+        agreeing = await keys_that_agree(self._engine)
+        on_progress(0, total)
+        async for row in read_rows(self._engine, self._plan.wanted):
+            self._read += 1
+            try:
+                self._add(scratch, row, agrees=row["key_id"] in agreeing)
+            except LeftOut as reason:
+                self._left_out[str(reason)] += 1
+            on_progress(self._read, total)
+
+    def _add(self, scratch: Scratch, row: Row, *, agrees: bool) -> None:
+        """Raises LeftOut."""
+        self._check_row(row, agrees=agrees)
+        payload = open_row(row, self._sealer)
+        if payload.request is None or payload.choices is None:
+            raise LeftOut("too_large_to_keep")
+        conversation = conversation_of(payload.request, payload.choices)
+        if conversation.turns < self._plan.min_turns:
+            raise LeftOut("too_few_turns")
+        check(conversation)
+        scratch.add(
+            prompt_hash(conversation),
+            self._split.part_of(root(conversation)),
+            msgspec.json.encode(FORMATS[self._plan.format](conversation)),
+            endings=conversation.endings,
+            beginnings=beginnings(conversation),
+        )
+
+    def _check_row(self, row: Row, *, agrees: bool) -> None:
+        if not row["train_ok"]:
+            raise LeftOut("no_consent")
+        if not agrees:
+            raise LeftOut("consent_revoked")
+        if row["outcome"] is None:
+            raise LeftOut("no_usage_record")  # nobody knows how it went
+        if row["outcome"] != "ok":
+            raise LeftOut("failed")
+        if row["attempts"] > 1 and not self._plan.keep_failovers:
+            raise LeftOut("failed_over")
+
+    def _write_parts(self, folder: Path, scratch: Scratch) -> dict[str, Exported]:
+        exported = {name: Exported() for name in self._split.parts}
+        hashes = {name: hashlib.sha256() for name in exported}
+        with ExitStack() as stack:
+            files: dict[str, BinaryIO] = {
+                name: stack.enter_context((folder / f"{name}.jsonl").open("xb")) for name in exported
+            }
+            for part, example, reason in scratch.judged():
+                if reason is not None:
+                    self._left_out[reason] += 1
+                    continue
+                line = example + b"\n"
+                files[part].write(line)
+                hashes[part].update(line)
+                exported[part].examples += 1
+                exported[part].bytes += len(line)
+        for name, hash_ in hashes.items():
+            exported[name].sha256 = hash_.hexdigest()
+        return {f"{name}.jsonl": file for name, file in exported.items()}
+
+    def _manifest(self, files: dict[str, Exported]) -> dict[str, Any]:
+        plan = self._plan
+        return {
+            "manifest_version": MANIFEST_VERSION,
+            "tool": f"spillway {self._tool_version}",
+            "created": datetime.fromtimestamp(int(time.time()), UTC).isoformat(),
+            "format": plan.format,
+            "filters": {
+                **msgspec.structs.asdict(plan.wanted),
+                "min_turns": plan.min_turns,
+                "keep_failovers": plan.keep_failovers,
+            },
+            "split": {"shares": self._split.shares, "seed": plan.seed, "by": "beginning of the conversation"},
+            "rows_read": self._read,
+            "examples": sum(file.examples for file in files.values()),
+            "left_out": dict(sorted(self._left_out.items())),
+            "files": {name: msgspec.structs.asdict(file) for name, file in files.items()},
+        }

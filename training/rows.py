@@ -1,0 +1,73 @@
+"""Which payloads an export reads, and whether they may still be used."""
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from msgspec import Struct
+from sqlalchemy import ColumnElement, and_, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from accounts.consent import may_train
+from accounts.principal import Policy
+from db.models import ApiKeyRow, PayloadRow, RequestRow, TeamRow
+from ledger.payloads.store import has_expired
+
+PAGE_ROWS: Final = 50  # of at most some MB each
+
+Row = dict[str, Any]
+
+
+class Wanted(Struct, frozen=True):
+    """Filters; None: all."""
+
+    until_unix_ms: int  # exclusive
+    since_unix_ms: int | None = None
+    model: str | None = None
+    team_id: str | None = None
+    key_id: str | None = None
+
+    def condition(self) -> ColumnElement[bool]:
+        """Which rows of the table."""
+        equal = {"model": self.model, "team_id": self.team_id, "key_id": self.key_id}
+        columns = PayloadRow.__table__.c
+        conditions = [columns[name] == value for name, value in equal.items() if value is not None]
+        if self.since_unix_ms is not None:
+            conditions.append(columns.received_unix_ms >= self.since_unix_ms)
+        return and_(columns.received_unix_ms < self.until_unix_ms, ~has_expired(), *conditions)
+
+
+async def count_rows(engine: AsyncEngine, wanted: Wanted) -> int:
+    """How many there are. Raises SQL's own errors."""
+    async with engine.connect() as connection:
+        return await connection.scalar(select(func.count()).select_from(PayloadRow).where(wanted.condition())) or 0
+
+
+async def read_rows(engine: AsyncEngine, wanted: Wanted) -> AsyncIterator[Row]:
+    """The rows with outcome and attempts of their requests, oldest first. Raises SQL's own errors."""
+    columns = PayloadRow.__table__.c
+    rows = (
+        select(PayloadRow.__table__, RequestRow.outcome, RequestRow.attempts)
+        .outerjoin(RequestRow, RequestRow.request_id == PayloadRow.request_id)
+        .where(wanted.condition())
+        .order_by(columns.received_unix_ms, columns.request_id)
+        .limit(PAGE_ROWS)
+    )
+    after: ColumnElement[bool] | None = None
+    while True:
+        async with engine.connect() as connection:
+            page = (await connection.execute(rows if after is None else rows.where(after))).mappings().all()
+        for row in page:
+            yield dict(row)
+        if len(page) < PAGE_ROWS:
+            return
+        received_unix_ms, request_id = page[-1]["received_unix_ms"], page[-1]["request_id"]
+        same = and_(columns.received_unix_ms == received_unix_ms, columns.request_id > request_id)
+        after = or_(columns.received_unix_ms > received_unix_ms, same)
+
+
+async def keys_that_agree(engine: AsyncEngine) -> set[str]:
+    """The keys, revoked ones included, whose policy or whose team's allows training now. Raises SQL's own errors."""
+    both = select(ApiKeyRow.id, ApiKeyRow.train_ok, TeamRow.train_ok).join(TeamRow, TeamRow.id == ApiKeyRow.team_id)
+    async with engine.connect() as connection:
+        keys = (await connection.execute(both)).all()
+    return {key for key, of_key, of_team in keys if may_train(Policy(train_ok=of_key), Policy(train_ok=of_team))}

@@ -1,0 +1,1 @@
+"""What every HTTP edge needs: errors in OpenAI's envelope, bodies within limits, whole answers."""

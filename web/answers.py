@@ -1,0 +1,107 @@
+"""Whole answers of the routes that FastAPI serves, and every error in OpenAI's envelope."""
+
+import logging
+from typing import Any, Final, Protocol
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from accounts.keyring import KeyRing
+from accounts.principal import INFERENCE, Principal
+from db.errors import SQL_ERRORS, describe
+from web.errors import (
+    ApiError,
+    ClientDisconnected,
+    DatabaseAway,
+    InvalidParameter,
+    MethodNotAllowed,
+    RequestTooSlow,
+    UnknownUrl,
+)
+
+EXCHANGE_KEY: Final = "spillway.exchange"  # in the ASGI scope: the Exchange
+
+encode_json = msgspec.json.Encoder().encode
+
+log = logging.getLogger(__name__)
+
+
+class Exchange(Protocol):
+    """One HTTP exchange, as far as these routes know it; the gateway's own is ``gateway.http.exchange``."""
+
+    headers: dict[bytes, bytes]
+    refusal: ApiError | None  # what was answered instead of what was asked for
+
+    def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
+        """Return whose key this is. Raises InvalidApiKey, MissingScope, DatabaseAway."""
+        ...
+
+
+def json_answer(content: object, status: int = 200) -> Response:
+    """A whole JSON answer."""
+    return Response(encode_json(content), status_code=status, media_type="application/json")
+
+
+def exchange_of(request: Request) -> Exchange:
+    """The exchange that a request belongs to (``whoever serves it`` puts it there)."""
+    exchange: Exchange = request.scope[EXCHANGE_KEY]
+    return exchange
+
+
+def body_schema(name: str) -> dict[str, Any]:
+    """A route's extra for OpenAPI: which body it takes."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def error_answer(error: ApiError) -> Response:
+    """An error in OpenAI's envelope."""
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return Response(error.envelope(), error.status, headers, "application/json")
+
+
+def refuse(request: Request, error: ApiError) -> Response:
+    """Answer a request with an error, which is noted."""
+    exchange_of(request).refusal = error
+    return error_answer(error)
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's envelope."""
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return refuse(request, error)
+
+    @app.exception_handler(ClientDisconnected)
+    async def on_disconnect(request: Request, _error: ClientDisconnected) -> Response:
+        return refuse(request, RequestTooSlow())  # nobody is left to read it
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        kind: ApiError = ApiError(str(error.detail))
+        if error.status_code == 404:
+            kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.")
+        elif error.status_code == 405:
+            allow = (error.headers or {}).get("Allow", "")
+            kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.", allow=allow)
+        return refuse(request, kind)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid_query(request: Request, error: RequestValidationError) -> Response:
+        problem = error.errors()[0]
+        name = str(problem["loc"][-1])
+        return refuse(request, InvalidParameter(f"Invalid value for '{name}': {problem['msg']}", param=name))
+
+    async def on_sql_error(request: Request, error: Exception) -> Response:
+        log.error("a page or the admin API cannot use the database: %s", describe(error))
+        return refuse(request, DatabaseAway())
+
+    for kind in SQL_ERRORS:
+        app.add_exception_handler(kind, on_sql_error)
+
+    @app.exception_handler(Exception)
+    async def on_exception(request: Request, _error: Exception) -> Response:
+        return refuse(request, ApiError())
