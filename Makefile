@@ -4,9 +4,11 @@ PORT ?= 8000
 DATA ?= data
 MODEL ?=
 PYTEST_ARGS ?=
+# Tests start Python some hundred times: each would compile all of Spillway anew where nothing may be kept.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-gpu check format bench bench-engine-peers leaks chaos conformance-llamacpp conformance-ray conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
+.PHONY: help run unit test test-gpu check format bench bench-engine-peers leaks chaos conformance-llamacpp conformance-ray conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -14,6 +16,11 @@ help: ## List the targets
 run: ## Run all of Spillway here: make run [PORT=8000] [DATA=data] [MODEL=folder-or-hub-name]
 	@scripts/setup.sh run
 	@exec .venv/bin/spillway up --port $(PORT) --data $(DATA) $(if $(MODEL),--model $(MODEL))
+
+unit: ## Run the tests that need no server, no apt, no browser and no minutes (under a minute on two cores)
+	@scripts/setup.sh unit
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not servers and not slow" --ignore tests/unit/engine \
+	  tests/unit $(PYTEST_ARGS)
 
 test: check ## Run the checks and all tests (under ten minutes on two cores)
 	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Prepare .venv for `run` or `test`; does nothing if that has been done for these very requirements.
+# Prepare .venv for `run`, `unit` or `test`; does nothing if that has been done for these very requirements.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-profile="${1:?usage: scripts/setup.sh run|test}"
+profile="${1:?usage: scripts/setup.sh run|unit|test}"
 case "$profile" in
   run) lock=requirements/worker.txt ;;
-  test) lock=requirements/dev.txt ;;
-  *) echo "usage: scripts/setup.sh run|test" >&2; exit 2 ;;
+  unit | test) lock=requirements/dev.txt ;;
+  *) echo "usage: scripts/setup.sh run|unit|test" >&2; exit 2 ;;
 esac
 
 apt_install() {
@@ -75,7 +75,7 @@ fetch_promtool() {
   rm -rf "$folder"
 }
 
-stamp=".venv/.spillway-$profile"
+stamp=".venv/.spillway-${profile/unit/test}"  # what pip installs is the same for both
 want="$(cat "$lock" pyproject.toml scripts/install_torch.py scripts/setup.sh | sha256sum) ${SPILLWAY_TORCH:-}"
 if [ "$profile" = test ]; then
   install_servers_for_tests

@@ -20,6 +20,7 @@ from tests.postgres import TEMPLATE, PostgresServer
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 SHARED_SYSTEMS = "tests/acceptance/shared/"
+SERVERS = frozenset({"nats_server", "nats_cluster", "postgres_server"})  # fixtures
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
         compiler = Path(__file__).with_name("compiler")
         os.environ |= {"SPILLWAY_TESTS_COMPILED": folder.name, "PATH": f"{compiler}:{os.environ['PATH']}"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a server by its fixtures: `make unit` leaves that out."""
+    for item in items:
+        if isinstance(item, pytest.Function) and SERVERS.intersection(item.fixturenames):
+            item.add_marker("servers")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -105,7 +113,7 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
     postgres_server.drop_database(name)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
 def database_url(request: pytest.FixtureRequest) -> str:
     """A fresh, migrated database; the test runs once for each kind."""
     fixture = "sqlite_url" if request.param == "sqlite" else "postgres_url"

@@ -8,6 +8,8 @@ from benchmarks.engine_throughput import Load, System, SystemFailed, compare, dr
 from benchmarks.peers.batch_system import load_continuous, load_generate, load_spillway
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
 
+pytestmark = pytest.mark.slow
+
 THROUGHPUT, TTFT = Load(4, 16, 8), Load(1, 64, 1)
 
 

@@ -31,7 +31,7 @@ from tests.waiting import HANGS_S
 UPGRADE = "import sys, migrations; migrations.upgrade(sys.argv[1])"
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
 def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path):
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'empty.db'}"
@@ -69,6 +69,7 @@ def test_upgrade_of_an_empty_database_and_again(empty_database_url: str) -> None
     assert migrations.current(empty_database_url) == migrations.head()
 
 
+@pytest.mark.slow
 def test_four_processes_upgrade_at_once(empty_database_url: str) -> None:
     command = [sys.executable, "-c", UPGRADE, empty_database_url]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]

@@ -137,6 +137,7 @@ def test_provisioning_names_the_data_source_and_the_folder_that_compose_mounts()
     assert "prometheus" in overlay["services"]
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize(
     "arguments",
     [

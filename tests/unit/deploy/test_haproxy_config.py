@@ -115,6 +115,7 @@ async def until_answered_by(haproxy: HAProxy, names: set[str]) -> None:
 
 @needs_haproxy
 @pytest.mark.parametrize("path", ["/stream", "/silent"], ids=["while streaming", "before the first byte"])
+@pytest.mark.servers
 async def test_streams_pass_at_once_and_a_leaving_caller_is_reported(tmp_path: Path, path: str) -> None:
     async with (
         running_gateway() as gateway,
@@ -131,6 +132,7 @@ async def test_streams_pass_at_once_and_a_leaving_caller_is_reported(tmp_path: P
 
 
 @needs_haproxy
+@pytest.mark.servers
 async def test_no_gateway_is_an_error_in_the_shape_of_openai(tmp_path: Path) -> None:
     async with running_haproxy(tmp_path, free_port()) as haproxy, asyncio.timeout(HANGS_S):
         while await haproxy.health() != 503:
@@ -142,6 +144,7 @@ async def test_no_gateway_is_an_error_in_the_shape_of_openai(tmp_path: Path) -> 
 
 
 @needs_haproxy
+@pytest.mark.servers
 async def test_a_degraded_gateway_comes_second_and_a_leaving_one_gets_nothing(tmp_path: Path) -> None:
     async with (
         running_gateway("one") as one,
@@ -164,6 +167,7 @@ DISGUISED = ["/%61dmin/v1/keys", "/l%6fgin", "http://x/dashboard"]
 
 
 @needs_haproxy
+@pytest.mark.servers
 async def test_the_pages_are_not_where_the_api_is(tmp_path: Path) -> None:
     async with (
         running_gateway() as gateway,
@@ -181,6 +185,7 @@ async def test_the_pages_are_not_where_the_api_is(tmp_path: Path) -> None:
 
 
 @needs_haproxy
+@pytest.mark.servers
 async def test_a_caller_cannot_say_whom_he_is(tmp_path: Path) -> None:
     """What he says comes first; gateways go by the last address that is no trusted proxy's."""
     async with (

@@ -16,6 +16,7 @@ from tests.shipped import check_nats_health
 from tests.waiting import HANGS_S
 
 UNLIMITED = resource.RLIM_INFINITY
+pytestmark = pytest.mark.servers
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from tokens.tools.kimi import KIMI_K2
 from tokens.tools.sections import SectionFormat
 from tokens.tools.source import Kind
 
+pytestmark = pytest.mark.slow
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # as Qwen has them
 PLAIN += [*SectionFormat(DEEPSEEK_V3).marks, *SectionFormat(KIMI_K2).marks, "<arg_key>", "</arg_key>", "<arg_value>"]
