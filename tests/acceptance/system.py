@@ -104,7 +104,19 @@ class System:
         return done.stdout
 
     def usage(self, by: str = "model") -> list[dict[str, object]]:
+        """What is in the ledger now; of an answer that has just ended, perhaps nothing yet."""
         return list(json.loads(self.command("usage", "--by", by, "--format", "json")))
+
+    def wait_for_usage_of(self, key: str) -> dict[str, object]:
+        """The key's only row, once the ledger has written it."""
+        deadline = time.monotonic() + HANGS_S
+        while True:
+            rows = [row for row in self.usage("model,key") if row["key_name"] == key]
+            if rows:
+                assert len(rows) == 1, rows
+                return rows[0]
+            assert time.monotonic() < deadline, f"nothing in the ledger from the key {key!r}"
+            time.sleep(0.05)
 
     def http(self) -> httpx.Client:
         return httpx.Client(

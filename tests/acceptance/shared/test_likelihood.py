@@ -130,14 +130,12 @@ def test_prompt_logprobs_as_vllm_tells_them(
     assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids)
 
 
-def test_scored_requests_are_in_the_ledger(client: openai.OpenAI, demo: System, prompt: list[int]) -> None:
-    def used() -> tuple[int, int]:
-        [row] = demo.usage("model")
-        return int(str(row["prompt_tokens"])), int(str(row["completion_tokens"]))
-
-    before = used()
-    client.completions.create(model=demo.model, prompt=prompt, max_tokens=0, echo=True)
-    assert used() == (before[0] + len(prompt), before[1])
+def test_scored_requests_are_in_the_ledger(demo: System, prompt: list[int]) -> None:
+    token = demo.command("keys", "create", "scores").splitlines()[0]
+    with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key=token, max_retries=0) as scorer:
+        scorer.completions.create(model=demo.model, prompt=prompt, max_tokens=0, echo=True)
+    row = demo.wait_for_usage_of("scores")
+    assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, len(prompt), 0)
 
 
 def test_small_fields(client: openai.OpenAI, demo: System, tokenizer: PreTrainedTokenizerFast) -> None:
