@@ -54,7 +54,7 @@ from benchmarks.gateway_overhead import WORDS, machine, percentile
 from benchmarks.peers import litellm
 from benchmarks.peers.two_servers import SYSTEMS, ComparedSystem, EngineShape
 from benchmarks.scripted_answers import ScriptedAnswers
-from benchmarks.stream_client import Answer, Exchange, Patience, exchange, read
+from benchmarks.stream_client import Answer, Exchange, ReadTimeouts, exchange, read
 
 SEED: Final = 30
 PATH: Final = "/v1/chat/completions"
@@ -118,7 +118,7 @@ class Outcome:
 class Callers:
     """Requests at fixed times, each by a caller of its own."""
 
-    def __init__(self, system: ComparedSystem, fault: Fault, patience: Patience) -> None:
+    def __init__(self, system: ComparedSystem, fault: Fault, patience: ReadTimeouts) -> None:
         self._system = system
         self._fault = fault
         self._patience = patience
@@ -216,7 +216,7 @@ async def _show_progress(callers: Callers, status: Status) -> None:
         await asyncio.sleep(PROGRESS_PERIOD_S)
 
 
-async def measure(name: str, fault: Fault, patience: Patience, status: Status) -> dict[str, Any]:
+async def measure(name: str, fault: Fault, patience: ReadTimeouts, status: Status) -> dict[str, Any]:
     """One system under one fault."""
     with tempfile.TemporaryDirectory(prefix="spillway-failures-") as folder:
         async with SYSTEMS[name](Path(folder), fault.shape) as system:
@@ -268,7 +268,7 @@ def print_table(fault: str, results: dict[str, dict[str, Any]], console: Console
 async def main(arguments: argparse.Namespace) -> None:
     console = Console(highlight=False, width=150)
     report: dict[str, Any] = {"benchmark": "failure_comparison", "quick": arguments.quick, "seed": SEED, **machine()}
-    names, patience = arguments.only or list(SYSTEMS), Patience(idle_s=arguments.idle_s)
+    names, patience = arguments.only or list(SYSTEMS), ReadTimeouts(idle_s=arguments.idle_s)
     report["idle_s"] = patience.idle_s
     if any(name.startswith("litellm") for name in names):
         report["litellm_version"] = await asyncio.to_thread(litellm.install)

@@ -18,7 +18,7 @@ Ending = Literal["whole", "cut", "idle", "overdue", "left", "unreachable"]
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ReadTimeouts:
     """When a caller gives up."""
 
     idle_s: float = 60.0  # without a byte: what nginx and AWS's load balancers allow by default
@@ -114,7 +114,7 @@ class _Connection(asyncio.Protocol):
 async def exchange(
     port: int,
     request: bytes,
-    patience: Patience,
+    patience: ReadTimeouts,
     *,
     due_s: float | None = None,
     leave: asyncio.Event | None = None,
@@ -147,7 +147,7 @@ async def _leave(leave: asyncio.Event, record: Exchange, connection: _Connection
         connection.ended.set()
 
 
-async def _wait(connection: _Connection, record: Exchange, patience: Patience) -> None:
+async def _wait(connection: _Connection, record: Exchange, patience: ReadTimeouts) -> None:
     end_s = record.due_s + patience.total_s
     while not connection.ended.is_set():
         idle_end_s = connection.last_byte_s + patience.idle_s

@@ -24,7 +24,7 @@ class Base(DeclarativeBase):
     type_annotation_map: ClassVar = {int: BigInteger, str: Text, float: Double, bool: Boolean, bytes: LargeBinary}
 
 
-class Words(TypeDecorator[tuple[str, ...]]):
+class WordList(TypeDecorator[tuple[str, ...]]):
     """A few words as a JSON list: read and compared in Python only."""
 
     impl = Text
@@ -57,7 +57,7 @@ class _Policy:
     redact: Mapped[bool | None]  # strip personal data before they are kept; NULL: yes
     retention_days: Mapped[int | None]  # how long they are kept; NULL: the ledger's default
     # Which hosted APIs its prompts may go to (accounts.hosted); NULL: nothing said, empty: none.
-    allow_hosted: Mapped[tuple[str, ...] | None] = mapped_column(Words)
+    allow_hosted: Mapped[tuple[str, ...] | None] = mapped_column(WordList)
 
 
 class OrganisationRow(Base):

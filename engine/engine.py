@@ -27,11 +27,11 @@ from engine.block_pool import BlockPool
 from engine.choice import Choice
 from engine.config import EngineConfig
 from engine.decode_graphs import CudaGraphRecorder
+from engine.deferred_rows import DeferredRows
 from engine.device import choose_device
 from engine.errors import EngineCorrupted, EngineError, GrammarTooComplex, RequestRejected
-from engine.grammar import CompiledGrammar, Compiling, MaskMaker, Matcher
+from engine.grammar import CompiledGrammar, Compiling, MaskBuilder, Matcher
 from engine.kv_memory import make_kv_memory
-from engine.late_rows import LateRows
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
 from engine.prompt_logprobs import LogitsNotFinite, prompt_logprobs
@@ -97,8 +97,8 @@ class LLMEngine:
                 max_model_len=self.info.max_model_len,
                 vocab_size=self.info.vocab_size,
             )
-        self._mask_maker = MaskMaker()
-        self._late_rows = LateRows()
+        self._mask_maker = MaskBuilder()
+        self._late_rows = DeferredRows()
         self._compiling: dict[str, Compiling] = {}  # by request; the first come first
         self._choices: dict[str, list[Choice]] = {}  # the unfinished ones of each request
         self._choice_of: dict[Sequence, Choice] = {}

@@ -8,7 +8,7 @@ which would give them a set of OpenMP threads each.
 A grammar of one line can take a second for each mask, and more with every token. So what one answer's grammar may
 cost is limited, in CPU time of the threads that work on it: a single mask, and all of them together, which are given
 an allowance and so much more with every token. Past that the request fails, for good. The batch does not wait for
-masks that come late (``late_rows``), and those who are known to be slow have a thread of their own. To take a token
+masks that come late (``deferred_rows``), and those who are known to be slow have a thread of their own. To take a token
 takes a part of what the mask before it took, as that has tried all tokens: so the limit of a mask holds it, too.
 """
 
@@ -205,7 +205,7 @@ class Compiling:
     added_s: float  # of the monotonic clock
 
 
-class MaskMaker:
+class MaskBuilder:
     """Makes masks in two threads of its own: one for those that are slow, so that no other waits for them."""
 
     def __init__(self) -> None:

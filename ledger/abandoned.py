@@ -25,8 +25,8 @@ from ledger.intents import delete_open, delete_recorded, ends_its_request
 from ledger.store import is_one_of, received_with, write_requests
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.errors import BusError, ErrorCode, NobodyListens, ProtocolError
-from protocol.open_requests import MAX_ASKED, AskOpen, decode_answer, encode
+from protocol.errors import BusError, ErrorCode, NoResponders, ProtocolError
+from protocol.open_requests import MAX_ASKED, OpenRequestsQuery, decode_answer, encode
 
 ABANDONED_AFTER_MS: Final = 30_000
 ANSWER_LIMIT_S: Final = 2.0
@@ -98,10 +98,10 @@ class AbandonedRequests:
         still_open: _Open = {}
         try:
             for start in range(0, len(request_ids), MAX_ASKED):
-                question = AskOpen(tuple(request_ids[start : start + MAX_ASKED]))
+                question = OpenRequestsQuery(tuple(request_ids[start : start + MAX_ASKED]))
                 reply = await self._bus.request(subject, encode(question), timeout_s=ANSWER_LIMIT_S)
                 still_open |= decode_answer(reply.data).completion_tokens
-        except NobodyListens:
+        except NoResponders:
             return {}
         except (BusError, ProtocolError) as error:
             log.warning("gateway %s does not say which requests it has: %s", gateway_id, error)

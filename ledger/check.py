@@ -16,7 +16,7 @@ from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import HistogramRow, RequestRow, RollupRow
 from ledger import histogram
 from ledger.histogram import MEASURES
-from ledger.rollups import DIMENSIONS, SUMS, Tally, apply
+from ledger.rollups import DIMENSIONS, SUMS, RollupDelta, apply
 
 DAY_MS: Final = 86_400_000
 ROWS_AT_ONCE: Final = 5_000
@@ -75,12 +75,12 @@ async def _days(connection: AsyncConnection) -> list[int]:
     return list(range(oldest // DAY_MS * DAY_MS, until, DAY_MS))[-MAX_DAYS:]
 
 
-async def _recount(connection: AsyncConnection, begin_unix_ms: int) -> tuple[Tally, int]:
+async def _recount(connection: AsyncConnection, begin_unix_ms: int) -> tuple[RollupDelta, int]:
     columns = RequestRow.__table__.columns
     received = columns.received_unix_ms
     statement: Select[Any] = select(*(columns[name] for name in (*_READ, *_MEASURED)))
     statement = statement.where(received >= begin_unix_ms, received < begin_unix_ms + DAY_MS)
-    tally, requests = Tally(), 0
+    tally, requests = RollupDelta(), 0
     streamed = await connection.stream(statement.execution_options(yield_per=ROWS_AT_ONCE))
     async for rows in streamed.mappings().partitions():
         tally.add([dict(row) for row in rows])
@@ -88,7 +88,7 @@ async def _recount(connection: AsyncConnection, begin_unix_ms: int) -> tuple[Tal
     return tally, requests
 
 
-def _counted(tally: Tally) -> Iterator[tuple[_Key, _Bucket]]:
+def _counted(tally: RollupDelta) -> Iterator[tuple[_Key, _Bucket]]:
     for (width_s, start), found in tally.buckets().items():
         for number, (sums, counts) in found.items():
             yield (width_s, start, number), (*sums, *counts)
@@ -112,7 +112,7 @@ def _differences(counted: Iterator[tuple[_Key, _Bucket]], stored: dict[_Key, _Bu
     return wrong + len(stored)
 
 
-async def _replace(connection: AsyncConnection, begin_unix_ms: int, tally: Tally) -> None:
+async def _replace(connection: AsyncConnection, begin_unix_ms: int, tally: RollupDelta) -> None:
     await drop_rollups(connection, begin_unix_ms, begin_unix_ms + DAY_MS)
     await apply(connection, tally)
 

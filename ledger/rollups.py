@@ -46,7 +46,7 @@ def slice_id(values: Slice) -> int:
     return int.from_bytes(digest) >> 1
 
 
-class Tally:
+class RollupDelta:
     """What some requests' rows add to the rollups, or take away."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def _measured(row: Row) -> tuple[float | None, ...]:
     )
 
 
-async def apply(connection: AsyncConnection, tally: Tally) -> None:
+async def apply(connection: AsyncConnection, tally: RollupDelta) -> None:
     """Write it, in the caller's transaction, who keeps other writers out (ledger.store.writing)."""
     slices, buckets = tally.slices(), tally.buckets()
     if not slices:

@@ -20,7 +20,7 @@ from db.engine import writing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.models import AttemptRow, Base, RequestRow
 from ledger.prices import PriceBook, load_prices
-from ledger.rollups import Tally, apply
+from ledger.rollups import RollupDelta, apply
 from protocol.errors import ErrorCode
 from protocol.usage import AttemptRecord, RequestRecord, UsageRecord
 
@@ -71,7 +71,7 @@ async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str
         given.setdefault(row["request_id"], row)
     lost = await known_requests(connection, given)
     replaced = {request_id for request_id, is_lost in lost.items() if is_lost and replace_lost}
-    tally = Tally()
+    tally = RollupDelta()
     if replaced:
         is_replaced = and_(
             is_one_of(connection, RequestRow.request_id, replaced), received_with(RequestRow, given.values())

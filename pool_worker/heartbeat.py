@@ -26,7 +26,7 @@ PURGE_HEADERS: Final = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
 log = logging.getLogger(__name__)
 
 
-class Heart:
+class HeartbeatPublisher:
     """Puts a Heartbeat into the registry again and again, until the entry is removed."""
 
     def __init__(

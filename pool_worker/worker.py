@@ -19,8 +19,8 @@ from pool_worker.drain import Drain
 from pool_worker.engines.base import AnyEngine, Capacity, EngineDiedError
 from pool_worker.executor import Executor
 from pool_worker.gate import Gate
-from pool_worker.heartbeat import Heart
-from pool_worker.orphans import GatewayWatch
+from pool_worker.gateway_watch import GatewayWatch
+from pool_worker.heartbeat import HeartbeatPublisher
 from pool_worker.peers import Peers
 from pool_worker.publisher import Publisher
 from pool_worker.settings import WorkerSettings
@@ -112,7 +112,7 @@ class Worker:
                 capacity,
                 peers_tpot_ms=lambda: self._peers.start_tpots_ms(settings.pool),
             )
-        self._heart = Heart(
+        self._heart = HeartbeatPublisher(
             settings,
             bus,
             engine,

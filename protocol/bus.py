@@ -25,7 +25,7 @@ from nats.js import JetStreamContext
 from protocol.clock import ServerClock
 from protocol.connection import LastingClient, shared_credentials
 from protocol.deadlines import shared_deadlines
-from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, NobodyListens, PayloadTooLarge, StreamFull
+from protocol.errors import STREAM_NOT_FOUND, ApiError, BusError, BusTimeout, NoResponders, PayloadTooLarge, StreamFull
 from protocol.subjects import QUOTAS_BUCKET
 
 RECONNECT_WAIT_S: Final = (
@@ -204,7 +204,7 @@ class Bus:
     ) -> Msg:
         """Publish and wait for one reply; ``timeout_s`` is a constant.
 
-        Raises BusTimeout, NobodyListens, and what ``publish`` raises.
+        Raises BusTimeout, NoResponders, and what ``publish`` raises.
         """
         ticket = str(next(self._tickets))
         future: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
@@ -220,7 +220,7 @@ class Bus:
         if reply is None:
             raise BusTimeout(f"no reply from {subject} within {timeout_s} s")
         if reply.headers and reply.headers.get("Status") == "503":
-            raise NobodyListens(f"nobody listens on {subject}")
+            raise NoResponders(f"nobody listens on {subject}")
         return reply
 
     async def _on_reply(self, message: Msg) -> None:
@@ -256,7 +256,7 @@ class Bus:
             headers["Nats-Expected-Last-Subject-Sequence"] = str(expected_last_sequence)
         try:
             reply = await self.request(subject, payload, headers=headers, timeout_s=timeout_s)
-        except NobodyListens:
+        except NoResponders:
             self._on_stream_missed()
             raise
         return int(_checked(msgspec.json.decode(reply.data))["seq"])

@@ -4,7 +4,7 @@
     └── NewerVersion              one of a newer build: others may read it
     BusError                      the queue server did not do what was asked
     ├── BusTimeout                no answer within the limit (the outcome is unknown: retry with the same id)
-    │   └── NobodyListens         the server says that the subject has no subscriber
+    │   └── NoResponders         the server says that the subject has no subscriber
     ├── StreamFull                the stream's bound is reached and it discards new messages
     ├── PayloadTooLarge           the message would exceed the server's max_payload
     └── ApiError                  the JetStream API answered with an error
@@ -79,7 +79,7 @@ class BusTimeout(BusError):
     """No answer within the limit; the outcome is unknown, so retry with the same message id."""
 
 
-class NobodyListens(BusTimeout):
+class NoResponders(BusTimeout):
     """The server says that the subject has no subscriber."""
 
 

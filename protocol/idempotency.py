@@ -3,7 +3,7 @@
 The ``idempotency`` bucket holds one Claim per key: which gateway runs the request, or has its answer. A gateway that
 is asked the same again reads the answer from that one, part by part:
 
-    gateway ──AskPart (request)──> owner     core NATS, ``subjects.answers_subject``
+    gateway ──AnswerPartRequest (request)──> owner     core NATS, ``subjects.answers_subject``
     gateway <──Part (reply)─────── owner
 
 Asking part by part needs no state at the owner, loses nothing (a lost reply is asked for again), and tells at once
@@ -29,7 +29,7 @@ class Claim(Struct, frozen=True):
     fingerprint: str  # of the request's path and body
 
 
-class AskPart(Struct, frozen=True, array_like=True):
+class AnswerPartRequest(Struct, frozen=True, array_like=True):
     """The answer to this request, please, from here on."""
 
     name: str  # of the key in the bucket
@@ -37,7 +37,7 @@ class AskPart(Struct, frozen=True, array_like=True):
     position: int  # bytes of the body that the asker has
 
 
-class Standing(StrEnum):
+class ClaimState(StrEnum):
     """How the owner of a key stands to a request."""
 
     UNKNOWN = "unknown"  # it has forgotten the key: take it over
@@ -50,7 +50,7 @@ class Standing(StrEnum):
 class Part(Struct, frozen=True, array_like=True):
     """A piece of an answer."""
 
-    standing: Standing
+    standing: ClaimState
     status: int = 0  # HTTP; 0: there is none yet
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
@@ -60,7 +60,7 @@ class Part(Struct, frozen=True, array_like=True):
 
 encode = msgspec.msgpack.Encoder().encode
 _claim_decoder = msgspec.msgpack.Decoder(Claim)
-_ask_decoder = msgspec.msgpack.Decoder(AskPart)
+_ask_decoder = msgspec.msgpack.Decoder(AnswerPartRequest)
 _part_decoder = msgspec.msgpack.Decoder(Part)
 
 
@@ -69,8 +69,8 @@ def decode_claim(payload: bytes) -> Claim:
     return wire.decode(_claim_decoder, payload, "claim")
 
 
-def decode_ask(payload: bytes) -> AskPart:
-    """Decode an AskPart. Raises ProtocolError."""
+def decode_ask(payload: bytes) -> AnswerPartRequest:
+    """Decode an AnswerPartRequest. Raises ProtocolError."""
     return wire.decode(_ask_decoder, payload, "question")
 
 

@@ -230,7 +230,7 @@ class Failed(Struct, frozen=True, array_like=True, tag="x"):
     timings: Timings | None = None  # None: the engine does not tell, or has not begun
 
 
-class Unread(Struct, frozen=True, array_like=True, tag="?"):
+class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
     """In the place of a frame that its reader could not read; nobody sends it."""
 
     request_id: str  # with this and the next two every frame begins, of whatever kind, after its tag
@@ -245,7 +245,7 @@ class Unread(Struct, frozen=True, array_like=True, tag="?"):
         return self.kind in _FRAME_TAGS
 
 
-Frame = Accepted | Tokens | Deltas | Vector | Finished | Failed | Unread
+Frame = Accepted | Tokens | Deltas | Vector | Finished | Failed | UnreadableFrame
 _FRAME_TAGS: Final = {kind.__struct_config__.tag for kind in (Accepted, Tokens, Deltas, Vector, Finished, Failed)}
 
 
@@ -380,7 +380,7 @@ def decode_job_head(payload: bytes) -> JobHead:
 
 
 def decode_step(payload: bytes) -> StepFrame:
-    """Decode a StepFrame; a frame that cannot be read is ``Unread`` and takes no other along. Raises ProtocolError."""
+    """Decode a StepFrame; a frame that cannot be read becomes an ``UnreadableFrame``. Raises ProtocolError."""
     try:
         step = _step_decoder.decode(payload)
     except msgspec.MsgspecError:
@@ -395,12 +395,12 @@ def _decode_apart(payload: bytes) -> StepFrame:
     return StepFrame(step.v, step.worker_id, tuple(_decode_frame(bytes(frame)) for frame in step.frames))
 
 
-def _decode_frame(frame: bytes) -> Frame | Unread:
+def _decode_frame(frame: bytes) -> Frame | UnreadableFrame:
     try:
         return _frame_decoder.decode(frame)
     except msgspec.MsgspecError as error:
         head = wire.decode(_frame_head_decoder, frame, "frame")
-        return Unread(head.request_id, head.attempt, head.seq, head.tag, str(error))
+        return UnreadableFrame(head.request_id, head.attempt, head.seq, head.tag, str(error))
 
 
 def decode_control(payload: bytes) -> Control:

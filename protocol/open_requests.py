@@ -1,6 +1,6 @@
 """How the ledger learns which of the requests without a record still run.
 
-    ledger writer ──AskOpen (request)──> gateway     core NATS, ``subjects.open_requests_subject``
+    ledger writer ──OpenRequestsQuery (request)──> gateway     core NATS, ``subjects.open_requests_subject``
     ledger writer <──StillOpen (reply)── gateway
 
 A gateway that has died answers nothing: the queue server itself says at once that nobody listens there.
@@ -16,7 +16,7 @@ from protocol import wire
 MAX_ASKED: Final = 1000  # requests in one question
 
 
-class AskOpen(Struct, frozen=True, array_like=True):
+class OpenRequestsQuery(Struct, frozen=True, array_like=True):
     """Say which of these requests you still have."""
 
     request_ids: tuple[str, ...]
@@ -29,12 +29,12 @@ class StillOpen(Struct, frozen=True, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_ask_decoder = msgspec.msgpack.Decoder(AskOpen)
+_ask_decoder = msgspec.msgpack.Decoder(OpenRequestsQuery)
 _answer_decoder = msgspec.msgpack.Decoder(StillOpen)
 
 
-def decode_ask(payload: bytes) -> AskOpen:
-    """Decode an AskOpen. Raises ProtocolError."""
+def decode_ask(payload: bytes) -> OpenRequestsQuery:
+    """Decode an OpenRequestsQuery. Raises ProtocolError."""
     return wire.decode(_ask_decoder, payload, "question")
 
 

@@ -41,7 +41,7 @@ class Lease(Struct, frozen=True, array_like=True):
     spent_nano_usd: int = 0  # what the gateway has reported in this period
 
 
-class Vanished(Struct, frozen=True, array_like=True):
+class ExpiredLease(Struct, frozen=True, array_like=True):
     """What a gateway held of a budget when its lease ran out: it counts as spent until somebody knows better."""
 
     exchange: int  # its last one
@@ -54,11 +54,11 @@ class Account(Struct, frozen=True, omit_defaults=True):
 
     v: int
     used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of RATES: by unix second of their admission
-    period: str = ""  # the budget's, see quotas.terms.period_at
+    period: str = ""  # the budget's, see quotas.limits.period_at
     spent_nano_usd: int = 0  # in this period, by requests that have ended
     presumed_nano_usd: int = 0  # of this, what gateways held that vanished
     leases: dict[str, Lease] = {}  # by gateway
-    vanished: dict[str, Vanished] = {}  # by gateway; until it is back, or recounted
+    vanished: dict[str, ExpiredLease] = {}  # by gateway; until it is back, or recounted
 
 
 encode = msgspec.msgpack.Encoder().encode

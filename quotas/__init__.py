@@ -4,7 +4,7 @@
                 settle ──>               ──reports─>
 
     terms.py     what a policy limits, and what a request needs      book.py    one account's books at this gateway
-    account.py   the shared truth and its one change (pure)          vault.py   the bucket: compare and set
+    account.py   the shared truth and its one change (pure)          store.py   the bucket: compare and set
     slices.py    what this gateway holds, by memory alone (pure)     quotas.py  reserve, settle, report
     recount.py   budgets made right by the ledger                    usage.py   how much is used now, for the pages
     seeds.py     what an account begins with that is not there

@@ -12,8 +12,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from protocol.messages import PROTOCOL_VERSION
-from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, Kind, Lease, Vanished
-from quotas.terms import Limits, Terms, is_later, period_at, plus
+from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, ExpiredLease, Kind, Lease
+from quotas.limits import Limits, LimitValues, is_later, period_at, plus
 
 # A rate's amounts are kept by whole seconds: one admitted at second 0.9 counts until 61.0, so that no 60 s hold more
 # than the limit. What this costs is at most a 61st of it.
@@ -48,7 +48,7 @@ class Exchanged(Struct, frozen=True):
 
 
 def exchange(
-    account: Account, gateway_id: str, report: Report, terms: Terms, *, number: int, now_s: float
+    account: Account, gateway_id: str, report: Report, terms: Limits, *, number: int, now_s: float
 ) -> Exchanged:
     """Take a report into the account and lease what there is; ``number`` tells this exchange from the gateway's others.
 
@@ -70,13 +70,13 @@ def exchange(
     return Exchanged(replace(account, leases={**others, gateway_id: lease}), granted, expires_unix_ms)
 
 
-def as_of(account: Account, terms: Terms, now_s: float, *, but: str = "") -> Account:
+def as_of(account: Account, terms: Limits, now_s: float, *, but: str = "") -> Account:
     """The account as it is now, though nobody has written it since; the lease of gateway ``but`` never runs out."""
     return _without_the_past(_without_the_vanished(account, but, now_s), terms, now_s)
 
 
 def recounted(
-    account: Account, terms: Terms, ledger_nano_usd: int, by_vanished: Mapping[str, int], now_s: float
+    account: Account, terms: Limits, ledger_nano_usd: int, by_vanished: Mapping[str, int], now_s: float
 ) -> Account:
     """The account with what the ledger says was spent in this period in the place of what is only presumed.
 
@@ -108,7 +108,7 @@ def used_amounts(account: Account) -> Amounts:
     return requests, tokens, 0, account.spent_nano_usd
 
 
-def free_amounts(account: Account, limits: Limits, held_besides: Amounts = NOTHING) -> Amounts:
+def free_amounts(account: Account, limits: LimitValues, held_besides: Amounts = NOTHING) -> Amounts:
     """What nobody has used and nobody holds; 0 of what has no limit."""
     used = used_amounts(account)
     held = [held_besides, *(lease.held for lease in account.leases.values())]
@@ -120,7 +120,7 @@ def free_amounts(account: Account, limits: Limits, held_besides: Amounts = NOTHI
     return free_of(Kind.REQUESTS), free_of(Kind.TOKENS), free_of(Kind.CONCURRENT), free_of(Kind.MONEY)
 
 
-def _granted(free: Amounts, idle: Amounts, report: Report, limits: Limits) -> Amounts:
+def _granted(free: Amounts, idle: Amounts, report: Report, limits: LimitValues) -> Amounts:
     """As many of those that wait as find enough of everything, in order; then something ahead of what will come."""
     covered = [0, 0, 0, 0]
     for needs in report.needs:
@@ -159,7 +159,7 @@ def _without_the_vanished(account: Account, gateway_id: str, now_s: float) -> Ac
                 used[kind][second] = used[kind].get(second, 0) + lease.held[kind]
         if held := lease.held[Kind.MONEY]:
             presumed += held
-            vanished[one] = Vanished(lease.exchange, lease.spent_nano_usd, held)
+            vanished[one] = ExpiredLease(lease.exchange, lease.spent_nano_usd, held)
     return replace(
         account,
         used=used,
@@ -183,7 +183,7 @@ def _without_presumption(account: Account, gateway_id: str) -> Account:
     )
 
 
-def _without_the_past(account: Account, terms: Terms, now_s: float) -> Account:
+def _without_the_past(account: Account, terms: Limits, now_s: float) -> Account:
     oldest = int(now_s) - WINDOW_S
     requests, tokens = ({at: used for at, used in seconds.items() if at > oldest} for seconds in account.used)
     account = replace(account, used=(requests, tokens))

@@ -20,14 +20,14 @@ from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
 from protocol.quotas import Amounts, Kind
 from quotas.account import EMPTY, LEASE_S
-from quotas.book import Book
+from quotas.account_store import AccountStore
+from quotas.limits import Limits, limits_of, minus, plus
+from quotas.local_account import LocalAccount
 from quotas.pools import POOL
 from quotas.refusals import Refusal, too_large
 from quotas.reservation import Estimate, Reservation
 from quotas.seeds import Ledger, Seed, Unseeded, check_nobody_holds, until_ledger_is_current
-from quotas.terms import Terms, minus, plus, terms_of
-from quotas.usage import Use, taken_amounts, uses
-from quotas.vault import Vault
+from quotas.usage import LimitUsage, taken_amounts, uses
 
 SLICE_WAIT_S: Final = 0.1  # how long a request waits for a larger slice
 REACH_WAIT_S: Final = 1.0  # how long for any at all: the queue server, or this process, may be busy
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class Refused(Exception):
     """A limit refuses the request."""
 
-    def __init__(self, refusal: Refusal, books: tuple[Book, ...]) -> None:
+    def __init__(self, refusal: Refusal, books: tuple[LocalAccount, ...]) -> None:
         super().__init__(refusal)
         self.refusal = refusal
         self.books = books
@@ -70,8 +70,8 @@ class Quotas:
         self._seed_places = asyncio.Semaphore(MAX_SEEDS)
         self._clock = bus.clock
         self._gateway_id = gateway_id
-        self._vault = Vault(bus)
-        self._books: dict[str, Book] = {}
+        self._account_store = AccountStore(bus)
+        self._books: dict[str, LocalAccount] = {}
         self._asked_s: dict[str, float] = {}  # by account, when a request last needed it (monotonic clock)
         self._exchanging: dict[str, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(MAX_EXCHANGES)
@@ -104,17 +104,17 @@ class Quotas:
                 elif now_s - book.exchanged_s >= (REPORT_PERIOD_S if book.slice.is_changed else RENEW_S):
                     self._exchange_soon(book)
 
-    def _forget_if_old(self, book: Book, now_s: float) -> None:
+    def _forget_if_old(self, book: LocalAccount, now_s: float) -> None:
         account_id = book.account_id
         if now_s - self._asked_s[account_id] > FORGET_S and account_id not in self._exchanging:
             del self._books[account_id], self._asked_s[account_id]
 
-    def keep(self, whose: str, account_id: str, terms: Terms) -> None:
+    def keep(self, whose: str, account_id: str, terms: Limits) -> None:
         """Know an account from now on, and what is used of it, also while nobody asks for it here."""
         self._kept.add(account_id)
         self._book(account_id, whose, terms)
 
-    def kept_uses(self) -> dict[str, tuple[Use, ...]]:
+    def kept_uses(self) -> dict[str, tuple[LimitUsage, ...]]:
         """How much is used of the accounts that are kept, as far as this gateway has heard; by their ids."""
         now_s, books = self._clock.now_s(), [self._books[account_id] for account_id in sorted(self._kept)]
         return {
@@ -136,7 +136,7 @@ class Quotas:
                 await asyncio.gather(*self._exchanging.values(), return_exceptions=True)
                 for book in self._books.values():
                     if not book.slice.is_empty:
-                        await book.exchange(self._vault, keep_idle=False)
+                        await book.exchange(self._account_store, keep_idle=False)
         except (TimeoutError, BusError, ProtocolError, Unseeded) as error:
             log.warning("limits are not given back; they return when their leases end: %s", error or "too slow")
         finally:
@@ -153,7 +153,7 @@ class Quotas:
         ``held``: what the first of them has reserved already; it gets the rest. There is room for all of them, or
         nothing more is reserved: raises Refused or Unavailable.
         """
-        key, team = terms_of(principal.key_policy), terms_of(principal.team_policy)
+        key, team = limits_of(principal.key_policy), limits_of(principal.team_policy)
         if key is None and team is None:
             return None
         amounts = [estimate.amounts for estimate in estimates]
@@ -175,7 +175,7 @@ class Quotas:
         return reservations
 
     async def reserve_money(
-        self, accounts: Iterable[tuple[str, Terms]], nano_usd: int, price: TokenPrice | None
+        self, accounts: Iterable[tuple[str, Limits]], nano_usd: int, price: TokenPrice | None
     ) -> Reservation:
         """Reserve what a request may cost us at a pool, of each of the pool's accounts. Raises Refused or Unavailable.
 
@@ -188,7 +188,7 @@ class Quotas:
         self._refill(reservation.books)
         return reservation
 
-    async def _until_held(self, claims: list[tuple[Book, Amounts]]) -> float:
+    async def _until_held(self, claims: list[tuple[LocalAccount, Amounts]]) -> float:
         """Return the time when all slices hold enough at once, usually now. Raises Refused or Unavailable."""
         now_s = self._clock.now_s()
         if all(book.slice.has(needs, now_s) for book, needs in claims):
@@ -196,14 +196,14 @@ class Quotas:
         await self._wait_for_slices(claims)
         return self._clock.now_s()
 
-    def _refill(self, books: Iterable[Book]) -> None:
+    def _refill(self, books: Iterable[LocalAccount]) -> None:
         for book in books:
             if book.slice.is_low:
                 self._exchange_soon(book)
 
     def _claims(
-        self, accounts: Iterable[tuple[str, str, Terms | None]], amounts: Amounts
-    ) -> list[tuple[Book, Amounts]]:
+        self, accounts: Iterable[tuple[str, str, Limits | None]], amounts: Amounts
+    ) -> list[tuple[LocalAccount, Amounts]]:
         """The books that a request needs something of, of (whose, account, limits).
 
         Raises Refused for what is more than a limit by itself.
@@ -219,15 +219,15 @@ class Quotas:
                 raise Refused(refusal, tuple(one for one, _ in claims))
         return claims
 
-    def _book(self, account_id: str, whose: str, terms: Terms) -> Book:
+    def _book(self, account_id: str, whose: str, terms: Limits) -> LocalAccount:
         book = self._books.get(account_id)
         if book is None:
-            book = self._books[account_id] = Book(account_id, whose, self._gateway_id, terms, self._clock)
+            book = self._books[account_id] = LocalAccount(account_id, whose, self._gateway_id, terms, self._clock)
         book.terms = terms
         self._asked_s[account_id] = time.monotonic()
         return book
 
-    async def _wait_for_slices(self, claims: list[tuple[Book, Amounts]]) -> None:
+    async def _wait_for_slices(self, claims: list[tuple[LocalAccount, Amounts]]) -> None:
         """Return when all slices hold enough at once. Raises Refused or Unavailable."""
         changed = asyncio.Event()
         try:
@@ -245,7 +245,7 @@ class Quotas:
                 book.waiting.pop(changed, None)
         raise Unavailable
 
-    async def _until_enough(self, claims: list[tuple[Book, Amounts]], changed: asyncio.Event) -> None:
+    async def _until_enough(self, claims: list[tuple[LocalAccount, Amounts]], changed: asyncio.Event) -> None:
         while short := self._short_ones(claims):
             changed.clear()
             for book, needs in short:
@@ -253,7 +253,7 @@ class Quotas:
                 self._exchange_soon(book)
             await changed.wait()
 
-    def _short_ones(self, claims: list[tuple[Book, Amounts]]) -> list[tuple[Book, Amounts]]:
+    def _short_ones(self, claims: list[tuple[LocalAccount, Amounts]]) -> list[tuple[LocalAccount, Amounts]]:
         """Those whose slices do not hold enough. Raises Refused where an account has nothing more."""
         now_s = self._clock.now_s()
         short = [(book, needs) for book, needs in claims if not book.slice.has(needs, now_s)]
@@ -263,7 +263,7 @@ class Quotas:
                 raise Refused(refusal, tuple(one for one, _ in claims))
         return short
 
-    def _refuse_late(self, claims: list[tuple[Book, Amounts]]) -> None:
+    def _refuse_late(self, claims: list[tuple[LocalAccount, Amounts]]) -> None:
         """Nothing came in time. Raises Refused, where it is known that something is missing still."""
         now_s = self._clock.now_s()
         for book, needs in claims:
@@ -273,13 +273,13 @@ class Quotas:
 
     # --- exchanges ----------------------------------------------------------------------------------------------------
 
-    def _exchange_soon(self, book: Book) -> None:
+    def _exchange_soon(self, book: LocalAccount) -> None:
         if book.account_id not in self._exchanging:
             task = asyncio.create_task(self._exchange_until_served(book))
             self._exchanging[book.account_id] = task
             task.add_done_callback(lambda _: self._exchanging.pop(book.account_id, None))
 
-    async def _exchange_until_served(self, book: Book) -> None:
+    async def _exchange_until_served(self, book: LocalAccount) -> None:
         while True:
             await asyncio.sleep(max(0.0, book.exchanged_s + EXCHANGE_GAP_S - time.monotonic()))
             async with self._places:
@@ -292,9 +292,9 @@ class Quotas:
             elif not book.is_wanted:
                 return
 
-    async def _exchange(self, book: Book) -> bool:
+    async def _exchange(self, book: LocalAccount) -> bool:
         try:
-            await book.exchange(self._vault)
+            await book.exchange(self._account_store)
         except Unseeded:
             self._seed_soon(book)
             return False
@@ -306,13 +306,13 @@ class Quotas:
         self._failing = False
         return True
 
-    def _seed_soon(self, book: Book) -> None:
+    def _seed_soon(self, book: LocalAccount) -> None:
         if book.account_id not in self._seeding:
             task = asyncio.create_task(self._seed(book))
             self._seeding[book.account_id] = task
             task.add_done_callback(lambda _: self._seeding.pop(book.account_id, None))
 
-    async def _seed(self, book: Book) -> None:
+    async def _seed(self, book: LocalAccount) -> None:
         """Find out what an account that is not there must begin with. It keeps nobody else waiting."""
         now_s, spent = self._clock.now_s(), 0
         try:
@@ -329,7 +329,7 @@ class Quotas:
         book.seed = Seed(now_s, spent)
         self._exchange_soon(book)
 
-    async def _tell_wanted(self, book: Book) -> None:
+    async def _tell_wanted(self, book: LocalAccount) -> None:
         try:
             await self._bus.publish(subjects.QUOTA_WANTED, f"{self._gateway_id} {book.account_id}".encode())
         except BusError as error:  # who waits is refused soon

@@ -12,8 +12,8 @@ from db.models import ApiKeyRow, RequestRow, TeamRow
 from protocol.errors import BusError
 from protocol.quotas import Kind
 from quotas.account import EMPTY, recounted
-from quotas.terms import Terms, period_start_s, terms_of
-from quotas.vault import Vault
+from quotas.account_store import AccountStore
+from quotas.limits import Limits, limits_of, period_start_s
 
 MAX_TRIES: Final = 100  # while gateways change the account
 
@@ -28,21 +28,21 @@ class Recount(Struct, frozen=True):
     after_nano_usd: int
 
 
-async def recount_budgets(database: AsyncEngine, vault: Vault, now_s: float) -> Sequence[Recount]:
+async def recount_budgets(database: AsyncEngine, store: AccountStore, now_s: float) -> Sequence[Recount]:
     """Recount the current period of every budget. Raises SQL's own errors, BusError and ProtocolError."""
     counts = []
     async with database.connect() as connection:
         for table, column in ((ApiKeyRow, RequestRow.key_id), (TeamRow, RequestRow.team_id)):
             for row in (await connection.execute(select(table.__table__))).mappings().all():
-                terms = terms_of(policy_of(row))
+                terms = limits_of(policy_of(row))
                 if terms is not None and terms.limits[Kind.MONEY] is not None:
                     spent = await _spent_by_gateway(connection, column == row["id"], terms, now_s)
-                    counts.append(await _recount(vault, row["id"], row["name"], terms, spent, now_s=now_s))
+                    counts.append(await _recount(store, row["id"], row["name"], terms, spent, now_s=now_s))
     return counts
 
 
 async def _spent_by_gateway(
-    connection: AsyncConnection, is_its: ColumnElement[bool], terms: Terms, now_s: float
+    connection: AsyncConnection, is_its: ColumnElement[bool], terms: Limits, now_s: float
 ) -> dict[str, int]:
     """Nano-USD by gateway; "" where it is not known."""
     start_unix_ms = int(period_start_s(terms.budget_period, now_s) * 1000)
@@ -55,11 +55,11 @@ async def _spent_by_gateway(
 
 
 async def _recount(
-    vault: Vault, account_id: str, name: str, terms: Terms, spent: Mapping[str, int], *, now_s: float
+    store: AccountStore, account_id: str, name: str, terms: Limits, spent: Mapping[str, int], *, now_s: float
 ) -> Recount:
     for _ in range(MAX_TRIES):
-        before, entry = await vault.load(account_id) or (EMPTY, 0)
+        before, entry = await store.load(account_id) or (EMPTY, 0)
         after = recounted(before, terms, sum(spent.values()), spent, now_s)
-        if after == before or await vault.store(account_id, after, entry) is not None:
+        if after == before or await store.store(account_id, after, entry) is not None:
             return Recount(account_id, name, after.period, before.spent_nano_usd, after.spent_nano_usd)
     raise BusError(f"the quota account {account_id} changes all the time")

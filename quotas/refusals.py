@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from protocol.quotas import KINDS, RATES, Account, Amounts, Kind
 from quotas.account import WINDOW_S, used_amounts
-from quotas.terms import Limits, Terms
+from quotas.limits import Limits, LimitValues
 
 SOON_S = 1.0  # where running requests hold what is missing: nobody knows how long
 
@@ -33,7 +33,7 @@ class RateStatus(Struct, frozen=True):
     reset_s: float  # until it is not used at all, if no more comes
 
 
-def too_large(terms: Terms, whose: str, needs: Amounts) -> Refusal | None:
+def too_large(terms: Limits, whose: str, needs: Amounts) -> Refusal | None:
     """The limit that is less than the request alone."""
     for kind in (*RATES, Kind.CONCURRENT):
         limit = terms.limits[kind]
@@ -43,7 +43,7 @@ def too_large(terms: Terms, whose: str, needs: Amounts) -> Refusal | None:
 
 
 def shortage(
-    account: Account, terms: Terms, whose: str, needs: Amounts, *, left: Amounts, now_s: float
+    account: Account, terms: Limits, whose: str, needs: Amounts, *, left: Amounts, now_s: float
 ) -> Refusal | None:
     """The limit of which only ``left`` is to be had, less than a request needs; None: there is enough of all."""
     for kind in KINDS:
@@ -54,7 +54,7 @@ def shortage(
     return None
 
 
-def _retry_after_s(account: Account, limits: Limits, kind: Kind, needs: Amounts, now_s: float) -> float | None:
+def _retry_after_s(account: Account, limits: LimitValues, kind: Kind, needs: Amounts, now_s: float) -> float | None:
     limit = limits[kind] or 0
     if kind is Kind.MONEY:
         return None if account.spent_nano_usd + needs[kind] > limit else SOON_S
@@ -71,7 +71,7 @@ def _retry_after_s(account: Account, limits: Limits, kind: Kind, needs: Amounts,
     return SOON_S
 
 
-def rate_status(account: Account, terms: Terms, kind: Kind, gateway_id: str, now_s: float) -> RateStatus | None:
+def rate_status(account: Account, terms: Limits, kind: Kind, gateway_id: str, now_s: float) -> RateStatus | None:
     """How far a rate is used, as far as this gateway knows; None: it has no limit."""
     limit = terms.limits[kind]
     if limit is None:

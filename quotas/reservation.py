@@ -4,9 +4,9 @@ from msgspec import Struct
 
 from ledger.prices import TokenPrice
 from protocol.quotas import NOTHING, Amounts
-from quotas.book import Book
+from quotas.limits import plus
+from quotas.local_account import LocalAccount
 from quotas.slices import Taken
-from quotas.terms import plus
 
 
 class Estimate(Struct, frozen=True):
@@ -28,15 +28,15 @@ class Reservation:
 
     __slots__ = ("_is_open", "_more", "_price", "_taken", "amounts", "books")
 
-    def __init__(self, amounts: Amounts, taken: list[tuple[Book, Taken]], price: TokenPrice | None) -> None:
+    def __init__(self, amounts: Amounts, taken: list[tuple[LocalAccount, Taken]], price: TokenPrice | None) -> None:
         self.amounts = amounts
         self.books = tuple(book for book, _ in taken)
         self._taken = taken
-        self._more: list[tuple[Book, Taken]] = []  # what was reserved later
+        self._more: list[tuple[LocalAccount, Taken]] = []  # what was reserved later
         self._price = price
         self._is_open = True
 
-    def enlarge(self, amounts: Amounts, taken: list[tuple[Book, Taken]], price: TokenPrice | None) -> None:
+    def enlarge(self, amounts: Amounts, taken: list[tuple[LocalAccount, Taken]], price: TokenPrice | None) -> None:
         """Add what is reserved now that more is known of the request."""
         self.amounts = plus(self.amounts, amounts)
         self.books = tuple(book for book, _ in taken)

@@ -25,8 +25,8 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
 from quotas.account import CLOCK_SLACK_S, LEASE_S
+from quotas.limits import period_start_s
 from quotas.pools import POOL, pool_of_account, spent_at_pool
-from quotas.terms import period_start_s
 
 FRESH_S: Final = 5.0  # so long a seed may be used
 LEDGER_LIMIT_S: Final = 3.0  # a writer takes what there is several times a second, unless it is behind

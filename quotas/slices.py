@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from protocol.quotas import KINDS, NOTHING, RATES, Account, Amounts, Kind
 from quotas.account import CLOCK_SLACK_S, LEASE_S, WINDOW_S, Exchanged, Report
-from quotas.terms import Terms, is_later, period_at, plus
+from quotas.limits import Limits, is_later, period_at, plus
 
 # An amount of a rate that comes back is used again only where its second stays in the account's window until this has
 # been reported: later, the window gives it back by itself.
@@ -124,7 +124,7 @@ class Slice:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def begin_report(
-        self, terms: Terms, needs: tuple[Amounts, ...], now_s: float, *, keep_idle: bool
+        self, terms: Limits, needs: tuple[Amounts, ...], now_s: float, *, keep_idle: bool
     ) -> tuple[Report, Amounts]:
         """What to tell now, and what of the idle part is given back with it. ``end_report`` or ``undo_report`` follows.
 

@@ -9,14 +9,14 @@ from msgspec import Struct
 from protocol.errors import BusError
 from protocol.quotas import KINDS, Account, Amounts, Kind
 from quotas.account import EMPTY, as_of, used_amounts
-from quotas.terms import Terms, minus, period_end_s, plus
-from quotas.vault import Vault
+from quotas.account_store import AccountStore
+from quotas.limits import Limits, minus, period_end_s, plus
 
 READ_LIMIT_S: Final = 1.0  # for all accounts together
 MAX_READS: Final = 32  # at once
 
 
-class Use(Struct, frozen=True):
+class LimitUsage(Struct, frozen=True):
     """How much of one limit is used."""
 
     kind: Kind
@@ -30,18 +30,18 @@ class Use(Struct, frozen=True):
         return None if self.used is None else max(0, self.limit - self.used)
 
 
-def uses(terms: Terms, used: Iterable[int | None], now_s: float) -> tuple[Use, ...]:
+def uses(terms: Limits, used: Iterable[int | None], now_s: float) -> tuple[LimitUsage, ...]:
     """Each limit with what is used of it, by Kind; what has no limit is left out."""
     end_s = period_end_s(terms.budget_period, now_s)
     ends_unix_ms = None if end_s is None else int(end_s * 1000)
     return tuple(
-        Use(kind, limit, amount, ends_unix_ms if kind is Kind.MONEY else None)
+        LimitUsage(kind, limit, amount, ends_unix_ms if kind is Kind.MONEY else None)
         for kind, limit, amount in zip(KINDS, terms.limits, used, strict=True)
         if limit is not None
     )
 
 
-def taken_amounts(account: Account, terms: Terms, now_s: float) -> Amounts:
+def taken_amounts(account: Account, terms: Limits, now_s: float) -> Amounts:
     """What is used now, and what running requests have reserved: what gateways hold ahead of requests is not."""
     account = as_of(account, terms, now_s)
     taken = used_amounts(account)
@@ -50,16 +50,18 @@ def taken_amounts(account: Account, terms: Terms, now_s: float) -> Amounts:
     return taken
 
 
-async def load_usage(vault: Vault, wanted: Mapping[str, Terms], now_s: float) -> dict[str, tuple[Use, ...]]:
+async def load_usage(
+    store: AccountStore, wanted: Mapping[str, Limits], now_s: float
+) -> dict[str, tuple[LimitUsage, ...]]:
     """How much of their limits keys and teams have used, by their ids; gateways report within a second.
 
     Raises BusError and ProtocolError, also where the queue server takes longer than ``READ_LIMIT_S``.
     """
     places = asyncio.Semaphore(MAX_READS)
 
-    async def load(account_id: str, terms: Terms) -> tuple[Use, ...]:
+    async def load(account_id: str, terms: Limits) -> tuple[LimitUsage, ...]:
         async with places:
-            account, _ = await vault.load(account_id) or (EMPTY, 0)
+            account, _ = await store.load(account_id) or (EMPTY, 0)
         return uses(terms, taken_amounts(account, terms, now_s), now_s)
 
     try:

@@ -48,7 +48,7 @@ def child_environment() -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "passive", **os.environ}
 
 
-class Restartable(Protocol):
+class RestartableChild(Protocol):
     """A process that can be started again when it has ended."""
 
     name: str
@@ -171,7 +171,7 @@ class Child:
                 handler.emit(logging.makeLogRecord({"msg": text}))
 
 
-async def keep_running(child: Restartable, announce: Callable[[str], None]) -> None:
+async def keep_running(child: RestartableChild, announce: Callable[[str], None]) -> None:
     """Start a child again whenever it ends. Raises ChildError once it dies too often."""
     deaths: deque[float] = deque(maxlen=MAX_RESTARTS_PER_WINDOW)
     while True:

@@ -22,7 +22,7 @@ from accounts.principal import INFERENCE, METRICS
 from console.login.admins import has_admin, set_password
 from console.login.passwords import new_password
 from db.engine import create_engine
-from spillway.children import Child, Restartable, keep_running
+from spillway.children import Child, RestartableChild, keep_running
 from spillway.config import Config
 from spillway.embedded_nats import EmbeddedNats, free_port
 
@@ -235,7 +235,7 @@ async def _run_processes(
         if not await _unless_stopped(ready, end.wanted):
             return
         on_ready(ready.result())
-        everything: list[Restartable] = [*children, *([nats] if nats else [])]
+        everything: list[RestartableChild] = [*children, *([nats] if nats else [])]
         await _unless_stopped(asyncio.gather(*(keep_running(process, say) for process in everything)), end.wanted)
     finally:
         say(f"stopping: running requests may end, within {children[0].stop_limit_s:g} s; Ctrl-C again ends them now")

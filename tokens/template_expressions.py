@@ -12,7 +12,7 @@ from tokens.template_values import (
     NUMBER,
     ROWS,
     TOOLS,
-    Unproven,
+    CostUnknown,
     Value,
     as_text,
     either,
@@ -88,27 +88,27 @@ class Expressions:
         }
 
     def value(self, node: nodes.Node) -> Value:
-        """The most that an expression can be. Raises Unproven."""
+        """The most that an expression can be. Raises CostUnknown."""
         self.step()
         kind = self._kinds.get(type(node))
         if kind is None:
-            raise Unproven(f"{type(node).__name__} is not known")
+            raise CostUnknown(f"{type(node).__name__} is not known")
         return self.limited(kind(node))
 
     def step(self) -> None:
-        """Count a step of the proof. Raises Unproven where there are too many."""
+        """Count a step of the proof. Raises CostUnknown where there are too many."""
         self._steps += 1
         if self._steps > MAX_STEPS:
-            raise Unproven("it is too long")
+            raise CostUnknown("it is too long")
 
     def limited(self, value: Value) -> Value:
-        """The value, if it is small enough. Raises Unproven."""
+        """The value, if it is small enough. Raises CostUnknown."""
         if value.weight > MAX_WEIGHT:
-            raise Unproven("a value may become large")
+            raise CostUnknown("a value may become large")
         return value
 
     def macro_call(self, macro: nodes.Macro, given: Sequence[Value], keywords: dict[str, Value]) -> Value:
-        """What a macro writes. Raises Unproven."""
+        """What a macro writes. Raises CostUnknown."""
         raise NotImplementedError
 
     # --- names and parts ----------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Expressions:
     def _name(self, node: nodes.Name) -> Value:
         name = node.name
         if name in {"varargs", "kwargs", "caller", "self"} or name in self.spaces or name in self.macros:
-            raise Unproven(f"{name} is used as a value")
+            raise CostUnknown(f"{name} is used as a value")
         known = self.names.get(name)
         return replace(of_input(), is_rows=name in ROWS, of_tools=name == TOOLS) if known is None else known
 
@@ -176,7 +176,7 @@ class Expressions:
         # What is gathered is copied for each turn; what is put to it must be a part of what the loop is at.
         self._cheap(added if value.gathered else value)
         if value.gathered and self.loops not in ([], [True]) and not self.is_written:
-            raise Unproven("a loop within another one gathers in a namespace")
+            raise CostUnknown("a loop within another one gathers in a namespace")
         if self.loops and value.gathered and not self._is_own(added):
             return replace(value, is_grown=True)
         return value
@@ -186,14 +186,14 @@ class Expressions:
         if isinstance(node, nodes.Sub | nodes.FloorDiv):  # no text has these
             return NUMBER if not left.gathered + right.gathered else replace(NUMBER, gathered=(), is_grown=True)
         if not (left.is_number and right.is_number):
-            raise Unproven(f"{type(node).__name__} of what may be a text")
+            raise CostUnknown(f"{type(node).__name__} of what may be a text")
         if isinstance(node, nodes.Mul) and not any(isinstance(side, nodes.Const) for side in (node.left, node.right)):
-            raise Unproven("numbers may become large")
+            raise CostUnknown("numbers may become large")
         return NUMBER
 
     def _test(self, node: nodes.Test) -> Value:
         if node.name not in _TESTS:
-            raise Unproven(f"the test {node.name} is not known")
+            raise CostUnknown(f"the test {node.name} is not known")
         sides = [self.value(one) for one in (node.node, *(node.args or ()))]
         if node.name == "in":
             self._cheap(joined(sides[1:]))
@@ -203,7 +203,7 @@ class Expressions:
 
     def _filter(self, node: nodes.Filter) -> Value:
         if node.node is None or node.dyn_args is not None or node.dyn_kwargs is not None:
-            raise Unproven(f"{node.name} has arguments that are made")
+            raise CostUnknown(f"{node.name} has arguments that are made")
         value = self.value(node.node)
         arguments = [*node.args, *[keyword.value for keyword in node.kwargs]]
         given = list(map(self.value, arguments))
@@ -220,7 +220,7 @@ class Expressions:
         if node.name == "replace":
             return self._replaced(as_text(value), arguments)
         if node.name not in _CHEAP_FILTERS:
-            raise Unproven(f"the filter {node.name} is not known")
+            raise CostUnknown(f"the filter {node.name} is not known")
         self._check_applied(node, arguments)
         if node.name in _TEXTS or (node.name == "map" and len(node.args) == 1):
             value = replace(as_text(value), is_rows=value.is_rows, is_text=node.name in _TEXTS)
@@ -234,11 +234,11 @@ class Expressions:
         applied = arguments[place : place + 1] if node.name != "map" else arguments
         for one in applied:
             if not isinstance(one, nodes.Const) or one.value not in known:
-                raise Unproven(f"{node.name} applies what is not known")
+                raise CostUnknown(f"{node.name} applies what is not known")
 
     def _call(self, node: nodes.Call) -> Value:
         if node.dyn_args is not None or node.dyn_kwargs is not None:
-            raise Unproven("a call has arguments that are made")
+            raise CostUnknown("a call has arguments that are made")
         given = list(map(self.value, node.args))
         keywords = {keyword.key: self.value(keyword.value) for keyword in node.kwargs}
         if isinstance(node.node, nodes.Getattr):
@@ -247,7 +247,7 @@ class Expressions:
         if name in self.macros:
             return self._grown(self.macro_call(self.macros[name], given, keywords))
         if name in self.names:
-            raise Unproven("a value is called")
+            raise CostUnknown("a value is called")
         return self._function(name, node.args)
 
     def _method(self, method: nodes.Getattr, arguments: Sequence[nodes.Expr], given: Sequence[Value]) -> Value:
@@ -257,7 +257,7 @@ class Expressions:
         if method.attr in _FREE_METHODS:
             return either([value, *given])
         if method.attr not in _CHEAP_METHODS:
-            raise Unproven(f"the method {method.attr} is not known")
+            raise CostUnknown(f"the method {method.attr} is not known")
         return self._cheap(value)
 
     def _replaced(self, value: Value, arguments: Sequence[nodes.Expr]) -> Value:
@@ -271,7 +271,7 @@ class Expressions:
         is_known = all(self.names[one].is_rows for one in ROWS & self.names.keys())
         if name == "range" and not self.loops and is_known and all(map(is_short, arguments)):
             return replace(of_input(), is_rows=True)
-        raise Unproven(f"the function {name} is not known")
+        raise CostUnknown(f"the function {name} is not known")
 
     # --- what a loop may do with a value ------------------------------------------------------------------------------
 
@@ -282,9 +282,9 @@ class Expressions:
         """It is copied or looked through."""
         if self.is_written or self._is_own(value) or self.loops == [True]:
             return value
-        raise Unproven("a loop copies what is not its own")
+        raise CostUnknown("a loop copies what is not its own")
 
     def _heavy(self, value: Value) -> Value:
         if self.is_written or self._is_own(value):
             return value
-        raise Unproven("a loop writes out what is not its own")
+        raise CostUnknown("a loop writes out what is not its own")

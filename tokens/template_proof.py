@@ -22,7 +22,7 @@ from jinja2 import nodes
 from tokens.template_expressions import Expressions
 from tokens.template_values import (
     NUMBER,
-    Unproven,
+    CostUnknown,
     Value,
     as_text,
     either,
@@ -40,7 +40,7 @@ def why_unproven(template: nodes.Template) -> str | None:
     """What keeps a parsed template from being proven; None where nothing does."""
     try:
         _Proof().body(template.body)
-    except Unproven as reason:
+    except CostUnknown as reason:
         return str(reason)
     except RecursionError:
         return "it is nested too deeply"
@@ -68,12 +68,12 @@ class _Proof(Expressions):
         }
 
     def body(self, statements: Sequence[nodes.Node]) -> None:
-        """Walk over statements. Raises Unproven."""
+        """Walk over statements. Raises CostUnknown."""
         for node in statements:
             self.step()
             statement = self._statements.get(type(node))
             if statement is None:
-                raise Unproven(f"{type(node).__name__} is not known")
+                raise CostUnknown(f"{type(node).__name__} is not known")
             statement(node)
 
     def _scoped(self, body: Sequence[nodes.Node]) -> None:
@@ -97,7 +97,7 @@ class _Proof(Expressions):
 
     def _macro(self, node: nodes.Macro) -> None:
         if node.name in self.names or node.name in self.macros:
-            raise Unproven("a name has two meanings")
+            raise CostUnknown("a name has two meanings")
         self.macros[node.name] = node
 
     # --- what is written ----------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class _Proof(Expressions):
         depth, written = self._captures[-1]
         if len(self.loops) > depth:
             if not self._is_own(value) or value.gathered:
-                raise Unproven("a loop gathers what is not its own")
+                raise CostUnknown("a loop gathers what is not its own")
             if value.level == inf:  # the template's own text, as often as the conversation has characters
                 value = replace(value, weight=max(1.0, size_of_text(node)))
         written.append(as_text(value))
@@ -131,10 +131,10 @@ class _Proof(Expressions):
     def macro_call(self, macro: nodes.Macro, given: Sequence[Value], keywords: dict[str, Value]) -> Value:
         """See Expressions."""
         if macro.name in self._calls or len(self._calls) >= MAX_MACRO_DEPTH:
-            raise Unproven("a macro calls itself")
+            raise CostUnknown("a macro calls itself")
         names = [argument.name for argument in macro.args]
         if len(given) > len(names) or not keywords.keys() <= set(names):
-            raise Unproven("a macro has other arguments than it says")
+            raise CostUnknown("a macro has other arguments than it says")
         before = dict(self.names)
         # It does not see what its caller sees: these names are others there, perhaps of the conversation.
         self.names = {name: replace(value, level=0.0, weight=max(1.0, value.weight)) for name, value in before.items()}
@@ -153,11 +153,11 @@ class _Proof(Expressions):
         over, depth = self.value(node.iter), len(self.loops)
         is_product = depth > 0 and not self._goes_down(over)
         if node.recursive:
-            raise Unproven("a loop calls itself")
+            raise CostUnknown("a loop calls itself")
         if depth > 0 and over.level == inf:
-            raise Unproven("a loop goes over the template's own values within another one")
+            raise CostUnknown("a loop goes over the template's own values within another one")
         if is_product and (self._is_over_tools or not over.of_tools or not all(self.loops)):
-            raise Unproven("a loop goes over all within another one")
+            raise CostUnknown("a loop goes over all within another one")
         before, was_over_tools = dict(self.names), self._is_over_tools
         self._is_over_tools = was_over_tools or is_product
         self.loops.append(over.is_rows and not is_product)
@@ -185,12 +185,12 @@ class _Proof(Expressions):
 
     def _assigned_block(self, node: nodes.AssignBlock) -> None:
         if node.filter is not None:
-            raise Unproven("a block is filtered")
+            raise CostUnknown("a block is filtered")
         self._assign(node.target, self._captured(node.body))
 
     def _new_space(self, name: str, call: Any) -> None:  # noqa: ANN401  # a call, which Jinja types as an expression
         if name in self.names or name in self.macros or self.loops:
-            raise Unproven("a name has two meanings")
+            raise CostUnknown("a name has two meanings")
         self.spaces.add(name)
         for keyword in call.kwargs:
             self._gather(f"{name}.{keyword.key}", self.value(keyword.value))
@@ -201,19 +201,19 @@ class _Proof(Expressions):
             return
         for name in names_of(target):
             if name in self.spaces or name in self.macros or name == "loop":
-                raise Unproven("a name has two meanings")
+                raise CostUnknown("a name has two meanings")
             self.names[name] = value
 
     def _gather(self, name: str, value: Value) -> None:
         if self.loops and (value.is_grown or value.gathered not in {(), (name,)}):
-            raise Unproven("a loop lets a namespace grow by itself")
+            raise CostUnknown("a loop lets a namespace grow by itself")
         before = self.gathered.get(name, Value())
         kept = either([before, value])
         self.gathered[name] = self.limited(replace(kept, level=0.0, gathered=(), is_grown=False, is_number=False))
 
 
 def size_of_text(node: nodes.Node) -> float:
-    """How long a text of the template's own is. Raises Unproven where it is put together."""
+    """How long a text of the template's own is. Raises CostUnknown where it is put together."""
     if isinstance(node, nodes.TemplateData):
         return float(len(node.data))
     return size_of_constant(node)

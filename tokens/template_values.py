@@ -14,7 +14,7 @@ TOOLS: Final = "tools"  # at most 128 of them: the one thing that may be gone ov
 ROWS: Final = frozenset({"messages", TOOLS})
 
 
-class Unproven(Exception):
+class CostUnknown(Exception):
     """The template does something whose cost is not known."""
 
 
@@ -76,12 +76,12 @@ def as_text(value: Value) -> Value:
 
 
 def names_of(target: nodes.Node) -> list[str]:
-    """The names that a loop or an assignment sets. Raises Unproven."""
+    """The names that a loop or an assignment sets. Raises CostUnknown."""
     if isinstance(target, nodes.Name):
         return [target.name]
     if isinstance(target, nodes.Tuple):
         return [name for item in target.items for name in names_of(item)]
-    raise Unproven(type(target).__name__)
+    raise CostUnknown(type(target).__name__)
 
 
 def is_call_of(node: nodes.Node, name: str) -> bool:
@@ -90,20 +90,20 @@ def is_call_of(node: nodes.Node, name: str) -> bool:
 
 
 def size_of_constant(node: nodes.Node) -> float:
-    """By how much an argument of a filter may lengthen what comes out. Raises Unproven."""
+    """By how much an argument of a filter may lengthen what comes out. Raises CostUnknown."""
     if isinstance(node, nodes.Tuple):
         return sum(map(size_of_constant, node.items))
     if not isinstance(node, nodes.Const):
-        raise Unproven("an argument that is made")
+        raise CostUnknown("an argument that is made")
     if isinstance(node.value, str):
         return float(len(node.value))
     return float(abs(node.value)) if isinstance(node.value, int) else 0.0
 
 
 def growth_by_replacing(arguments: Sequence[nodes.Expr]) -> float:
-    """How many times as long a text is after a replacement. Raises Unproven."""
+    """How many times as long a text is after a replacement. Raises CostUnknown."""
     if len(arguments) != 2 or not all(isinstance(one, nodes.Const) and isinstance(one.value, str) for one in arguments):
-        raise Unproven("replace with what is made")
+        raise CostUnknown("replace with what is made")
     old, new = (str(one.value) for one in arguments if isinstance(one, nodes.Const))
     return max(1.0, len(new) / len(old)) if old else 1.0 + len(new)
 

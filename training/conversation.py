@@ -13,7 +13,7 @@ _MESSAGE_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id
 Message = dict[str, Any]
 
 
-class LeftOut(Exception):
+class ExcludedFromExport(Exception):
     """The payload does not go into the training set; the message is the reason by which the manifest counts it."""
 
 
@@ -32,15 +32,15 @@ class Conversation(Struct, frozen=True):
 
 
 def conversation_of(request: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> Conversation:
-    """The conversation of a kept chat, with its first whole choice. Raises LeftOut."""
+    """The conversation of a kept chat, with its first whole choice. Raises ExcludedFromExport."""
     if "messages" not in request:
-        raise LeftOut("not_a_chat")
+        raise ExcludedFromExport("not_a_chat")
     asked = [_plain(message) for message in request["messages"]]
     if asked[-1]["role"] not in {"user", "tool"}:
-        raise LeftOut("goes_on_with_an_answer")  # the beginning of which is a part of the prompt
+        raise ExcludedFromExport("goes_on_with_an_answer")  # the beginning of which is a part of the prompt
     whole = [choice for choice in choices if choice["finish_reason"] in {"stop", "tool_calls"}]
     if not whole:
-        raise LeftOut("truncated")
+        raise ExcludedFromExport("truncated")
     answers = [_plain(choice["message"]) for choice in whole]
     prompt = chain(asked)[-1]
     return Conversation(

@@ -21,11 +21,11 @@ from db.engine import changing
 from ledger.payloads.errors import ExportError
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import open_row
-from training.conversation import LeftOut, beginnings, conversation_of, prompt_hash, root
+from training.conversation import ExcludedFromExport, beginnings, conversation_of, prompt_hash, root
+from training.example_spool import ExampleSpool
 from training.formats import FORMATS
-from training.rows import Row, Wanted, count_rows, keys_that_agree, read_rows
+from training.rows import ExportFilter, Row, count_rows, keys_that_agree, read_rows
 from training.rules import check
-from training.scratch import Scratch
 from training.split import Split
 
 MANIFEST_VERSION: Final = 1
@@ -35,7 +35,7 @@ MANIFEST_NAME: Final = "manifest.json"
 class ExportPlan(Struct, frozen=True):
     """What to export, and how."""
 
-    wanted: Wanted
+    wanted: ExportFilter
     format: str = "openai"  # one of FORMATS
     min_turns: int = 1
     shares: tuple[float, ...] = (0.9, 0.05, 0.05)
@@ -73,7 +73,7 @@ class Exporter:
         """
         draft = self._new_folder(out)
         try:
-            with closing(Scratch(draft / "scratch.db")) as scratch:
+            with closing(ExampleSpool(draft / "scratch.db")) as scratch:
                 await self._gather(scratch, on_progress)
                 files = self._write_parts(draft, scratch)
             (draft / "scratch.db").unlink()
@@ -96,7 +96,7 @@ class Exporter:
         except OSError as error:
             raise ExportError(f"{out.parent}: {error.strerror or error}") from error
 
-    async def _gather(self, scratch: Scratch, on_progress: Callable[[int, int], None]) -> None:
+    async def _gather(self, scratch: ExampleSpool, on_progress: Callable[[int, int], None]) -> None:
         total = await count_rows(self._engine, self._plan.wanted)
         wanted = {name: value for name, value in asdict(self._plan.wanted).items() if value is not None}
         async with changing(self._engine) as connection:
@@ -107,19 +107,19 @@ class Exporter:
             self._read += 1
             try:
                 self._add(scratch, row, agrees=row["key_id"] in agreeing)
-            except LeftOut as reason:
+            except ExcludedFromExport as reason:
                 self._left_out[str(reason)] += 1
             on_progress(self._read, total)
 
-    def _add(self, scratch: Scratch, row: Row, *, agrees: bool) -> None:
-        """Raises LeftOut."""
+    def _add(self, scratch: ExampleSpool, row: Row, *, agrees: bool) -> None:
+        """Raises ExcludedFromExport."""
         self._check_row(row, agrees=agrees)
         payload = open_row(row, self._sealer)
         if payload.request is None or payload.choices is None:
-            raise LeftOut("too_large_to_keep")
+            raise ExcludedFromExport("too_large_to_keep")
         conversation = conversation_of(payload.request, payload.choices)
         if conversation.turns < self._plan.min_turns:
-            raise LeftOut("too_few_turns")
+            raise ExcludedFromExport("too_few_turns")
         check(conversation)
         scratch.add(
             prompt_hash(conversation),
@@ -131,17 +131,17 @@ class Exporter:
 
     def _check_row(self, row: Row, *, agrees: bool) -> None:
         if not row["train_ok"]:
-            raise LeftOut("no_consent")
+            raise ExcludedFromExport("no_consent")
         if not agrees:
-            raise LeftOut("consent_revoked")
+            raise ExcludedFromExport("consent_revoked")
         if row["outcome"] is None:
-            raise LeftOut("no_usage_record")  # nobody knows how it went
+            raise ExcludedFromExport("no_usage_record")  # nobody knows how it went
         if row["outcome"] != "ok":
-            raise LeftOut("failed")
+            raise ExcludedFromExport("failed")
         if row["attempts"] > 1 and not self._plan.keep_failovers:
-            raise LeftOut("failed_over")
+            raise ExcludedFromExport("failed_over")
 
-    def _write_parts(self, folder: Path, scratch: Scratch) -> dict[str, Exported]:
+    def _write_parts(self, folder: Path, scratch: ExampleSpool) -> dict[str, Exported]:
         exported = {name: Exported() for name in self._split.parts}
         hashes = {name: hashlib.sha256() for name in exported}
         with ExitStack() as stack:

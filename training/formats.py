@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from training.conversation import Conversation, LeftOut, Message
+from training.conversation import Conversation, ExcludedFromExport, Message
 
 _SPEAKERS: Final = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 
@@ -20,7 +20,7 @@ def openai_example(conversation: Conversation) -> dict[str, Any]:
 
 
 def sharegpt_example(conversation: Conversation) -> dict[str, Any]:
-    """ShareGPT, with LLaMA-Factory's turns for tools: human or observation, then gpt or function_call. Raises LeftOut.
+    """ShareGPT, with LLaMA-Factory's turns for tools: human or observation, then gpt or function_call.
 
     The system's word comes first; what one side says in several messages becomes one turn.
     """
@@ -28,10 +28,10 @@ def sharegpt_example(conversation: Conversation) -> dict[str, Any]:
     for message in conversation.messages:
         turn = {"from": _speaker(message), "value": _value(message)}
         if turn["from"] == "system" and turns and turns[-1]["from"] != "system":
-            raise LeftOut("system_in_the_middle")
+            raise ExcludedFromExport("system_in_the_middle")
         if turns and turns[-1]["from"] == turn["from"]:
             if turn["from"] == "function_call":
-                raise LeftOut("calls_without_answer")
+                raise ExcludedFromExport("calls_without_answer")
             turns[-1]["value"] += "\n\n" + turn["value"]
         else:
             turns.append(turn)
@@ -46,7 +46,7 @@ def _speaker(message: Message) -> str:
     if not message.get("tool_calls"):
         return _SPEAKERS[message["role"]]
     if message.get("content", "").strip():
-        raise LeftOut("text_beside_calls")  # the format has no place for both
+        raise ExcludedFromExport("text_beside_calls")  # the format has no place for both
     return "function_call"
 
 
@@ -63,7 +63,7 @@ def _value(message: Message) -> str:
 def _check_turns(speakers: list[str]) -> None:
     sides = [speaker in {"gpt", "function_call"} for speaker in speakers]
     if any(is_answer != bool(place % 2) for place, is_answer in enumerate(sides)):
-        raise LeftOut("turns_do_not_alternate")
+        raise ExcludedFromExport("turns_do_not_alternate")
 
 
 FORMATS: Final[dict[str, Callable[[Conversation], dict[str, Any]]]] = {

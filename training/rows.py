@@ -17,7 +17,7 @@ PAGE_ROWS: Final = 50  # of at most some MB each
 Row = dict[str, Any]
 
 
-class Wanted(Struct, frozen=True):
+class ExportFilter(Struct, frozen=True):
     """Filters; None: all."""
 
     until_unix_ms: int  # exclusive
@@ -36,13 +36,13 @@ class Wanted(Struct, frozen=True):
         return and_(columns.received_unix_ms < self.until_unix_ms, ~has_expired(), *conditions)
 
 
-async def count_rows(engine: AsyncEngine, wanted: Wanted) -> int:
+async def count_rows(engine: AsyncEngine, wanted: ExportFilter) -> int:
     """How many there are. Raises SQL's own errors."""
     async with engine.connect() as connection:
         return await connection.scalar(select(func.count()).select_from(PayloadRow).where(wanted.condition())) or 0
 
 
-async def read_rows(engine: AsyncEngine, wanted: Wanted) -> AsyncIterator[Row]:
+async def read_rows(engine: AsyncEngine, wanted: ExportFilter) -> AsyncIterator[Row]:
     """The rows with outcome and attempts of their requests, oldest first. Raises SQL's own errors."""
     columns = PayloadRow.__table__.c
     rows = (

@@ -5,14 +5,14 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from training.conversation import Conversation, LeftOut, Message
+from training.conversation import Conversation, ExcludedFromExport, Message
 
 MIN_EXAMPLES: Final = 10  # in a file
 _TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 def check(conversation: Conversation) -> None:
-    """Raise LeftOut, naming the rule, if the conversation breaks one."""
+    """Raise ExcludedFromExport, naming the rule, if the conversation breaks one."""
     known = {tool["function"]["name"] for tool in conversation.tools}
     unanswered: set[str] = set()
     for message in conversation.messages:
@@ -20,28 +20,28 @@ def check(conversation: Conversation) -> None:
         if message["role"] == "tool":
             unanswered.remove(message["tool_call_id"])
         if not message.get("tool_calls") and not message.get("content", "").strip():
-            raise LeftOut("empty_message")
+            raise ExcludedFromExport("empty_message")
         unanswered |= _check_calls(message.get("tool_calls", ()), known)
 
 
 def _check_order(message: Message, unanswered: Collection[str]) -> None:
     """Calls are answered at once, all of them, and nothing else is."""
     if message["role"] == "tool" and message.get("tool_call_id") not in unanswered:
-        raise LeftOut("answer_without_call")
+        raise ExcludedFromExport("answer_without_call")
     if message["role"] != "tool" and unanswered:
-        raise LeftOut("call_without_answer")
+        raise ExcludedFromExport("call_without_answer")
 
 
 def _check_calls(calls: Sequence[dict[str, Any]], known: Collection[str]) -> set[str]:
     ids = [call["id"] for call in calls]
     if len(set(ids)) < len(ids):
-        raise LeftOut("call_ids_not_unique")
+        raise ExcludedFromExport("call_ids_not_unique")
     for call in calls:
         function = call["function"]
         if function["name"] not in known or not _TOOL_NAME.fullmatch(function["name"]):
-            raise LeftOut("unknown_tool")
+            raise ExcludedFromExport("unknown_tool")
         try:
             json.loads(function["arguments"] or "{}")
         except (ValueError, RecursionError) as error:
-            raise LeftOut("arguments_not_json") from error
+            raise ExcludedFromExport("arguments_not_json") from error
     return set(ids)

@@ -14,8 +14,8 @@ from db.errors import SQL_ERRORS, describe
 from web.errors import (
     ApiError,
     ClientDisconnected,
-    DatabaseAway,
     InvalidParameter,
+    LedgerUnavailable,
     MethodNotAllowed,
     RequestTooSlow,
     UnknownUrl,
@@ -35,7 +35,7 @@ class Exchange(Protocol):
     refusal: ApiError | None  # what was answered instead of what was asked for
 
     def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
-        """Return whose key this is. Raises InvalidApiKey, MissingScope, DatabaseAway."""
+        """Return whose key this is. Raises InvalidApiKey, MissingScope, LedgerUnavailable."""
         ...
 
 
@@ -97,7 +97,7 @@ def add_error_answers(app: FastAPI) -> None:
 
     async def on_sql_error(request: Request, error: Exception) -> Response:
         log.error("a page or the admin API cannot use the database: %s", describe(error))
-        return refuse(request, DatabaseAway())
+        return refuse(request, LedgerUnavailable())
 
     for kind in SQL_ERRORS:
         app.add_exception_handler(kind, on_sql_error)

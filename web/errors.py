@@ -9,7 +9,7 @@ ApiError                     500  server_error
 ├── InvalidApiKey            401  invalid_api_key
 ├── LoginRequired            401  login_required
 ├── MissingScope             403  missing_scope
-├── ForeignOrigin            403  foreign_origin
+├── CrossOriginRequest            403  foreign_origin
 ├── HostedNotAllowed         403  hosted_not_allowed
 ├── ModelNotFound            404  model_not_found
 ├── UnknownObject            404  not_found
@@ -28,7 +28,7 @@ ApiError                     500  server_error
 ├── ModelNotReady            503  model_not_ready
 ├── Overloaded               503  overloaded
 ├── LimitsUnavailable        503  limits_unavailable
-├── DatabaseAway             503  database_unavailable
+├── LedgerUnavailable             503  database_unavailable
 ├── IdempotencyKeyBusy       503  idempotency_key_busy
 └── RequestFailed                 a dispatch Failure; see FAILURES: 429 where workers are alive and too much waits
                                   (contended), 503 where there is no capacity, 504 where a deadline has passed
@@ -142,7 +142,7 @@ class LoginRequired(ApiError):
     should_retry = False
 
 
-class ForeignOrigin(ApiError):
+class CrossOriginRequest(ApiError):
     """A page of another site has asked for this change."""
 
     status = 403
@@ -320,7 +320,7 @@ class ModelNotReady(ApiError):
     retry_after_s = RETRY_LATER_S
 
 
-class DatabaseAway(ApiError):
+class LedgerUnavailable(ApiError):
     """The database cannot be used at the moment; generating goes on without it."""
 
     status = 503

@@ -8,7 +8,7 @@ from accounts import keys, teams
 from accounts.audit import AuditFilter, list_changes
 from accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
 from console.admin import schema
-from console.admin.office import Office
+from console.admin.service import AdminService
 from console.admin.views import audit_view, key_view, organisation_view, team_view
 from console.services import ConsoleServices
 from web.answers import body_schema, json_answer, refuse
@@ -20,119 +20,119 @@ PREFIX: Final = "/admin/v1"
 def admin_router(services: ConsoleServices) -> APIRouter:
     """All of the admin API."""
     router = APIRouter(prefix=PREFIX)
-    office = Office(services)
-    for part in (_organisations(office), _teams(office), _keys(office), _audit(office)):
+    admin = AdminService(services)
+    for part in (_organisations(admin), _teams(admin), _keys(admin), _audit(admin)):
         router.include_router(part)
     return router
 
 
-def _organisations(office: Office) -> APIRouter:
+def _organisations(admin: AdminService) -> APIRouter:
     router = APIRouter(prefix="/organisations", tags=["organisations"])
-    database = office.database
+    database = admin.database
 
     @router.get("")
     async def list_organisations(request: Request) -> Response:
         """All organisations, oldest first."""
-        await office.actor(request)
+        await admin.actor(request)
         return _list([organisation_view(found) for found in await teams.list_organisations(database)])
 
     @router.post("", status_code=201, openapi_extra=body_schema("OrganisationBody"))
     async def create_organisation(request: Request) -> Response:
         """Make an organisation."""
-        actor = await office.actor(request)
-        body = await office.body(request, schema.OrganisationBody)
+        actor = await admin.actor(request)
+        body = await admin.body(request, schema.OrganisationBody)
         return json_answer(organisation_view(await teams.create_organisation(database, body.name, actor)), 201)
 
     @router.get("/{reference}")
     async def retrieve_organisation(request: Request, reference: str) -> Response:
         """One organisation, by its id or name."""
-        await office.actor(request)
+        await admin.actor(request)
         async with database.connect() as connection:
             return json_answer(organisation_view(await teams.find_organisation(connection, reference)))
 
     @router.patch("/{reference}", openapi_extra=body_schema("OrganisationBody"))
     async def update_organisation(request: Request, reference: str) -> Response:
         """Rename an organisation."""
-        actor = await office.actor(request)
-        body = await office.body(request, schema.OrganisationBody)
+        actor = await admin.actor(request)
+        body = await admin.body(request, schema.OrganisationBody)
         renamed = await teams.rename_organisation(database, reference, body.name, actor)
         return json_answer(organisation_view(renamed))
 
     return router
 
 
-def _teams(office: Office) -> APIRouter:
+def _teams(admin: AdminService) -> APIRouter:
     router = APIRouter(prefix="/teams", tags=["teams"])
-    database = office.database
+    database = admin.database
 
     @router.get("")
     async def list_teams(request: Request) -> Response:
         """All teams, oldest first."""
-        await office.actor(request)
+        await admin.actor(request)
         return _list([team_view(team) for team in await teams.list_teams(database)])
 
     @router.post("", status_code=201, openapi_extra=body_schema("NewTeam"))
     async def create_team(request: Request) -> Response:
         """Make a team."""
-        actor = await office.actor(request)
-        body = await office.body(request, schema.NewTeam)
-        return json_answer(team_view(await office.create_team(body, actor)), 201)
+        actor = await admin.actor(request)
+        body = await admin.body(request, schema.NewTeam)
+        return json_answer(team_view(await admin.create_team(body, actor)), 201)
 
     @router.get("/{reference}")
     async def retrieve_team(request: Request, reference: str) -> Response:
         """One team, by its id or name."""
-        await office.actor(request)
+        await admin.actor(request)
         async with database.connect() as connection:
             return json_answer(team_view(await teams.find_team(connection, reference)))
 
     @router.patch("/{reference}", openapi_extra=body_schema("TeamChanges"))
     async def update_team(request: Request, reference: str) -> Response:
         """Change the fields that are given; null takes a bound away. All its keys follow at once."""
-        actor = await office.actor(request)
-        body = await office.body(request, schema.TeamChanges)
-        return json_answer(team_view(await office.update_team(reference, body, actor)))
+        actor = await admin.actor(request)
+        body = await admin.body(request, schema.TeamChanges)
+        return json_answer(team_view(await admin.update_team(reference, body, actor)))
 
     return router
 
 
-def _keys(office: Office) -> APIRouter:
+def _keys(admin: AdminService) -> APIRouter:
     router = APIRouter(prefix="/keys", tags=["keys"])
-    database = office.database
+    database = admin.database
 
     @router.get("")
     async def list_keys(request: Request, team: str | None = None, include_revoked: bool = False) -> Response:
         """The keys, oldest first; of one team, by its id or name, if that is asked for."""
-        await office.actor(request)
+        await admin.actor(request)
         found = await keys.list_keys(database, include_revoked=include_revoked)
         return _list([key_view(key) for key in found if team is None or team in {key.team_id, key.team_name}])
 
     @router.post("", status_code=201, openapi_extra=body_schema("NewKey"))
     async def create_key(request: Request) -> Response:
         """Make a key. Its `token` is in this answer and nowhere else."""
-        actor = await office.actor(request)
-        body = await office.body(request, schema.NewKey)
-        key, token = await office.create_key(body, actor)
+        actor = await admin.actor(request)
+        body = await admin.body(request, schema.NewKey)
+        key, token = await admin.create_key(body, actor)
         return json_answer(key_view(key, token), 201)
 
     @router.get("/{reference}")
     async def retrieve_key(request: Request, reference: str) -> Response:
         """One key, by its id, a unique beginning of it, or its name; a revoked one by its id."""
-        await office.actor(request)
+        await admin.actor(request)
         return json_answer(key_view(await keys.find_key(database, reference)))
 
     @router.patch("/{reference}", openapi_extra=body_schema("KeyChanges"))
     async def update_key(request: Request, reference: str) -> Response:
         """Change the fields that are given; null takes a bound away."""
-        actor = await office.actor(request)
-        body = await office.body(request, schema.KeyChanges)
-        return json_answer(key_view(await office.update_key(reference, body, actor)))
+        actor = await admin.actor(request)
+        body = await admin.body(request, schema.KeyChanges)
+        return json_answer(key_view(await admin.update_key(reference, body, actor)))
 
     @router.post("/{reference}/rotate", openapi_extra=body_schema("Rotation"))
     async def rotate_key(request: Request, reference: str) -> Response:
         """Give the key a new `token`; the one before is accepted for `grace_s` more."""
-        actor = await office.actor(request)
-        body = await office.body(request, schema.Rotation)
-        key, token = await office.rotate_key(reference, body.grace_s, actor)
+        actor = await admin.actor(request)
+        body = await admin.body(request, schema.Rotation)
+        key, token = await admin.rotate_key(reference, body.grace_s, actor)
         return json_answer(key_view(key, token))
 
     @router.delete("/{reference}")
@@ -141,21 +141,21 @@ def _keys(office: Office) -> APIRouter:
 
         With `stop_running`, what runs ends, too.
         """
-        actor = await office.actor(request)
-        return json_answer(key_view(await office.revoke_key(reference, actor, stops_running=stop_running)))
+        actor = await admin.actor(request)
+        return json_answer(key_view(await admin.revoke_key(reference, actor, stops_running=stop_running)))
 
     return router
 
 
-def _audit(office: Office) -> APIRouter:
+def _audit(admin: AdminService) -> APIRouter:
     router = APIRouter(prefix="/audit", tags=["audit"])
 
     @router.get("")
     async def list_audit(request: Request, query: Annotated[schema.AuditQuery, Query()]) -> Response:
         """Who changed what, newest first; `after` is the last id of the page before."""
-        await office.actor(request)
+        await admin.actor(request)
         wanted = AuditFilter(query.subject, query.actor, query.since_unix_ms, query.until_unix_ms, query.after)
-        found = await list_changes(office.database, wanted, query.limit + 1)
+        found = await list_changes(admin.database, wanted, query.limit + 1)
         return _list([audit_view(entry) for entry in found[: query.limit]], has_more=len(found) > query.limit)
 
     return router

@@ -23,8 +23,8 @@ from console.dashboard.view import View, view_of
 from console.login.forms import read_form
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError, ProtocolError
+from quotas.account_store import AccountStore
 from quotas.usage import load_usage
-from quotas.vault import Vault
 from web.errors import ApiError
 from web.schema import parse_body
 
@@ -49,9 +49,9 @@ class _Desk:
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
-        self.office = pages.office
+        self.admin = pages.admin
         self.database = pages.services.database
-        self._vault = Vault(pages.services.bus)
+        self._account_store = AccountStore(pages.services.bus)
 
     def actor(self, request: Request) -> str:
         """Who asks, as the audit log calls him."""
@@ -87,7 +87,7 @@ class _Desk:
     async def _show(self, request: Request, template: str, accounts: Accounts, more: Mapping[str, object]) -> Response:
         now_s = accounts.at_unix_ms / 1000
         try:
-            accounts = replace(accounts, usage=await load_usage(self._vault, accounts.terms, now_s))
+            accounts = replace(accounts, usage=await load_usage(self._account_store, accounts.terms, now_s))
         except (BusError, ProtocolError) as error:
             log.warning("what is used of limits cannot be shown but for budgets, by the ledger: %s", error)
 
@@ -106,7 +106,7 @@ def _add_list(router: APIRouter, desk: _Desk) -> None:
     async def create_key(request: Request) -> Response:
         form = await read_form(request)
         try:
-            key, token = await desk.office.create_key(body_of(NewKey, form, view_of(request)), desk.actor(request))
+            key, token = await desk.admin.create_key(body_of(NewKey, form, view_of(request)), desk.actor(request))
         except (PrincipalError, ApiError) as error:
             return await desk.show_list(request, faulty="key", faults=faults_of(error), new_key=form)
         return await desk.show_list(request, token=token, token_of=key.name)
@@ -115,7 +115,7 @@ def _add_list(router: APIRouter, desk: _Desk) -> None:
     async def create_team(request: Request) -> Response:
         form = await read_form(request)
         try:
-            team = await desk.office.create_team(body_of(NewTeam, form, view_of(request)), desk.actor(request))
+            team = await desk.admin.create_team(body_of(NewTeam, form, view_of(request)), desk.actor(request))
         except (PrincipalError, ApiError) as error:
             return await desk.show_list(request, faulty="team", faults=faults_of(error), new_team=form)
         return _changed(team.team_id)
@@ -132,7 +132,7 @@ def _add_teams(router: APIRouter, desk: _Desk) -> None:
         async with desk.database.connect() as connection:
             before = team_fields(await find_team(connection, team_id))
         try:
-            await desk.office.update_team(team_id, body_of(TeamChanges, form, view, before), desk.actor(request))
+            await desk.admin.update_team(team_id, body_of(TeamChanges, form, view, before), desk.actor(request))
         except (PrincipalError, ApiError) as error:
             return await desk.show_team(request, team_id, form=form, faults=faults_of(error))
         return _changed(team_id)
@@ -148,7 +148,7 @@ def _add_keys(router: APIRouter, desk: _Desk) -> None:
         form, view = await read_form(request), view_of(request)
         before = key_fields(await find_key(desk.database, key_id), view)
         try:
-            await desk.office.update_key(key_id, body_of(KeyChanges, form, view, before), desk.actor(request))
+            await desk.admin.update_key(key_id, body_of(KeyChanges, form, view, before), desk.actor(request))
         except (PrincipalError, ApiError) as error:
             return await desk.show_key(request, key_id, form=form, faults=faults_of(error))
         return _changed(key_id)
@@ -157,13 +157,13 @@ def _add_keys(router: APIRouter, desk: _Desk) -> None:
     async def rotate_key(request: Request, key_id: str) -> Response:
         grace_s = (await read_form(request)).get("grace_s") or USUAL_GRACE_S
         body = parse_body(Rotation, f'{{"grace_s": {grace_s}}}'.encode())
-        key, token = await desk.office.rotate_key(key_id, body.grace_s, desk.actor(request))
+        key, token = await desk.admin.rotate_key(key_id, body.grace_s, desk.actor(request))
         return await desk.show_list(request, token=token, token_of=key.name)
 
     @router.post("/keys/{key_id}/revoke")
     async def revoke_key(request: Request, key_id: str) -> Response:
         stops_running = (await read_form(request)).get("stop_running") == "on"
-        await desk.office.revoke_key(key_id, desk.actor(request), stops_running=stops_running)
+        await desk.admin.revoke_key(key_id, desk.actor(request), stops_running=stops_running)
         return _changed(key_id)
 
 

@@ -22,7 +22,7 @@ from db.errors import SQL_ERRORS, describe
 from ledger.queries.log import Cursor, Page, request_page
 from ledger.queries.traffic import totals
 from protocol.clock import unix_now_ms
-from web.errors import DatabaseAway, Overloaded, UnknownUrl
+from web.errors import LedgerUnavailable, Overloaded, UnknownUrl
 
 MAX_ROWS: Final = 1_000_000  # of one export
 MAX_RUNNING: Final = 2
@@ -33,7 +33,7 @@ PAGE_ROWS: Final = 1000
 MAX_TRIES: Final = 30  # of one page, while the ledger does not answer
 TRY_AGAIN_S: Final = 2.0
 
-_AWAY: Final[tuple[type[Exception], ...]] = (DatabaseAway, *SQL_ERRORS)
+_AWAY: Final[tuple[type[Exception], ...]] = (LedgerUnavailable, *SQL_ERRORS)
 
 log = logging.getLogger(__name__)
 

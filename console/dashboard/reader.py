@@ -11,7 +11,7 @@ from typing import Final, Self, TypeVar
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from db.engine import create_engine
-from web.errors import DatabaseAway
+from web.errors import LedgerUnavailable
 
 MAX_CONNECTIONS: Final = 2
 MAX_WAITING: Final = 32  # pages; past it they are refused
@@ -51,15 +51,15 @@ class Reader:
     async def read(
         self, ask: Callable[[AsyncConnection], Awaitable[_Answer]], limit_s: float = PAGE_LIMIT_S
     ) -> _Answer:
-        """What ``ask`` returns, which runs in the reader's thread. Raises DatabaseAway, and what ``ask`` raises."""
+        """Return what ``ask`` returns, run in the reader's thread. Raises LedgerUnavailable and what ``ask`` raises."""
         if self._waiting >= MAX_WAITING:
-            raise DatabaseAway("Too many pages are asked for at the moment.")
+            raise LedgerUnavailable("Too many pages are asked for at the moment.")
         self._waiting += 1
         try:
             asked = asyncio.run_coroutine_threadsafe(self._ask(ask, limit_s), self._loop)
             return await asyncio.wrap_future(asked)
         except TimeoutError as error:
-            raise DatabaseAway(f"The ledger has not answered within {limit_s:g} s.") from error
+            raise LedgerUnavailable(f"The ledger has not answered within {limit_s:g} s.") from error
         finally:
             self._waiting -= 1
 

@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
 from accounts.errors import PrincipalError
-from console.admin.office import Office
 from console.admin.routes import principal_answer
+from console.admin.service import AdminService
 from console.dashboard.exports import Exports
 from console.dashboard.live import Live
 from console.dashboard.render import html, render
@@ -20,7 +20,7 @@ from console.dashboard.view import View, make_view, view_of
 from console.login.sessions import Session
 from console.services import ConsoleServices
 from db.errors import describe
-from web.errors import ApiError, DatabaseAway, LoginRequired, UnknownUrl
+from web.errors import ApiError, LedgerUnavailable, LoginRequired, UnknownUrl
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,10 @@ class Pages:
         self.live = Live(services.gateway)
         self.exports = Exports(services.reader, services.settings.data_dir / "exports")
         self.services = services
-        self.office = Office(services)
+        self.admin = AdminService(services)
 
     async def require_login(self, request: Request) -> None:
-        """Note who has sent this request. Raises LoginRequired, ForeignOrigin, SQL's own errors."""
+        """Note who has sent this request. Raises LoginRequired, CrossOriginRequest, SQL's own errors."""
         request.state.session = await self.services.login.require(request)
 
     def user(self, request: Request) -> Session:
@@ -82,7 +82,7 @@ class PageRoute(APIRoute):
                 return _error_page(request, principal_answer(error))
             except (SQLAlchemyError, OSError) as error:
                 log.error("a page cannot be shown: %s", describe(error))  # noqa: TRY400  # SQL is away
-                return _error_page(request, DatabaseAway())
+                return _error_page(request, LedgerUnavailable())
 
         return handle_with_error_page
 

@@ -24,7 +24,7 @@ from console.login.admins import check_password
 from console.login.sessions import Session, SessionStore
 from console.login.throttle import LoginThrottle
 from console.settings import ConsoleSettings
-from web.errors import ForeignOrigin, LoginRequired
+from web.errors import CrossOriginRequest, LoginRequired
 
 COOKIE: Final = "spillway_session"
 BROWSER_COOKIE: Final = "spillway_browser"  # this person has logged in by this browser before; it logs nobody in
@@ -54,7 +54,7 @@ class Login:
         return None if token is None else await self._sessions.find(token)
 
     async def require(self, request: Request) -> Session:
-        """Who has sent this request, and that he meant to. Raises LoginRequired, ForeignOrigin, SQL's own errors."""
+        """Return the session of a request. Raises LoginRequired, CrossOriginRequest and SQL's own errors."""
         session = await self.current(request)
         if session is None:
             raise LoginRequired("Log in first: this needs a session.")
@@ -138,7 +138,7 @@ def _browser_key(pepper: SecretStr) -> OctKey:
 
 
 def refuse_foreign_origin(request: Request) -> None:
-    """Refuse a change that another site's page has asked for (cross-site request forgery). Raises ForeignOrigin.
+    """Refuse a change that another site's page has asked for (cross-site request forgery). Raises CrossOriginRequest.
 
     Browsers say where a request comes from, in Sec-Fetch-Site or else in Origin, and pages cannot change that; what
     says neither is no browser. This comes on top of the cookie's SameSite.
@@ -149,7 +149,7 @@ def refuse_foreign_origin(request: Request) -> None:
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     is_ours = site in {"same-origin", "none"} if site else origin is None or _host_of(origin) == headers.get("host")
     if not is_ours:
-        raise ForeignOrigin("A page of another site has asked for this change: it was not made.")
+        raise CrossOriginRequest("A page of another site has asked for this change: it was not made.")
 
 
 def login_page(next_page: str) -> str:

@@ -1,7 +1,7 @@
 """Login by an OpenID Connect issuer: authorization code with PKCE (RFC 7636), OpenID Connect Core 1.0, section 3.1.
 
 The issuer's word is its ID token. It is believed if it is signed by one of the issuer's keys with an asymmetric
-algorithm, is for us, is not over, and answers the very question that this browser has asked (its nonce).
+algorithm, is for us, is not over, and answers the very pending that this browser has asked (its nonce).
 """
 
 import asyncio
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class AuthorizationRequest:
     """What the browser was sent to the issuer with; kept until it comes back."""
 
     state: str
@@ -69,17 +69,17 @@ class OidcLogin:
         self._failed_s = float("-inf")  # when it could not be asked; monotonic clock
         self._reading = asyncio.Lock()
 
-    async def question(self, redirect_uri: str) -> tuple[str, Question]:
+    async def pending(self, redirect_uri: str) -> tuple[str, AuthorizationRequest]:
         """Where to send the browser, and what it is asked there. Raises OidcError."""
         issuer = await self._issuer()
-        asked = Question(*(generate_token(SECRET_CHARS) for _ in range(3)))
+        asked = AuthorizationRequest(*(generate_token(SECRET_CHARS) for _ in range(3)))
         async with self._client(redirect_uri) as client:
             url, _ = client.create_authorization_url(
                 issuer.authorization_endpoint, state=asked.state, code_verifier=asked.verifier, nonce=asked.nonce
             )
         return str(url), asked
 
-    async def user(self, asked: Question, redirect_uri: str, answer: Mapping[str, str]) -> str:
+    async def user(self, asked: AuthorizationRequest, redirect_uri: str, answer: Mapping[str, str]) -> str:
         """Who has come back, by the answer in the callback's URL. Raises OidcError if he may not log in."""
         if not hmac.compare_digest(answer.get("state", "").encode(), asked.state.encode()):
             raise OidcError("This answer belongs to another login: try again.")
@@ -91,7 +91,7 @@ class OidcLogin:
         claims = await self._claims(await self._id_token(asked, redirect_uri, answer["code"]), asked.nonce)
         return allowed_user(self._settings, claims)
 
-    async def _id_token(self, asked: Question, redirect_uri: str, code: str) -> str:
+    async def _id_token(self, asked: AuthorizationRequest, redirect_uri: str, code: str) -> str:
         issuer = await self._issuer()
         try:
             async with self._client(redirect_uri) as client:

@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 
 from accounts.errors import OidcError
 from console.login.login import Login, local_page
-from console.login.oidc import OidcLogin, Question
+from console.login.oidc import AuthorizationRequest, OidcLogin
 from console.settings import OidcSettings
 
 COOKIE: Final = "spillway_oidc"
@@ -35,7 +35,7 @@ def oidc_router(login: Login, settings: OidcSettings, pepper: SecretStr, form: F
     @router.get("")
     async def leave(request: Request, next: str = "") -> Response:  # noqa: A002  # as it is called in the URL
         try:
-            url, asked = await issuer.question(login.public_url(request) + CALLBACK_PATH)
+            url, asked = await issuer.pending(login.public_url(request) + CALLBACK_PATH)
         except OidcError as error:
             return await form(next, str(error), 502)
         response = RedirectResponse(url, 303)
@@ -49,7 +49,7 @@ def oidc_router(login: Login, settings: OidcSettings, pepper: SecretStr, form: F
         try:
             kept = _kept(request.cookies.get(COOKIE, ""), key)
             next_page = kept["next"]
-            asked = Question(kept["state"], kept["nonce"], kept["verifier"])
+            asked = AuthorizationRequest(kept["state"], kept["nonce"], kept["verifier"])
             user = await issuer.user(asked, login.public_url(request) + CALLBACK_PATH, dict(request.query_params))
         except OidcError as error:
             response = await form(next_page, str(error), 401)

@@ -13,15 +13,15 @@ from typing import Final
 from accounts.principal import Principal
 from gateway.admission.backlog import Backlog
 from gateway.admission.capacity import Capacity, ModelCapacity
-from gateway.admission.elsewhere import LanesElsewhere
 from gateway.admission.estimate import batch_position, interactive_position, place_of
+from gateway.admission.peer_lanes import PeerLanes
 from gateway.admission.registry import WorkerRegistry
 from gateway.admission.shards import candidate_lanes, choose_lane
 from gateway.admission.ticket import Ticket
-from gateway.admission.usage import ModelUse, TenantUse
+from gateway.admission.usage import ModelUsage, TenantUsage
 from gateway.request.admission import Admission
 from gateway.request.mailbox import Failure
-from gateway.request.place import Place
+from gateway.request.queue_position import QueuePosition
 from gateway.settings import GatewaySettings, TenantSettings
 from protocol import subjects
 from protocol.bus import Bus
@@ -50,11 +50,11 @@ class AdmissionControl:
             models, [(name, model) for name, pool in settings.hosted.items() for model in pool.models]
         )
         self.hosted_has_room: Callable[[Admission], bool] = lambda _: False  # gateway.dispatch.overflow
-        self._elsewhere = LanesElsewhere(bus, settings.gateway_id)
+        self._elsewhere = PeerLanes(bus, settings.gateway_id)
         self._registry = registry
         registry.on_beat = self.capacity.heard
-        self._models = {model: ModelUse() for model in models}
-        self._tenants: dict[str, TenantUse] = {}
+        self._models = {model: ModelUsage() for model in models}
+        self._tenants: dict[str, TenantUsage] = {}
         self._contended: set[str] = set()  # models for which jobs waited at the last look
         self._last_entry_s = float("-inf")
 
@@ -242,11 +242,11 @@ class AdmissionControl:
                 return lane
         return None
 
-    def _place_of_next(self, admission: Admission) -> Place:
+    def _place_of_next(self, admission: Admission) -> QueuePosition:
         lane = self._lane_of_next(admission)
         return self._place(admission.model, lane, self._backlog.lane(admission.model, lane).waiting)
 
-    def _place(self, model: str, lane: str, ahead: int) -> Place:
+    def _place(self, model: str, lane: str, ahead: int) -> QueuePosition:
         backlog = self._backlog
         if lane == subjects.LOW_LANE:
             position = batch_position(ahead, backlog.interactive(model))
@@ -268,7 +268,7 @@ class AdmissionControl:
         self._models[admission.model].add(admission, job_bytes, 1)
         use = self._tenants.get(admission.tenant)
         if use is None:
-            use = self._tenants[admission.tenant] = TenantUse()
+            use = self._tenants[admission.tenant] = TenantUsage()
         use.enter(admission.model, lane, job_bytes)
         return Ticket(self, admission, lane, job_bytes)
 
@@ -280,7 +280,7 @@ class AdmissionControl:
         self._models[admission.model].add(admission, ticket.job_bytes, 1)
         self._tenants[admission.tenant].enter_queue(admission.model, ticket.lane, ticket.job_bytes)
 
-    def place(self, ticket: Ticket) -> Place:
+    def place(self, ticket: Ticket) -> QueuePosition:
         """Where a waiting request stands now."""
         admission = ticket.admission
         backlog = self._backlog.lane(admission.model, ticket.lane)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from gateway.admission.capacity import ModelCapacity
-from gateway.request.place import Place
+from gateway.request.queue_position import QueuePosition
 
 
 def interactive_position(ahead_in_lane: int, resuming: int, other_lanes: Iterable[int]) -> int:
@@ -20,7 +20,7 @@ def batch_position(ahead_in_lane: int, interactive: int) -> int:
     return interactive + ahead_in_lane + 1
 
 
-def place_of(position: int, capacity: ModelCapacity) -> Place:
+def place_of(position: int, capacity: ModelCapacity) -> QueuePosition:
     """Put a position and the rate of service together."""
     rate = capacity.jobs_per_s
-    return Place(position, None if rate is None else position / rate)
+    return QueuePosition(position, None if rate is None else position / rate)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from gateway.request.admission import Admission
-from gateway.request.place import Place
+from gateway.request.queue_position import QueuePosition
 
 if TYPE_CHECKING:
     from gateway.admission.control import AdmissionControl
@@ -22,7 +22,7 @@ class Ticket:
         self._waits = True
         self._is_open = True
 
-    def place(self) -> Place | None:
+    def place(self) -> QueuePosition | None:
         """Where the request stands now; None once it no longer waits for its first worker."""
         return self._control.place(self) if self._waits else None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from gateway.request.admission import Admission
 
 
-class ModelUse:
+class ModelUsage:
     """Jobs of the requests that wait for one model."""
 
     __slots__ = ("_bytes", "_tokens")
@@ -29,7 +29,7 @@ class ModelUse:
         return sum(self._bytes) if batch else self._bytes[0]
 
 
-class TenantUse:
+class TenantUsage:
     """The requests of one tenant."""
 
     __slots__ = ("_queued", "in_flight", "queued", "queued_bytes")

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway.api.details import NO_DETAILS, Details
+from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
 from gateway.api.logprobs import CompletionLogprobs, chat_pieces, prompt_logprobs
 from gateway.api.parsed import finish_reason_of, parsed_message, reasoning_tokens, with_reasoning_tokens
 from gateway.api.schema_check import SchemaCheck, calls_of
@@ -26,7 +26,7 @@ _MARK: Final = b"\0"  # never inside JSON: strings escape it
 _LOGPROBS_HERE: Final = msgspec.Raw(_MARK)
 
 
-class Told(NamedTuple):
+class ChoiceContent(NamedTuple):
     """What a choice says: as text that engines have made, then in parts that came of a pool which takes messages."""
 
     text: str
@@ -34,12 +34,12 @@ class Told(NamedTuple):
     parts: Sequence[Part] = ()
 
 
-class WholeAnswer(NamedTuple):
+class CompleteAnswer(NamedTuple):
     """A body in which marks stand for the choices' log-probabilities."""
 
     marked: bytes
     logprobs: Sequence[Iterator[bytes]]  # the pieces of each
-    told: Sequence[Told]  # of every choice
+    told: Sequence[ChoiceContent]  # of every choice
 
     @property
     def body(self) -> bytes:
@@ -57,7 +57,7 @@ class WholeAnswer(NamedTuple):
         yield end
 
 
-class Gathered:
+class CollectedChoice:
     """The frames of one choice, put together."""
 
     def __init__(self) -> None:
@@ -87,9 +87,9 @@ class Gathered:
             self.logprobs.append(held)
 
     @property
-    def told(self) -> Told:
+    def told(self) -> ChoiceContent:
         """What it says."""
-        return Told("".join(self.texts), self.finish_reason, self.parts)
+        return ChoiceContent("".join(self.texts), self.finish_reason, self.parts)
 
     def token_logprobs(self) -> Iterator[TokenLogprob]:
         """Those of its tokens."""
@@ -97,9 +97,9 @@ class Gathered:
             yield from read_logprobs(held)
 
 
-async def gather(frames: Iterable[AnyTokens], choices: int) -> list[Gathered]:
+async def gather(frames: Iterable[AnyTokens], choices: int) -> list[CollectedChoice]:
     """Put the frames of one request together, by choice."""
-    gathered = [Gathered() for _ in range(choices)]
+    gathered = [CollectedChoice() for _ in range(choices)]
     for number, frame in enumerate(frames, start=1):
         gathered[frame.index].add(frame)
         if number % FRAMES_AT_ONCE == 0:
@@ -111,13 +111,13 @@ def chat_answer(
     answer_id: str,
     created: int,
     model: str,
-    gathered: Sequence[Gathered],
+    gathered: Sequence[CollectedChoice],
     *,
     usage: dict[str, Any],
-    details: Details = NO_DETAILS,
+    details: AnswerOptions = DEFAULT_OPTIONS,
     form: AnswerForm | None = None,
     check: SchemaCheck | None = None,
-) -> WholeAnswer:
+) -> CompleteAnswer:
     """A ``chat.completion`` body; ``form``: how the answers are read where they are more than text.
 
     ``check``: what they are checked against.
@@ -133,10 +133,10 @@ def chat_answer(
     logprobs = [
         chat_pieces(choice.token_logprobs(), as_ids=details.tokens_as_ids) for choice in gathered if choice.logprobs
     ]
-    return WholeAnswer(marked, logprobs, [choice.told for choice in gathered])
+    return CompleteAnswer(marked, logprobs, [choice.told for choice in gathered])
 
 
-def told_choice(told: Told, parser: AnswerParser | None) -> dict[str, Any]:
+def choice_object(told: ChoiceContent, parser: AnswerParser | None) -> dict[str, Any]:
     """What a choice of a chat says, and why it ended; ``parser``: a new one, where answers are more than text."""
     if parser is None:
         message = {"role": "assistant", "content": told.text, "refusal": None}
@@ -146,9 +146,9 @@ def told_choice(told: Told, parser: AnswerParser | None) -> dict[str, Any]:
 
 
 def _chat_row(
-    index: int, choice: Gathered, parser: AnswerParser | None, details: Details, check: SchemaCheck | None
+    index: int, choice: CollectedChoice, parser: AnswerParser | None, details: AnswerOptions, check: SchemaCheck | None
 ) -> dict[str, Any]:
-    told = told_choice(choice.told, parser)
+    told = choice_object(choice.told, parser)
     message = told["message"]
     return {
         "index": index,
@@ -160,11 +160,11 @@ def _chat_row(
     }
 
 
-def _own_token_ids(choice: Gathered, details: Details) -> dict[str, Any]:
+def _own_token_ids(choice: CollectedChoice, details: AnswerOptions) -> dict[str, Any]:
     return {} if details.prompt_ids is None else {"token_ids": choice.token_ids}
 
 
-def _of_prompt(first: Gathered, details: Details) -> dict[str, Any]:
+def _of_prompt(first: CollectedChoice, details: AnswerOptions) -> dict[str, Any]:
     """What is told about the prompt, which is known with the first choice."""
     told: dict[str, Any] = {}
     if details.prompt_ids is not None:
@@ -179,7 +179,7 @@ class CompletionRows(NamedTuple):
 
     rows: Sequence[dict[str, Any]]
     logprobs: Sequence[Iterator[bytes]]  # of those rows that have them
-    told: Sequence[Told]
+    told: Sequence[ChoiceContent]
 
 
 def completion_answer(
@@ -189,17 +189,17 @@ def completion_answer(
     prompts: Sequence[CompletionRows],
     *,
     usage: dict[str, Any],
-    details: Details = NO_DETAILS,
-) -> WholeAnswer:
+    details: AnswerOptions = DEFAULT_OPTIONS,
+) -> CompleteAnswer:
     """A ``text_completion`` body; ``prompts``: the choices of each."""
     head = answer_head(answer_id, "text_completion", created, model, details)
     marked = encode_json({**head, "choices": [row for prompt in prompts for row in prompt.rows], "usage": usage})
     logprobs = [pieces for prompt in prompts for pieces in prompt.logprobs]
-    return WholeAnswer(marked, logprobs, [told for prompt in prompts for told in prompt.told])
+    return CompleteAnswer(marked, logprobs, [told for prompt in prompts for told in prompt.told])
 
 
 def completion_rows(
-    gathered: Sequence[Gathered], details: Details = NO_DETAILS, check: SchemaCheck | None = None
+    gathered: Sequence[CollectedChoice], details: AnswerOptions = DEFAULT_OPTIONS, check: SchemaCheck | None = None
 ) -> CompletionRows:
     """The choices of one prompt."""
     of_prompt = _of_prompt(gathered[0], details)
@@ -224,7 +224,9 @@ def completion_rows(
     return CompletionRows(rows, logprobs, [choice.told for choice in gathered])
 
 
-def _completion_logprobs(prompt: list[PromptLogprob], choice: Gathered, details: Details) -> Iterator[bytes]:
+def _completion_logprobs(
+    prompt: list[PromptLogprob], choice: CollectedChoice, details: AnswerOptions
+) -> Iterator[bytes]:
     lists = CompletionLogprobs(as_ids=details.tokens_as_ids)
     echoed = None
     if details.echo_logprobs is not None:

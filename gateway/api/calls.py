@@ -6,18 +6,18 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
+from gateway.api.answer_options import DEFAULT_OPTIONS, details_of
 from gateway.api.answers import (
+    ChoiceContent,
+    CompleteAnswer,
     CompletionRows,
-    Told,
-    WholeAnswer,
     chat_answer,
+    choice_object,
     completion_answer,
     completion_rows,
     gather,
-    told_choice,
 )
 from gateway.api.chat_job import conversation_of
-from gateway.api.details import NO_DETAILS, details_of
 from gateway.api.form import (
     answer_form,
     form_of_parts,
@@ -51,7 +51,7 @@ from tokens.tools.dialect import AnswerForm
 from web.errors import InvalidParameter
 
 
-class AnswerMaker(Protocol):
+class AnswerEncoder(Protocol):
     """What makes an answer of frames."""
 
     @property
@@ -65,12 +65,12 @@ class AnswerMaker(Protocol):
 
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
-    ) -> WholeAnswer:
+    ) -> CompleteAnswer:
         """The body of an answer that is not streamed."""
         ...
 
 
-class Call(AnswerMaker, Protocol):
+class Call(AnswerEncoder, Protocol):
     """One validated request body and the form of its answer."""
 
     name: str  # as in RequestRecord.endpoint
@@ -100,7 +100,7 @@ class Call(AnswerMaker, Protocol):
         ...
 
     def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
-        """See gateway.payloads.answers.Teller."""
+        """See gateway.payloads.answers.ChoiceEncoder."""
         ...
 
 
@@ -115,7 +115,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_chat(body)
         self.is_counted_only = False
-        self._details = NO_DETAILS
+        self._details = DEFAULT_OPTIONS
         self._form: AnswerForm | None = None  # of answers that engines make, where these are more than text
         self._told_form: AnswerForm | None = None  # of all answers, where some may come in parts
         self._check: SchemaCheck | None = None  # where what no grammar enforces is left out
@@ -184,7 +184,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
 
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
-    ) -> WholeAnswer:
+    ) -> CompleteAnswer:
         """See Call."""
         return chat_answer(
             f"chatcmpl-{answer_id}",
@@ -200,7 +200,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
     def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """See Call."""
         form = self._told_form
-        return told_choice(Told(text, finish_reason, parts), form.parser() if form else None)
+        return choice_object(ChoiceContent(text, finish_reason, parts), form.parser() if form else None)
 
 
 class CompletionCall(JobCall[CompletionRequest]):
@@ -215,8 +215,8 @@ class CompletionCall(JobCall[CompletionRequest]):
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.request = parse_completion(body)
         self.prompt_param = "prompt"
-        self.first_index = 0  # see Details
-        self._details = NO_DETAILS
+        self.first_index = 0  # see AnswerOptions
+        self._details = DEFAULT_OPTIONS
         self._check: SchemaCheck | None = None  # where what no grammar enforces is left out
 
     def parts(self) -> list["CompletionCall"]:
@@ -277,7 +277,7 @@ class CompletionCall(JobCall[CompletionRequest]):
 
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
-    ) -> WholeAnswer:
+    ) -> CompleteAnswer:
         """See Call."""
         return self.whole_of(answer_id, created, [await self.rows(frames)], usage)
 
@@ -287,7 +287,7 @@ class CompletionCall(JobCall[CompletionRequest]):
 
     def whole_of(
         self, answer_id: str, created: int, prompts: Sequence[CompletionRows], usage: dict[str, Any]
-    ) -> WholeAnswer:
+    ) -> CompleteAnswer:
         """The body of an answer with the choices of these prompts."""
         return completion_answer(
             f"cmpl-{answer_id}", created, self.request.model, prompts, usage=usage, details=self._details

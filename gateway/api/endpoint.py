@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from accounts.consent import consent_of
 from accounts.principal import Principal
 from gateway.admission.ticket import Ticket
-from gateway.api import patience
+from gateway.api import client_deadlines
 from gateway.api.hosted import providers_for
 from gateway.api.keyed import IDEMPOTENCY_KEY
 from gateway.api.rate_limits import check_budget, reserve, reserve_place
@@ -62,7 +62,7 @@ _Call = TypeVar("_Call", bound=AnyCall)
 _Made_co = TypeVar("_Made_co", bound=AnyCall, covariant=True)
 
 
-class CallMaker(Protocol[_Made_co]):
+class CallFactory(Protocol[_Made_co]):
     """Validates a body, such as the class of a call. Raises MalformedJson or InvalidParameter."""
 
     name: str  # of every call it makes
@@ -72,7 +72,7 @@ class CallMaker(Protocol[_Made_co]):
         ...
 
 
-class Work(Struct, frozen=True):
+class JobSpec(Struct, frozen=True):
     """What a call asks of a worker."""
 
     prompt_ids: bytes  # packed; empty: see Admission
@@ -87,16 +87,16 @@ class Work(Struct, frozen=True):
 class Endpoint(ABC, Generic[_Call]):
     """An ASGI application for one route."""
 
-    def __init__(self, services: Services, call_of: CallMaker[_Call]) -> None:
+    def __init__(self, services: Services, call_of: CallFactory[_Call]) -> None:
         self._services = services
         self._call_of = call_of
 
     def _calls(self, body: bytes) -> Sequence[_Call]:
-        """Validate a body: what becomes one request each, nearly always one. Raises as CallMaker does."""
+        """Validate a body: what becomes one request each, nearly always one. Raises as CallFactory does."""
         return (self._call_of(body),)
 
     @abstractmethod
-    async def _works(self, calls: Sequence[_Call], tokens: ModelTokens) -> Sequence[Work]:
+    async def _works(self, calls: Sequence[_Call], tokens: ModelTokens) -> Sequence[JobSpec]:
         """Count and check the calls for a model. Raises ApiError."""
 
     @abstractmethod
@@ -167,8 +167,8 @@ class Endpoint(ABC, Generic[_Call]):
                 call.serve_as_batch()
         request = calls[0].request
         model = services.catalog.canonical_name(request.model, principal)
-        deadline_s = patience.deadline_s(exchange)
-        queue_wait_s = patience.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s)
+        deadline_s = client_deadlines.deadline_s(exchange)
+        queue_wait_s = client_deadlines.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s)
         leaves = services.admission_control.hosted_leaves(principal)
         hosted = providers_for(services.settings, principal, leaves, model, asked=request.allow_hosted)
         price = services.prices.of(model, exchange.received_unix_ms)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from accounts.consent import Consent
-from gateway.api.calls import AnswerMaker, Call
-from gateway.api.endpoint import Endpoint, Work
+from gateway.api.calls import AnswerEncoder, Call
+from gateway.api.endpoint import Endpoint, JobSpec
 from gateway.api.sampling import requested_max_tokens
 from gateway.api.schema import GenerationRequest
 from gateway.api.streaming import StreamWriter, usage_of
@@ -29,7 +29,7 @@ _Call = TypeVar("_Call", bound=Call)
 class GenerationEndpoint(Endpoint[_Call]):
     """An ASGI application for one of the two generating routes."""
 
-    async def _works(self, calls: Sequence[_Call], tokens: ModelTokens) -> Sequence[Work]:
+    async def _works(self, calls: Sequence[_Call], tokens: ModelTokens) -> Sequence[JobSpec]:
         works = [await self._work(calls[0], tokens)]
         for call in calls[1:]:
             await asyncio.sleep(0)  # others' requests go on: counting one prompt may take a millisecond
@@ -37,7 +37,7 @@ class GenerationEndpoint(Endpoint[_Call]):
         self._check_prompt_logprobs(calls[0].request, works)
         return works
 
-    def _check_prompt_logprobs(self, request: GenerationRequest, works: Sequence[Work]) -> None:
+    def _check_prompt_logprobs(self, request: GenerationRequest, works: Sequence[JobSpec]) -> None:
         candidates = works[0].sampling.prompt_logprobs
         if candidates is not None:
             check_prompt_logprobs(
@@ -47,7 +47,7 @@ class GenerationEndpoint(Endpoint[_Call]):
                 param="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
             )
 
-    async def _work(self, call: _Call, tokens: ModelTokens) -> Work:
+    async def _work(self, call: _Call, tokens: ModelTokens) -> JobSpec:
         check_shape(self._services.settings.limits, messages=call.message_count, choices=call.request.n or 1)
         if tokens.pooling is not None:
             raise InvalidParameter(f"The model `{tokens.model}` makes no text: {use_of(tokens)}.", param="model")
@@ -55,7 +55,7 @@ class GenerationEndpoint(Endpoint[_Call]):
         sampling = call.sampling(self._output_limit(call, tokens, len(prompt_ids)))
         if sampling.grammar is not None:
             check_grammar(sampling.grammar)
-        return Work(
+        return JobSpec(
             b"" if call.is_counted_only else pack_token_ids(prompt_ids),
             len(prompt_ids),
             call.prompt_param,
@@ -92,7 +92,7 @@ class GenerationEndpoint(Endpoint[_Call]):
                 self._services.payloads.take(capture_of(call, request, request.admission.consent, answer))
 
     async def _write(
-        self, exchange: Exchange, maker: AnswerMaker, request: Answered, answer: RecordedAnswer | None
+        self, exchange: Exchange, maker: AnswerEncoder, request: Answered, answer: RecordedAnswer | None
     ) -> None:
         if maker.request.stream:
             await StreamWriter(exchange, maker, request, self._services.settings.timeouts, answer).write()
@@ -100,7 +100,7 @@ class GenerationEndpoint(Endpoint[_Call]):
             await self._answer_whole(exchange, maker, request, answer)
 
     async def _answer_whole(
-        self, exchange: Exchange, maker: AnswerMaker, request: Answered, answer: RecordedAnswer | None
+        self, exchange: Exchange, maker: AnswerEncoder, request: Answered, answer: RecordedAnswer | None
     ) -> None:
         try:
             await request.mailbox.wait_for_end()
@@ -117,7 +117,7 @@ class GenerationEndpoint(Endpoint[_Call]):
             request.mailbox.on_cut = None
 
     async def _answer_ok(
-        self, exchange: Exchange, maker: AnswerMaker, request: Answered, answer: RecordedAnswer | None
+        self, exchange: Exchange, maker: AnswerEncoder, request: Answered, answer: RecordedAnswer | None
     ) -> None:
         created = exchange.received_unix_ms // 1000
         whole = await maker.whole(exchange.id, created, request.mailbox.tokens(), usage_of(request))

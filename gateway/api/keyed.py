@@ -17,10 +17,10 @@ from accounts.principal import Principal
 from gateway.http.exchange import ABORT_KEY, Exchange, Message, Scope
 from gateway.idempotency.claims import Claims
 from gateway.idempotency.runs import Run, Runs
-from gateway.idempotency.sharing import AnswerServer, OwnerGone, OwnerSilent, ask, part_of, standing_of
+from gateway.idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
 from gateway.settings import GatewaySettings
 from protocol.bus import Bus
-from protocol.idempotency import AskPart, Part, Standing
+from protocol.idempotency import AnswerPartRequest, ClaimState, Part
 from web.errors import (
     AnswerNotKept,
     ApiError,
@@ -43,7 +43,7 @@ Application = Callable[[Exchange], Awaitable[None]]
 NextPart = Callable[[int], Awaitable[Part]]
 
 
-class Question(Struct, frozen=True):
+class KeyedRequest(Struct, frozen=True):
     """What is asked, and under which key."""
 
     name: str  # of the key and whose it is, as everybody else sees them: a hash
@@ -55,7 +55,7 @@ class Question(Struct, frozen=True):
 class RecordedExchange(Exchange):
     """An exchange with nobody in particular: what is sent is recorded, and no reader for too long means he has left."""
 
-    def __init__(self, question: Question, run: Run) -> None:
+    def __init__(self, question: KeyedRequest, run: Run) -> None:
         scope = {name: value for name, value in question.scope.items() if name != ABORT_KEY}
         super().__init__(scope, self._receive, run.recording.record)
         self._run = run
@@ -114,7 +114,7 @@ class KeyedRequests:
             if exchange.sent_status is None:
                 await exchange.answer_error(ApiError())
 
-    async def _question(self, exchange: Exchange, scope: Scope, read_body: ReadBody) -> Question:
+    async def _question(self, exchange: Exchange, scope: Scope, read_body: ReadBody) -> KeyedRequest:
         principal = exchange.authenticate(self._keys)
         key = exchange.headers[IDEMPOTENCY_KEY].decode("latin-1")
         if not key or len(key) > MAX_KEY_CHARS or not (key.isascii() and key.isprintable()):
@@ -123,19 +123,19 @@ class KeyedRequests:
                 param="Idempotency-Key",
             )
         body = await read_body(exchange, principal)
-        return Question(
+        return KeyedRequest(
             name=_digest(principal.key_id.encode(), key.encode()),
             fingerprint=_digest(scope["path"].encode(), body),
             scope=scope,
             body=body,
         )
 
-    async def _answer(self, exchange: Exchange, question: Question, application: Application) -> None:
+    async def _answer(self, exchange: Exchange, question: KeyedRequest, application: Application) -> None:
         over: int | None = None  # the claim that may be replaced
         for _ in range(MAX_TAKES):
             run = self._runs.find(question.name)
             if run is not None:
-                await self._read(exchange, run, standing_of(run, question.fingerprint))
+                await self._read(exchange, run, claim_state_of(run, question.fingerprint))
                 return
             with self._runs.claiming(question.name):
                 claim = await self._claims.take(question.name, question.fingerprint, over=over)
@@ -148,12 +148,12 @@ class KeyedRequests:
             if claim is not None and claim.gateway_id != self._gateway_id:
                 try:
                     await self._read_from(claim.gateway_id, exchange, question)
-                except OwnerGone:
+                except OwnerNotFound:
                     continue
                 return
         raise IdempotencyKeyBusy
 
-    def _begin(self, question: Question, claim_sequence: int | None, application: Application) -> Run:
+    def _begin(self, question: KeyedRequest, claim_sequence: int | None, application: Application) -> Run:
         run = self._runs.begin(question.name, question.fingerprint, claim_sequence)
         task = asyncio.create_task(self._run(run, application(RecordedExchange(question, run))))
         self._running.add(task)
@@ -168,26 +168,26 @@ class KeyedRequests:
         finally:
             self._runs.ended(run)
 
-    async def _read(self, exchange: Exchange, run: Run, standing: Standing | None) -> None:
+    async def _read(self, exchange: Exchange, run: Run, standing: ClaimState | None) -> None:
         """Give the caller a run's answer; ``standing`` is None for the run's own caller."""
-        if standing is Standing.REUSED:
+        if standing is ClaimState.REUSED:
             raise IdempotencyKeyReused
         with run.reading():
-            sure = standing or Standing.ATTACHED
+            sure = standing or ClaimState.ATTACHED
             await _pass_on(exchange, lambda position: part_of(run, sure, position), is_first=standing is None)
 
-    async def _read_from(self, gateway_id: str, exchange: Exchange, question: Question) -> None:
-        """Give the caller the answer that another gateway has. Raises OwnerGone while nothing has been sent."""
+    async def _read_from(self, gateway_id: str, exchange: Exchange, question: KeyedRequest) -> None:
+        """Give the caller the answer that another gateway has. Raises OwnerNotFound while nothing has been sent."""
 
         async def next_part(position: int) -> Part:
-            return await ask(self._bus, gateway_id, AskPart(question.name, question.fingerprint, position))
+            return await ask(self._bus, gateway_id, AnswerPartRequest(question.name, question.fingerprint, position))
 
         try:
             await _pass_on(exchange, next_part, is_first=False)
-        except OwnerSilent as error:
+        except OwnerUnresponsive as error:
             if exchange.sent_status is None:
                 raise IdempotencyKeyBusy from error
-        except OwnerGone:
+        except OwnerNotFound:
             if exchange.sent_status is None:
                 raise
         # else the response stays incomplete, which breaks the connection off; the caller's next try finds a way
@@ -198,9 +198,9 @@ async def _pass_on(exchange: Exchange, next_part: NextPart, *, is_first: bool) -
     position = 0
     while True:
         part = await next_part(position)
-        if part.standing is Standing.REUSED:
+        if part.standing is ClaimState.REUSED:
             raise IdempotencyKeyReused
-        if part.standing is Standing.NOT_KEPT:
+        if part.standing is ClaimState.NOT_KEPT:
             if exchange.sent_status is None:
                 raise AnswerNotKept
             exchange.abort()

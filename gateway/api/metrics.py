@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from accounts.principal import METRICS
 from gateway.api.services import Services
 from gateway.http.exchange import exchange_of
-from gateway.metrics.exposition import Moment, exposition
+from gateway.metrics.exposition import MetricsSnapshot, exposition
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
@@ -35,10 +35,10 @@ def metrics_router(services: Services) -> APIRouter:
     return router
 
 
-async def _moment(services: Services) -> Moment:
+async def _moment(services: Services) -> MetricsSnapshot:
     ledger_backlog = await _ledger_backlog(services.bus)
     dispatcher = services.dispatcher
-    return Moment(
+    return MetricsSnapshot(
         counts=services.series.snapshot(),
         workers=dispatcher.live_workers(),
         models=services.catalog.models,

@@ -39,7 +39,7 @@ EVERYWHERE: Final[Sequence[type[ApiError]]] = (
     ApiError, errors.MalformedHttp, errors.MethodNotAllowed, errors.RequestTooSlow, errors.TooManyConnections,
     errors.HeadTooLarge, errors.Overloaded, errors.InvalidParameter,
 )  # fmt: skip
-WITH_KEY: Final = (*EVERYWHERE, errors.InvalidApiKey, errors.MissingScope, errors.DatabaseAway)
+WITH_KEY: Final = (*EVERYWHERE, errors.InvalidApiKey, errors.MissingScope, errors.LedgerUnavailable)
 OF_MODELS: Final = (*WITH_KEY, errors.ModelNotFound)
 WITH_BODY: Final = (errors.MalformedJson, errors.BodyTooLarge, errors.UnsupportedEncoding)
 WITH_LIMITS: Final = (
@@ -51,7 +51,7 @@ OF_JOBS: Final = (
     RequestFailed,
 )  # fmt: skip
 OF_ADMINS: Final = (
-    *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.ForeignOrigin, errors.UnknownObject, errors.NameInUse,
+    *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.UnknownObject, errors.NameInUse,
 )  # fmt: skip
 NOWHERE: Final = (errors.BadRequest, errors.UnknownUrl)  # a family of errors; what is at no route
 

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from gateway.api.details import NO_DETAILS, Details
+from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
 from gateway.api.logprobs import chat_logprobs
-from gateway.api.sse import ChunkEnds, answer_head
+from gateway.api.sse import ChunkEnvelope, answer_head
 from protocol.chat import Deltas, Part
 from protocol.messages import Tokens
 from tokens.tools.dialect import AnswerForm, AnswerParser
@@ -136,10 +136,10 @@ class ParsedChatChunks:
         form: AnswerForm,
         choices: int,
         with_usage: bool,
-        details: Details = NO_DETAILS,
+        details: AnswerOptions = DEFAULT_OPTIONS,
     ) -> None:
         head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
-        ends = ChunkEnds(head, choices=choices, with_usage=with_usage)
+        ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage)
         self._tokens_as_ids = details.tokens_as_ids
         self._ends = ends
         self._has_reasoning = form.dialect.has_reasoning

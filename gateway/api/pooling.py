@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from gateway.admission.ticket import Ticket
-from gateway.api.endpoint import CallMaker, Endpoint, Work
+from gateway.api.endpoint import CallFactory, Endpoint, JobSpec
 from gateway.api.pooling_calls import Inputs, PoolingCall
 from gateway.api.services import Services
 from gateway.dispatch.request import OpenRequest
@@ -45,18 +45,18 @@ class VectorRoom:
 class PoolingEndpoint(Endpoint[PoolingCall]):
     """An ASGI application for one of the pooling routes."""
 
-    def __init__(self, services: Services, call_of: CallMaker[PoolingCall], room: VectorRoom) -> None:
+    def __init__(self, services: Services, call_of: CallFactory[PoolingCall], room: VectorRoom) -> None:
         super().__init__(services, call_of)
         self._room = room
 
-    async def _works(self, calls: Sequence[PoolingCall], tokens: ModelTokens) -> Sequence[Work]:
+    async def _works(self, calls: Sequence[PoolingCall], tokens: ModelTokens) -> Sequence[JobSpec]:
         [call] = calls
         inputs = await call.encode(tokens)
         self._check(call, inputs, tokens)
         lengths = [len(ids) for ids in inputs.token_ids]
         pooling = Pooling(inputs.task, pack_token_ids(lengths), pack_token_ids(inputs.first_lengths), inputs.dimensions)
         prompt_ids = b"".join(map(pack_token_ids, inputs.token_ids))
-        return [Work(prompt_ids, sum(lengths), call.input_param, Sampling(max_tokens=0), pooling)]
+        return [JobSpec(prompt_ids, sum(lengths), call.input_param, Sampling(max_tokens=0), pooling)]
 
     def _check(self, call: PoolingCall, inputs: Inputs, tokens: ModelTokens) -> None:
         """Refuse what is too long. Raises InvalidParameter or ContextLengthExceeded."""

@@ -7,9 +7,9 @@ that fails ends them all (``gateway.dispatch.group``).
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gateway.api.answers import WholeAnswer
+from gateway.api.answers import CompleteAnswer
 from gateway.api.calls import CompletionCall
-from gateway.api.endpoint import Work
+from gateway.api.endpoint import JobSpec
 from gateway.api.generation import GenerationEndpoint, capture_of
 from gateway.api.schema import CompletionRequest
 from gateway.dispatch.group import RequestGroup
@@ -31,7 +31,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionCall]):
     def _calls(self, body: bytes) -> Sequence[CompletionCall]:
         return CompletionCall(body).parts()
 
-    async def _works(self, calls: Sequence[CompletionCall], tokens: ModelTokens) -> Sequence[Work]:
+    async def _works(self, calls: Sequence[CompletionCall], tokens: ModelTokens) -> Sequence[JobSpec]:
         check_prompts(self._services.settings.limits, len(calls))
         return await super()._works(calls, tokens)
 
@@ -47,7 +47,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionCall]):
             for call, request in zip(calls, requests, strict=True)
         }
         try:
-            await self._write(exchange, AnswerOfParts(parts), group, None)
+            await self._write(exchange, MultiPromptAnswer(parts), group, None)
         finally:
             if group.state is State.ENDED and group.outcome == "ok":
                 self._keep(parts.values())
@@ -71,8 +71,8 @@ class Part(NamedTuple):
     answer: RecordedAnswer | None  # what remembers its answer, where that is to be kept
 
 
-class AnswerOfParts:
-    """See ``gateway.api.calls.AnswerMaker``: makes the one answer to several prompts."""
+class MultiPromptAnswer:
+    """See ``gateway.api.calls.AnswerEncoder``: makes the one answer to several prompts."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         """``parts``: by the ids of their requests, in the order of the prompts."""
@@ -85,13 +85,13 @@ class AnswerOfParts:
         return self._first.request
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
-        """See AnswerMaker."""
-        return ChunksOfParts({name: _chunks(part, answer_id, created) for name, part in self._parts.items()})
+        """See AnswerEncoder."""
+        return MultiPromptChunks({name: _chunks(part, answer_id, created) for name, part in self._parts.items()})
 
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
-    ) -> WholeAnswer:
-        """See AnswerMaker."""
+    ) -> CompleteAnswer:
+        """See AnswerEncoder."""
         by_request: dict[str, list[AnyTokens]] = {name: [] for name in self._parts}
         for frame in frames:
             by_request[frame.request_id].append(frame)
@@ -108,7 +108,7 @@ def _chunks(part: Part, answer_id: str, created: int) -> Chunks:
     return chunks if part.answer is None else RecordedChunks(chunks, part.answer)
 
 
-class ChunksOfParts:
+class MultiPromptChunks:
     """``Chunks`` of several requests, each frame's by its own."""
 
     def __init__(self, chunks: Mapping[str, Chunks]) -> None:

@@ -15,7 +15,7 @@ from ledger.prices import TokenPrice
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
 from protocol.quotas import RATES, Kind
-from quotas.book import Book
+from quotas.local_account import LocalAccount
 from quotas.quotas import Quotas, Refused, Unavailable
 from quotas.refusals import Refusal
 from quotas.reservation import Estimate, Reservation
@@ -33,7 +33,7 @@ _HEADERS: Final = {
 }
 
 
-class Wanted(Protocol):
+class RequestedTokens(Protocol):
     """What is asked of a worker."""
 
     @property
@@ -64,7 +64,7 @@ async def reserve(
     quotas: Quotas,
     exchange: Exchange,
     principal: Principal,
-    works: Sequence[Wanted],
+    works: Sequence[RequestedTokens],
     price: TokenPrice | None,
     *,
     held: Reservation | None = None,
@@ -97,12 +97,12 @@ async def _reserve(
     return reservations
 
 
-def _estimate(work: Wanted, price: TokenPrice | None) -> Estimate:
+def _estimate(work: RequestedTokens, price: TokenPrice | None) -> Estimate:
     completion_tokens = 0 if work.pooling is not None else work.sampling.max_tokens * work.sampling.n
     return Estimate(work.prompt_tokens, completion_tokens, price)
 
 
-def _limit_headers(books: tuple[Book, ...]) -> list[tuple[bytes, bytes]]:
+def _limit_headers(books: tuple[LocalAccount, ...]) -> list[tuple[bytes, bytes]]:
     headers: list[tuple[bytes, bytes]] = []
     for kind in RATES:
         known = [status for book in books if (status := book.rate_status(kind, book.clock.now_s())) is not None]

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from gateway.api.details import Details
+from gateway.api.answer_options import AnswerOptions
 from gateway.api.schema import GenerationRequest
 from gateway.api.sse import NO_USAGE_YET, usage_fields
 from gateway.request.chunks import Chunks
@@ -13,7 +13,7 @@ from web.answers import encode_json
 _NO_CACHE_KNOWN: Final = 0  # how much of the prompt was cached is told when the request has ended
 
 
-def with_running_usage(chunks: Chunks, request: GenerationRequest, details: Details) -> Chunks:
+def with_running_usage(chunks: Chunks, request: GenerationRequest, details: AnswerOptions) -> Chunks:
     """The same chunks, with the usage so far in them where that is wanted."""
     options = request.stream_options
     is_wanted = request.include_usage and options is not None and options.continuous_usage_stats

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.api.details import NO_DETAILS, Details
+from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
 from gateway.api.logprobs import CompletionLogprobs, chat_logprobs
 from protocol.chat import Deltas
 from protocol.logprobs import PromptLogprob
@@ -54,7 +54,7 @@ def usage_fields(prompt_tokens: int, cached_tokens: int, completion_tokens: int)
     }
 
 
-def answer_head(answer_id: str, kind: str, created: int, model: str, details: Details) -> dict[str, Any]:
+def answer_head(answer_id: str, kind: str, created: int, model: str, details: AnswerOptions) -> dict[str, Any]:
     """The first fields of every answer and every chunk."""
     head = {"id": answer_id, "object": kind, "created": created, "model": model}
     return head if details.service_tier is None else {**head, "service_tier": details.service_tier}
@@ -65,11 +65,11 @@ def _envelope(head: dict[str, Any]) -> bytes:
     return b"data: " + fields[:-1] + b',"choices":['
 
 
-class ChunkEnds:
+class ChunkEnvelope:
     """Beginning and end of every chunk of a request."""
 
     def __init__(self, head: dict[str, Any], *, choices: int, with_usage: bool, first_index: int = 0) -> None:
-        """``head``: see ``answer_head``; ``first_index``: see ``Details``."""
+        """``head``: see ``answer_head``; ``first_index``: see ``AnswerOptions``."""
         self._envelope = _envelope(head)
         self.tail = NO_USAGE_YET if with_usage else b"}\n\n"
         self.heads = [self._envelope + b'{"index":%d,' % (first_index + index) for index in range(choices)]
@@ -91,10 +91,10 @@ class ChatChunks:
         *,
         choices: int,
         with_usage: bool,
-        details: Details = NO_DETAILS,
+        details: AnswerOptions = DEFAULT_OPTIONS,
     ) -> None:
         head = answer_head(answer_id, "chat.completion.chunk", created, model, details)
-        ends = ChunkEnds(head, choices=choices, with_usage=with_usage)
+        ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage)
         self._tokens_as_ids = details.tokens_as_ids
         self.usage = ends.usage
         self._tail = ends.tail
@@ -147,10 +147,10 @@ class CompletionChunks:
         *,
         choices: int,
         with_usage: bool,
-        details: Details = NO_DETAILS,
+        details: AnswerOptions = DEFAULT_OPTIONS,
     ) -> None:
         head = answer_head(answer_id, "text_completion", created, model, details)
-        ends = ChunkEnds(head, choices=choices, with_usage=with_usage, first_index=details.first_index)
+        ends = ChunkEnvelope(head, choices=choices, with_usage=with_usage, first_index=details.first_index)
         self.usage = ends.usage
         self._tail = ends.tail
         self._heads = [head + b'"text":' for head in ends.heads]

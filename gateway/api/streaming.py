@@ -7,7 +7,7 @@ The head is held back until the first token or for a short grace, so that a refu
 import asyncio
 from typing import Any, Final
 
-from gateway.api.calls import AnswerMaker
+from gateway.api.calls import AnswerEncoder
 from gateway.api.sse import DONE, comment, error_event, usage_fields
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S
 from gateway.http.exchange import SSE_HEADERS, Answered, Exchange
@@ -41,7 +41,7 @@ class StreamWriter:
     def __init__(
         self,
         exchange: Exchange,
-        maker: AnswerMaker,
+        maker: AnswerEncoder,
         request: Answered,
         timeouts: TimeoutSettings,
         answer: RecordedAnswer | None = None,

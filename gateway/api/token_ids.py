@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.api.details import Details
+from gateway.api.answer_options import AnswerOptions
 from gateway.api.sse import decoded, event
 from gateway.request.chunks import Chunks
 from protocol.chat import Deltas
 from protocol.messages import Tokens
 
 
-def with_token_ids(chunks: Chunks, details: Details, *, choices: int, prompt_in_choice: bool) -> Chunks:
+def with_token_ids(chunks: Chunks, details: AnswerOptions, *, choices: int, prompt_in_choice: bool) -> Chunks:
     """The same chunks, with token ids in them where these are wanted."""
     if details.prompt_ids is None:
         return chunks
@@ -31,7 +31,7 @@ class WithTokenIds:
     ) -> None:
         """``prompt_in_choice``: where an event tells the prompt's ids, in the choice or beside the choices.
 
-        ``first_index``: see Details.
+        ``first_index``: see AnswerOptions.
         """
         self.usage = inner.usage
         self._inner = inner

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.dispatch.plausible import plausible_timings
-from gateway.hosted.place import HostedPlace
+from gateway.hosted.slot import HostedSlot
 from protocol.dead_letters import AttemptFailure
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, Finished, Timings
@@ -39,7 +39,7 @@ class CurrentAttempt:
     heard_s: float  # of its worker
     tokens_before: int = 0  # output tokens held when it began
     is_encoded: bool = False  # it begins with token ids that were made of a text: ResumePoint.is_encoded
-    hosted: HostedPlace | None = None  # at the pool whose lane it waits in, or runs at; None: our own workers
+    hosted: HostedSlot | None = None  # at the pool whose lane it waits in, or runs at; None: our own workers
     is_rescue: bool = False  # one of its request's attempts was taken before: it goes first
     is_moved: bool = False  # the one before was withdrawn, to wait elsewhere, and has not failed
     stream_sequence: int | None = None  # of its message; None: not stored yet, or perhaps lost
@@ -143,7 +143,7 @@ class AttemptLog:
         self.spent = TimeSpent()
         self.hosted_failed: set[str] = set()  # hosted pools that are not tried again
         self._max_attempts = max_attempts
-        self._shunned: list[str] = []
+        self._avoided: list[str] = []
         self._real = 0
         self._fruitless = 0  # real ones since the last that made tokens, that one included
         self._free = 0  # free ones since then
@@ -161,9 +161,9 @@ class AttemptLog:
             self._real += 1
             self._fruitless += 1
 
-    def shun(self, worker_id: str) -> None:
+    def avoid_worker(self, worker_id: str) -> None:
         """Avoid a worker that was wrong not to accept."""
-        self._shunned.append(worker_id)
+        self._avoided.append(worker_id)
 
     @property
     def exhausted(self) -> bool:
@@ -180,7 +180,7 @@ class AttemptLog:
 
         The jitter parts a request that kills its workers from those that ran beside it.
         """
-        in_a_row = max(self._fruitless, len(self._shunned))
+        in_a_row = max(self._fruitless, len(self._avoided))
         if in_a_row < 2:
             return 0.0
         longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (in_a_row - 2))
@@ -190,7 +190,7 @@ class AttemptLog:
     def avoid(self) -> tuple[str, ...]:
         """Workers on which an attempt failed. Those that left in order are not among them."""
         failed = [failure.worker_id for failure in self.failures if failure.code not in FREE_CODES]
-        return tuple(dict.fromkeys([worker_id for worker_id in (*failed, *self._shunned) if worker_id is not None]))
+        return tuple(dict.fromkeys([worker_id for worker_id in (*failed, *self._avoided) if worker_id is not None]))
 
     def why(self) -> str:
         """The whole story, in one line."""

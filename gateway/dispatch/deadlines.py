@@ -8,12 +8,12 @@ from gateway.request.mailbox import Failure
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 
-RESCUE_PATIENCE_S: Final = 5.0  # for an attempt after the first, even if the first has used all patience up
+RESCUE_QUEUE_WAIT_S: Final = 5.0  # for an attempt after the first, even if the first has used all patience up
 WITHDRAW_LINGER_S: Final = 2.0  # how long a worker that pulled the job at the last moment may still say so
 ACCEPT_LIMIT_S: Final = 1.0  # within which a worker takes a request that is not to be queued
 
 
-class Patience:
+class QueueWaitBudget:
     """How long the request may still wait in the queue, over all its attempts."""
 
     def __init__(self, limit_s: float) -> None:
@@ -21,7 +21,7 @@ class Patience:
 
     def spend(self, waited_s: float) -> None:
         """Take off what an attempt has waited. A little stays: this one may fail in mid-stream."""
-        least_s = min(RESCUE_PATIENCE_S, self.left_s)
+        least_s = min(RESCUE_QUEUE_WAIT_S, self.left_s)
         self.left_s = max(least_s, self.left_s - waited_s)
 
 

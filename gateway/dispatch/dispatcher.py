@@ -18,18 +18,18 @@ from gateway.admission.registry import WorkerRegistry
 from gateway.admission.ticket import Ticket
 from gateway.dispatch.dead_letters import DeadLetters
 from gateway.dispatch.detector import LossDetector
+from gateway.dispatch.internal_errors import fail_alone
 from gateway.dispatch.job_queue import JobQueue, objects_of
-from gateway.dispatch.lookups import Lookups
+from gateway.dispatch.lookups import JobLookups
 from gateway.dispatch.observers import Observer, Observers
 from gateway.dispatch.open_requests import OpenRequests
-from gateway.dispatch.orphans import Orphans
 from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.record import dead_letter, rescue, settle_limits
 from gateway.dispatch.recorder import Recorder
 from gateway.dispatch.request import OpenRequest
 from gateway.dispatch.revisions import LiveRevisions, go_on_without
 from gateway.dispatch.streams import Streams
-from gateway.dispatch.unforeseen import fail_alone
+from gateway.dispatch.unowned_attempts import UnownedAttempts
 from gateway.request.mailbox import Failure, Mailbox
 from gateway.request.states import State
 from gateway.request.unread import UnreadBytes
@@ -72,12 +72,12 @@ class Dispatcher:
         self._recorder = Recorder(settings.gateway_id, outbox, intents)
         self._observers = Observers(observers)
         self._streams = Streams(bus, settings)
-        self._lookups = Lookups(bus)
+        self._lookups = JobLookups(bus)
         self._overflow = overflow
         self._queue = JobQueue(bus, self._lookups, settings.gateway_id, overflow)
         self._dead_letters = DeadLetters(bus)
         self._unread = UnreadBytes(settings.limits.max_unread_bytes)
-        self._orphans = Orphans(self.cancel, None if overflow is None else overflow.heard)
+        self._unowned = UnownedAttempts(self.cancel, None if overflow is None else overflow.heard)
         self._by_worker: dict[str, dict[str, OpenRequest]] = {}  # those that a worker has, by worker and request
         self._detector = LossDetector(bus, registry, self._by_worker.keys)
         self._frames_subject = subjects.frames_subject(settings.gateway_id)
@@ -289,7 +289,7 @@ class Dispatcher:
         for frame in step.frames:
             request = self._open.get(frame.request_id)
             if request is None:
-                self._orphans.on_frame(worker_id, frame, now_s)
+                self._unowned.on_frame(worker_id, frame, now_s)
                 continue
             try:
                 request.on_frame(worker_id, frame, now_s)
@@ -338,12 +338,12 @@ class Dispatcher:
 
     def cancel(self, worker_id: str, cancel: Cancel) -> None:
         """Tell a worker to stop an attempt."""
-        self._orphans.told(worker_id, cancel, time.monotonic())
+        self._unowned.told(worker_id, cancel, time.monotonic())
         self._spawn(self._control(worker_id, cancel))
 
     def fenced_out(self, worker_id: str, frame: Frame, now_s: float) -> None:
         """A worker runs an attempt that nobody waits for."""
-        self._orphans.on_frame(worker_id, frame, now_s)
+        self._unowned.on_frame(worker_id, frame, now_s)
 
     def ask_again(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
         """Tell a worker to send the frames of the current attempt again."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from gateway.dispatch.request import OpenRequest
 from gateway.request.mailbox import Ended, Failure
-from gateway.request.place import Place
+from gateway.request.queue_position import QueuePosition
 from gateway.request.states import State
 
 
@@ -104,7 +104,7 @@ class RequestGroup:
         """See ``OpenRequest``."""
         return [row for request in self._requests for row in request.rows_seen_to()]
 
-    def place(self) -> Place | None:
+    def place(self) -> QueuePosition | None:
         """Where the last of them stands; None once none waits for its first worker."""
         places = [place for request in self._requests if (place := request.place()) is not None]
         return max(places, key=lambda place: place.position, default=None)

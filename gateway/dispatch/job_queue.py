@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from gateway.dispatch.attempts import CurrentAttempt
-from gateway.dispatch.lookups import Lookups
+from gateway.dispatch.lookups import JobLookups
 from gateway.dispatch.overflow import JOB_LIMIT_S, Overflow
 from gateway.dispatch.record import origin_of
 from gateway.dispatch.request import OpenRequest
@@ -50,7 +50,7 @@ def _chat_object(admission: Admission) -> str:
 class JobQueue:
     """The gateway's side of the interactive stream. Every method ends only when its work is done or pointless."""
 
-    def __init__(self, bus: Bus, lookups: Lookups, gateway_id: str, overflow: Overflow | None) -> None:
+    def __init__(self, bus: Bus, lookups: JobLookups, gateway_id: str, overflow: Overflow | None) -> None:
         self._bus = bus
         self._lookups = lookups
         self._gateway_id = gateway_id

@@ -26,7 +26,7 @@ LOOKS_PER_ROUND: Final = 50  # some 0.2 ms of the server's time each, so at most
 log = logging.getLogger(__name__)
 
 
-class Lookups:
+class JobLookups:
     """When each waiting job was last looked up, and which were missing then."""
 
     def __init__(self, bus: Bus) -> None:

@@ -16,10 +16,10 @@ from typing import Any, Final
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.revisions import Taker
-from gateway.hosted.place import HostedPlace
+from gateway.dispatch.revisions import ServingWorker
 from gateway.hosted.pool import HostedPool
-from gateway.hosted.pools import HostedPools, Offer, Wanted
+from gateway.hosted.pools import HostedDemand, HostedPools, Offer
+from gateway.hosted.slot import HostedSlot
 from gateway.request.admission import Admission
 from gateway.request.states import State
 from gateway.settings import GatewaySettings
@@ -56,7 +56,7 @@ class Overflow:
         self._only_hosted = settings.only_hosted
         self._allowed = allowed
         self._moving: set[str] = set()  # requests for whose places money is waited for
-        self._lingering: dict[tuple[str, int], HostedPlace] = {}  # by request and attempt
+        self._lingering: dict[tuple[str, int], HostedSlot] = {}  # by request and attempt
         control.hosted_has_room = self._has_room
 
     def _stays(self, admission: Admission) -> bool:
@@ -70,7 +70,7 @@ class Overflow:
 
         def reads(pool: HostedPool) -> bool:
             takers = self._takers(pool, admission.model)
-            return any(taker.takes != TAKES_MESSAGES or admission.conversation is not None for taker in takers)
+            return any(server.takes != TAKES_MESSAGES or admission.conversation is not None for server in takers)
 
         wanted = _wanted(admission, admission.hosted, completion_tokens)
         return not isinstance(self._pools.offer(wanted, (), reads), str)
@@ -89,7 +89,7 @@ class Overflow:
         if place is None:
             return
         if request.current is current and request.waits_for_worker(current.number):
-            request.place_hosted(place)
+            request.reserve_hosted_slot(place)
         else:
             place.refund()
 
@@ -149,13 +149,13 @@ class Overflow:
 
     def _fits(self, request: OpenRequest, pool: HostedPool) -> bool:
         """Whether a worker there may go on with what is made already, and can read the prompt."""
-        return any(taker.may_take(request) for taker in self._takers(pool, request.admission.model))
+        return any(server.may_take(request) for server in self._takers(pool, request.admission.model))
 
-    def _takers(self, pool: HostedPool, model: str) -> Iterator[Taker]:
+    def _takers(self, pool: HostedPool, model: str) -> Iterator[ServingWorker]:
         """Its live workers that serve a model."""
         for beat in self._registry.live_beats(time.monotonic()):
             if beat.tier == subjects.HOSTED_TIER and beat.pool == pool.name and model in beat.models:
-                yield Taker.of(beat, model)
+                yield ServingWorker.of(beat, model)
 
     # --- what it has cost ---------------------------------------------------------------------------------------------
 
@@ -184,10 +184,12 @@ class Overflow:
             place.settle()
 
 
-def _wanted(admission: Admission, providers: tuple[str, ...], completion_tokens: int, held_tokens: int = 0) -> Wanted:
+def _wanted(
+    admission: Admission, providers: tuple[str, ...], completion_tokens: int, held_tokens: int = 0
+) -> HostedDemand:
     # A hosted API is asked for each choice by itself, and reads the prompt and what is made of it already each time.
     prompts = admission.sampling.n if admission.pooling is None else 1
-    return Wanted(
+    return HostedDemand(
         admission.model,
         providers,
         admission.prompt_tokens * prompts + held_tokens,

@@ -13,17 +13,17 @@ from gateway.admission.ticket import Ticket
 from gateway.dispatch.actions import Actions
 from gateway.dispatch.attempts import AttemptLog, CurrentAttempt
 from gateway.dispatch.chat_choices import choices_of
-from gateway.dispatch.deadlines import WITHDRAW_LINGER_S, Patience, overdue
+from gateway.dispatch.deadlines import WITHDRAW_LINGER_S, QueueWaitBudget, overdue
+from gateway.dispatch.failure_rules import VANISHED, is_premature, too_much_unread, verdict_of, why_over
 from gateway.dispatch.plausible import plausible_prompt, why_implausible
-from gateway.dispatch.verdicts import VANISHED, is_premature, too_much_unread, verdict_of, why_over
-from gateway.hosted.place import HostedPlace
+from gateway.hosted.slot import HostedSlot
 from gateway.request.mailbox import Ended, Failure, Mailbox, StillWaiting
-from gateway.request.place import Place
+from gateway.request.queue_position import QueuePosition
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.chat import Deltas
 from protocol.errors import ErrorCode
-from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, Unread, Vector
+from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, UnreadableFrame, Vector
 from protocol.usage import RequestRecord
 
 CANCEL_LIMIT_S: Final = 5.0  # how long the exact counts of a stopped attempt are waited for
@@ -69,7 +69,7 @@ class OpenRequest:
         self.on_end: Callable[[Ended], None] | None = None  # called when the caller's verdict is known
         self._timeouts = timeouts
         self._actions = actions
-        self._patience = Patience(admission.queue_wait_s)
+        self._queue_wait = QueueWaitBudget(admission.queue_wait_s)
         self._last_event_s = now_s
         self._stop_deadline_s = float("inf")
         self._cancel_sent_s = float("-inf")
@@ -90,7 +90,7 @@ class OpenRequest:
     def queue_deadline_s(self) -> float:
         """Until when the current attempt may wait for a worker (monotonic clock)."""
         total_s = self.admission.received_s + self._timeouts.total_s
-        return min(self.current.queued_s + self._patience.left_s, total_s, self.admission.deadline_s)
+        return min(self.current.queued_s + self._queue_wait.left_s, total_s, self.admission.deadline_s)
 
     @property
     def completion_tokens(self) -> int:
@@ -102,7 +102,7 @@ class OpenRequest:
         """Output tokens of the current attempt, as far as they have come."""
         return self.choices.held_tokens() - self.current.tokens_before
 
-    def place(self) -> Place | None:
+    def place(self) -> QueuePosition | None:
         """Where it stands now; None once it no longer waits for its first worker."""
         return self.ticket.place()
 
@@ -165,7 +165,9 @@ class OpenRequest:
                 self.current.last_token_s = self._last_event_s = now_s
         elif isinstance(frame, Accepted):
             reason = self._on_accepted(worker_id, frame, now_s)
-        elif isinstance(frame, Unread):  # of a kind that a newer worker sends: whoever does not know it does without
+        elif isinstance(
+            frame, UnreadableFrame
+        ):  # of a kind that a newer worker sends: whoever does not know it does without
             reason = frame.reason if frame.is_known else None
         else:
             reason = None
@@ -180,13 +182,13 @@ class OpenRequest:
     def _on_accepted(self, worker_id: str, frame: Accepted, now_s: float) -> str | None:
         reason = why_implausible(frame)
         if reason is not None or self.state is not State.QUEUED:
-            self.log.shun(worker_id)
+            self.log.avoid_worker(worker_id)
             return reason or "the attempt was accepted twice"
         self.state = State.RUNNING
         self._note_worker(worker_id, frame, now_s)
         if self.current.hosted is not None:
             self.current.hosted.leave_room()
-        self._patience.spend(now_s - self.current.queued_s)
+        self._queue_wait.spend(now_s - self.current.queued_s)
         self.ticket.accepted(worker_id)
         return None
 
@@ -219,7 +221,7 @@ class OpenRequest:
 
     def _on_failed(self, worker_id: str, frame: Failed, now_s: float) -> None:
         if is_premature(frame, self.queue_deadline_s, now_s):
-            self.log.shun(worker_id)
+            self.log.avoid_worker(worker_id)
         elif self.choices.is_final(frame):
             self._end("failed", verdict_of(frame, self.admission, now_s), now_s)
             return
@@ -242,7 +244,7 @@ class OpenRequest:
         elif isinstance(frame, (Tokens, Deltas)):
             if frame.seq >= current.next_seq and self.choices.take(frame) is None:
                 current.next_seq, current.last_token_s = frame.seq + 1, now_s
-        elif isinstance(frame, (Vector, Unread)):
+        elif isinstance(frame, (Vector, UnreadableFrame)):
             current.next_seq = max(current.next_seq, frame.seq + 1)
         else:
             self._take_last_word(frame, now_s)
@@ -263,12 +265,12 @@ class OpenRequest:
         if self.waits_for_worker(attempt):
             self._attempt_failed(why.code, why.message, now_s)
 
-    def place_hosted(self, place: HostedPlace) -> None:
+    def reserve_hosted_slot(self, place: HostedSlot) -> None:
         """The current attempt is to be queued for a hosted pool."""
         self.current.hosted, self.hosted_wait = place, None
         self.ticket.leave_queue()
 
-    def move(self, attempt: int, place: HostedPlace | None, now_s: float) -> None:
+    def move(self, attempt: int, place: HostedSlot | None, now_s: float) -> None:
         """Wait elsewhere: at a hosted pool, or no longer there."""
         if self.waits_for_worker(attempt):
             self._actions.withdraw(self)
@@ -304,10 +306,10 @@ class OpenRequest:
         else:
             self._next_attempt(now_s)
 
-    def _next_attempt(self, now_s: float, *, is_moved: bool = False, hosted: HostedPlace | None = None) -> None:
+    def _next_attempt(self, now_s: float, *, is_moved: bool = False, hosted: HostedSlot | None = None) -> None:
         last = self.current
         if self.state is State.QUEUED:
-            self._patience.spend(now_s - last.queued_s)
+            self._queue_wait.spend(now_s - last.queued_s)
         self._actions.left(self)
         self.log.spent.add(last)
         held, self._unheard_tokens = self.choices.held_tokens(), 0
@@ -316,7 +318,7 @@ class OpenRequest:
         self.current.is_rescue = last.is_rescue or held > 0 or not (is_moved or last.hosted)
         self.state = State.QUEUED
         if hosted is not None:
-            self.place_hosted(hosted)
+            self.reserve_hosted_slot(hosted)
         elif self.current.is_rescue:
             self.ticket.leave_queue()  # for the resume lane
         else:

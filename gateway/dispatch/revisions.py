@@ -9,8 +9,8 @@ may come back, and then ends with an error: it never goes on with other weights.
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
+from gateway.dispatch.failure_rules import ANSWER_CUT, forget_answer
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.verdicts import ANSWER_CUT, forget_answer
 from gateway.request.mailbox import Failure
 from gateway.request.states import State
 from protocol import subjects
@@ -21,7 +21,7 @@ from protocol.messages import Heartbeat, Revision
 TOKENIZER_WAIT_S: Final = 5.0  # longer than it takes from a card to the first heartbeat of the worker that published it
 
 
-class Taker(NamedTuple):
+class ServingWorker(NamedTuple):
     """What a worker says of how it serves a model."""
 
     revision: Revision
@@ -29,7 +29,7 @@ class Taker(NamedTuple):
     continues: bool  # answers that others have begun
 
     @classmethod
-    def of(cls, beat: Heartbeat, model: str) -> "Taker":
+    def of(cls, beat: Heartbeat, model: str) -> "ServingWorker":
         """What a heartbeat says."""
         return cls(beat.revisions.get(model, Revision()), beat.takes, beat.continues)
 
@@ -50,12 +50,12 @@ class LiveRevisions:
 
     def __init__(self, beats: Iterable[Heartbeat], only_hosted: Collection[str] = ()) -> None:
         """``only_hosted``: models that hosted pools alone serve."""
-        self._by_model: dict[str, set[Taker]] = {}
-        self._all: dict[str, set[Taker]] = {}  # hosted ones, too
+        self._by_model: dict[str, set[ServingWorker]] = {}
+        self._all: dict[str, set[ServingWorker]] = {}  # hosted ones, too
         for beat in beats:
             is_hosted = beat.tier == subjects.HOSTED_TIER
             for model in () if beat.draining else beat.models:
-                taker = Taker.of(beat, model)
+                taker = ServingWorker.of(beat, model)
                 self._all.setdefault(model, set()).add(taker)
                 if not is_hosted or model in only_hosted:
                     self._by_model.setdefault(model, set()).add(taker)

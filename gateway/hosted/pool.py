@@ -9,8 +9,8 @@ from gateway.settings import HostedPoolSettings
 from ledger.prices import TokenPrice
 from protocol import subjects
 from protocol.quotas import Kind
+from quotas.limits import Limits
 from quotas.pools import cap_account
-from quotas.terms import Terms
 
 # Providers count a prompt with tokenizers of their own: so much more than our count is reserved of the money.
 PROMPT_MARGIN: Final = 1.25
@@ -18,10 +18,10 @@ REST_S: Final = 5.0  # a pool that did not take in time what it had room for get
 SHUT_S: Final = 1.0  # how soon what a cap refuses is asked again
 
 
-def caps_of(name: str, settings: HostedPoolSettings) -> tuple[tuple[str, Terms], ...]:
+def caps_of(name: str, settings: HostedPoolSettings) -> tuple[tuple[str, Limits], ...]:
     """The accounts of a pool's caps, with what they limit."""
     return tuple(
-        (cap_account(name, period), Terms((None, None, None, nano_usd(usd)), period))
+        (cap_account(name, period), Limits((None, None, None, nano_usd(usd)), period))
         for period, usd in settings.caps.items()
     )
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
 from gateway.admission.capacity import Capacity
-from gateway.hosted.place import HostedPlace
 from gateway.hosted.pool import HostedPool, most_cost_nano_usd
+from gateway.hosted.slot import HostedSlot
 from gateway.settings import HostedPoolSettings
 from ledger.prices import TokenPrice
 from quotas.pools import POOL
@@ -19,7 +19,7 @@ FULL: Final = "full"
 CAP_REACHED: Final = "cap-reached"
 
 
-class Wanted(NamedTuple):
+class HostedDemand(NamedTuple):
     """What a request asks of a hosted pool."""
 
     model: str
@@ -55,7 +55,7 @@ class HostedPools:
                 quotas.keep(POOL, account_id, terms)
 
     def offer(
-        self, wanted: Wanted, tried: Collection[str] = (), fits: Callable[[HostedPool], bool] | None = None
+        self, wanted: HostedDemand, tried: Collection[str] = (), fits: Callable[[HostedPool], bool] | None = None
     ) -> Offer | str:
         """The cheapest pool that has room, or why there is none. From memory.
 
@@ -77,7 +77,7 @@ class HostedPools:
                 best = Offer(pool, price, cost)
         return best or why
 
-    async def take(self, offer: Offer, sequences: int) -> HostedPlace | None:
+    async def take(self, offer: Offer, sequences: int) -> HostedSlot | None:
         """Take what was offered just now, with the money; None: the caps do not hold it."""
         pool, price, cost = offer
         pool.promised += sequences
@@ -90,4 +90,4 @@ class HostedPools:
         except BaseException:
             pool.promised -= sequences
             raise
-        return HostedPlace(pool, sequences, reservation)
+        return HostedSlot(pool, sequences, reservation)

@@ -20,7 +20,7 @@ from gateway.request.trace import Trace
 from protocol.clock import unix_now_ms
 from protocol.deadlines import shared_deadlines, wait_until_done
 from web.answers import EXCHANGE_KEY
-from web.errors import ApiError, DatabaseAway, InvalidApiKey, MissingScope
+from web.errors import ApiError, InvalidApiKey, LedgerUnavailable, MissingScope
 
 if TYPE_CHECKING:
     from gateway.http.cycle import Cycle
@@ -96,7 +96,7 @@ class Exchange:
     def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
         """Whose key this is. Raises InvalidApiKey; MissingScope if it does not open ``scope``.
 
-        Raises DatabaseAway for a key that is not known here and may be a new one.
+        Raises LedgerUnavailable for a key that is not known here and may be a new one.
         """
         scheme, _, token = self.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
@@ -105,7 +105,7 @@ class Exchange:
             )
         principal = keys.authenticate(token.strip())
         if principal is None and keys.may_be_old:
-            raise DatabaseAway("This API key is not known here, and new keys cannot be looked up at the moment.")
+            raise LedgerUnavailable("This API key is not known here, and new keys cannot be looked up at the moment.")
         if principal is None:
             raise InvalidApiKey("Incorrect API key provided.")
         if scope not in principal.scopes:

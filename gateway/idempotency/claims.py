@@ -20,7 +20,7 @@ STREAM: Final = f"KV_{subjects.IDEMPOTENCY_BUCKET}"
 log = logging.getLogger(__name__)
 
 
-class StandingClaim(Struct, frozen=True):
+class HeldClaim(Struct, frozen=True):
     """The claim that stands after all."""
 
     gateway_id: str
@@ -36,7 +36,7 @@ class Claims:
         self._gateway_id = gateway_id
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def take(self, name: str, fingerprint: str, *, over: int | None) -> StandingClaim | None:
+    async def take(self, name: str, fingerprint: str, *, over: int | None) -> HeldClaim | None:
         """Claim a key for this gateway, unless another claim stands than the one with sequence ``over`` (None: none).
 
         None: it changed hands while we looked; try again.
@@ -50,10 +50,10 @@ class Claims:
             log.warning("the bucket of idempotency keys cannot be used; a key counts at this gateway only: %s", error)
             return self._for_this_gateway_only()
 
-    def _for_this_gateway_only(self) -> StandingClaim:
-        return StandingClaim(self._gateway_id, None, is_new=True)
+    def _for_this_gateway_only(self) -> HeldClaim:
+        return HeldClaim(self._gateway_id, None, is_new=True)
 
-    async def _put(self, name: str, fingerprint: str, last_sequence: int) -> StandingClaim | None:
+    async def _put(self, name: str, fingerprint: str, last_sequence: int) -> HeldClaim | None:
         try:
             sequence = await self._bus.publish_durable(
                 subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, name),
@@ -66,15 +66,15 @@ class Claims:
             if error.code in WRONG_LAST_SEQUENCE:
                 return None
             raise
-        return StandingClaim(self._gateway_id, sequence, is_new=True)
+        return HeldClaim(self._gateway_id, sequence, is_new=True)
 
-    async def _read(self, name: str) -> StandingClaim | None:
+    async def _read(self, name: str) -> HeldClaim | None:
         subject = subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, name)
         found = await self._bus.get_message(STREAM, last_by_subj=subject)
         if found is None:
             return None
         claim = decode_claim(base64.b64decode(found["data"]))
-        return StandingClaim(claim.gateway_id, int(found["seq"]), is_new=False)
+        return HeldClaim(claim.gateway_id, int(found["seq"]), is_new=False)
 
     def release(self, sequence: int) -> None:
         """Remove a claim of ours, by its sequence: one that has been taken over since stays. Does not wait."""

@@ -9,7 +9,7 @@ from protocol.idempotency import MAX_PART_BYTES
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
-class Forgotten(Exception):
+class RecordingTruncated(Exception):
     """The answer outgrew the room for recordings, and what a reader wanted next is no longer there."""
 
 
@@ -65,9 +65,9 @@ class Recording:
             await self._changed.wait()
 
     def read(self, position: int) -> tuple[bytes, bool]:
-        """A piece of the body from byte ``position`` on, and whether it is the last. Raises Forgotten."""
+        """A piece of the body from byte ``position`` on, and whether it is the last. Raises RecordingTruncated."""
         start = position - self._forgotten_bytes
         if start < 0:
-            raise Forgotten
+            raise RecordingTruncated
         body = bytes(self._body[start : start + MAX_PART_BYTES])
         return body, self.ended and start + len(body) >= len(self._body)

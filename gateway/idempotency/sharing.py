@@ -8,12 +8,12 @@ from typing import Final
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from gateway.idempotency.recording import Forgotten
+from gateway.idempotency.recording import RecordingTruncated
 from gateway.idempotency.runs import Run, Runs
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.errors import BusError, BusTimeout, NobodyListens, ProtocolError
-from protocol.idempotency import PART_WAIT_S, AskPart, Part, Standing, decode_ask, decode_part, encode
+from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
+from protocol.idempotency import PART_WAIT_S, AnswerPartRequest, ClaimState, Part, decode_ask, decode_part, encode
 
 MAX_QUESTIONS: Final = 1024  # waiting here at once; more are not answered, and asked again
 PART_LIMIT_S: Final = PART_WAIT_S + 1.0
@@ -23,22 +23,22 @@ MAX_SILENCES: Final = 3  # in a row, then the owner counts as frozen
 log = logging.getLogger(__name__)
 
 
-class OwnerSilent(Exception):
+class OwnerUnresponsive(Exception):
     """The owner of the key is connected and does not answer: nobody knows whether the request still runs."""
 
 
-class OwnerGone(Exception):
+class OwnerNotFound(Exception):
     """The owner of the key is not there, or no longer knows it."""
 
 
-def standing_of(run: Run, fingerprint: str) -> Standing:
+def claim_state_of(run: Run, fingerprint: str) -> ClaimState:
     """How a request with this fingerprint stands to a run that has its key."""
     if run.fingerprint != fingerprint:
-        return Standing.REUSED
-    return Standing.REPLAYED if run.recording.ended else Standing.ATTACHED
+        return ClaimState.REUSED
+    return ClaimState.REPLAYED if run.recording.ended else ClaimState.ATTACHED
 
 
-async def part_of(run: Run, standing: Standing, position: int, *, wait_s: float | None = None) -> Part:
+async def part_of(run: Run, standing: ClaimState, position: int, *, wait_s: float | None = None) -> Part:
     """What the answer has from byte ``position`` on; empty if nothing has come within ``wait_s`` (None: waits)."""
     recording = run.recording
     with contextlib.suppress(TimeoutError):
@@ -46,8 +46,8 @@ async def part_of(run: Run, standing: Standing, position: int, *, wait_s: float 
             await recording.wait_for_more(position)
     try:
         body, last = recording.read(position)
-    except Forgotten:
-        return Part(Standing.NOT_KEPT)
+    except RecordingTruncated:
+        return Part(ClaimState.NOT_KEPT)
     status, headers = recording.head or (0, ())
     return Part(standing, status, headers, body, ended=last, complete=last and recording.complete)
 
@@ -78,39 +78,39 @@ class AnswerServer:
         self._questions.add(task)
         task.add_done_callback(self._questions.discard)
 
-    async def _answer(self, reply_subject: str, question: AskPart) -> None:
+    async def _answer(self, reply_subject: str, question: AnswerPartRequest) -> None:
         try:
             await self._bus.publish(reply_subject, encode(await self._part(question)))
         except BusError as error:  # it is asked again
             log.debug("a part of an answer was not sent: %s", error)
 
-    async def _part(self, question: AskPart) -> Part:
+    async def _part(self, question: AnswerPartRequest) -> Part:
         run = self._runs.find(question.name)
         if run is None and self._runs.is_claiming(question.name):
             await asyncio.sleep(CLAIMING_S)
-            return Part(Standing.ATTACHED)  # nothing yet: ask again
+            return Part(ClaimState.ATTACHED)  # nothing yet: ask again
         if run is None:
-            return Part(Standing.UNKNOWN)
-        standing = standing_of(run, question.fingerprint)
-        if standing is Standing.REUSED:
+            return Part(ClaimState.UNKNOWN)
+        standing = claim_state_of(run, question.fingerprint)
+        if standing is ClaimState.REUSED:
             return Part(standing)
         with run.reading():
             return await part_of(run, standing, question.position, wait_s=PART_WAIT_S)
 
 
-async def ask(bus: Bus, gateway_id: str, question: AskPart) -> Part:
-    """One part of an answer from the gateway that has it. Raises OwnerGone or OwnerSilent."""
+async def ask(bus: Bus, gateway_id: str, question: AnswerPartRequest) -> Part:
+    """One part of an answer from the gateway that has it. Raises OwnerNotFound or OwnerUnresponsive."""
     for _ in range(MAX_SILENCES):
         try:
             reply = await bus.request(subjects.answers_subject(gateway_id), encode(question), timeout_s=PART_LIMIT_S)
             part = decode_part(reply.data)
-        except NobodyListens as error:
-            raise OwnerGone from error
+        except NoResponders as error:
+            raise OwnerNotFound from error
         except BusTimeout:
             continue
         except (BusError, ProtocolError) as error:
-            raise OwnerSilent from error
-        if part.standing is Standing.UNKNOWN:
-            raise OwnerGone
+            raise OwnerUnresponsive from error
+        if part.standing is ClaimState.UNKNOWN:
+            raise OwnerNotFound
         return part
-    raise OwnerSilent
+    raise OwnerUnresponsive

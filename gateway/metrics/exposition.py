@@ -17,7 +17,7 @@ from protocol.messages import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class MetricsSnapshot:
     """What there is to show."""
 
     counts: RequestCounts
@@ -111,7 +111,7 @@ class Moment:
         yield from (cap, used)
 
 
-async def exposition(moment: Moment, accept: str) -> tuple[bytes, str]:
+async def exposition(moment: MetricsSnapshot, accept: str) -> tuple[bytes, str]:
     """Return a moment's series as text, and its content type: OpenMetrics where ``accept`` asks for it."""
     encode, content_type = choose_encoder(accept)
     if isinstance(encode, partial):  # it would escape vLLM's colons, too; none of our names needs any escaping

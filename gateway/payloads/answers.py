@@ -15,7 +15,7 @@ _EVENT_START: Final = b"data: "
 _EVENT_END: Final = b"\n\n"
 
 
-class Teller(Protocol):
+class ChoiceEncoder(Protocol):
     """What a call makes of a choice's text."""
 
     def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
@@ -68,19 +68,19 @@ class RecordedAnswer:
             self._calls += [event.removeprefix(_EVENT_START) for event in events.split(_EVENT_END) if _CALLS in event]
 
     def add_whole(self, choices: Iterable[tuple[str, str | None, Sequence[Part]]], body: bytes) -> None:
-        """Take an answer that is not streamed: its choices (``answers.Told``), and the body that tells them."""
+        """Take an answer that is not streamed: its choices (``answers.ChoiceContent``) and its body."""
         for index, (text, finish_reason, parts) in enumerate(choices):
             self._add(index, text, finish_reason, parts)
         if _CALLS in body:
             self._calls.append(body)
 
-    def choices(self, teller: Teller) -> list[dict[str, Any]]:
+    def choices(self, encoder: ChoiceEncoder) -> list[dict[str, Any]]:
         """The choices, once complete."""
         ids = self._call_ids()
         choices = []
         rows = zip(self._texts, self._finish_reasons, self._parts, strict=True)
         for index, (texts, finish_reason, parts) in enumerate(rows):
-            choice = {"index": index, **teller.told("".join(texts), finish_reason or "", parts)}
+            choice = {"index": index, **encoder.told("".join(texts), finish_reason or "", parts)}
             for place, call in enumerate(choice.get("message", {}).get("tool_calls", ())):
                 call["id"] = ids.get((index, place), call["id"])
             choices.append(choice)

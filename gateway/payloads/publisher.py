@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from accounts.checks import MAX_RETENTION_DAYS
 from accounts.consent import Consent
-from gateway.payloads.answers import RecordedAnswer, Teller
+from gateway.payloads.answers import ChoiceEncoder, RecordedAnswer
 from gateway.payloads.redaction import Redactor, UnredactablePrompt
 from ledger.payloads.end_user import kept_end_user
 from ledger.payloads.sealing import Sealer, parse_keys
@@ -36,7 +36,7 @@ DAY_MS: Final = 24 * 3600 * 1000
 log = logging.getLogger(__name__)
 
 
-class CapturedCall(Teller, Protocol):
+class CapturedCall(ChoiceEncoder, Protocol):
     """What is kept of a call."""
 
     name: str

@@ -81,7 +81,7 @@ async def read(
 
 
 @dataclass(frozen=True, slots=True)
-class Cover:
+class RollupCoverage:
     """Which rows say what there was in some steps, and in which of them each counts."""
 
     cuts: Sequence[int]  # where each step begins, and where the last ends
@@ -109,7 +109,7 @@ class Cover:
             yield number, 1
 
 
-def cover_of(steps: Sequence[Window], *, may_subtract: bool) -> Cover:
+def cover_of(steps: Sequence[Window], *, may_subtract: bool) -> RollupCoverage:
     """The fewest rows. ``may_subtract``: of a day in several parts, the greatest may be the day less the others."""
     cuts = [step.since_unix_ms for step in steps]
     cuts += [step.until_unix_ms for step in steps[-1:]]
@@ -130,7 +130,7 @@ def cover_of(steps: Sequence[Window], *, may_subtract: bool) -> Cover:
         for number, (since, until) in parts:
             for width_s, *piece in sorted(_pieces(since, until, WIDTHS_S[:-1]), key=lambda found: found[1]):
                 _append(ranges[width_s, 0 <= number < len(steps)], *piece)
-    return Cover(cuts, ranges, days)
+    return RollupCoverage(cuts, ranges, days)
 
 
 def _length_ms(part: tuple[int, Range]) -> int:

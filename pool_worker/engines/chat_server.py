@@ -22,7 +22,7 @@ from engine.types import EngineCounters, EngineStats, FinishReason, Refusal, Seq
 from pool_worker.engines.base import Capacity, EngineDiedError
 from pool_worker.engines.chat import ChatOutput, ChatPoint, ChatRequest
 from pool_worker.engines.chat_formats import chat_format
-from pool_worker.engines.chat_formats.base import ChatAsk, ChatDelta, EndReason, refuse_unknown
+from pool_worker.engines.chat_formats.base import ChatDelta, ChatServerRequest, EndReason, refuse_unknown
 from pool_worker.engines.server_choice import SEED_STRIDE
 from pool_worker.engines.server_connection import AttemptFailed, ServerConnection
 from pool_worker.settings import AnyChatSettings
@@ -228,12 +228,12 @@ class ChatChoice:
         self._chars = 0
         self._told_tokens = 0
 
-    def ask(self, model: str) -> ChatAsk:
+    def ask(self, model: str) -> ChatServerRequest:
         """Return what the server is asked for."""
         params, chat = self._request.sampling, self._request.chat
         seed = None if params.seed is None else params.seed + self._point.index * SEED_STRIDE
         limit = max(1, params.max_tokens - self._point.tokens) if chat.is_limited else None
-        return ChatAsk(model, chat, params, limit, seed, self._point.text)
+        return ChatServerRequest(model, chat, params, limit, seed, self._point.text)
 
     def take(self, delta: ChatDelta) -> ChatOutput | None:
         """Take what one event says; return what it yields, None if that is nothing yet."""

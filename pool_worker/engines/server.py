@@ -25,7 +25,7 @@ from engine.pooling_types import PoolingRequest
 from engine.step_stats import StepStats
 from engine.types import EngineCounters, EngineInfo, EngineStats, GenerationRequest, Refusal, SequenceOutput
 from pool_worker.engines.base import Capacity, EngineDiedError
-from pool_worker.engines.formats.base import Ask, Delta, ServerFacts, done_here, refuse_unknown
+from pool_worker.engines.formats.base import Delta, ServerFacts, ServerRequest, done_here, refuse_unknown
 from pool_worker.engines.server_choice import ServerChoice
 from pool_worker.engines.server_connection import AttemptFailed
 from pool_worker.engines.text_tokens import TextTokens, UnwritableError
@@ -254,7 +254,7 @@ class ServerEngine:
         with self._place_of(choice):
             await self._source.stream(self._ask(choice), lambda delta: self._take(choice, delta))
 
-    def _ask(self, choice: ServerChoice) -> Ask:
+    def _ask(self, choice: ServerChoice) -> ServerRequest:
         if choice.is_resumed and not self.continues:
             raise AttemptFailed("this pool's server may lose a blank where it goes on with a text")
         try:

@@ -8,7 +8,7 @@ from engine.detokenizer import TokenText
 from engine.output_text import OutputText
 from engine.step_stats import SequenceClock
 from engine.types import FinishReason, GenerationRequest, ResumePoint, SequenceOutput, TokenLogprob
-from pool_worker.engines.formats.base import Ask, Delta, Medium, Scored, ServerFacts
+from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.text_tokens import AnswerText, TextTokens, UnwritableError
 
@@ -56,7 +56,7 @@ class ServerChoice:
                 break
         return self._output([], text, None) if text or self.text.finish_reason else None
 
-    def ask(self, facts: ServerFacts, max_model_len: int, text: TextTokens | None, answers_in: Medium) -> Ask:
+    def ask(self, facts: ServerFacts, max_model_len: int, text: TextTokens | None, answers_in: Medium) -> ServerRequest:
         """Return what the server is asked for; ``text``: how it is written out, for a server that is asked in text.
 
         Raises RequestRejected or UnwritableError for what cannot be written.
@@ -69,7 +69,7 @@ class ServerChoice:
                 self._answer = AnswerText(text, owed)
             elif owed:
                 raise UnwritableError("the answer was cut in a character, which this pool's server cannot finish")
-        return Ask(
+        return ServerRequest(
             facts=facts,
             token_ids=[*self._prompt_ids, *self._resumed_ids],
             text=written,

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.formats import FORMATS
-from pool_worker.engines.formats.base import Abilities, Ask, Delta, ServerFacts
+from pool_worker.engines.formats.base import Abilities, Delta, ServerFacts, ServerRequest
 from pool_worker.engines.formats.memory import MEMORY_PAGES
 from pool_worker.engines.framing import MalformedEvent
 from pool_worker.engines.server_connection import ServerConnection
@@ -30,7 +30,7 @@ class TokenSource(Protocol):
         """Look after the server's health until it is lost, and say so."""
         ...
 
-    async def stream(self, ask: Ask, take: Callable[[Delta], bool]) -> None:
+    async def stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
         """Hand over what follows in one choice, until ``take`` says that it has all.
 
         Raises RequestRejected and AttemptFailed; ``take`` may raise MalformedEvent, which becomes the latter. When it
@@ -76,7 +76,7 @@ class HttpSource:
         """See TokenSource."""
         await self._connection.watch(self._format.health_path)
 
-    async def stream(self, ask: Ask, take: Callable[[Delta], bool]) -> None:
+    async def stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
         """See TokenSource."""
         seen_tokens = 0
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from engine.errors import RequestRejected
 from pool_worker.engines.base import EngineDiedError
-from pool_worker.engines.formats.base import Abilities, Ask, Delta, Scored, ServerFacts
+from pool_worker.engines.formats.base import Abilities, Delta, Scored, ServerFacts, ServerRequest
 from pool_worker.engines.formats.openai_completions import ended_by
 from pool_worker.engines.formats.vllm import VllmFormat, sampling
 from pool_worker.engines.framing import MalformedEvent, ServerFailure
@@ -81,7 +81,7 @@ class VllmInProcess:
                 self._lose("its engine core has died")
                 return
 
-    async def stream(self, ask: Ask, take: Callable[[Delta], bool]) -> None:
+    async def stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
         """See TokenSource."""
         vllm = self._started
         if not self._running:
@@ -104,7 +104,7 @@ class VllmInProcess:
         finally:
             self._running -= 1
 
-    async def _stream(self, ask: Ask, take: Callable[[Delta], bool]) -> None:
+    async def _stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
         vllm, silence_s = self._started, self._settings.silence_s
         loop = asyncio.get_running_loop()
         prompt = {"prompt_token_ids": list(ask.token_ids)}
@@ -137,7 +137,7 @@ class _Started:
     refusal: type[Exception]  # this request can never be served
     failure: type[Exception]  # whatever else goes wrong
 
-    def sampling_params(self, ask: Ask) -> object:
+    def sampling_params(self, ask: ServerRequest) -> object:
         """Return what is asked for as vLLM has it."""
         told = sampling(ask)
         structured = told.pop("structured_outputs", None)

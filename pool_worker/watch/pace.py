@@ -50,7 +50,7 @@ class _Stretch:
 
 
 @dataclass(slots=True)
-class Slowdown:
+class SlowdownDetector:
     """Durations of one kind beside what is normal for their class."""
 
     stretch: int
@@ -90,8 +90,8 @@ class Pace:
     def __init__(self, settings: WatchSettings, kv_tokens: int) -> None:
         self._settings = settings
         self._kv_tokens = kv_tokens
-        self._tpot = Slowdown(TPOT_STRETCH)
-        self._ttft = Slowdown(TTFT_STRETCH)
+        self._tpot = SlowdownDetector(TPOT_STRETCH)
+        self._ttft = SlowdownDetector(TTFT_STRETCH)
         self._last: tuple[float, EngineStats] | None = None
         self._slow_s = 0.0
         self._has_news = False  # since it was judged last

@@ -28,7 +28,7 @@ class LoadRefused(Exception):
     """What is measured cannot take a load of this size; the message is its reason."""
 
 
-class OutOfTime(LoadRefused):
+class TimeBudgetExceeded(LoadRefused):
     """There is no time left for this load; rounds of it that were run count."""
 
 
@@ -81,7 +81,7 @@ class Target(Protocol):
     """What can be measured: an engine in this process, or an endpoint."""
 
     def run(self, load: Load, seed: int) -> list[Answer]:
-        """Run one load to its end; `seed` makes its prompts. Raises LoadRefused, OutOfTime or BenchError."""
+        """Run one load to its end; `seed` makes its prompts. Raises LoadRefused, TimeBudgetExceeded or BenchError."""
         ...
 
     def environment(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def measure(
         except LoadRefused as refusal:
             for _ in range(rounds - len(found)):
                 advance()
-            if not found or not isinstance(refusal, OutOfTime):
+            if not found or not isinstance(refusal, TimeBudgetExceeded):
                 yield Skipped(load.prompt_tokens, load.batch, load.new_tokens, str(refusal))
                 continue
         yield figures(load, found)

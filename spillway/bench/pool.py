@@ -22,7 +22,7 @@ from pool_worker.settings import PORT_PLACE, EngineSettings
 from pool_worker.watch.start import number_tokens
 from protocol.chat import TAKES_MESSAGES, Chat, Turn
 from spillway.bench.endpoint import PROBE_WORDS, prompt_size, random_words
-from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, OutOfTime, Piece
+from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece, TimeBudgetExceeded
 
 CANCEL_LIMIT_S: Final = 5.0  # for an engine to let go of what it is told to stop
 TOKENS_PER_WORD: Final = 1.5  # of a number, where an API does not count
@@ -121,7 +121,7 @@ class PoolTarget:
         """See ``measure.Target``."""
         self._refuse_what_cannot_be_held(load)
         if time.monotonic() >= self._deadline_s:
-            raise OutOfTime(f"no time was left of {self._limit_s:g} s (--seconds)")
+            raise TimeBudgetExceeded(f"no time was left of {self._limit_s:g} s (--seconds)")
         return self._runner.run(self._run(load, seed))
 
     def _refuse_what_cannot_be_held(self, load: Load) -> None:
@@ -139,7 +139,7 @@ class PoolTarget:
             async with asyncio.timeout(self._deadline_s - time.monotonic()):
                 seen = await self._ask(load, seed)
         except TimeoutError:
-            raise OutOfTime(f"not done within {self._limit_s:g} s for all loads (--seconds)") from None
+            raise TimeBudgetExceeded(f"not done within {self._limit_s:g} s for all loads (--seconds)") from None
         if not all(one.pieces for one in seen):
             raise LoadRefused("an answer came without a token")
         return [_answer(one) for one in seen]

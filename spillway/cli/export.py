@@ -19,7 +19,7 @@ from spillway.cli.context import ConfigOption, DataOption, database, err, out, r
 from spillway.cli.policy import this_actor
 from training.export import Exporter, ExportPlan
 from training.formats import FORMATS
-from training.rows import Wanted
+from training.rows import ExportFilter
 from training.rules import MIN_EXAMPLES
 
 
@@ -48,7 +48,7 @@ def finetune(
     async def main() -> None:
         sealer = Sealer(parse_keys(resolved.payload_settings().key))
         async with database(resolved) as engine:
-            wanted = Wanted(
+            wanted = ExportFilter(
                 until_unix_ms=_unix_ms(until) or unix_now_ms(),
                 since_unix_ms=_unix_ms(since),
                 model=model,

@@ -3,8 +3,8 @@
 import time
 
 from db.money import NANO_USD
+from quotas.account_store import AccountStore
 from quotas.recount import Recount, recount_budgets
-from quotas.vault import Vault
 from spillway.cli.context import ConfigOption, DataOption, database, out, queue_server, run_async, running_or_config
 
 
@@ -18,7 +18,7 @@ def recount(config: ConfigOption = None, data: DataOption = None) -> None:
 
     async def main() -> None:
         async with queue_server(resolved, "spillway limits") as bus, database(resolved) as engine:
-            counts = await recount_budgets(engine, Vault(bus), time.time())
+            counts = await recount_budgets(engine, AccountStore(bus), time.time())
         for count in counts:
             out.print(_text(count), markup=False, soft_wrap=True)
         if not counts:

@@ -26,12 +26,12 @@ import psutil
 from nats.aio.msg import Msg
 
 from accounts.principal import Policy
-from benchmarks.stream_client import Exchange, Patience, exchange, read
+from benchmarks.stream_client import Exchange, ReadTimeouts, exchange, read
 from protocol import subjects
 from protocol.messages import Accepted, Failed, Finished, decode_step
 from protocol.quotas import NOTHING
 from quotas.account import CLOCK_SLACK_S, LEASE_S
-from quotas.vault import Vault
+from quotas.account_store import AccountStore
 from spillway.children import Child
 from tests.chaos.client import http_request
 from tests.chaos.system import MODEL, Shape, System
@@ -57,7 +57,7 @@ SHAPE = Shape(
     price={"completion": NANO_USD_PER_TOKEN / 1000},
     clocks_ahead_s=(0.0, AHEAD_S),
 )
-PATIENCE = Patience(idle_s=30.0, total_s=60.0)
+TIMEOUTS = ReadTimeouts(idle_s=30.0, total_s=60.0)
 READY_LIMIT_S = 60.0
 FREE_LIMIT_S = 15.0
 ASK_S = 0.5  # until one of the refused callers has asked again, which is when a lease is seen to be over
@@ -114,7 +114,7 @@ class Storm:
             "stream_options": {"include_usage": True},
         }
         request = http_request("/v1/chat/completions", self.system.tenant_keys[key], body)
-        return await exchange(port or self.system.port, request, PATIENCE, leave=leave)
+        return await exchange(port or self.system.port, request, TIMEOUTS, leave=leave)
 
     async def blow(self, key: str, seconds: float, callers: int = CALLERS) -> list[Exchange]:
         """All that was answered while so many asked again and again, and at the least until the limit was met."""
@@ -220,9 +220,9 @@ async def _kill_one(storm: Storm, running: Running) -> tuple[float, float]:
 
 async def _until_forgotten(system: System, latest_s: float) -> float:
     """When the account has no more leases than there are gateways left, or ``latest_s``."""
-    vault, key_id = Vault(system.bus), system.key_ids["concurrent"]
+    account_store, key_id = AccountStore(system.bus), system.key_ids["concurrent"]
     while time.perf_counter() < latest_s:
-        found = await vault.load(key_id)
+        found = await account_store.load(key_id)
         if found is not None and len(found[0].leases) < system.shape.gateways:
             break
         await asyncio.sleep(POLL_S)
@@ -232,19 +232,19 @@ async def _until_forgotten(system: System, latest_s: float) -> float:
 async def cancels(storm: Storm, findings: Findings, count: int) -> None:
     """Afterwards no gateway holds anything of any limit."""
     findings.figures["endings"] = await storm.leave_anywhen("all", count)
-    vault, began_s = Vault(storm.system.bus), time.perf_counter()
+    account_store, began_s = AccountStore(storm.system.bus), time.perf_counter()
     for name, key_id in storm.system.key_ids.items():
-        while await _is_held(vault, key_id):
+        while await _is_held(account_store, key_id):
             if time.perf_counter() - began_s > FREE_LIMIT_S:
-                findings.offences.append(f"something of {name} stays reserved: {await vault.load(key_id)}")
+                findings.offences.append(f"something of {name} stays reserved: {await account_store.load(key_id)}")
                 break
             await asyncio.sleep(POLL_S)
     findings.figures["free_after_s"] = round(time.perf_counter() - began_s, 3)
 
 
-async def _is_held(vault: Vault, key_id: str) -> bool:
+async def _is_held(account_store: AccountStore, key_id: str) -> bool:
     """By a gateway that still renews its lease."""
-    found = await vault.load(key_id)
+    found = await account_store.load(key_id)
     if found is None:
         return False
     live_ms = (time.time() - CLOCK_SLACK_S) * 1000

@@ -13,13 +13,13 @@ from console.dashboard.view import DAY_MS, View
 from ledger.queries.traffic import Traffic, totals
 from ledger.queries.window import Dimension, Window
 from protocol.quotas import Kind
-from quotas.terms import Terms, period_start_s, terms_of
-from quotas.usage import Use, uses
+from quotas.limits import Limits, limits_of, period_start_s
+from quotas.usage import LimitUsage, uses
 
 USED_DAYS: Final = 30
 MAX_SHOWN: Final = 500  # keys, and teams; the admin API lists all
 
-Usage = Mapping[str, tuple[Use, ...]]  # by the id of a key or team
+Usage = Mapping[str, tuple[LimitUsage, ...]]  # by the id of a key or team
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Accounts:
     usage: Usage | None = None  # None: the queue server cannot be asked
 
     @property
-    def terms(self) -> dict[str, Terms]:
+    def terms(self) -> dict[str, Limits]:
         """What is limited, by the id of a key that is accepted still, or of a team."""
         live = (key for key in self.keys if self.state_of(key) == "active")
         policies = [*((team.team_id, team.policy) for team in self.teams), *((key.key_id, key.policy) for key in live)]
-        found = ((account_id, terms_of(policy)) for account_id, policy in policies)
+        found = ((account_id, limits_of(policy)) for account_id, policy in policies)
         return {account_id: terms for account_id, terms in found if terms is not None}
 
     def state_of(self, key: ApiKey) -> str:

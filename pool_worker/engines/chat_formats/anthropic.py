@@ -13,8 +13,8 @@ from pydantic import SecretStr
 
 from pool_worker.engines.chat_formats.base import (
     AnswerReader,
-    ChatAsk,
     ChatDelta,
+    ChatServerRequest,
     Count,
     EndReason,
     effort,
@@ -68,12 +68,12 @@ class AnthropicFormat:
         del headers
         return 402 if status == 400 and _UNPAID in text else status
 
-    def path(self, ask: ChatAsk) -> str:
+    def path(self, ask: ChatServerRequest) -> str:
         """See ChatFormat."""
         del ask
         return "/v1/messages"
 
-    def body(self, ask: ChatAsk) -> dict[str, Any]:
+    def body(self, ask: ChatServerRequest) -> dict[str, Any]:
         """See ChatFormat. Raises RequestRejected for what the API does not take."""
         refuse_continuation(ask, self)
         told = alternate(ask, _Blocks())
@@ -93,7 +93,7 @@ class AnthropicFormat:
             | _output(ask.chat)
         )
 
-    def _thinking(self, ask: ChatAsk) -> dict[str, Any]:
+    def _thinking(self, ask: ChatServerRequest) -> dict[str, Any]:
         if ask.chat.reasoning_effort == "none":
             return {"thinking": {"type": "disabled"}}
         is_begun = ask.chat.continues_last or bool(ask.prefix)
@@ -102,7 +102,7 @@ class AnthropicFormat:
             return {}
         return {"thinking": {"type": "adaptive", "display": "summarized"}}
 
-    def reader(self, ask: ChatAsk) -> AnswerReader:
+    def reader(self, ask: ChatServerRequest) -> AnswerReader:
         """See ChatFormat."""
         return _Reader(owed(ask))
 

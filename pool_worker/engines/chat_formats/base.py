@@ -31,7 +31,7 @@ _Told = TypeVar("_Told", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAsk:
+class ChatServerRequest:
     """What is asked of a server for one choice."""
 
     model: str  # as the server calls it
@@ -67,7 +67,7 @@ class ChatFormat(Protocol):
     honoured: frozenset[str]  # the fields of SamplingParams that it honours, beside DONE_HERE
     schemas: frozenset[str]  # what of "json_object" and "json_schema" an answer can be made to follow
     takes_tools: bool
-    continues: bool  # it goes on with an assistant's message (``ChatAsk.prefix``) without repeating it
+    continues: bool  # it goes on with an assistant's message (``ChatServerRequest.prefix``) without repeating it
 
     def auth(self) -> httpx.Auth | None:
         """Return what signs every request; None: the settings' API key goes as a bearer token."""
@@ -77,15 +77,15 @@ class ChatFormat(Protocol):
         """Return the status that an error means by HTTP, where the API tells it by another."""
         ...
 
-    def path(self, ask: ChatAsk) -> str:
+    def path(self, ask: ChatServerRequest) -> str:
         """Return where to post, relative to the settings' URL."""
         ...
 
-    def body(self, ask: ChatAsk) -> dict[str, Any]:
+    def body(self, ask: ChatServerRequest) -> dict[str, Any]:
         """Make the body of a request for a stream."""
         ...
 
-    def reader(self, ask: ChatAsk) -> AnswerReader:
+    def reader(self, ask: ChatServerRequest) -> AnswerReader:
         """Return what reads the answer to one request."""
         ...
 
@@ -119,7 +119,7 @@ def refuse_unknown(chat: Chat, params: SamplingParams, chat_format: ChatFormat) 
             raise RequestRejected("response_format", f"this pool's API cannot follow a {kind}")
 
 
-def sampling(ask: ChatAsk, names: Mapping[str, str], max_temperature: float) -> dict[str, Any]:
+def sampling(ask: ChatServerRequest, names: Mapping[str, str], max_temperature: float) -> dict[str, Any]:
     """Return what the caller has set, under an API's own names; what they have not is the API's own default."""
     if ask.params.temperature > max_temperature:
         raise RequestRejected("temperature", f"this pool's API takes at most {max_temperature:g}")
@@ -141,7 +141,7 @@ def effort(chat: Chat, known: Sequence[str]) -> str | None:
     raise RequestRejected("reasoning_effort", f"this pool's API takes {', '.join(known)}")
 
 
-def refuse_continuation(ask: ChatAsk, chat_format: ChatFormat) -> None:
+def refuse_continuation(ask: ChatServerRequest, chat_format: ChatFormat) -> None:
     """Raise RequestRejected where an answer is begun, and the API does not go on with one."""
     if (ask.chat.continues_last or ask.prefix) and not chat_format.continues:
         raise RequestRejected("continue_final_message", "this pool's API does not support it")

@@ -14,8 +14,8 @@ from engine.errors import RequestRejected
 from pool_worker.engines.chat_formats.aws import auth_of, meant_by_aws
 from pool_worker.engines.chat_formats.base import (
     AnswerReader,
-    ChatAsk,
     ChatDelta,
+    ChatServerRequest,
     Count,
     EndReason,
     effort,
@@ -66,11 +66,11 @@ class BedrockFormat:
         """See ChatFormat."""
         return meant_by_aws(status, headers, text)
 
-    def path(self, ask: ChatAsk) -> str:
+    def path(self, ask: ChatServerRequest) -> str:
         """See ChatFormat."""
         return f"/model/{quote(ask.model, safe='')}/converse-stream"
 
-    def body(self, ask: ChatAsk) -> dict[str, Any]:
+    def body(self, ask: ChatServerRequest) -> dict[str, Any]:
         """See ChatFormat. Raises RequestRejected for what the API does not take."""
         refuse_continuation(ask, self)
         told = alternate(ask, _Blocks())
@@ -83,7 +83,7 @@ class BedrockFormat:
             inference["maxTokens"] = limit
         return body | {"inferenceConfig": inference} | _tools(ask.chat, told) | _output(ask.chat)
 
-    def reader(self, ask: ChatAsk) -> AnswerReader:
+    def reader(self, ask: ChatServerRequest) -> AnswerReader:
         """See ChatFormat."""
         return _Reader(owed(ask))
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 
 from engine.errors import RequestRejected
-from pool_worker.engines.chat_formats.base import ChatAsk
+from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.framing import MalformedEvent
 from protocol.chat import Call, Turn
 
@@ -46,7 +46,7 @@ class Conversation:
     called: dict[str, Call] = field(default_factory=dict)  # by their ids
 
 
-def alternate(ask: ChatAsk, blocks: Blocks) -> Conversation:
+def alternate(ask: ChatServerRequest, blocks: Blocks) -> Conversation:
     """Write a conversation, the begun answer at its end. Raises RequestRejected."""
     turns = list(ask.chat.turns)
     if ask.chat.continues_last:
@@ -64,13 +64,13 @@ def alternate(ask: ChatAsk, blocks: Blocks) -> Conversation:
     return told
 
 
-def owed(ask: ChatAsk) -> str:
+def owed(ask: ChatServerRequest) -> str:
     """Return the blanks at the end of what the client has of the answer: no API takes them there."""
     begun = _begun(ask)
     return begun[len(begun.rstrip()) :]
 
 
-def _begun(ask: ChatAsk) -> str:
+def _begun(ask: ChatServerRequest) -> str:
     before = ask.chat.turns[-1].content or "" if ask.chat.continues_last else ""
     return before + ask.prefix
 

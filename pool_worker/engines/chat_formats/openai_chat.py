@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from engine.errors import RequestRejected
-from pool_worker.engines.chat_formats.base import AnswerReader, ChatAsk, ChatDelta, EndReason, HeaderAuth
+from pool_worker.engines.chat_formats.base import AnswerReader, ChatDelta, ChatServerRequest, EndReason, HeaderAuth
 from pool_worker.engines.chat_formats.openai_profiles import PROFILES, Profile
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 from pool_worker.settings import OpenAIChatSettings
@@ -56,12 +56,12 @@ class OpenAIChatFormat:
         del headers, text
         return status
 
-    def path(self, ask: ChatAsk) -> str:
+    def path(self, ask: ChatServerRequest) -> str:
         """See ChatFormat."""
         path = self._profile.continued_path if _is_continued(ask) and self._profile.continued_path else None
         return (path or self._profile.path).format(model=ask.model, api_version=self._settings.api_version)
 
-    def body(self, ask: ChatAsk) -> dict[str, Any]:
+    def body(self, ask: ChatServerRequest) -> dict[str, Any]:
         """See ChatFormat. Raises RequestRejected for what only some APIs take."""
         profile, chat = self._profile, ask.chat
         body: dict[str, Any] = {"model": ask.model, "messages": self._messages(ask), "stream": True}
@@ -80,7 +80,7 @@ class OpenAIChatFormat:
             body["reasoning_effort"] = chat.reasoning_effort
         return body | profile.in_body if _is_continued(ask) else body
 
-    def _messages(self, ask: ChatAsk) -> list[dict[str, Any]]:
+    def _messages(self, ask: ChatServerRequest) -> list[dict[str, Any]]:
         if ask.chat.continues_last and not self.continues:
             raise RequestRejected("continue_final_message", "this pool's API does not support it")
         turns = list(ask.chat.turns)
@@ -119,22 +119,22 @@ class OpenAIChatFormat:
             told["parallel_tool_calls"] = False
         return told
 
-    def reader(self, ask: ChatAsk) -> AnswerReader:
+    def reader(self, ask: ChatServerRequest) -> AnswerReader:
         """See ChatFormat."""
         return _Reader(self._repeated(ask))
 
-    def _repeated(self, ask: ChatAsk) -> str:
+    def _repeated(self, ask: ChatServerRequest) -> str:
         if not (self._profile.repeats_prefix and _is_continued(ask)):
             return ""
         before = ask.chat.turns[-1].content or "" if ask.chat.continues_last else ""
         return before + ask.prefix
 
 
-def _is_continued(ask: ChatAsk) -> bool:
+def _is_continued(ask: ChatServerRequest) -> bool:
     return bool(ask.prefix) or ask.chat.continues_last
 
 
-def _sampling(ask: ChatAsk, profile: Profile) -> dict[str, Any]:
+def _sampling(ask: ChatServerRequest, profile: Profile) -> dict[str, Any]:
     """Return what the caller has set; what he has not is the API's own default, as he would have it there."""
     params = ask.params
     told: dict[str, Any] = {"temperature": params.temperature}  # its default is not everywhere the same

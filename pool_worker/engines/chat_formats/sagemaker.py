@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from pool_worker.engines.chat_formats.aws import auth_of, meant_by_aws
-from pool_worker.engines.chat_formats.base import ChatAsk
+from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.chat_formats.openai_chat import OpenAIChatFormat
 from pool_worker.engines.framing import Framing
 from pool_worker.settings import OpenAIChatSettings, SageMakerSettings
@@ -44,7 +44,7 @@ class SageMakerFormat(OpenAIChatFormat):
             return int(answered[1] or answered[2])
         return meant_by_aws(status, headers, text)
 
-    def path(self, ask: ChatAsk) -> str:
+    def path(self, ask: ChatServerRequest) -> str:
         """See ChatFormat."""
         del ask
         return f"/endpoints/{quote(self._endpoint.endpoint, safe='')}/invocations-response-stream"

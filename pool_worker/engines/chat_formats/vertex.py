@@ -13,8 +13,8 @@ import msgspec
 from engine.errors import RequestRejected
 from pool_worker.engines.chat_formats.base import (
     AnswerReader,
-    ChatAsk,
     ChatDelta,
+    ChatServerRequest,
     Count,
     EndReason,
     effort,
@@ -80,11 +80,11 @@ class VertexFormat:
         del headers
         return meant_by_google(status, text)
 
-    def path(self, ask: ChatAsk) -> str:
+    def path(self, ask: ChatServerRequest) -> str:
         """See ChatFormat."""
         return f"{model_path(self._settings, 'google', ask.model)}:streamGenerateContent?alt=sse"
 
-    def body(self, ask: ChatAsk) -> dict[str, Any]:
+    def body(self, ask: ChatServerRequest) -> dict[str, Any]:
         """See ChatFormat. Raises RequestRejected for what the API does not take."""
         refuse_continuation(ask, self)
         told = alternate(ask, _Parts())
@@ -104,7 +104,7 @@ class VertexFormat:
             config["thinkingLevel"] = level.upper()
         return {"thinkingConfig": config} if config else {}
 
-    def reader(self, ask: ChatAsk) -> AnswerReader:
+    def reader(self, ask: ChatServerRequest) -> AnswerReader:
         """See ChatFormat."""
         del ask
         return _Reader()

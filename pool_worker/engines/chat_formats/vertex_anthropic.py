@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from pool_worker.engines.chat_formats.anthropic import AnthropicFormat
-from pool_worker.engines.chat_formats.base import ChatAsk
+from pool_worker.engines.chat_formats.base import ChatServerRequest
 from pool_worker.engines.chat_formats.google import AccessToken, meant_by_google, model_path
 from pool_worker.settings import VertexAnthropicSettings
 
@@ -32,11 +32,11 @@ class VertexAnthropicFormat(AnthropicFormat):
         del headers
         return meant_by_google(status, text)
 
-    def path(self, ask: ChatAsk) -> str:
+    def path(self, ask: ChatServerRequest) -> str:
         """See ChatFormat."""
         return f"{model_path(self._place, 'anthropic', ask.model)}:streamRawPredict"
 
-    def body(self, ask: ChatAsk) -> dict[str, Any]:
+    def body(self, ask: ChatServerRequest) -> dict[str, Any]:
         """See ChatFormat."""
         body = super().body(ask)
         del body["model"]

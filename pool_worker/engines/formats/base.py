@@ -67,7 +67,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ServerRequest:
     """What is to follow in one choice."""
 
     facts: ServerFacts
@@ -107,7 +107,7 @@ class WireFormat(Abilities, Protocol):
         ...
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """Make the body of a request for a stream."""
         ...
 

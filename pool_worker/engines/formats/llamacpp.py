@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Medium, Scored, ServerFacts, ids
+from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, Scored, ServerFacts, ServerRequest, ids
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
@@ -38,7 +38,7 @@ class LlamaCppFormat:
         return ServerFacts(model or str(answer.get("model_alias", "default")), context, slots)
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """See WireFormat. What it would do by itself (top_k 40, min_p 0.05, …) is switched off."""
         params = ask.params
         body: dict[str, Any] = {

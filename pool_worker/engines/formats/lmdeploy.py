@@ -7,7 +7,7 @@ endpoints/generate.py of https://github.com/InternLM/lmdeploy
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pool_worker.engines.formats.base import Ask, Delta, Medium, ServerFacts, ids
+from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest, ids
 from pool_worker.engines.formats.openai_completions import model_of
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
@@ -33,7 +33,7 @@ class LMDeployFormat:
         return model_of(answer, model)
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """See WireFormat."""
         params = ask.params
         return {

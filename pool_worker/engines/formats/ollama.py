@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import Ask, Delta, Medium, ServerFacts
+from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 _ENDS: Final = {"stop": "eos", "length": "length"}
@@ -49,7 +49,7 @@ class OllamaFormat:
         return ServerFacts(chosen)
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """See WireFormat. What it and the model's file would do by themselves is switched off.
 
         Without ``num_ctx`` it would cut the prompt, and with ``shift`` forget its beginning, without a word.

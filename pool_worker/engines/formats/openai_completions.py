@@ -6,7 +6,7 @@ Its documentation: https://platform.openai.com/docs/api-reference/completions
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import Ask, Delta, Medium, ServerFacts
+from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 
@@ -29,7 +29,7 @@ class OpenAICompletionsFormat:
         return model_of(answer, model)
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """See WireFormat. What OpenAI's API does not have goes by the names that vLLM and others gave it."""
         given = {name: getattr(ask.params, name) for name in ask.facts.honoured or OpenAICompletionsFormat.honoured}
         if "min_tokens" in given:

@@ -6,7 +6,7 @@ Its documentation: https://docs.sglang.ai/basic_usage/native_api.html and .../sa
 from collections.abc import Mapping
 from typing import Any
 
-from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Medium, ServerFacts, ids
+from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, ServerFacts, ServerRequest, ids
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 
@@ -32,7 +32,7 @@ class SGLangFormat:
         return ServerFacts(model or path)
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """See WireFormat."""
         params = ask.params
         sampling: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import Ask, Delta, Medium, Scored, ServerFacts
+from pool_worker.engines.formats.base import Delta, Medium, Scored, ServerFacts, ServerRequest
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 _ENDS: Final = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
@@ -46,7 +46,7 @@ class TgiFormat:
         )
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """See WireFormat. What is off must be left out: its bounds do not include the neutral values."""
         params = ask.params
         parameters: dict[str, Any] = {

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import Ask, Delta, Medium, ServerFacts
+from pool_worker.engines.formats.base import Delta, Medium, ServerFacts, ServerRequest
 from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 _PENALTIES: Final = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty"})
@@ -52,7 +52,7 @@ class TritonFormat:
         return ServerFacts(str(answer.get("name") or model), inputs=inputs, honoured=honoured)
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """See WireFormat."""
         params, inputs = ask.params, ask.facts.inputs
         given: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Medium, ServerFacts, ids
+from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, ServerFacts, ServerRequest, ids
 from pool_worker.engines.formats.openai_completions import cached_of, choice_of, ended_by, model_of
 from pool_worker.engines.framing import Framing
 
@@ -34,7 +34,7 @@ class TrtLlmFormat:
         return model_of(answer, model)
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """See WireFormat."""
         params = ask.params
         body: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pool_worker.engines.formats.base import SAMPLING, Ask, Delta, Medium, Scored, ServerFacts, ids
+from pool_worker.engines.formats.base import SAMPLING, Delta, Medium, Scored, ServerFacts, ServerRequest, ids
 from pool_worker.engines.formats.openai_completions import cached_of, choice_of, ended_by, model_of
 from pool_worker.engines.framing import Framing, MalformedEvent
 
@@ -34,7 +34,7 @@ class VllmFormat:
         return model_of(answer, model)
 
     @staticmethod
-    def body(ask: Ask) -> dict[str, Any]:
+    def body(ask: ServerRequest) -> dict[str, Any]:
         """See WireFormat."""
         body = {
             "model": ask.facts.model,
@@ -60,7 +60,7 @@ class VllmFormat:
         return Delta(token_ids, scored=None if scored is None else _scored(scored), ended_by=ended_by(choice))
 
 
-def sampling(ask: Ask) -> dict[str, Any]:
+def sampling(ask: ServerRequest) -> dict[str, Any]:
     """Return what is asked for, by the names that vLLM's API and its ``SamplingParams`` have in common."""
     params = ask.params
     told: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from benchmarks.scripted_answers import ScriptedAnswers
-from benchmarks.stream_client import Answer, Exchange, Patience, exchange, read
+from benchmarks.stream_client import Answer, Exchange, ReadTimeouts, exchange, read
 from protocol.messages import decode_job
 from tests.chaos.client import http_request
 from tests.chaos.ledger import settled_rows
@@ -24,7 +24,7 @@ from tests.chaos.watcher import JOB_SUBJECTS
 PATH = "/v1/chat/completions"
 READY_LIMIT_S = 60.0
 READY_POLL_S = 0.1
-PATIENCE = Patience(idle_s=60.0, total_s=900.0)
+TIMEOUTS = ReadTimeouts(idle_s=60.0, total_s=900.0)
 _TOKEN = re.compile(r" \w+|\.")  # the scripted engine's tokens are words and full stops
 
 
@@ -107,7 +107,7 @@ class Callers:
         }
         key = self._system.tenant_keys[tenant] if tenant else self._system.api_key
         request = http_request(PATH, key, body)
-        record = await exchange(self._system.port, request, PATIENCE, due_s=due_s, leave=leave, on_piece=on_piece)
+        record = await exchange(self._system.port, request, TIMEOUTS, due_s=due_s, leave=leave, on_piece=on_piece)
         asked = Asked(tenant, prompt, tokens, record, read(record), rest or {})
         self.asked.append(asked)
         return asked

@@ -20,8 +20,8 @@ from db.money import nano_usd
 from ledger.prices import TokenPrice
 from pool_worker.settings import ServerEngineSettings
 from protocol.errors import BusError
+from quotas.account_store import AccountStore
 from quotas.pools import cap_account
-from quotas.vault import Vault
 from tests.chaos.load_scenarios.callers import Asked
 from tests.chaos.load_scenarios.hosted_api import Bill, HostedApi, hosted_api
 from tests.chaos.load_scenarios.plan import Stage, expect
@@ -98,7 +98,7 @@ class Play:
     def __init__(self, stage: Stage, api: HostedApi) -> None:
         self._stage = stage
         self._api = api
-        self._vault = Vault(stage.system.bus)
+        self._account_store = AccountStore(stage.system.bus)
         self._cap_nano_usd = nano_usd(stage.system.shape.other_pools[API]["usd_per_day"])
         self._ours: list[LiveWorker] = []
         self._are_back = asyncio.Event()
@@ -204,13 +204,13 @@ class Play:
 
     async def _spent(self) -> int:
         with contextlib.suppress(BusError):  # on a busy machine
-            found = await self._vault.load(cap_account(API, "day"))
+            found = await self._account_store.load(cap_account(API, "day"))
             self._last_spent = self._last_spent if found is None else found[0].spent_nano_usd
         return self._last_spent
 
     async def _is_cap_known(self) -> bool:
         with contextlib.suppress(BusError):
-            return all([await self._vault.load(cap_account(API, period)) for period in ("day", "month")])
+            return all([await self._account_store.load(cap_account(API, period)) for period in ("day", "month")])
         return False
 
     async def _is_settled(self) -> bool:

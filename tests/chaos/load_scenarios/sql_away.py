@@ -19,7 +19,7 @@ from accounts.principal import Policy
 from db.models import RequestRow
 from ledger.check import check_rollups
 from protocol import subjects
-from quotas.vault import Vault
+from quotas.account_store import AccountStore
 from tests.chaos.ledger import settled_rows
 from tests.chaos.load_scenarios.callers import Asked, ttfts_ms
 from tests.chaos.load_scenarios.plan import Stage, expect
@@ -203,7 +203,7 @@ async def _judge_money(stage: Stage) -> None:
     async with system.database.connect() as connection:
         is_its = RequestRow.key_id == system.key_ids[LIMITED]
         charged = await connection.scalar(select(func.sum(RequestRow.charge_nano_usd)).where(is_its))
-    spent = await _spent(Vault(system.bus), system.key_ids[LIMITED], owed)
+    spent = await _spent(AccountStore(system.bus), system.key_ids[LIMITED], owed)
     stage.report.extras |= {"owed_nano_usd": owed, "charged_nano_usd": int(charged or 0), "spent_nano_usd": spent}
     if not owed == charged == spent:
         stage.report.offend(f"{owed} nano-USD are owed, {charged} charged, and the budget says {spent}")
@@ -211,11 +211,11 @@ async def _judge_money(stage: Stage) -> None:
         stage.report.offend(f"{wrong} rollups are not what the rows add up to")
 
 
-async def _spent(vault: Vault, key_id: str, owed: int) -> int:
+async def _spent(account_store: AccountStore, key_id: str, owed: int) -> int:
     """By the budget's account, once it has heard of everything, or ``SETTLE_LIMIT_S`` later."""
     deadline_s = time.perf_counter() + SETTLE_LIMIT_S
     while True:
-        found = await vault.load(key_id)
+        found = await account_store.load(key_id)
         spent = 0 if found is None else found[0].spent_nano_usd
         if spent == owed or time.perf_counter() > deadline_s:
             return spent

@@ -190,13 +190,13 @@ async def test_a_job_that_waits_for_long_is_left_alone(start_gateway: Start, mon
     monkeypatch.setattr(lookups_module, "QUIET_S", 0.1)
     monkeypatch.setattr(lookups_module, "LOOK_GAP_S", 0.1)
     looks: list[bool] = []
-    is_stored = lookups_module.Lookups.is_stored
+    is_stored = lookups_module.JobLookups.is_stored
 
-    async def counted(self: lookups_module.Lookups, message_id: str, sequence: int) -> bool:
+    async def counted(self: lookups_module.JobLookups, message_id: str, sequence: int) -> bool:
         looks.append(await is_stored(self, message_id, sequence))
         return looks[-1]
 
-    monkeypatch.setattr(lookups_module.Lookups, "is_stored", counted)
+    monkeypatch.setattr(lookups_module.JobLookups, "is_stored", counted)
     gateway = await start_gateway()
     asking = asyncio.create_task(stream_text(gateway))
     await until(lambda: len(looks) >= 2)
@@ -234,7 +234,7 @@ async def test_a_stop_string_split_over_a_crash(start_gateway: Start) -> None:
 async def test_what_goes_on_for_nobody_is_told_to_stop_again(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.dispatch.orphans.REPEAT_S", 0.1)
+    monkeypatch.setattr("gateway.dispatch.unowned_attempts.REPEAT_S", 0.1)
     gateway = await start_gateway()
     worker = await gateway.add_worker(script=until_cancelled)
     worker.deaf = True

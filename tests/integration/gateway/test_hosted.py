@@ -15,8 +15,8 @@ from db.money import nano_usd
 from gateway.settings import HostedPoolSettings, PriceSettings
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
+from quotas.account_store import AccountStore
 from quotas.pools import cap_account
-from quotas.vault import Vault
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello
 from tests.waiting import until
@@ -175,7 +175,7 @@ async def test_a_rescue_goes_to_a_hosted_pool_only_where_it_may(start_gateway: S
 
 async def spent(bus: Bus, period: str = "day") -> int | None:
     """Nano-USD of the pool's account; None while there is none."""
-    found = await Vault(bus).load(cap_account("api", period))
+    found = await AccountStore(bus).load(cap_account("api", period))
     return None if found is None else found[0].spent_nano_usd
 
 

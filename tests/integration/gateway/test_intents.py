@@ -10,7 +10,7 @@ import pytest
 
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.open_requests import AskOpen, decode_answer, encode
+from protocol.open_requests import OpenRequestsQuery, decode_answer, encode
 from protocol.usage import RequestIntent, RequestRecord
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
@@ -31,7 +31,9 @@ def spooled(gateway: GatewayUnderTest) -> bytes:
 
 
 async def open_at(bus: Bus, *request_ids: str) -> dict[str, int]:
-    reply = await bus.request(subjects.open_requests_subject("g0"), encode(AskOpen(request_ids)), timeout_s=10)
+    reply = await bus.request(
+        subjects.open_requests_subject("g0"), encode(OpenRequestsQuery(request_ids)), timeout_s=10
+    )
     return decode_answer(reply.data).completion_tokens
 
 

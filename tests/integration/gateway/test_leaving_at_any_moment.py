@@ -95,14 +95,14 @@ class Callers:
             writer.transport.abort()
 
 
-class Heart:
+class HeartbeatPublisher:
     """The worker's last heartbeat."""
 
     def __init__(self) -> None:
         self.last: Heartbeat | None = None
 
     @classmethod
-    async def of(cls, bus: Bus) -> "Heart":
+    async def of(cls, bus: Bus) -> "HeartbeatPublisher":
         heart = cls()
 
         async def on_beat(message: Any) -> None:
@@ -144,7 +144,7 @@ async def queued(bus: Bus) -> int:
 
 @pytest.mark.parametrize("headers", ["", "Idempotency-Key: {number}\r\n"], ids=["plain", "keyed"])
 async def test_nothing_stays_of_callers_that_leave(served: GatewayUnderTest, monitor_port: int, headers: str) -> None:
-    heart = await Heart.of(served.bus)
+    heart = await HeartbeatPublisher.of(served.bus)
     await until(heart.is_idle)
     tasks_before, subscriptions_before = len(asyncio.all_tasks()), count_subscriptions(monitor_port)
     callers = Callers(served, seed=7, headers=headers)

@@ -13,7 +13,7 @@ from accounts.principal import Policy
 from db.engine import create_engine
 from protocol.bus import Bus
 from protocol.quotas import RATES, Account, Kind
-from quotas.vault import Vault
+from quotas.account_store import AccountStore
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, ScriptedWorker, answer_hello, until_cancelled
 from tests.waiting import HANGS_S, until
@@ -52,7 +52,7 @@ def is_refused(answer: Any) -> bool:
 
 
 async def the_account(bus: Bus, key_id: str) -> Account:
-    found = await Vault(bus).load(key_id)
+    found = await AccountStore(bus).load(key_id)
     assert found is not None
     return found[0]
 
@@ -207,7 +207,7 @@ async def test_who_leaves_while_waiting_pays_nothing(start_gateway: Start, make_
         return sum((await the_account(bus, key_id)).used[Kind.TOKENS].values())
 
     async def is_reserved() -> bool:
-        return await Vault(bus).load(key_id) is not None and await used() > 0
+        return await AccountStore(bus).load(key_id) is not None and await used() > 0
 
     await until(is_reserved)
     asking.cancel()

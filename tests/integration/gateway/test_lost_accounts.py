@@ -18,10 +18,10 @@ from protocol.messages import encode
 from protocol.pull import Delivery, PullConsumer, ack
 from protocol.quotas import Kind
 from protocol.usage import encode_usage
+from quotas.account_store import AccountStore
 from quotas.quotas import Quotas, Refused, Unavailable
 from quotas.reservation import Estimate, Reservation
 from quotas.seeds import RollupLedger
-from quotas.vault import Vault
 from tests.integration.gateway.test_quotas import (
     Start,
     ask,
@@ -116,7 +116,7 @@ async def test_places_and_rates_are_not_given_twice(start: Start, bus: Bus, poli
             if one := await ask_patiently(quotas, policy, Estimate(1, 1)):
                 held.append(one)
     assert len(held) == 8
-    found = await Vault(bus).load("key_1")
+    found = await AccountStore(bus).load("key_1")
     if found is not None:  # or else all refuse by what they remember, and nobody had to put it back yet
         account, _ = found
         assert sum(lease.held[Kind.CONCURRENT] for lease in account.leases.values()) in {0, 8}

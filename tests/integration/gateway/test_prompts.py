@@ -15,7 +15,7 @@ from db.engine import create_engine
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.messages import unpack_token_ids
 from protocol.quotas import Kind
-from quotas.vault import Vault
+from quotas.account_store import AccountStore
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.small_tokenizer import byte_tokenizer
@@ -238,7 +238,7 @@ async def test_over_a_quota_costs_nothing(start_gateway: Start, sqlite_url: str,
     assert said(await create(model=MODEL, prompt=[[70]] * 2, max_tokens=14)) == ["Hello world"] * 2
 
     async def is_settled() -> bool:
-        found = await Vault(gateway.bus).load(key.key_id)
+        found = await AccountStore(gateway.bus).load(key.key_id)
         if found is None:
             return False
         account = found[0]

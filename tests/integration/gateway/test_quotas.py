@@ -17,15 +17,15 @@ from protocol import topology
 from protocol.bus import Bus
 from protocol.clock import ServerClock
 from protocol.messages import PROTOCOL_VERSION
-from protocol.quotas import NOTHING, Account, Kind, Vanished
+from protocol.quotas import NOTHING, Account, ExpiredLease, Kind
 from quotas import account as accounts
-from quotas import book as books
+from quotas import local_account as books
+from quotas.account_store import AccountStore
+from quotas.limits import period_at
 from quotas.quotas import SLICE_WAIT_S, Quotas, Refused, Unavailable
 from quotas.recount import recount_budgets
 from quotas.reservation import Estimate, Reservation
 from quotas.seeds import RollupLedger
-from quotas.terms import period_at
-from quotas.vault import Vault
 from tests.nats_server import NatsServer
 from tests.usage_records import request_record
 from tests.waiting import HANGS_S, until
@@ -98,7 +98,7 @@ def settle_all(reservations: list[Reservation], prompt_tokens: int = 10, complet
 
 
 async def the_account(bus: Bus, account_id: str = "key_1") -> Account:
-    found = await Vault(bus).load(account_id)
+    found = await AccountStore(bus).load(account_id)
     assert found is not None
     return found[0]
 
@@ -203,8 +203,8 @@ async def test_what_a_killed_gateway_held_comes_back_with_its_lease(
     await until(has_all)
 
 
-def _only_for(living: Quotas, exchange_soon: Callable[[Quotas, books.Book], None]) -> Callable[..., None]:
-    def exchange_if_living(quotas: Quotas, book: books.Book) -> None:
+def _only_for(living: Quotas, exchange_soon: Callable[[Quotas, books.LocalAccount], None]) -> Callable[..., None]:
+    def exchange_if_living(quotas: Quotas, book: books.LocalAccount) -> None:
         if quotas is living:
             exchange_soon(quotas, book)
 
@@ -283,13 +283,13 @@ async def test_a_slow_answer_of_the_queue_server_is_no_shortage(start: Start, mo
     quotas = await start("g0")
     who = principal(Policy(requests_per_minute=1000))
     assert await ask(quotas, who) is not None
-    store = Vault.store
+    store = AccountStore.store
 
-    async def store_slowly(vault: Vault, account_id: str, account: Account, over: int) -> int | None:
+    async def store_slowly(account_store: AccountStore, account_id: str, account: Account, over: int) -> int | None:
         await asyncio.sleep(2 * SLICE_WAIT_S)
-        return await store(vault, account_id, account, over)
+        return await store(account_store, account_id, account, over)
 
-    monkeypatch.setattr(Vault, "store", store_slowly)
+    monkeypatch.setattr(AccountStore, "store", store_slowly)
     assert len(await ask_all([quotas], who, 100)) == 100
 
 
@@ -300,19 +300,21 @@ async def test_an_exchange_whose_answer_was_lost_counts_once(
 
     quotas = await start("g0")
     who = principal(Policy(requests_per_minute=10, max_concurrent=10))
-    store = Vault.store
+    store = AccountStore.store
 
-    async def store_and_lose_the_answer(vault: Vault, account_id: str, account: Account, over: int) -> int | None:
-        await store(vault, account_id, account, over)
+    async def store_and_lose_the_answer(
+        account_store: AccountStore, account_id: str, account: Account, over: int
+    ) -> int | None:
+        await store(account_store, account_id, account, over)
         raise BusTimeout("lost")
 
-    async def lose(vault: Vault, account_id: str, account: Account, over: int) -> int | None:
+    async def lose(account_store: AccountStore, account_id: str, account: Account, over: int) -> int | None:
         raise BusTimeout("lost")
 
     held: list[Reservation] = []
     for broken in (store_and_lose_the_answer, lose, store_and_lose_the_answer):
         with monkeypatch.context() as patched:
-            patched.setattr(Vault, "store", broken)
+            patched.setattr(AccountStore, "store", broken)
             held += [one for one in [await ask_or_none(quotas, who)] if one]
         held += await ask_all([quotas], who, 2)
     held += await ask_all([quotas], who, 20)
@@ -382,12 +384,12 @@ async def test_a_recount_takes_the_ledgers_word_for_what_is_presumed(start: Star
         for name, at in received.items()
     ]
     await store_records(database, records)
-    vault = Vault(bus)
+    account_store = AccountStore(bus)
     period = period_at("month", now_s)
-    gone = {"dead": Vanished(exchange=3, spent_nano_usd=10_000, held_nano_usd=90_000)}
+    gone = {"dead": ExpiredLease(exchange=3, spent_nano_usd=10_000, held_nano_usd=90_000)}
     left = Account(v=PROTOCOL_VERSION, period=period, spent_nano_usd=125_000, presumed_nano_usd=90_000, vanished=gone)
-    await vault.store(key.key_id, left, 0)
-    [count] = await recount_budgets(database, vault, now_s)
+    await account_store.store(key.key_id, left, 0)
+    [count] = await recount_budgets(database, account_store, now_s)
     assert (count.name, count.before_nano_usd, count.after_nano_usd) == ("app", 125_000, 65_000)
     account = await the_account(bus, key.key_id)
     assert (account.spent_nano_usd, account.presumed_nano_usd, account.vanished) == (65_000, 0, {})

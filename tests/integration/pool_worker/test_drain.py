@@ -6,7 +6,7 @@ import signal
 import pytest
 from nats.aio.msg import Msg
 
-from pool_worker import orphans
+from pool_worker import gateway_watch
 from pool_worker.worker import HURRIED_FLUSH_LIMIT_S
 from protocol import messages as m
 from protocol import subjects
@@ -203,8 +203,8 @@ async def test_a_job_that_only_comes_to_workers_to_be_avoided_is_run(gateway: Pl
 async def test_the_jobs_of_a_gateway_that_is_gone_are_stopped(
     gateway: PlayingGateway, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orphans, "PROBE_PERIOD_S", 0.05)
-    monkeypatch.setattr(orphans, "GONE_AFTER_S", 0.3)
+    monkeypatch.setattr(gateway_watch, "PROBE_PERIOD_S", 0.05)
+    monkeypatch.setattr(gateway_watch, "GONE_AFTER_S", 0.3)
     other = PlayingGateway(await Bus.connect(nats_url, name="other"))
     other.reply_subject = subjects.frames_subject("g2")
     await other.start()
@@ -225,8 +225,8 @@ async def test_the_jobs_of_a_gateway_that_is_gone_are_stopped(
 async def test_a_gateway_that_reconnects_is_not_gone(
     gateway: PlayingGateway, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orphans, "PROBE_PERIOD_S", 0.05)
-    monkeypatch.setattr(orphans, "GONE_AFTER_S", 1.0)
+    monkeypatch.setattr(gateway_watch, "PROBE_PERIOD_S", 0.05)
+    monkeypatch.setattr(gateway_watch, "GONE_AFTER_S", 1.0)
     async with running_worker(settings_for(nats_server.url, **SLOW)):
         attempt = await gateway.ask(max_tokens=300, ignore_eos=True)
         await gateway.tokens_of(attempt, 3)

@@ -90,7 +90,7 @@ def test_a_frame_that_cannot_be_read_takes_no_other_along() -> None:
         wire = [m.PROTOCOL_VERSION, "w", [*map(msgspec.to_builtins, (before,)), strange, msgspec.to_builtins(after)]]
         one, unread, other = m.decode_step(msgspec.msgpack.encode(wire)).frames
         assert (one, other) == (before, after)
-        assert isinstance(unread, m.Unread)
+        assert isinstance(unread, m.UnreadableFrame)
         assert (unread.request_id, unread.attempt, unread.seq, unread.is_known) == ("p", 1, 4, is_known)
 
 

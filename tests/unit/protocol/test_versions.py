@@ -113,7 +113,7 @@ def test_frames_may_have_further_fields_and_be_of_unknown_kinds(frame: m.Frame) 
     )
     first, unread, last = step.frames
     assert first == last == frame
-    assert isinstance(unread, m.Unread)
+    assert isinstance(unread, m.UnreadableFrame)
     assert (unread.request_id, unread.attempt, unread.seq, unread.is_known) == ("r", 1, 3, False)
 
 

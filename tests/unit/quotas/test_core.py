@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from protocol.quotas import NOTHING, Account, Amounts, Kind
 from quotas.account import CLOCK_SLACK_S, EMPTY, LEASE_S, WINDOW_S, exchange, free_amounts, recounted
+from quotas.limits import Limits
 from quotas.slices import Slice, Taken
-from quotas.terms import Terms
 
 LIMITS = (20, 400, 5, 1000)
-TERMS = Terms(LIMITS, "day")
+TERMS = Limits(LIMITS, "day")
 NOON_S = 1_800_014_400.0  # 12:00 UTC: a run of some minutes stays in its day
 
 

@@ -8,11 +8,11 @@ from accounts.principal import BudgetPeriod
 from protocol.messages import PROTOCOL_VERSION
 from protocol.quotas import Account, Kind, Lease
 from quotas.account import CLOCK_SLACK_S, WINDOW_S
-from quotas.terms import Terms, period_at, period_end_s
-from quotas.usage import Use, taken_amounts, uses
+from quotas.limits import Limits, period_at, period_end_s
+from quotas.usage import LimitUsage, taken_amounts, uses
 
 NOW_S = datetime(2026, 1, 31, 13, 5, tzinfo=UTC).timestamp()  # a Saturday
-TERMS = Terms((10, 1000, 4, 500), "month")
+TERMS = Limits((10, 1000, 4, 500), "month")
 
 
 def account(lease_ends_s: float = NOW_S + 5, at_s: float = NOW_S) -> Account:
@@ -39,8 +39,8 @@ def test_an_account_that_nobody_has_written_since_is_over_with_its_window_and_it
 
 
 def test_only_what_has_a_limit_is_told_and_never_less_than_nothing_is_left() -> None:
-    found = uses(Terms((None, 100, None, 5), "total"), (9, 130, 9, None), NOW_S)
-    assert found == (Use(Kind.TOKENS, 100, 130), Use(Kind.MONEY, 5, None))
+    found = uses(Limits((None, 100, None, 5), "total"), (9, 130, 9, None), NOW_S)
+    assert found == (LimitUsage(Kind.TOKENS, 100, 130), LimitUsage(Kind.MONEY, 5, None))
     assert [one.left for one in found] == [0, None]
 
 

@@ -24,7 +24,7 @@ from tests.payload_records import payload_record
 from tests.usage_records import request_record
 from training import rows
 from training.export import Exporter, ExportPlan
-from training.rows import Wanted
+from training.rows import ExportFilter
 
 UNTIL = 2_000_000_000_000
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -79,7 +79,7 @@ class Kept:
 
     async def export(self, name: str = "out", **plan: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The manifest, and the examples for training."""
-        wanted = Wanted(UNTIL, **plan.pop("wanted", {}))
+        wanted = ExportFilter(UNTIL, **plan.pop("wanted", {}))
         plan = {"shares": (1.0,), **plan}
         sealer = plan.pop("sealer", Sealer())
         out = self._folder / name

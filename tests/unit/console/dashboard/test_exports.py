@@ -21,7 +21,7 @@ from db.engine import create_engine
 from ledger.store import store_records
 from tests.usage_records import request_record
 from tests.waiting import HANGS_S
-from web.errors import DatabaseAway
+from web.errors import LedgerUnavailable
 
 RECEIVED_UNIX_MS = 1_800_000_000_000
 VIEW = make_view({"since": str(RECEIVED_UNIX_MS), "until": str(RECEIVED_UNIX_MS + 1000)}, {})
@@ -42,7 +42,7 @@ class Troubled(Reader):
             raise ConnectionRefusedError
         answer = await super().read(ask, limit_s)
         if is_bad and self._trouble == "lost":
-            raise DatabaseAway
+            raise LedgerUnavailable
         return answer
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.api.answers import Told, chat_answer, gather, told_choice
+from gateway.api.answers import ChoiceContent, chat_answer, choice_object, gather
 from gateway.api.parsed import ParsedChatChunks
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
 from protocol.chat import ChatUsage, Deltas, Part
@@ -43,12 +43,12 @@ def streamed(
     return [msgspec.json.decode(event.removeprefix(b"data: "))["choices"][0] for event in events], answer, usage
 
 
-class Teller:
+class ChoiceEncoder:
     def __init__(self, of: AnswerForm) -> None:
         self._form = of
 
     def told(self, text: str, finish_reason: str, parts: Any = ()) -> dict[str, Any]:
-        return told_choice(Told(text, finish_reason, parts), self._form.parser())
+        return choice_object(ChoiceContent(text, finish_reason, parts), self._form.parser())
 
 
 async def test_reasoning_and_calls() -> None:
@@ -67,7 +67,7 @@ async def test_reasoning_and_calls() -> None:
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"city":"Rome"}', "{}"]
     assert (message["content"], message["reasoning_content"]) == (None, "Hm.")
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
-    [kept] = answer.choices(Teller(form()))
+    [kept] = answer.choices(ChoiceEncoder(form()))
     assert kept["finish_reason"] == "tool_calls"
     assert [call["id"] for call in kept["message"]["tool_calls"]] == ids
 
@@ -100,7 +100,7 @@ async def test_text_of_engines_and_of_apis_is_one_answer() -> None:
     assert "".join(one["delta"].get("content") or "" for one in choices) == "Hello world"
     assert sum("role" in one["delta"] for one in choices) == 1
     assert (await whole_of(frames, form()))["choices"][0]["message"]["content"] == "Hello world"
-    [kept] = answer.choices(Teller(form()))
+    [kept] = answer.choices(ChoiceEncoder(form()))
     assert (kept["message"]["content"], kept["finish_reason"]) == ("Hello world", "stop")
 
 

@@ -90,8 +90,8 @@ def test_the_last_event_of_a_stream_tells() -> None:
 
 
 def test_an_echoed_prompt_is_no_answer() -> None:
-    from gateway.api.details import Details
+    from gateway.api.answer_options import AnswerOptions
 
-    inner = CompletionChunks("x", 0, "m", choices=1, with_usage=False, details=Details(echo="Say: "))
+    inner = CompletionChunks("x", 0, "m", choices=1, with_usage=False, details=AnswerOptions(echo="Say: "))
     chunks = CheckedChunks(inner, check_of(UNIQUE), choices=1, echo_chars=5)
     assert finished(chunks.of(frame('{"items": []}', "stop"))) == [[]]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.api.answers import WholeAnswer, chat_answer, completion_answer, completion_rows, gather
-from gateway.api.details import NO_DETAILS, Details
+from gateway.api.answer_options import DEFAULT_OPTIONS, AnswerOptions
+from gateway.api.answers import CompleteAnswer, chat_answer, completion_answer, completion_rows, gather
 from gateway.api.sse import ChatChunks, CompletionChunks, usage_fields
 from gateway.api.token_ids import with_token_ids
 from gateway.request.mailbox import AnyTokens, Mailbox
@@ -22,7 +22,7 @@ def frame(text: str, index: int = 0, **rest: Any) -> Tokens:
 
 
 def whole_completion(
-    frames: list[Tokens], *, usage: dict[str, Any] | None = None, details: Details = NO_DETAILS
+    frames: list[Tokens], *, usage: dict[str, Any] | None = None, details: AnswerOptions = DEFAULT_OPTIONS
 ) -> bytes:
     async def make() -> bytes:
         rows = completion_rows(await gather(frames, 1), details)
@@ -36,7 +36,7 @@ def whole_chat(
     *,
     choices: int = 1,
     usage: dict[str, Any] | None = None,
-    details: Details = NO_DETAILS,
+    details: AnswerOptions = DEFAULT_OPTIONS,
 ) -> bytes:
     async def make() -> bytes:
         gathered = await gather(frames, choices)
@@ -45,7 +45,7 @@ def whole_chat(
     return asyncio.run(make())
 
 
-async def written(answer: WholeAnswer) -> bytes:
+async def written(answer: CompleteAnswer) -> bytes:
     body = b"".join([piece async for piece in answer.pieces()])
     assert len(json.loads(answer.body)["choices"]) == len(answer.told)  # it is whole without log-probabilities, too
     return body
@@ -114,7 +114,7 @@ def test_chat_logprobs() -> None:
 
 
 def test_completion_chunks() -> None:
-    chunks = CompletionChunks("cmpl-1", 17, "m", choices=1, with_usage=False, details=Details(echo="say "))
+    chunks = CompletionChunks("cmpl-1", 17, "m", choices=1, with_usage=False, details=AnswerOptions(echo="say "))
     stream = chunks.of(frame("hi")) + chunks.of(frame("")) + chunks.of(frame("", finish_reason="stop"))
     head = {"id": "cmpl-1", "object": "text_completion", "created": 17, "model": "m"}
     choice = {"index": 0, "logprobs": None}
@@ -171,7 +171,7 @@ PROMPT = (
     PromptLogprob(8, " x", -2.5, 4, ((9, " y", -0.5), (3, " z", float("-inf")))),
     PromptLogprob(9, " y", -0.25, 1, ((9, " y", -0.25), (8, " x", -2.0))),
 )
-ECHO = Details(echo="Say x y", echo_logprobs=1, prompt_tokens=3)
+ECHO = AnswerOptions(echo="Say x y", echo_logprobs=1, prompt_tokens=3)
 ECHOED = {
     "tokens": ["Say", " x", " y"],
     "token_logprobs": [None, -2.5, -0.25],
@@ -198,7 +198,7 @@ def test_prompt_logprobs_are_vllms() -> None:
             "8": {"logprob": -2.0, "rank": 2, "decoded_token": " x"},
         },
     ]
-    details = Details(prompt_logprobs=2)
+    details = AnswerOptions(prompt_logprobs=2)
     assert json.loads(whole_chat(frames, details=details))["prompt_logprobs"] == told
     whole = json.loads(whole_completion(frames, details=details))
     assert whole["choices"][0]["prompt_logprobs"] == told
@@ -243,7 +243,7 @@ def test_a_streamed_echo_comes_first_to_every_choice() -> None:
 
 
 def test_tokens_called_by_their_ids() -> None:
-    details = Details(tokens_as_ids=True)
+    details = AnswerOptions(tokens_as_ids=True)
     chunks = ChatChunks("c", 17, "m", choices=1, with_usage=False, details=details)
     [_, event] = events(chunks.of(frame("é", logprobs=LOGPROBS)))
     [entry] = event["choices"][0]["logprobs"]["content"]
@@ -259,7 +259,7 @@ def test_tokens_called_by_their_ids() -> None:
 @pytest.mark.parametrize("in_choice", [False, True])
 def test_token_ids_in_a_stream(in_choice: bool) -> None:
     inner = chat_chunks(choices=2)
-    details = Details(prompt_ids=[1, 2])
+    details = AnswerOptions(prompt_ids=[1, 2])
     chunks = with_token_ids(inner, details, choices=2, prompt_in_choice=in_choice)
     stream = b"".join(chunks.of(frame(text, index)) for index, text in ((0, "a"), (1, "b"), (0, ""), (0, "c")))
     stream += chunks.of(frame("d", finish_reason="stop"))
@@ -272,11 +272,11 @@ def test_token_ids_in_a_stream(in_choice: bool) -> None:
         prompts += holder.get("prompt_token_ids") == [1, 2]
     assert told == {0: [5] * 4, 1: [5]}
     assert prompts == 2, "once per choice"
-    assert with_token_ids(inner, Details(), choices=2, prompt_in_choice=in_choice) is inner
+    assert with_token_ids(inner, AnswerOptions(), choices=2, prompt_in_choice=in_choice) is inner
 
 
 def test_token_ids_in_whole_answers() -> None:
-    details = Details(prompt_ids=[1, 2])
+    details = AnswerOptions(prompt_ids=[1, 2])
     frames = [frame("a"), frame("b", finish_reason="stop")]
     chat = json.loads(whole_chat(frames, details=details))
     assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == ([1, 2], [5, 5])
@@ -285,7 +285,7 @@ def test_token_ids_in_whole_answers() -> None:
 
 
 def test_the_service_tier_is_told_where_it_was_named() -> None:
-    details = Details(service_tier="flex")
+    details = AnswerOptions(service_tier="flex")
     chunks = ChatChunks("c", 17, "m", choices=1, with_usage=False, details=details)
     assert {event["service_tier"] for event in events(chunks.of(frame("a")))} == {"flex"}
     whole = ChatCompletion.model_validate_json(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.admission.ticket import Ticket
-from gateway.dispatch.deadlines import ACCEPT_LIMIT_S, RESCUE_PATIENCE_S
+from gateway.dispatch.deadlines import ACCEPT_LIMIT_S, RESCUE_QUEUE_WAIT_S
 from gateway.dispatch.request import OpenRequest
 from gateway.request.states import State
 from gateway.settings import TimeoutSettings
@@ -58,7 +58,7 @@ def test_an_attempt_lost_in_the_queue_has_spent_patience_too() -> None:
     assert request.queue_deadline_s == 30.0
 
 
-@pytest.mark.parametrize(("queue_wait_s", "left_s"), [(30.0, RESCUE_PATIENCE_S), (2.0, 2.0)])
+@pytest.mark.parametrize(("queue_wait_s", "left_s"), [(30.0, RESCUE_QUEUE_WAIT_S), (2.0, 2.0)])
 def test_a_rescue_may_wait_a_little_however_little_patience_is_left(queue_wait_s: float, left_s: float) -> None:
     request = opened(queue_wait_s=queue_wait_s)
     accept(request, queue_wait_s - 0.1)

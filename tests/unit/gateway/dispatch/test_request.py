@@ -28,7 +28,7 @@ from protocol.messages import (
     Sampling,
     Timings,
     Tokens,
-    Unread,
+    UnreadableFrame,
     Vector,
     unpack_token_ids,
 )
@@ -400,10 +400,10 @@ async def test_a_worker_that_cannot_be_is_not_accepted(lie: dict[str, Any]) -> N
 
 async def test_a_frame_of_an_unknown_kind_is_done_without_and_a_broken_one_is_the_workers_fault() -> None:
     request, actions = open_request()
-    for frame in (accepted(), tokens(1, "a"), Unread(ID, 1, 2, "z", "unknown"), tokens(3, "b")):
+    for frame in (accepted(), tokens(1, "a"), UnreadableFrame(ID, 1, 2, "z", "unknown"), tokens(3, "b")):
         request.on_frame("w", frame, 1.0)
     assert (await texts(request), actions.asked, request.attempt) == ("ab", [], 1)
-    request.on_frame("w", Unread(ID, 1, 4, "t", "token ids below 0"), 1.0)
+    request.on_frame("w", UnreadableFrame(ID, 1, 4, "t", "token ids below 0"), 1.0)
     assert (request.attempt, request.log.failures[0].reason) == (2, "token ids below 0")
 
 

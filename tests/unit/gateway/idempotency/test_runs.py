@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 from gateway.idempotency.runs import Run, Runs
-from gateway.idempotency.sharing import part_of, standing_of
+from gateway.idempotency.sharing import claim_state_of, part_of
 from gateway.settings import IdempotencySettings
-from protocol.idempotency import MAX_PART_BYTES, Standing
+from protocol.idempotency import MAX_PART_BYTES, ClaimState
 from tests.waiting import HANGS_S
 
 LONG = {"reattach_s": 60, "keep_s": 60}
@@ -38,8 +38,8 @@ async def test_a_good_answer_is_kept_for_a_while() -> None:
     runs = runs_with(released, keep_s=0.02)
     run = await answer(runs, "k")
     assert runs.find("k") is run
-    assert standing_of(run, "print") is Standing.REPLAYED
-    assert standing_of(run, "other") is Standing.REUSED
+    assert claim_state_of(run, "print") is ClaimState.REPLAYED
+    assert claim_state_of(run, "other") is ClaimState.REUSED
     async with asyncio.timeout(HANGS_S):
         while runs.find("k"):
             await asyncio.sleep(0.005)
@@ -56,7 +56,7 @@ async def test_errors_and_halves_free_the_key() -> None:
     runs.ended(half)
     assert len(runs) == 0
     assert released == [1, 2]
-    part = await part_of(half, Standing.ATTACHED, 0)
+    part = await part_of(half, ClaimState.ATTACHED, 0)
     assert (part.body, part.ended, part.complete) == (b"x", True, False)
 
 
@@ -92,8 +92,8 @@ async def test_what_runs_outgrows_the_room() -> None:
         await write(run, b"%d" % number * 40)
     assert [kept.name for kept in runs] == ["k"]
     assert run.recording.kept_bytes == 100
-    assert (await part_of(run, Standing.ATTACHED, 0)).standing is Standing.NOT_KEPT
-    assert (await part_of(run, Standing.ATTACHED, 160)).body == b"4" * 40
+    assert (await part_of(run, ClaimState.ATTACHED, 0)).standing is ClaimState.NOT_KEPT
+    assert (await part_of(run, ClaimState.ATTACHED, 160)).body == b"4" * 40
     await write(run, b"", more=False)
     runs.ended(run)
     assert len(runs) == 0
@@ -104,9 +104,9 @@ async def test_what_runs_outgrows_the_room() -> None:
 async def test_parts() -> None:
     runs = runs_with()
     run = runs.begin("k", "print", None)
-    nothing = await part_of(run, Standing.ATTACHED, 0, wait_s=0.01)
+    nothing = await part_of(run, ClaimState.ATTACHED, 0, wait_s=0.01)
     assert (nothing.status, nothing.body, nothing.ended) == (0, b"", False)
-    waiting = asyncio.create_task(part_of(run, Standing.ATTACHED, 0))
+    waiting = asyncio.create_task(part_of(run, ClaimState.ATTACHED, 0))
     await asyncio.sleep(0)
     await start(run)
     await write(run, b"x" * (MAX_PART_BYTES + 1), more=False)
@@ -114,5 +114,5 @@ async def test_parts() -> None:
     first = await waiting
     assert (first.status, first.headers) == (200, ((b"a", b"b"),))
     assert (len(first.body), first.ended) == (MAX_PART_BYTES, False)
-    last = await part_of(run, Standing.REPLAYED, MAX_PART_BYTES)
+    last = await part_of(run, ClaimState.REPLAYED, MAX_PART_BYTES)
     assert (last.body, last.ended, last.complete) == (b"x", True, True)

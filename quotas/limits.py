@@ -10,13 +10,13 @@ from protocol.quotas import Amounts
 
 TOTAL: Final = "total"
 
-Limits = tuple[int | None, int | None, int | None, int | None]  # by Kind; None: no limit
+LimitValues = tuple[int | None, int | None, int | None, int | None]  # by Kind; None: no limit
 
 
-class Terms(Struct, frozen=True):
+class Limits(Struct, frozen=True):
     """The limits of one key or team."""
 
-    limits: Limits
+    limits: LimitValues
     budget_period: BudgetPeriod = TOTAL
 
     def needs(self, amounts: Amounts) -> Amounts:
@@ -32,12 +32,12 @@ class Terms(Struct, frozen=True):
         )
 
 
-def terms_of(policy: Policy) -> Terms | None:
+def limits_of(policy: Policy) -> Limits | None:
     """The limits of a policy; None where it has none."""
     limits = (policy.requests_per_minute, policy.tokens_per_minute, policy.max_concurrent, policy.budget_nano_usd)
     if limits == (None, None, None, None):
         return None
-    return Terms(limits, policy.budget_period or TOTAL)
+    return Limits(limits, policy.budget_period or TOTAL)
 
 
 def period_at(budget_period: BudgetPeriod, unix_s: float) -> str:

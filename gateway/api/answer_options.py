@@ -8,7 +8,7 @@ from msgspec import Struct
 from gateway.api.schema import CompletionRequest, GenerationRequest
 
 
-class Details(Struct, frozen=True):
+class AnswerOptions(Struct, frozen=True):
     """One request's wishes; each is off by default."""
 
     service_tier: str | None = None  # the one it is served in, where the caller has named one
@@ -21,15 +21,15 @@ class Details(Struct, frozen=True):
     first_index: int = 0  # of this prompt's choices, in the answer: another prompt's may come before
 
 
-NO_DETAILS: Final = Details()
+DEFAULT_OPTIONS: Final = AnswerOptions()
 
 
 def details_of(
     request: GenerationRequest, prompt_ids: Sequence[int], echo: str = "", *, first_index: int = 0
-) -> Details:
+) -> AnswerOptions:
     """What a request's fields ask for."""
     echo_logprobs = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
-    return Details(
+    return AnswerOptions(
         service_tier=None if request.service_tier is None else "flex" if request.is_batch else "default",
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         prompt_logprobs=request.prompt_logprobs,

@@ -13,7 +13,7 @@ REPEAT_S: Final = 1.0
 MAX_REMEMBERED: Final = 20_000  # twice the requests that a gateway holds; the one told longest ago is forgotten
 
 
-class Orphans:
+class UnownedAttempts:
     """When each of them was last told."""
 
     def __init__(self, cancel: Callable[[str, Cancel], None], heard: Callable[[Frame], None] | None = None) -> None:

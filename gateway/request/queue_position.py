@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 
-class Place(Struct, frozen=True):
+class QueuePosition(Struct, frozen=True):
     """A job's place among all that wait for its model."""
 
     position: int  # from 1

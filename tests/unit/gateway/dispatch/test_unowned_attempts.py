@@ -1,5 +1,5 @@
-from gateway.dispatch import orphans as orphans_module
-from gateway.dispatch.orphans import REPEAT_S, Orphans
+from gateway.dispatch import unowned_attempts as orphans_module
+from gateway.dispatch.unowned_attempts import REPEAT_S, UnownedAttempts
 from protocol.messages import Accepted, Cancel, Finished, Frame, Tokens
 
 
@@ -8,12 +8,12 @@ def tokens(request_id: str, seq: int = 1) -> Frame:
 
 
 class Told:
-    """Orphans, and whom they had told, when told of a frame now and then."""
+    """Make a table of unowned attempts and the list of workers that were told to stop."""
 
     def __init__(self) -> None:
         self.cancels: list[tuple[str, str, int]] = []
         self.now_s = 0.0
-        self.orphans = Orphans(self._cancel)
+        self.orphans = UnownedAttempts(self._cancel)
 
     def _cancel(self, worker_id: str, cancel: Cancel) -> None:
         self.cancels.append((worker_id, cancel.request_id, cancel.attempt))

@@ -11,19 +11,19 @@ from protocol.clock import ServerClock
 from protocol.errors import BusError
 from protocol.quotas import Account, Amounts, Kind, Lease
 from quotas.account import EMPTY, Exchanged, Report, as_of, exchange, free_amounts, merged
+from quotas.account_store import AccountStore
+from quotas.limits import Limits, plus
 from quotas.refusals import RateStatus, Refusal, rate_status, shortage
 from quotas.seeds import FRESH_S as SEED_FRESH_S
 from quotas.seeds import Seed, Unseeded
 from quotas.slices import Slice
-from quotas.terms import Terms, plus
-from quotas.vault import Vault
 
 MAX_TRIES: Final = 16  # of one exchange, while other gateways change the same account
 MAX_NEEDS_TOLD: Final = 1024  # requests whose needs one exchange looks at
 FRESH_S: Final = 0.05  # so long after an exchange, what it has found may refuse requests without another one
 
 
-class Doubt(Struct, frozen=True):
+class UnconfirmedExchange(Struct, frozen=True):
     """An exchange of which nobody knows whether it was stored."""
 
     number: int
@@ -32,10 +32,10 @@ class Doubt(Struct, frozen=True):
     exchanged: Exchanged
 
 
-class Book:
+class LocalAccount:
     """Only the event loop touches it, and ``exchange`` runs once at a time."""
 
-    def __init__(self, account_id: str, whose: str, gateway_id: str, terms: Terms, clock: ServerClock) -> None:
+    def __init__(self, account_id: str, whose: str, gateway_id: str, terms: Limits, clock: ServerClock) -> None:
         self.account_id = account_id
         self.whose = whose  # "key" | "team"
         self.terms = terms
@@ -50,7 +50,7 @@ class Book:
         self._number = 0
         self._entry: int | None = None  # sequence of the bucket's entry that is ``account``; None: to be read again
         self._lease: Lease | None = None  # as it was last stored
-        self._doubt: Doubt | None = None
+        self._unconfirmed: UnconfirmedExchange | None = None
 
     def wake(self) -> None:
         """Let those who wait look again."""
@@ -93,22 +93,22 @@ class Book:
         account = self.slice.with_unreported(self.account)
         return rate_status(account, self.terms, kind, self._gateway_id, now_s)
 
-    async def exchange(self, vault: Vault, *, keep_idle: bool = True) -> None:
+    async def exchange(self, store: AccountStore, *, keep_idle: bool = True) -> None:
         """Report to the account and lease from it. Raises BusError, ProtocolError or Unseeded."""
         if self.is_wanted:
             self.is_wanted = keep_idle = False
         for _ in range(MAX_TRIES):
             if self._entry is None:
-                await self._read(vault)
-            if await self._write(vault, keep_idle=keep_idle):
+                await self._read(store)
+            if await self._write(store, keep_idle=keep_idle):
                 return
         raise BusError(f"the quota account {self.account_id} changes all the time")
 
-    async def _read(self, vault: Vault) -> None:
+    async def _read(self, store: AccountStore) -> None:
         before = self.account
-        self.account, self._entry = await vault.load(self.account_id) or (self._restored(), 0)
+        self.account, self._entry = await store.load(self.account_id) or (self._restored(), 0)
         lease, gone = self.account.leases.get(self._gateway_id), self.account.vanished.get(self._gateway_id)
-        doubt, self._doubt = self._doubt, None
+        doubt, self._unconfirmed = self._unconfirmed, None
         if doubt is not None:
             known = lease or gone
             if known is not None and known.exchange == doubt.number:
@@ -133,7 +133,7 @@ class Book:
         spent = 0 if self.seed is None else self.seed.spent_nano_usd
         return replace(account, spent_nano_usd=max(account.spent_nano_usd, spent))
 
-    async def _write(self, vault: Vault, *, keep_idle: bool) -> bool:
+    async def _write(self, store: AccountStore, *, keep_idle: bool) -> bool:
         """Whether the account has been changed; False: somebody else was quicker."""
         now_s = self.clock.now_s()
         needs = tuple(list(self.waiting.values())[:MAX_NEEDS_TOLD])
@@ -141,9 +141,9 @@ class Book:
         report, given_back = self.slice.begin_report(self.terms, needs, now_s, keep_idle=keep_idle)
         exchanged = exchange(self.account, self._gateway_id, report, self.terms, number=self._number, now_s=now_s)
         over, self._entry = self._entry or 0, None
-        self._doubt = Doubt(self._number, report, given_back, exchanged)
-        entry = await vault.store(self.account_id, exchanged.account, over)
-        self._doubt = None
+        self._unconfirmed = UnconfirmedExchange(self._number, report, given_back, exchanged)
+        entry = await store.store(self.account_id, exchanged.account, over)
+        self._unconfirmed = None
         if entry is None:
             self.slice.undo_report(report, given_back)
             return False

@@ -22,7 +22,7 @@ IDLE_WAIT_S: Final = 0.005  # of a step that has nothing else to do
 MatcherOf = Callable[[scheduler.Sequence], Matcher | None]
 
 
-class LateRows:
+class DeferredRows:
     """The rows of logits, [V], of sequences that wait for a mask."""
 
     def __init__(self) -> None:

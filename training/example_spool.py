@@ -20,7 +20,7 @@ SELECT prompt, part, line, EXISTS (
 """
 
 
-class Scratch:
+class ExampleSpool:
     """Examples in the order in which they were added."""
 
     def __init__(self, path: Path) -> None:

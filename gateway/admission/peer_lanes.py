@@ -19,7 +19,7 @@ MAX_TOLD: Final = 4096  # lanes in use in one message, some 100 bytes each
 log = logging.getLogger(__name__)
 
 
-class LanesElsewhere:
+class PeerLanes:
     """What the other gateways have lately told."""
 
     def __init__(self, bus: Bus, gateway_id: str) -> None:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=AdminBody)
 
 
-class Office:
+class AdminService:
     """The parts of a gateway that the admin API works with."""
 
     def __init__(self, services: ConsoleServices) -> None:
@@ -40,7 +40,7 @@ class Office:
     async def actor(self, request: Request) -> str:
         """Who asks, as the audit log calls him: by his key if he sends one, else by his session.
 
-        Raises InvalidApiKey, MissingScope, LoginRequired, ForeignOrigin, and SQL's own errors.
+        Raises InvalidApiKey, MissingScope, LoginRequired, CrossOriginRequest, and SQL's own errors.
         """
         exchange = exchange_of(request)
         if b"authorization" in exchange.headers:

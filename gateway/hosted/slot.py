@@ -7,7 +7,7 @@ from protocol.messages import Failed, Finished
 from quotas.reservation import Reservation
 
 
-class HostedPlace:
+class HostedSlot:
     """Its methods may be called again: only the first that closes it counts."""
 
     __slots__ = ("_counts", "_holds_room", "_reservation", "_sequences", "made_s", "pool")

@@ -14,7 +14,7 @@ CALL_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
 STREAM: Final = f"KV_{subjects.QUOTAS_BUCKET}"
 
 
-class Vault:
+class AccountStore:
     """The bucket, as one gateway uses it."""
 
     def __init__(self, bus: Bus) -> None:
