@@ -398,7 +398,7 @@ class PayloadRow(Base):
     team_id: Mapped[str]
     end_user: Mapped[str | None]  # the caller's word for whom it asks: the request's ``user``
     train_ok: Mapped[bool]  # whether training sets may be made of it
-    redacted: Mapped[bool]  # whether personal data were stripped (gateway.payloads.redaction)
+    redacted: Mapped[bool]  # whether personal data were stripped (ledger.payloads.redaction)
     expires_unix_ms: Mapped[int]  # deleted soon after
     dropped: Mapped[bool]  # it was larger than the limit, or could not be redacted: request and answer are NULL
     encoding: Mapped[str]  # "zlib" | "zlib+aes-256-gcm:<id of the key>" (ledger.payloads.sealing)

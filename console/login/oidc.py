@@ -1,7 +1,7 @@
 """Login by an OpenID Connect issuer: authorization code with PKCE (RFC 7636), OpenID Connect Core 1.0, section 3.1.
 
 The issuer's word is its ID token. It is believed if it is signed by one of the issuer's keys with an asymmetric
-algorithm, is for us, is not over, and answers the very pending that this browser has asked (its nonce).
+algorithm, is for us, is not over, and answers the very request that this browser was sent with (its nonce).
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class OidcLogin:
         self._failed_s = float("-inf")  # when it could not be asked; monotonic clock
         self._reading = asyncio.Lock()
 
-    async def pending(self, redirect_uri: str) -> tuple[str, AuthorizationRequest]:
+    async def authorization_request(self, redirect_uri: str) -> tuple[str, AuthorizationRequest]:
         """Where to send the browser, and what it is asked there. Raises OidcError."""
         issuer = await self._issuer()
         asked = AuthorizationRequest(*(generate_token(SECRET_CHARS) for _ in range(3)))

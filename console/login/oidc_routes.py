@@ -35,7 +35,7 @@ def oidc_router(login: Login, settings: OidcSettings, pepper: SecretStr, form: F
     @router.get("")
     async def leave(request: Request, next: str = "") -> Response:  # noqa: A002  # as it is called in the URL
         try:
-            url, asked = await issuer.pending(login.public_url(request) + CALLBACK_PATH)
+            url, asked = await issuer.authorization_request(login.public_url(request) + CALLBACK_PATH)
         except OidcError as error:
             return await form(next, str(error), 502)
         response = RedirectResponse(url, 303)

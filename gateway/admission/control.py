@@ -135,12 +135,18 @@ class AdmissionControl:
         return self._tenant_queue_refusal(admission) or self._queue_refusal(admission, capacity, waiting)
 
     def _in_flight_refusal(self, admission: Admission) -> Failure | None:
-        use, settings = self._tenants.get(admission.tenant), self._settings_of(admission.tenant, admission.key_name)
+        use, settings = (
+            self._tenants.get(admission.tenant),
+            self._settings_of(admission.tenant, admission.principal.key_name),
+        )
         in_flight = 0 if use is None else use.in_flight
         return _tenant_refusal(ErrorCode.TENANT_IN_FLIGHT, in_flight, settings.max_in_flight, "in flight")
 
     def _tenant_queue_refusal(self, admission: Admission) -> Failure | None:
-        use, settings = self._tenants.get(admission.tenant), self._settings_of(admission.tenant, admission.key_name)
+        use, settings = (
+            self._tenants.get(admission.tenant),
+            self._settings_of(admission.tenant, admission.principal.key_name),
+        )
         return _tenant_refusal(
             ErrorCode.TENANT_QUEUED, 0 if use is None else use.queued, settings.max_queued, "waiting"
         )

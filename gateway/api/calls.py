@@ -221,8 +221,7 @@ class CompletionCall(JobCall[CompletionRequest]):
 
     def parts(self) -> list["CompletionCall"]:
         """A call for each prompt, in their order."""
-        prompts = self.request.prompts
-        return [self] if len(prompts) == 1 else [self._part(*one) for one in enumerate(prompts)]
+        return [self._part(*one) for one in enumerate(self.request.prompts)]
 
     def _part(self, number: int, prompt: Prompt) -> "CompletionCall":
         part = copy(self)

@@ -6,12 +6,11 @@ authenticate → refuse if full → read the body → validate → count the pro
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from accounts.consent import consent_of
 from accounts.principal import Principal
@@ -28,8 +27,8 @@ from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.failures import RequestFailed
 from gateway.request.admission import Admission
 from gateway.request.conversation import Conversation
-from gateway.request.mailbox import SharedMailbox
 from gateway.request.trace import Trace
+from ledger.prices import TokenPrice
 from protocol.chat import NO_TOKENIZER
 from protocol.messages import Sampling
 from protocol.pooling import Pooling
@@ -84,6 +83,25 @@ class JobSpec(Struct, frozen=True):
     conversation: Conversation | None = None  # see Admission
 
 
+class Arrival(Struct, Generic[_Call], frozen=True):
+    """A request whose body has been read and validated, before its prompt is counted."""
+
+    exchange: Exchange
+    principal: Principal
+    call: _Call
+    model: str  # canonical name
+    tokens: ModelTokens
+    price: TokenPrice | None
+    hosted: tuple[str, ...]  # providers of hosted APIs that it may go to
+    deadline_s: float  # monotonic clock
+    queue_wait_s: float
+    held: Reservation | None  # reserved before the body was read, where that may be large
+    body_bytes: int
+
+
+Answering = Callable[[], Awaitable[None]]
+
+
 class Endpoint(ABC, Generic[_Call]):
     """An ASGI application for one route."""
 
@@ -91,17 +109,13 @@ class Endpoint(ABC, Generic[_Call]):
         self._services = services
         self._call_of = call_of
 
-    def _calls(self, body: bytes) -> Sequence[_Call]:
-        """Validate a body: what becomes one request each, nearly always one. Raises as CallFactory does."""
-        return (self._call_of(body),)
+    @abstractmethod
+    async def _spec(self, call: _Call, tokens: ModelTokens) -> JobSpec:
+        """Count and check a call for a model. Raises ApiError."""
 
     @abstractmethod
-    async def _works(self, calls: Sequence[_Call], tokens: ModelTokens) -> Sequence[JobSpec]:
-        """Count and check the calls for a model. Raises ApiError."""
-
-    @abstractmethod
-    async def _write_answer(self, exchange: Exchange, calls: Sequence[_Call], requests: Sequence[OpenRequest]) -> None:
-        """Answer admitted requests, in whatever way they end; they have just been opened."""
+    async def _write_answer(self, exchange: Exchange, call: _Call, request: OpenRequest) -> None:
+        """Answer an admitted request, in whatever way it ends; it has just been opened."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever happens."""
@@ -122,7 +136,7 @@ class Endpoint(ABC, Generic[_Call]):
         if self._services.begin_trace is not None:
             exchange.trace = self._services.begin_trace(exchange)
         try:
-            calls, tickets = await self._admit(exchange)
+            answering = await self._receive(exchange)
         except ApiError as error:
             await exchange.answer_error(error)
         except ClientDisconnected:
@@ -133,111 +147,115 @@ class Endpoint(ABC, Generic[_Call]):
             log.exception("request %s failed before it was admitted", exchange.request_id)
             await exchange.answer_error(ApiError())
         else:
-            await self._serve(exchange, calls, tickets)
+            await answering()
             return
         self._note_refusal(exchange)
 
     # --- until the request is admitted --------------------------------------------------------------------------------
 
-    async def _admit(self, exchange: Exchange) -> tuple[Sequence[_Call], Sequence[Ticket]]:
+    async def _receive(self, exchange: Exchange) -> Answering:
+        """Authenticate, read and admit; return what then answers. Raises ApiError or ClientDisconnected."""
         services = self._services
         if exchange.method != "POST":
             raise MethodNotAllowed(f"Use POST, not {exchange.method}.", allow="POST")
         principal = exchange.authenticate(services.keys)
         self._refuse_if_full()
         if not may_be_large(exchange):
-            return await self._admit_within(exchange, principal, None)
+            return await self._admit(await self._arrive(exchange, principal, None))
         held = await reserve_place(services.quotas, exchange, principal)
         try:
-            return await self._admit_within(exchange, principal, held)
+            return await self._admit(await self._arrive(exchange, principal, held))
         except BaseException:
             if held is not None:
                 held.refund()
             raise
 
-    async def _admit_within(
-        self, exchange: Exchange, principal: Principal, held: Reservation | None
-    ) -> tuple[Sequence[_Call], Sequence[Ticket]]:
-        """``held``: what was reserved before the body is read, where it may be large."""
+    async def _arrive(self, exchange: Exchange, principal: Principal, held: Reservation | None) -> Arrival[_Call]:
         services = self._services
         body = await self._read_body(exchange, principal)
-        calls = await self._read_calls(body, principal)
+        call = await self._read_call(body, principal)
         if principal.is_batch_only:
-            for call in calls:
-                call.serve_as_batch()
-        request = calls[0].request
+            call.serve_as_batch()
+        request = call.request
         model = services.catalog.canonical_name(request.model, principal)
         deadline_s = client_deadlines.deadline_s(exchange)
-        queue_wait_s = client_deadlines.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s)
         leaves = services.admission_control.hosted_leaves(principal)
-        hosted = providers_for(services.settings, principal, leaves, model, asked=request.allow_hosted)
-        price = services.prices.of(model, exchange.received_unix_ms)
-        if held is not None:
-            await check_budget(services.quotas, exchange, principal, held, price)
-        tokens = services.catalog.tokens_of(model).of_tenant(principal.tenant)
-        works = await self._works(calls, tokens)
-        reservations = await reserve(services.quotas, exchange, principal, works, price, held=held)
-        admissions = [
-            Admission(
-                request_id=request_id,
-                endpoint=self._call_of.name,
-                model=model,
-                key_id=principal.key_id,
-                key_name=principal.key_name,
-                team_id=principal.team_id,
-                organisation_id=principal.organisation_id,
-                tenant=principal.tenant,
-                stream=work.stream,
-                prompt_ids=work.prompt_ids,
-                prompt_tokens=work.prompt_tokens,
-                prompt_param=work.prompt_param,
-                sampling=work.sampling,
-                received_s=exchange.received_s,
-                received_unix_ms=exchange.received_unix_ms,
-                admitted_s=time.monotonic(),
-                queue_wait_s=queue_wait_s,
-                traceparent=exchange.header_text(b"traceparent"),
-                trace=trace,
-                batch=request.is_batch,
-                weight=services.admission_control.weight_of(principal),
-                do_not_queue=bool(request.do_not_queue),
-                deadline_s=deadline_s,
-                pooling=work.pooling,
-                tokenizer=tokens.tokenizer if work.prompt_ids or work.conversation is None else NO_TOKENIZER,
-                conversation=work.conversation,
-                hosted=hosted,
-                reservation=reservation,
-                consent=consent_of(principal),
-                body_bytes=len(body) // len(works),
-            )
-            for work, reservation, (request_id, trace) in zip(
-                works, reservations, _identities(exchange, len(works)), strict=True
-            )
-        ]
-        if services.keys.is_revoked(principal.key_id):  # while the body came, or was counted
-            raise RequestFailed(KEY_REVOKED)
-        return calls, self._enter(admissions)
+        return Arrival(
+            exchange=exchange,
+            principal=principal,
+            call=call,
+            model=model,
+            tokens=services.catalog.tokens_of(model).of_tenant(principal.tenant),
+            price=services.prices.of(model, exchange.received_unix_ms),
+            hosted=providers_for(services.settings, principal, leaves, model, asked=request.allow_hosted),
+            deadline_s=deadline_s,
+            queue_wait_s=client_deadlines.queue_wait_s(exchange, deadline_s, services.settings.timeouts.queue_wait_s),
+            held=held,
+            body_bytes=len(body),
+        )
 
-    def _enter(self, admissions: Sequence[Admission]) -> Sequence[Ticket]:
-        """Count all of them in, or none. Raises RequestFailed."""
-        control = self._services.admission_control
-        refusal = self._services.dispatcher.refusal(len(admissions))  # counting may have taken a while
-        tickets: list[Ticket] = []
-        while refusal is None and len(tickets) < len(admissions):
-            admission = admissions[len(tickets)]
-            refusal = control.refusal(admission)
-            if refusal is None:
-                tickets.append(control.enter(admission))
-            elif len(admissions) > 1:
-                refusal = replace(refusal, param=admission.prompt_param)
-        if refusal is None:
-            return tickets
-        for ticket in tickets:
-            ticket.close()
-        for admission in admissions:
-            if admission.reservation is not None:
-                admission.reservation.refund()
-        raise RequestFailed(refusal)
+    async def _admit(self, arrival: Arrival[_Call]) -> Answering:
+        exchange, call = arrival.exchange, arrival.call
+        await self._check_budget(arrival)
+        spec = await self._spec(call, arrival.tokens)
+        quotas = self._services.quotas
+        reservation = await reserve(quotas, exchange, arrival.principal, spec, arrival.price, held=arrival.held)
+        admission = self._admission(arrival, spec, reservation, exchange.request_id, exchange.trace)
+        self._refuse_if_revoked(arrival.principal)
+        failure = self._services.dispatcher.refusal()  # counting may have taken a while
+        if failure is None:
+            failure = self._services.admission_control.refusal(admission)
+        if failure is not None:
+            if reservation is not None:
+                reservation.refund()
+            raise RequestFailed(failure)
+        return partial(self._serve, exchange, call, self._services.admission_control.enter(admission))
+
+    async def _check_budget(self, arrival: Arrival[_Call]) -> None:
+        """Refuse before the prompt of a large body is counted where the budget is used up."""
+        if arrival.held is not None:
+            await check_budget(self._services.quotas, arrival.exchange, arrival.principal, arrival.held, arrival.price)
+
+    def _admission(
+        self,
+        arrival: Arrival[_Call],
+        spec: JobSpec,
+        reservation: Reservation | None,
+        request_id: str,
+        trace: Trace | None,
+        *,
+        requests: int = 1,
+    ) -> Admission:
+        """``requests``: how many the body holds."""
+        exchange, principal, asked = arrival.exchange, arrival.principal, arrival.call.request
+        return Admission(
+            request_id=request_id,
+            endpoint=self._call_of.name,
+            model=arrival.model,
+            principal=principal,
+            stream=spec.stream,
+            prompt_ids=spec.prompt_ids,
+            prompt_tokens=spec.prompt_tokens,
+            prompt_param=spec.prompt_param,
+            sampling=spec.sampling,
+            received_s=exchange.received_s,
+            received_unix_ms=exchange.received_unix_ms,
+            admitted_s=time.monotonic(),
+            queue_wait_s=arrival.queue_wait_s,
+            traceparent=exchange.header_text(b"traceparent"),
+            trace=trace,
+            batch=asked.is_batch,
+            weight=self._services.admission_control.weight_of(principal),
+            do_not_queue=bool(asked.do_not_queue),
+            deadline_s=arrival.deadline_s,
+            pooling=spec.pooling,
+            tokenizer=arrival.tokens.tokenizer if spec.prompt_ids or spec.conversation is None else NO_TOKENIZER,
+            conversation=spec.conversation,
+            hosted=arrival.hosted,
+            reservation=reservation,
+            consent=consent_of(principal),
+            body_bytes=arrival.body_bytes // requests,
+        )
 
     async def _read_body(self, exchange: Exchange, principal: Principal) -> bytes:
         bodies = self._services.bodies
@@ -245,58 +263,48 @@ class Endpoint(ABC, Generic[_Call]):
         exchange.start_clock()  # a slow upload is not ours
         return body
 
-    async def _read_calls(self, body: bytes, principal: Principal) -> Sequence[_Call]:
+    async def _read_call(self, body: bytes, principal: Principal) -> _Call:
         if len(body) <= LARGE_BODY_BYTES:
-            return self._calls(body)
+            return self._call_of(body)
         return await self._services.catalog.pool.run(
-            principal.tenant, len(body), partial(self._large_calls, body), is_quick=True
+            principal.tenant, len(body), partial(self._large_call, body), is_quick=True
         )
 
-    def _large_calls(self, body: bytes) -> Sequence[_Call]:
+    def _large_call(self, body: bytes) -> _Call:
         check_values(body)
-        return self._calls(body)
+        return self._call_of(body)
 
     def _refuse_if_full(self) -> None:
         failure = self._services.dispatcher.refusal()
         if failure is not None:
             raise RequestFailed(failure)
 
+    def _refuse_if_revoked(self, principal: Principal) -> None:
+        """Raise RequestFailed where the key was revoked while the body came, or was counted."""
+        if self._services.keys.is_revoked(principal.key_id):
+            raise RequestFailed(KEY_REVOKED)
+
     # --- from there on ------------------------------------------------------------------------------------------------
 
-    async def _serve(self, exchange: Exchange, calls: Sequence[_Call], tickets: Sequence[Ticket]) -> None:
+    async def _serve(self, exchange: Exchange, call: _Call, ticket: Ticket) -> None:
         dispatcher = self._services.dispatcher
-        mailbox = SharedMailbox(len(tickets)) if len(tickets) > 1 else None
-        requests = [dispatcher.open(ticket, mailbox) for ticket in tickets]
+        request = dispatcher.open(ticket)
         try:
-            with exchange.calling_when_gone(partial(_cancel, requests)):
-                await self._write_answer(exchange, calls, requests)
-        except Exception:
-            log.exception("request %s failed while it was answered", exchange.request_id)
-            if exchange.sent_status is None:
-                await exchange.answer_error(ApiError(), requests[0])
+            with exchange.calling_when_gone(lambda: request.cancel(time.monotonic())):
+                await self._write_answer(exchange, call, request)
+        except Exception as mistake:  # noqa: BLE001  # logged there
+            await self._fail(exchange, request, mistake)
         finally:
-            for request in requests:
-                dispatcher.close(request, exchange.seen(exchange.sent_status))
-            if exchange.trace is not None and len(requests) > 1:
-                exchange.trace.parts_ended(exchange.sent_status)
+            dispatcher.close(request, exchange.seen(exchange.sent_status))
 
-
-def _cancel(requests: Sequence[OpenRequest]) -> None:
-    for request in requests:
-        request.cancel(time.monotonic())
+    async def _fail(self, exchange: Exchange, request: OpenRequest, mistake: Exception) -> None:
+        """Log an unexpected exception and answer with an internal error, if there is time."""
+        log.error("request %s failed while it was answered", exchange.request_id, exc_info=mistake)
+        if exchange.sent_status is None:
+            await exchange.answer_error(ApiError(), request)
 
 
 def may_be_large(exchange: Exchange) -> bool:
     """Whether the body is, or may be, too large to be read in passing."""
     length = exchange.headers.get(b"content-length")
     return length is None or not length.isdigit() or int(length) > LARGE_BODY_BYTES
-
-
-def _identities(exchange: Exchange, count: int) -> Iterator[tuple[str, Trace | None]]:
-    """The ids and traces of an exchange's requests: its own if there is one, else derived from these."""
-    if count == 1:
-        yield exchange.request_id, exchange.trace
-        return
-    for number in range(count):
-        request_id = f"{exchange.request_id}-{number}"
-        yield request_id, None if exchange.trace is None else exchange.trace.part(request_id)

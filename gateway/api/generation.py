@@ -1,7 +1,6 @@
 """POST /v1/chat/completions and /v1/completions: the hot path."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import TypeVar
 
 from accounts.consent import Consent
@@ -19,7 +18,7 @@ from gateway.payloads.answers import RecordedAnswer
 from gateway.payloads.publisher import Capture
 from gateway.request.mailbox import ReaderCut
 from gateway.request.states import State
-from protocol.messages import pack_token_ids
+from protocol.messages import Sampling, pack_token_ids
 from tokens.model_tokens import ModelTokens, use_of
 from web.errors import InvalidParameter
 
@@ -29,25 +28,23 @@ _Call = TypeVar("_Call", bound=Call)
 class GenerationEndpoint(Endpoint[_Call]):
     """An ASGI application for one of the two generating routes."""
 
-    async def _works(self, calls: Sequence[_Call], tokens: ModelTokens) -> Sequence[JobSpec]:
-        works = [await self._work(calls[0], tokens)]
-        for call in calls[1:]:
-            await asyncio.sleep(0)  # others' requests go on: counting one prompt may take a millisecond
-            works.append(await self._work(call, tokens))
-        self._check_prompt_logprobs(calls[0].request, works)
-        return works
+    async def _spec(self, call: _Call, tokens: ModelTokens) -> JobSpec:
+        spec = await self._prompt_spec(call, tokens)
+        self._check_prompt_logprobs(call.request, spec.sampling, spec.prompt_tokens)
+        return spec
 
-    def _check_prompt_logprobs(self, request: GenerationRequest, works: Sequence[JobSpec]) -> None:
-        candidates = works[0].sampling.prompt_logprobs
-        if candidates is not None:
+    def _check_prompt_logprobs(self, request: GenerationRequest, sampling: Sampling, prompt_tokens: int) -> None:
+        """``prompt_tokens``: of all prompts of the body."""
+        if sampling.prompt_logprobs is not None:
             check_prompt_logprobs(
                 self._services.settings.limits,
-                prompt_tokens=sum(work.prompt_tokens for work in works),
-                candidates=candidates,
+                prompt_tokens=prompt_tokens,
+                candidates=sampling.prompt_logprobs,
                 param="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
             )
 
-    async def _work(self, call: _Call, tokens: ModelTokens) -> JobSpec:
+    async def _prompt_spec(self, call: _Call, tokens: ModelTokens) -> JobSpec:
+        """Count and check one prompt. Raises ApiError."""
         check_shape(self._services.settings.limits, messages=call.message_count, choices=call.request.n or 1)
         if tokens.pooling is not None:
             raise InvalidParameter(f"The model `{tokens.model}` makes no text: {use_of(tokens)}.", param="model")
@@ -78,8 +75,7 @@ class GenerationEndpoint(Endpoint[_Call]):
             usual_max_tokens=call.usual_max_tokens,
         )
 
-    async def _write_answer(self, exchange: Exchange, calls: Sequence[_Call], requests: Sequence[OpenRequest]) -> None:
-        [call], [request] = calls, requests
+    async def _write_answer(self, exchange: Exchange, call: _Call, request: OpenRequest) -> None:
         if request.admission.consent is None:
             await self._write(exchange, call, request, None)
             return
@@ -136,8 +132,8 @@ def capture_of(call: Call, request: OpenRequest, consent: Consent, answer: Recor
         request_id=admission.request_id,
         received_unix_ms=admission.received_unix_ms,
         model=admission.model,
-        key_id=admission.key_id,
-        team_id=admission.team_id or "",
+        key_id=admission.principal.key_id,
+        team_id=admission.principal.team_id,
         end_user=call.request.user,
         consent=consent,
         call=call,

@@ -27,7 +27,7 @@ def providers_for(
 
 def still_allowed(keys: KeyRing, control: AdmissionControl, admission: Admission) -> tuple[str, ...]:
     """Those of a request's providers to which it may go by what its key, team and configuration say now."""
-    principal = keys.holder_of(admission.key_id)
+    principal = keys.holder_of(admission.principal.key_id)
     if principal is None:
         return ()
     return allowed_providers(principal, control.hosted_leaves(principal), admission.hosted, admission.model)

@@ -1,6 +1,6 @@
 """POST /v1/embeddings, /v1/score and /v1/rerank: one job of many inputs, each answered by one vector."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -49,14 +49,13 @@ class PoolingEndpoint(Endpoint[PoolingCall]):
         super().__init__(services, call_of)
         self._room = room
 
-    async def _works(self, calls: Sequence[PoolingCall], tokens: ModelTokens) -> Sequence[JobSpec]:
-        [call] = calls
+    async def _spec(self, call: PoolingCall, tokens: ModelTokens) -> JobSpec:
         inputs = await call.encode(tokens)
         self._check(call, inputs, tokens)
         lengths = [len(ids) for ids in inputs.token_ids]
         pooling = Pooling(inputs.task, pack_token_ids(lengths), pack_token_ids(inputs.first_lengths), inputs.dimensions)
         prompt_ids = b"".join(map(pack_token_ids, inputs.token_ids))
-        return [JobSpec(prompt_ids, sum(lengths), call.input_param, Sampling(max_tokens=0), pooling)]
+        return JobSpec(prompt_ids, sum(lengths), call.input_param, Sampling(max_tokens=0), pooling)
 
     def _check(self, call: PoolingCall, inputs: Inputs, tokens: ModelTokens) -> None:
         """Refuse what is too long. Raises InvalidParameter or ContextLengthExceeded."""
@@ -83,8 +82,7 @@ class PoolingEndpoint(Endpoint[PoolingCall]):
             message = f"The request has {total} tokens; at most {limits.max_total_tokens} are allowed."
             raise InvalidParameter(message, param=param, code="too_many_tokens")
 
-    async def _serve(self, exchange: Exchange, calls: Sequence[PoolingCall], tickets: Sequence[Ticket]) -> None:
-        [ticket] = tickets
+    async def _serve(self, exchange: Exchange, call: PoolingCall, ticket: Ticket) -> None:
         admission = ticket.admission
         vectors_bytes = self._vectors_bytes(admission)
         if not self._room.has(vectors_bytes):
@@ -95,17 +93,14 @@ class PoolingEndpoint(Endpoint[PoolingCall]):
             self._note_refusal(exchange)
             return
         with self._room.holding(vectors_bytes):
-            await super()._serve(exchange, calls, tickets)
+            await super()._serve(exchange, call, ticket)
 
     def _vectors_bytes(self, admission: Admission) -> int:
         card = self._services.catalog.tokens_of(admission.model).pooling
         wanted = admission.pooling.dimensions if admission.pooling else None
         return admission.answers * (wanted or (card.dimensions if card else 1)) * FLOAT_BYTES
 
-    async def _write_answer(
-        self, exchange: Exchange, calls: Sequence[PoolingCall], requests: Sequence[OpenRequest]
-    ) -> None:
-        [call], [request] = calls, requests
+    async def _write_answer(self, exchange: Exchange, call: PoolingCall, request: OpenRequest) -> None:
         vectors = [b""] * request.admission.answers
         while True:
             for event in await request.mailbox.take():

@@ -4,21 +4,30 @@ Choices are numbered as OpenAI does: prompt 0's first, then prompt 1's. All are 
 that fails ends them all (``gateway.dispatch.group``).
 """
 
+import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
+from gateway.admission.ticket import Ticket
 from gateway.api.answers import CompleteAnswer
 from gateway.api.calls import CompletionCall
-from gateway.api.endpoint import JobSpec
+from gateway.api.endpoint import Answering, Arrival, JobSpec
 from gateway.api.generation import GenerationEndpoint, capture_of
+from gateway.api.rate_limits import reserve_all
 from gateway.api.schema import CompletionRequest
 from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import Exchange
+from gateway.http.failures import RequestFailed
 from gateway.limits.request_limits import check_prompts
 from gateway.payloads.answers import RecordedAnswer, RecordedChunks
+from gateway.request.admission import Admission
 from gateway.request.chunks import Chunks
-from gateway.request.mailbox import AnyTokens
+from gateway.request.mailbox import AnyTokens, SharedMailbox
 from gateway.request.states import State
 from protocol.chat import Deltas
 from protocol.messages import Tokens
@@ -28,20 +37,78 @@ from tokens.model_tokens import ModelTokens
 class CompletionsEndpoint(GenerationEndpoint[CompletionCall]):
     """An ASGI application for plain completions."""
 
-    def _calls(self, body: bytes) -> Sequence[CompletionCall]:
-        return CompletionCall(body).parts()
+    async def _admit(self, arrival: Arrival[CompletionCall]) -> Answering:
+        prompts = len(arrival.call.request.prompts)
+        if prompts == 1:
+            return await super()._admit(arrival)
+        check_prompts(self._services.settings.limits, prompts)
+        calls = arrival.call.parts()
+        exchange, principal = arrival.exchange, arrival.principal
+        await self._check_budget(arrival)
+        specs = await self._specs(calls, arrival.tokens)
+        reservations = await reserve_all(
+            self._services.quotas, exchange, principal, specs, arrival.price, held=arrival.held
+        )
+        admissions = []
+        for number, (spec, reservation) in enumerate(zip(specs, reservations, strict=True)):
+            request_id = f"{exchange.request_id}-{number}"
+            trace = None if exchange.trace is None else exchange.trace.part(request_id)
+            admissions.append(self._admission(arrival, spec, reservation, request_id, trace, requests=len(specs)))
+        self._refuse_if_revoked(principal)
+        return partial(self._serve_all, exchange, calls, self._enter_all(admissions))
 
-    async def _works(self, calls: Sequence[CompletionCall], tokens: ModelTokens) -> Sequence[JobSpec]:
-        check_prompts(self._services.settings.limits, len(calls))
-        return await super()._works(calls, tokens)
+    async def _specs(self, calls: Sequence[CompletionCall], tokens: ModelTokens) -> Sequence[JobSpec]:
+        specs = [await self._prompt_spec(calls[0], tokens)]
+        for call in calls[1:]:
+            await asyncio.sleep(0)  # others' requests go on: counting one prompt may take a millisecond
+            specs.append(await self._prompt_spec(call, tokens))
+        self._check_prompt_logprobs(calls[0].request, specs[0].sampling, sum(spec.prompt_tokens for spec in specs))
+        return specs
 
-    async def _write_answer(
-        self, exchange: Exchange, calls: Sequence[CompletionCall], requests: Sequence[OpenRequest]
-    ) -> None:
-        if len(requests) == 1:
-            await super()._write_answer(exchange, calls, requests)
-            return
+    def _enter_all(self, admissions: Sequence[Admission]) -> Sequence[Ticket]:
+        """Count all of them in, or none. Raises RequestFailed."""
+        control = self._services.admission_control
+        failure = self._services.dispatcher.refusal(len(admissions))  # counting may have taken a while
+        tickets: list[Ticket] = []
+        while failure is None and len(tickets) < len(admissions):
+            admission = admissions[len(tickets)]
+            failure = control.refusal(admission)
+            if failure is None:
+                tickets.append(control.enter(admission))
+            else:
+                failure = replace(failure, param=admission.prompt_param)
+        if failure is None:
+            return tickets
+        for ticket in tickets:
+            ticket.close()
+        for admission in admissions:
+            if admission.reservation is not None:
+                admission.reservation.refund()
+        raise RequestFailed(failure)
+
+    async def _serve_all(self, exchange: Exchange, calls: Sequence[CompletionCall], tickets: Sequence[Ticket]) -> None:
+        dispatcher = self._services.dispatcher
+        mailbox = SharedMailbox(len(tickets))
+        requests = [dispatcher.open(ticket, mailbox) for ticket in tickets]
         group = RequestGroup(requests)
+        try:
+            with exchange.calling_when_gone(lambda: group.cancel(time.monotonic())):
+                await self._write_answers(exchange, calls, requests, group)
+        except Exception as mistake:  # noqa: BLE001  # logged there
+            await self._fail(exchange, requests[0], mistake)
+        finally:
+            for request in requests:
+                dispatcher.close(request, exchange.seen(exchange.sent_status))
+            if exchange.trace is not None:
+                exchange.trace.parts_ended(exchange.sent_status)
+
+    async def _write_answers(
+        self,
+        exchange: Exchange,
+        calls: Sequence[CompletionCall],
+        requests: Sequence[OpenRequest],
+        group: RequestGroup,
+    ) -> None:
         parts = {
             request.request_id: Part(call, request, self._new_answer(request))
             for call, request in zip(calls, requests, strict=True)

@@ -64,17 +64,29 @@ async def reserve(
     quotas: Quotas,
     exchange: Exchange,
     principal: Principal,
-    works: Sequence[RequestedTokens],
+    spec: RequestedTokens,
+    price: TokenPrice | None,
+    *,
+    held: Reservation | None = None,
+) -> Reservation | None:
+    """Reserve the most that a request can use; None: neither its key nor its team has limits.
+
+    ``held``: what it has reserved already. Raises RateLimitExceeded, InsufficientQuota or LimitsUnavailable.
+    """
+    return (await _reserve(quotas, exchange, principal, [_estimate(spec, price)], held))[0]
+
+
+async def reserve_all(
+    quotas: Quotas,
+    exchange: Exchange,
+    principal: Principal,
+    specs: Sequence[RequestedTokens],
     price: TokenPrice | None,
     *,
     held: Reservation | None = None,
 ) -> Sequence[Reservation | None]:
-    """Reserve the most that requests can use, all or nothing; None: neither their key nor its team has limits.
-
-    ``held``: what the first of them has reserved already. Raises RateLimitExceeded, InsufficientQuota or
-    LimitsUnavailable.
-    """
-    return await _reserve(quotas, exchange, principal, [_estimate(work, price) for work in works], held)
+    """Reserve for several requests as ``reserve`` does for one, all or nothing. ``held``: of the first of them."""
+    return await _reserve(quotas, exchange, principal, [_estimate(spec, price) for spec in specs], held)
 
 
 async def _reserve(

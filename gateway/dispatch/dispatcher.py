@@ -251,7 +251,7 @@ class Dispatcher:
         """End the requests of these keys that no worker has taken yet, and of ``stopped`` the others, too."""
         now_s = time.monotonic()
         for request in list(self._open.values()):
-            key_id = request.admission.key_id
+            key_id = request.admission.principal.key_id
             if key_id in stopped or (key_id in key_ids and request.accepted is None):
                 request.fail(KEY_REVOKED, now_s)
 

@@ -46,6 +46,11 @@ class RequestGroup:
             if request is not failed:
                 request.cancel(now_s)
 
+    def cancel(self, now_s: float) -> None:
+        """Stop all of them: the client has disconnected."""
+        for request in self._requests:
+            request.cancel(now_s)
+
     @property
     def state(self) -> State:
         """QUEUED until a worker has one of them, then RUNNING until all have ended."""

@@ -25,11 +25,11 @@ def origin_of(admission: Admission, gateway_id: str) -> Origin:
     return Origin(
         gateway_id,
         admission.endpoint,
-        admission.key_id,
-        admission.key_name,
+        admission.principal.key_id,
+        admission.principal.key_name,
         admission.stream,
-        admission.team_id,
-        admission.organisation_id,
+        admission.principal.team_id,
+        admission.principal.organisation_id,
     )
 
 
@@ -42,12 +42,12 @@ def usage_intent(admission: Admission, gateway_id: str) -> RequestIntent:
         received_unix_ms=admission.received_unix_ms,
         endpoint=admission.endpoint,
         model=admission.model,
-        key_id=admission.key_id,
-        key_name=admission.key_name,
+        key_id=admission.principal.key_id,
+        key_name=admission.principal.key_name,
         stream=admission.stream,
         prompt_tokens=admission.prompt_tokens,
-        team_id=admission.team_id,
-        organisation_id=admission.organisation_id,
+        team_id=admission.principal.team_id,
+        organisation_id=admission.principal.organisation_id,
     )
 
 
@@ -61,8 +61,8 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         received_unix_ms=admission.received_unix_ms,
         endpoint=admission.endpoint,
         model=admission.model,
-        key_id=admission.key_id,
-        key_name=admission.key_name,
+        key_id=admission.principal.key_id,
+        key_name=admission.principal.key_name,
         stream=admission.stream,
         outcome=request.outcome,
         http_status=request.http_status or CLIENT_CLOSED_REQUEST,
@@ -82,8 +82,8 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
         prefill_ms=round(spent.prefill_ms, 3) if accepted else None,
         decode_ms=round(spent.decode_ms, 3) if accepted else None,
         preemptions=spent.preemptions if accepted else None,
-        team_id=admission.team_id,
-        organisation_id=admission.organisation_id,
+        team_id=admission.principal.team_id,
+        organisation_id=admission.principal.organisation_id,
         tier=accepted.tier if accepted else None,
         counted_by=request.choices.counted_by,
     )
@@ -176,7 +176,7 @@ def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
         gateway_id=gateway_id,
         model=admission.model,
         tenant=admission.tenant,
-        key_id=admission.key_id,
+        key_id=admission.principal.key_id,
         prompt_tokens=admission.prompt_tokens,
         sampling=sampling,
         accepted_unix_ms=admission.received_unix_ms,

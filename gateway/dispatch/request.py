@@ -165,9 +165,7 @@ class OpenRequest:
                 self.current.last_token_s = self._last_event_s = now_s
         elif isinstance(frame, Accepted):
             reason = self._on_accepted(worker_id, frame, now_s)
-        elif isinstance(
-            frame, UnreadableFrame
-        ):  # of a kind that a newer worker sends: whoever does not know it does without
+        elif isinstance(frame, UnreadableFrame):  # where its kind is unknown, a newer worker sends it: do without
             reason = frame.reason if frame.is_known else None
         else:
             reason = None

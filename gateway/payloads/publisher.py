@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from accounts.checks import MAX_RETENTION_DAYS
 from accounts.consent import Consent
 from gateway.payloads.answers import ChoiceEncoder, RecordedAnswer
-from gateway.payloads.redaction import Redactor, UnredactablePrompt
 from ledger.payloads.end_user import kept_end_user
+from ledger.payloads.redaction import Redactor, UnredactablePrompt
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.settings import PayloadSettings
 from protocol import subjects

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from accounts.consent import Consent
+from accounts.principal import Principal
 from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace
 from protocol.messages import Sampling, encode
@@ -20,9 +21,7 @@ class Admission:
     request_id: str
     endpoint: str  # see protocol.messages.Origin
     model: str  # canonical name
-    key_id: str
-    key_name: str
-    tenant: str
+    principal: Principal  # who asks
     stream: bool
     prompt_ids: bytes  # packed; empty where they mean nothing to the model's workers
     prompt_tokens: int  # as counted here
@@ -41,12 +40,15 @@ class Admission:
     pooling: Pooling | None = None  # not None: vectors are wanted instead of text
     consent: Consent | None = None  # to keep what is asked and answered
     body_bytes: int = 0
-    team_id: str | None = None
-    organisation_id: str | None = None
     tokenizer: str = ""  # that has made the prompt's ids: protocol.messages.Revision.tokenizer; empty: any
     hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to
     conversation: Conversation | None = None  # where the model has pools that take messages, and these may take it
     reservation: Reservation | None = None  # of limits; None: its key and team have none
+
+    @property
+    def tenant(self) -> str:
+        """The fairness domain of the client."""
+        return self.principal.tenant
 
     @property
     def job_bytes(self) -> int:

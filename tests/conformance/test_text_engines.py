@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from engine.detokenizer import TokenText
 from engine.types import GenerationRequest, ResumePoint, SamplingParams
-from pool_worker.engines.formats.base import Ask, ServerFacts
+from pool_worker.engines.formats.base import ServerFacts, ServerRequest
 from pool_worker.engines.formats.triton import TritonFormat
 from pool_worker.engines.framing import ServerFailure
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
@@ -136,7 +136,7 @@ async def test_what_a_server_counts_does_not_matter(tokenizer: str, replay_of: C
 def triton_ask(*inputs: str) -> dict[str, Any]:
     told = {"name": "m", "inputs": [{"name": name} for name in inputs], "outputs": [{"name": "text_output"}]}
     facts: ServerFacts = TritonFormat.facts(told, "m")
-    return TritonFormat.body(Ask(facts, [1], "hello", SamplingParams(temperature=0.5), 9, 0, 7, 99))
+    return TritonFormat.body(ServerRequest(facts, [1], "hello", SamplingParams(temperature=0.5), 9, 0, 7, 99))
 
 
 def test_triton_is_asked_as_its_model_says() -> None:

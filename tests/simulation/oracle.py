@@ -54,8 +54,8 @@ class Oracle:
         self.world.log("open", request.request_id, gateway.id)
         self.admitted[request.request_id] = one = Admitted(gateway, request, self.world.now_s)
         self.look_at_leases()
-        self._check_places(request.admission.key_id)
-        self._check_rate(request.admission.key_id, one)
+        self._check_places(request.admission.principal.key_id)
+        self._check_rate(request.admission.principal.key_id, one)
 
     def look_at_leases(self) -> None:
         """Note whose leases have run out: what runs there is not counted as concurrent any more (docs/LIMITS.md)."""
@@ -65,7 +65,7 @@ class Oracle:
             for key, book in gateway.quotas._books.items():
                 if book.slice.expires_s < EPOCH_S + self.world.loop.now_s + self.world.server.skew_s:
                     for one in self.admitted.values():
-                        if one.gateway_id == gateway.id and one.request.admission.key_id == key:
+                        if one.gateway_id == gateway.id and one.request.admission.principal.key_id == key:
                             one.is_presumed_dead = True
 
     def _check_places(self, key: str) -> None:
@@ -76,7 +76,7 @@ class Oracle:
         running = [
             one.number
             for one in self.admitted.values()
-            if one.request.admission.key_id == key
+            if one.request.admission.principal.key_id == key
             and one.gateway_id in alive
             and not one.is_presumed_dead
             and one.request.ticket._is_open
@@ -91,7 +91,7 @@ class Oracle:
         recent = [
             one
             for one in self.admitted.values()
-            if one.request.admission.key_id == key and one.at_s > newest.at_s - WINDOW_S
+            if one.request.admission.principal.key_id == key and one.at_s > newest.at_s - WINDOW_S
         ]
         if len(recent) > limit:
             self.world.offend(f"requests_per_minute {limit} is exceeded: {len(recent)} within a minute")

@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from pydantic import SecretStr
 
 from accounts.keys import create_key
+from accounts.principal import Principal
 from db.engine import create_engine
 from gateway.admission.registry import WorkerRegistry
 from gateway.dispatch.dead_letters import newest_dead_letters
@@ -56,9 +57,7 @@ def admission(request_id: str) -> Admission:
         request_id,
         "chat.completions",
         "m",
-        "k",
-        "k",
-        "t",
+        Principal("k", "k", "t", "t", "o"),
         True,
         prompt,
         1,

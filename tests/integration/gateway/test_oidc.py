@@ -39,7 +39,7 @@ def settings_for(issuer: FakeIssuer) -> OidcSettings:
 
 
 async def log_in(login: OidcLogin, issuer: FakeIssuer, **answer: str) -> str:
-    url, asked = await login.question(CALLBACK)
+    url, asked = await login.authorization_request(CALLBACK)
     return await login.user(asked, CALLBACK, issuer.approve(url, **answer))
 
 
@@ -137,8 +137,8 @@ async def test_another_answer_or_browser_gets_nowhere(issuer: FakeIssuer) -> Non
     ):
         with pytest.raises(OidcError, match=said):
             await log_in(login, issuer, **answer)
-    url, _ = await login.question(CALLBACK)
-    _, asked = await login.question(CALLBACK)
+    url, _ = await login.authorization_request(CALLBACK)
+    _, asked = await login.authorization_request(CALLBACK)
     stolen = {**issuer.approve(url), "state": asked.state}  # its verifier is in the other browser
     with pytest.raises(OidcError, match="not confirmed"):
         await login.user(asked, CALLBACK, stolen)
@@ -160,10 +160,10 @@ async def test_new_keys_of_the_issuer_are_found(issuer: FakeIssuer, monkeypatch:
 async def test_an_issuer_that_is_another_or_away_is_not_asked(issuer: FakeIssuer) -> None:
     issuer.says_of_itself = {"issuer": "https://other.example"}
     with pytest.raises(OidcError, match="cannot be reached"):
-        await OidcLogin(settings_for(issuer)).question(CALLBACK)
+        await OidcLogin(settings_for(issuer)).authorization_request(CALLBACK)
     gone = settings_for(issuer).model_copy(update={"issuer": "http://127.0.0.1:1"})
     with pytest.raises(OidcError, match="cannot be reached"):
-        await OidcLogin(gone).question(CALLBACK)
+        await OidcLogin(gone).authorization_request(CALLBACK)
 
 
 async def test_an_issuer_that_never_ends_its_answer_is_given_up_for_all_at_once(
@@ -187,7 +187,9 @@ async def test_an_issuer_that_never_ends_its_answer_is_given_up_for_all_at_once(
     port = server.sockets[0].getsockname()[1]
     login = OidcLogin(settings_for(issuer).model_copy(update={"issuer": f"http://127.0.0.1:{port}"}))
     async with asyncio.timeout(HANGS_S):
-        answers = await asyncio.gather(*(login.question(CALLBACK) for _ in range(50)), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(login.authorization_request(CALLBACK) for _ in range(50)), return_exceptions=True
+        )
     assert {str(answer) for answer in answers} == {UNREACHABLE}
     assert connections == 1
     server.close()

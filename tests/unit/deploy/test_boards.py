@@ -13,7 +13,7 @@ import yaml
 from gateway.dispatch.request import OpenRequest
 from tests.unit.deploy.description import ROOT, promtool
 from tests.unit.gateway.dispatch.test_request import accepted, failed, open_request
-from tests.unit.gateway.metrics.test_exposition import answered_series, beat, moment, scrape
+from tests.unit.gateway.metrics.test_exposition import answered_series, beat, scrape, snapshot
 from tests.waiting import HANGS_S
 
 BOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
@@ -46,7 +46,7 @@ async def exposed() -> dict[str, set[str]]:
     series = answered_series()
     series.refused("chat.completions", 503, "no_workers")
     series.failed_over(rescued_request())
-    for name, labels in (await scrape(moment(series, beat()))).samples:
+    for name, labels in (await scrape(snapshot(series, beat()))).samples:
         found.setdefault(name, set()).update(label for label, _ in labels)
     return found
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from accounts.principal import Principal
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
 from gateway.admission.ticket import Ticket
@@ -32,13 +33,16 @@ def control(model: str = "m", **rest: Any) -> AdmissionControl:
     return AdmissionControl(bus, gateway_settings(model, **rest), WorkerRegistry(bus))
 
 
-def admission(request_id: str = "req_1", **rest: Any) -> Admission:
+def principal(tenant: str = "k", key_name: str = "k") -> Principal:
+    """Return a key of the team ``tenant``."""
+    return Principal("k", key_name, tenant, tenant, "o")
+
+
+def admission(request_id: str = "req_1", *, tenant: str = "k", key_name: str = "k", **rest: Any) -> Admission:
     fields: dict[str, Any] = {
         "endpoint": "completions",
         "model": "m",
-        "key_id": "k",
-        "key_name": "k",
-        "tenant": "k",
+        "principal": principal(tenant, key_name),
         "stream": True,
         "prompt_ids": b"\x01\x00\x00\x00",
         "prompt_tokens": 1,

@@ -32,7 +32,7 @@ from protocol.messages import (
     Vector,
     unpack_token_ids,
 )
-from tests.unit.gateway.admission.controls import ticket_of
+from tests.unit.gateway.admission.controls import principal, ticket_of
 
 ID = "req_1"
 
@@ -93,9 +93,7 @@ def open_request(
         request_id=ID,
         endpoint="completions",
         model="m",
-        key_id="k",
-        key_name="k",
-        tenant="k",
+        principal=principal(),
         stream=stream,
         prompt_ids=b"\x01\x00\x00\x00" * 3,
         prompt_tokens=3,

@@ -8,7 +8,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from db.money import NANO_USD
 from gateway.dispatch.record import usage_record
-from gateway.metrics.exposition import Moment, exposition
+from gateway.metrics.exposition import MetricsSnapshot, exposition
 from gateway.metrics.histogram import Buckets
 from gateway.metrics.requests import RequestSeries
 from ledger.prices import TokenPrice
@@ -104,8 +104,10 @@ def answered_series() -> RequestSeries:
     return series
 
 
-def moment(series: RequestSeries | None = None, *workers: Heartbeat, models: tuple[str, ...] = ("m",)) -> Moment:
-    return Moment(
+def snapshot(
+    series: RequestSeries | None = None, *workers: Heartbeat, models: tuple[str, ...] = ("m",)
+) -> MetricsSnapshot:
+    return MetricsSnapshot(
         counts=(series or RequestSeries()).snapshot(),
         workers=workers,
         models=models,
@@ -122,14 +124,14 @@ def moment(series: RequestSeries | None = None, *workers: Heartbeat, models: tup
     )
 
 
-async def scrape(moment: Moment) -> Scrape:
+async def scrape(moment: MetricsSnapshot) -> Scrape:
     text, content_type = await exposition(moment, "")
     assert content_type.startswith("text/plain; version=0.0.4")
     return Scrape(text.decode())
 
 
 async def test_names_and_types_are_those_of_vllm() -> None:
-    found = await scrape(moment(answered_series(), beat()))
+    found = await scrape(snapshot(answered_series(), beat()))
     assert {name: found.families[name].type for name in found.families if name.startswith("vllm:")} == VLLM
     for name in VLLM:
         samples = found.families[name].samples
@@ -139,13 +141,13 @@ async def test_names_and_types_are_those_of_vllm() -> None:
 
 @pytest.mark.parametrize(("name", "bounds"), VLLM_BUCKETS.items())
 async def test_buckets_are_at_least_those_of_vllm(name: str, bounds: str) -> None:
-    found = await scrape(moment(answered_series(), beat()))
+    found = await scrape(snapshot(answered_series(), beat()))
     buckets = {float(sample.labels["le"]) for sample in found.families[name].samples if "le" in sample.labels}
     assert {*map(float, bounds.split()), math.inf} <= buckets
 
 
 async def test_every_family_says_what_it_is_and_ours_are_called_ours() -> None:
-    found = await scrape(moment(answered_series(), beat()))
+    found = await scrape(snapshot(answered_series(), beat()))
     assert all(family.documentation for family in found.families.values())
     prefixes = {name.partition("_")[0].partition(":")[0] for name in found.families}
     assert prefixes == {"vllm", "spillway", "process", "python"}
@@ -153,7 +155,7 @@ async def test_every_family_says_what_it_is_and_ours_are_called_ours() -> None:
 
 async def test_openmetrics_is_given_to_who_asks_for_it() -> None:
     text, content_type = await exposition(
-        moment(answered_series(), beat()), "application/openmetrics-text;version=1.0.0"
+        snapshot(answered_series(), beat()), "application/openmetrics-text;version=1.0.0"
     )
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
     families = {family.name: family.type for family in open_metrics(text.decode())}
@@ -179,13 +181,13 @@ ACCEPTS = [
 
 @pytest.mark.parametrize("accept", ACCEPTS)
 async def test_samples_keep_the_colons_of_their_names_in_every_format(accept: str) -> None:
-    text, _ = await exposition(moment(answered_series(), beat()), accept)
+    text, _ = await exposition(snapshot(answered_series(), beat()), accept)
     names = {line.partition("{")[0] for line in text.decode().splitlines() if not line.startswith("#")}
     assert {"vllm:num_requests_running", "vllm:time_to_first_token_seconds_bucket"} <= names
 
 
 async def test_an_engines_series_are_what_its_heartbeat_says() -> None:
-    found = await scrape(moment(None, beat(), beat("w2", models=("other", "m"))))
+    found = await scrape(snapshot(None, beat(), beat("w2", models=("other", "m"))))
     where = {"model_name": "m", "engine": "0", "pool": "spot-pool", "provider": "aws", "region": "eu-1"}
     assert found.values("vllm:num_requests_running", worker_id="w1", **where) == [3]
     assert found.values("vllm:num_requests_waiting", worker_id="w1", **where) == [2]
@@ -205,34 +207,34 @@ async def test_an_engines_series_are_what_its_heartbeat_says() -> None:
 
 
 async def test_a_worker_whose_engine_does_not_tell_is_still_a_worker() -> None:
-    found = await scrape(moment(None, beat(stats=None, draining=True)))
+    found = await scrape(snapshot(None, beat(stats=None, draining=True)))
     assert found.values("vllm:num_requests_running") == []
     assert found.values("spillway_worker_info", worker_id="w1", tier="spot", engine_kind="spillway") == [1]
     assert found.values("spillway_worker_draining", worker_id="w1") == [1]
 
 
 async def test_models_that_are_not_configured_are_no_label() -> None:
-    found = await scrape(moment(None, beat(models=("somebody/elses",))))
+    found = await scrape(snapshot(None, beat(models=("somebody/elses",))))
     assert "somebody/elses" not in found.label_values()
 
 
 async def test_every_configured_model_says_how_many_workers_it_has() -> None:
     beats = (beat(), beat("w2", models=("other", "m")), beat("w3", draining=True))
-    found = await scrape(moment(None, *beats, models=("m", "other", "lonely")))
+    found = await scrape(snapshot(None, *beats, models=("m", "other", "lonely")))
     workers = {model: found.value("spillway_model_workers", model_name=model) for model in ("m", "other", "lonely")}
     assert workers == {"m": 2, "other": 1, "lonely": 0}
     assert found.values("spillway_model_workers", model_name="lonely") == [0]
 
 
 async def test_a_workers_clock_and_the_oldest_job_are_shown() -> None:
-    found = await scrape(moment(None, beat(sent_unix_ms=1_700_000_000_500)))
+    found = await scrape(snapshot(None, beat(sent_unix_ms=1_700_000_000_500)))
     assert found.values("spillway_worker_heartbeat_timestamp_seconds", worker_id="w1") == [1_700_000_000.5]
     assert found.values("spillway_queue_oldest_seconds", model_name="m") == [1.5]
     assert found.values("spillway_model_unusable", model_name="m") == [0]
 
 
 async def test_a_requests_phases_make_up_its_whole() -> None:
-    found = await scrape(moment(answered_series()))
+    found = await scrape(snapshot(answered_series()))
     where = {"model_name": "m", "pool": "pool", "provider": "provider", "region": "region"}
     sums = {
         name.removeprefix("vllm:"): found.value(f"{name}_sum", **where)
@@ -269,7 +271,7 @@ async def test_what_failed_or_was_cancelled_is_counted_and_no_latency() -> None:
     left.on_tick(10.0, connected=True)
     for request in (given_up, left):
         series.ended(request, usage_record(request, "g"))
-    found = await scrape(moment(series))
+    found = await scrape(snapshot(series))
     assert found.values("vllm:request_success_total", finished_reason="error") == [1]
     assert found.values("vllm:request_success_total", finished_reason="abort") == [1]
     assert found.value("spillway_requests_total", outcome="failed", code="attempts_exhausted") == 1
@@ -284,7 +286,7 @@ async def test_money_is_what_callers_are_charged_what_hosted_apis_charge_and_wha
     untaken.cancel(1.0)
     untaken.on_tick(10.0, connected=True)
     series.ended(untaken, usage_record(untaken, "g"))
-    found = await scrape(moment(series, beat(busy_ms=4500)))
+    found = await scrape(snapshot(series, beat(busy_ms=4500)))
     where = {"model_name": "m", "pool": "pool", "provider": "provider", "region": "region"}
     # 3 prompt tokens and the 5 that were made
     assert found.value("spillway_charged_usd_total", **where) == pytest.approx((3 * 2 + 5 * 4) / 1e6)
@@ -304,14 +306,14 @@ async def test_a_rescue_is_no_overhead_and_has_its_reason() -> None:
     request.on_frame("w", tokens(1, attempt=2, finish_reason="stop"), 7.0)
     request.on_frame("w", finished(2, attempt=2), 7.0)
     series.ended(request, usage_record(request, "g"))
-    found = await scrape(moment(series))
+    found = await scrape(snapshot(series))
     assert found.value("spillway_failovers_total", model_name="m", code="engine_error") == 1
     assert found.value("spillway_overhead_seconds_count") == 0
     assert found.value("spillway_queue_wait_seconds_sum") == 2.0  # 1 s for each worker; not what the first one took
 
 
 async def test_the_gateways_own_state() -> None:
-    found = await scrape(moment())
+    found = await scrape(snapshot())
     assert found.value("spillway_requests_in_flight") == 4
     assert found.values("spillway_queued_jobs", model_name="m", lane="h0") == [6]
     assert found.value("spillway_bus_connected") == 1
@@ -320,14 +322,16 @@ async def test_the_gateways_own_state() -> None:
     assert found.value("spillway_usage_spooled_bytes") == 3
     assert found.value("spillway_payloads_total", outcome="lost") == 1
     assert found.value("spillway_ledger_backlog_messages") == 3
-    unknown = await scrape(Moment(RequestSeries().snapshot(), (), (), (), 0, (), (), False, 0.0, 0, 0, None, {}))
+    unknown = await scrape(
+        MetricsSnapshot(RequestSeries().snapshot(), (), (), (), 0, (), (), False, 0.0, 0, 0, None, {})
+    )
     assert unknown.values("spillway_ledger_backlog_messages") == []
     assert unknown.values("spillway_bus_connected") == [0]
 
 
 async def test_ten_thousand_requests_are_as_many_series_as_one() -> None:
     series = answered_series()
-    before = await scrape(moment(series))
+    before = await scrape(snapshot(series))
     request, _ = open_request()
     request.on_frame("w", accepted(), 2.0)
     request.on_frame("w", tokens(1, finish_reason="length"), 2.5)
@@ -337,7 +341,7 @@ async def test_ten_thousand_requests_are_as_many_series_as_one() -> None:
     for number in range(10_000):
         one = msgspec.structs.replace(record, request_id=f"req_{number}", key_id=f"k{number}", key_name=f"n{number}")
         series.ended(request, one)
-    after = await scrape(moment(series))
+    after = await scrape(snapshot(series))
     assert after.samples.keys() == before.samples.keys()
     assert all(value >= before.samples[key] for key, value in after.growing().items())
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from gateway.payloads.iban import IBAN_CHARS
-from gateway.payloads.redaction import Redactor, UnredactablePrompt, is_card, is_iban
+from ledger.payloads.iban import IBAN_CHARS
+from ledger.payloads.redaction import Redactor, UnredactablePrompt, is_card, is_iban
 
 SEPARATORS = st.sampled_from(["", " ", "-"])
 

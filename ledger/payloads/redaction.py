@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ipaddress import ip_address
 from typing import Any, Final
 
-from gateway.payloads.iban import IBAN_CHARS
+from ledger.payloads.iban import IBAN_CHARS
 
 # No text makes a pattern slow: quantifiers are bounded, or nothing follows them that could fail.
 _API_KEY: Final = re.compile(r"(?<!\w)sk-sw-[A-Za-z0-9]{20,250}")
