@@ -13,7 +13,7 @@ from accounts.principals import load_principals, load_stopped
 from accounts.token import MAX_TOKEN_CHARS, hash_token
 from db.engine import create_engine
 from db.errors import SQL_ERRORS, describe
-from db.schema import begin_with
+from db.schema import wait_for_database
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
@@ -75,7 +75,7 @@ class KeyRing:
         """Load the keys; waits for SQL if it is away. Raises SchemaMismatch and BusError."""
         await self._bus.subscribe(subjects.KEYS_CHANGED_SUBJECT, self._on_changed)
         self._bus.on_reconnect(self._on_reconnected)
-        await begin_with(self._engine, self._load)
+        await wait_for_database(self._engine, self._load)
 
     async def run(self) -> None:
         """Load again when told that keys have changed, and every ``RELOAD_PERIOD_S``; never returns.

@@ -19,7 +19,7 @@ from db.models import ApiKeyRow, TeamRow
 from protocol.clock import unix_now_ms
 
 MIN_PREFIX_CHARS: Final = 6  # "key_" and two characters
-USUAL_GRACE_S: Final = 86_400
+DEFAULT_GRACE_S: Final = 86_400
 MAX_GRACE_S: Final = 30 * 86_400
 SYSTEM: Final = "system"  # the actor of what Spillway does by itself
 
@@ -124,7 +124,7 @@ async def update_key(engine: AsyncEngine, reference: str, changes: Mapping[str, 
 
 
 async def rotate_key(
-    engine: AsyncEngine, reference: str, pepper: SecretStr, actor: str, grace_s: int = USUAL_GRACE_S
+    engine: AsyncEngine, reference: str, pepper: SecretStr, actor: str, grace_s: int = DEFAULT_GRACE_S
 ) -> tuple[ApiKey, str]:
     """Give a key a new plaintext, which is returned; the one before is accepted for ``grace_s`` more.
 

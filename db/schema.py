@@ -33,7 +33,7 @@ async def check_schema(engine: AsyncEngine) -> None:
         )
 
 
-async def begin_with(
+async def wait_for_database(
     engine: AsyncEngine, first: Callable[[], Awaitable[None]], stopping: asyncio.Event | None = None
 ) -> None:
     """Check the schema and do what needs SQL first, as soon as it answers; or return when stopping.

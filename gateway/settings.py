@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, SecretStr
 from accounts.hosted import why_no_leave
 from console.settings import LoginSettings
 from db.money import nano_usd
-from ledger.prices import CALLERS, TokenPrice
+from ledger.prices import CLIENTS, TokenPrice
 from ledger.settings import PayloadSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
@@ -202,7 +202,7 @@ class GatewaySettings(Settings):
     @property
     def prices(self) -> dict[tuple[str, str], TokenPrice]:
         """What tokens cost, by model and who is paid: us by callers, or a hosted pool by us."""
-        callers = {(name, CALLERS): model.price.tokens for name, model in self.models.items() if model.price}
+        callers = {(name, CLIENTS): model.price.tokens for name, model in self.models.items() if model.price}
         pools = {
             (model, pool): price.tokens
             for pool, hosted in self.hosted.items()

@@ -30,7 +30,7 @@ from protocol.open_requests import MAX_ASKED, OpenRequestsQuery, decode_answer, 
 
 ABANDONED_AFTER_MS: Final = 30_000
 ANSWER_LIMIT_S: Final = 2.0
-MAX_LOOKED_AT: Final = 100_000  # requests, the oldest first
+MAX_CHECKED: Final = 100_000  # requests, the oldest first
 CHUNK_REQUESTS: Final = 500
 STATUS_UNKNOWN: Final = 0
 
@@ -47,7 +47,7 @@ class AbandonedRequests:
         self._engine = engine
         self._missed: dict[str, int] = {}  # request id → since when nobody has had it, in ms since 1970
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Ask the gateways. Raises DatabaseUnavailable; then call again."""
         await delete_recorded(self._engine)
         of_gateway = await self._open_by_gateway()
@@ -56,7 +56,7 @@ class AbandonedRequests:
             still_open = await self._ask(gateway_id, sorted(known))
             if still_open is None:
                 continue  # nobody knows: their time begins anew
-            await self._note_progress({name: n for name, n in still_open.items() if n > known.get(name, n)})
+            await self._store_progress({name: n for name, n in still_open.items() if n > known.get(name, n)})
             now_unix_ms = int(self._bus.clock.now_s() * 1000)  # by the stream's clock, as what is compared with it
             missed |= {name: self._missed.get(name, now_unix_ms) for name in known if name not in still_open}
         self._missed = missed
@@ -82,7 +82,7 @@ class AbandonedRequests:
 
     async def _open_by_gateway(self) -> dict[str, _Open]:
         columns = (OpenRequestRow.gateway_id, OpenRequestRow.request_id, OpenRequestRow.completion_tokens)
-        statement = select(*columns).order_by(OpenRequestRow.received_unix_ms).limit(MAX_LOOKED_AT)
+        statement = select(*columns).order_by(OpenRequestRow.received_unix_ms).limit(MAX_CHECKED)
         of_gateway: dict[str, _Open] = defaultdict(dict)
         try:
             async with self._engine.connect() as connection:
@@ -108,7 +108,7 @@ class AbandonedRequests:
             return None
         return still_open
 
-    async def _note_progress(self, completion_tokens: _Open) -> None:
+    async def _store_progress(self, completion_tokens: _Open) -> None:
         if not completion_tokens:
             return
         statement = (

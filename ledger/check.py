@@ -19,7 +19,7 @@ from ledger.histogram import MEASURES
 from ledger.rollups import DIMENSIONS, SUMS, RollupDelta, apply
 
 DAY_MS: Final = 86_400_000
-ROWS_AT_ONCE: Final = 5_000
+BATCH_ROWS: Final = 5_000
 MAX_DAYS: Final = 3_700
 _READ: Final = (*DIMENSIONS, *("received_unix_ms", "attempts", "prompt_tokens", "cached_tokens", "completion_tokens"))
 _MEASURED: Final = ("charge_nano_usd", "total_ms", "queue_ms", "ttft_ms")
@@ -81,7 +81,7 @@ async def _recount(connection: AsyncConnection, begin_unix_ms: int) -> tuple[Rol
     statement: Select[Any] = select(*(columns[name] for name in (*_READ, *_MEASURED)))
     statement = statement.where(received >= begin_unix_ms, received < begin_unix_ms + DAY_MS)
     tally, requests = RollupDelta(), 0
-    streamed = await connection.stream(statement.execution_options(yield_per=ROWS_AT_ONCE))
+    streamed = await connection.stream(statement.execution_options(yield_per=BATCH_ROWS))
     async for rows in streamed.mappings().partitions():
         tally.add([dict(row) for row in rows])
         requests += len(rows)

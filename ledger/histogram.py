@@ -17,10 +17,10 @@ import numpy as np
 
 BASE: Final = 1.04
 RELATIVE_ERROR: Final = 0.02
-LEAST: Final = 0.01  # smaller values count as 0
-ZERO: Final = -1000  # far below the bin of LEAST; a double's greatest is in bin 18,098
+MIN_VALUE: Final = 0.01  # smaller values count as 0
+ZERO: Final = -1000  # far below the bin of MIN_VALUE; a double's greatest is in bin 18,098
 LONG_BYTES: Final = 1_024  # about twice what a distribution over all sizes needs
-_MOST: Final = 0xFFFF  # values that an entry can hold
+MAX_COUNT: Final = 0xFFFF  # values that an entry can hold
 
 Measure = Literal["queue_ms", "ttft_ms", "tpot_ms", "total_ms", "prompt_tokens", "completion_tokens"]
 MEASURES: Final[tuple[Measure, ...]] = (
@@ -38,7 +38,7 @@ _LOG_BASE: Final = math.log(BASE)
 
 def bin_of(value: float) -> int:
     """The bin that holds a value."""
-    return ZERO if value <= LEAST else math.ceil(math.log(value) / _LOG_BASE - 1e-9)
+    return ZERO if value <= MIN_VALUE else math.ceil(math.log(value) / _LOG_BASE - 1e-9)
 
 
 def value_of(bin_number: int) -> float:
@@ -55,11 +55,11 @@ def encode(counts: Mapping[int, int]) -> bytes | None:
     """For a column; None: no values. The same counts give the same bytes. No count may be negative."""
     entries: list[int] = []
     for number, count in sorted(counts.items()):
-        if 0 < count <= _MOST:
+        if 0 < count <= MAX_COUNT:
             entries.append(number - ZERO << 16 | count)
         else:
-            times, rest = divmod(count, _MOST)
-            entries += [number - ZERO << 16 | part for part in (*[_MOST] * times, rest) if part]
+            times, rest = divmod(count, MAX_COUNT)
+            entries += [number - ZERO << 16 | part for part in (*[MAX_COUNT] * times, rest) if part]
     return struct.pack(f"<{len(entries)}I", *entries) if entries else None
 
 
@@ -68,14 +68,14 @@ def decode(stored: bytes | None) -> Counts:
     counts: Counts = {}
     for entry in struct.unpack(f"<{len(stored) // 4}I", stored) if stored else ():
         number = (entry >> 16) + ZERO
-        counts[number] = counts.get(number, 0) + (entry & _MOST)
+        counts[number] = counts.get(number, 0) + (entry & MAX_COUNT)
     return counts
 
 
 def decode_many(stored: bytes) -> Counts:
     """From any number of columns, set one behind the other."""
     entries = np.frombuffer(stored, "<u4")
-    counts = np.bincount(entries >> 16, entries & _MOST)
+    counts = np.bincount(entries >> 16, entries & MAX_COUNT)
     return {int(number) + ZERO: int(counts[number]) for number in np.flatnonzero(counts)}
 
 

@@ -61,8 +61,8 @@ class Intents:
             self._held.append(_Held(rows, time.monotonic() + HOLD_S, delivery))
             self._held_rows += len(rows)
 
-    async def write_due(self, *, hurry: bool = False) -> list[Delivery]:
-        """Write down those held for long enough, or all in a ``hurry``; returns what is to be acknowledged.
+    async def write_due(self, *, flush: bool = False) -> list[Delivery]:
+        """Write down those held for long enough, or all in a ``flush``; returns what is to be acknowledged.
 
         At most a chunk of them: call again until there is none. Raises DatabaseUnavailable; then call again.
         """
@@ -70,7 +70,7 @@ class Intents:
         rows: dict[str, dict[str, Any]] = {}
         for held in self._held:
             if (
-                not (hurry or held.due_s <= time.monotonic() or self._held_rows > MAX_HELD)
+                not (flush or held.due_s <= time.monotonic() or self._held_rows > MAX_HELD)
                 or len(rows) >= CHUNK_REQUESTS
             ):
                 break
@@ -83,7 +83,7 @@ class Intents:
             self._held_rows -= len(held.rows)
         return [held.delivery for held in due if held.delivery is not None]
 
-    def take_back(self) -> list[Delivery]:
+    def release_all(self) -> list[Delivery]:
         """The deliveries of all that is still held, which is held no longer: the writer ends."""
         deliveries = [held.delivery for held in self._held if held.delivery is not None]
         self._held.clear()

@@ -3,7 +3,7 @@
 A heartbeat says since when its worker is up and how long it was busy since then, so any two of them tell all that
 was between: what a writer misses while it is away, the next heartbeat makes up for. Rows keep the least and the
 greatest that any writer has seen; hearing a heartbeat twice, or in two writers, changes nothing. Times are by the
-worker's clock; its last half second, and what nobody heard before it was killed, is not counted.
+worker's clock; its last half second, and what nobody received before it was killed, is not counted.
 """
 
 import logging
@@ -27,10 +27,10 @@ from protocol.errors import ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
 
 QUARTER_MS: Final = 900_000
-MAX_CATCH_UP_MS: Final = 35 * 86_400_000  # of a worker that no writer has heard of for so long, the rest is left out
+MAX_CATCH_UP_MS: Final = 35 * 86_400_000  # of a worker that no writer has last of for so long, the rest is left out
 FORGET_AFTER_FLUSHES: Final = 20  # without a heartbeat
-LEASTS: Final = ("up_from_unix_ms", "busy_from_ms")
-GREATESTS: Final = ("up_until_unix_ms", "busy_until_ms")
+MIN_COLUMNS: Final = ("up_from_unix_ms", "busy_from_ms")
+MAX_COLUMNS: Final = ("up_until_unix_ms", "busy_until_ms")
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Moment(Struct, frozen=True):
     busy_ms: int  # since its start
 
 
-class _Heard(Struct):
+class _LastHeartbeat(Struct):
     beat: Heartbeat
     written: Moment | None = None  # up to where it is in SQL; None: not looked up yet
     flushes: int = 0  # since its last heartbeat
@@ -54,7 +54,7 @@ class MachineTime:
     def __init__(self, bus: Bus, engine: AsyncEngine) -> None:
         self._bus = bus
         self._engine = engine
-        self._heard: dict[str, _Heard] = {}  # by worker; those long silent are dropped
+        self._last: dict[str, _LastHeartbeat] = {}  # by worker; those long silent are dropped
 
     async def start(self) -> None:
         """Begin to listen. Raises BusError."""
@@ -64,42 +64,42 @@ class MachineTime:
         if not message.data:  # it has signed off
             return
         try:
-            self.hear(decode_heartbeat(message.data))
+            self.receive(decode_heartbeat(message.data))
         except ProtocolError as error:
             log.warning("an unreadable heartbeat: %s", error)
 
-    def hear(self, beat: Heartbeat) -> None:
+    def receive(self, beat: Heartbeat) -> None:
         """Keep it until it is written."""
-        heard = self._heard.get(beat.worker_id)
-        if heard is None:
-            self._heard[beat.worker_id] = _Heard(beat)
-        elif beat.sent_unix_ms > heard.beat.sent_unix_ms:
-            heard.beat, heard.flushes = beat, 0
+        last = self._last.get(beat.worker_id)
+        if last is None:
+            self._last[beat.worker_id] = _LastHeartbeat(beat)
+        elif beat.sent_unix_ms > last.beat.sent_unix_ms:
+            last.beat, last.flushes = beat, 0
 
     async def flush(self) -> None:
-        """Write what has been heard since the last time. Raises DatabaseUnavailable; then call again."""
-        fresh = [heard for heard in self._heard.values() if not heard.flushes]
+        """Write what has been last since the last time. Raises DatabaseUnavailable; then call again."""
+        fresh = [last for last in self._last.values() if not last.flushes]
         if fresh:
             try:
                 async with writing(self._engine) as connection:
-                    await self._look_up(connection, [heard for heard in fresh if heard.written is None])
+                    await self._look_up(connection, [last for last in fresh if last.written is None])
                     prices = await load_prices(connection)
-                    rows = [row for heard in fresh for row in _rows(heard.beat, heard.written, prices)]
+                    rows = [row for last in fresh for row in _rows(last.beat, last.written, prices)]
                     if rows:
                         await connection.execute(_upsert(connection.dialect.name), rows)
             except SQL_ERRORS as error:
                 raise DatabaseUnavailable(describe(error)) from error
-        for worker_id, heard in list(self._heard.items()):
-            if not heard.flushes:
-                heard.written = Moment(heard.beat.sent_unix_ms, heard.beat.busy_ms)
-            heard.flushes += 1
-            if heard.flushes > FORGET_AFTER_FLUSHES:
-                del self._heard[worker_id]
+        for worker_id, last in list(self._last.items()):
+            if not last.flushes:
+                last.written = Moment(last.beat.sent_unix_ms, last.beat.busy_ms)
+            last.flushes += 1
+            if last.flushes > FORGET_AFTER_FLUSHES:
+                del self._last[worker_id]
 
-    async def _look_up(self, connection: AsyncConnection, unknown: Sequence[_Heard]) -> None:
+    async def _look_up(self, connection: AsyncConnection, unknown: Sequence[_LastHeartbeat]) -> None:
         """Up to where an earlier writer has come with these workers."""
-        worker_ids = [heard.beat.worker_id for heard in unknown]
-        oldest = min((heard.beat.sent_unix_ms for heard in unknown), default=0) - MAX_CATCH_UP_MS
+        worker_ids = [last.beat.worker_id for last in unknown]
+        oldest = min((last.beat.sent_unix_ms for last in unknown), default=0) - MAX_CATCH_UP_MS
         statement = select(
             InstanceRow.worker_id, func.max(InstanceRow.up_until_unix_ms), func.max(InstanceRow.busy_until_ms)
         ).where(InstanceRow.bucket_unix_ms >= oldest, InstanceRow.worker_id.in_(worker_ids))
@@ -107,8 +107,8 @@ class MachineTime:
             row[0]: Moment(row[1], row[2])
             for row in await connection.execute(statement.group_by(InstanceRow.worker_id))
         }
-        for heard in unknown:
-            heard.written = found.get(heard.beat.worker_id, Moment(heard.beat.started_unix_ms, 0))
+        for last in unknown:
+            last.written = found.get(last.beat.worker_id, Moment(last.beat.started_unix_ms, 0))
 
 
 def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[dict[str, Any]]:
@@ -151,7 +151,7 @@ def _upsert(dialect: str) -> postgresql.Insert | sqlite.Insert:
     least, greatest = (func.least, func.greatest) if is_postgresql else (func.min, func.max)
     columns = InstanceRow.__table__.columns
     merged = {
-        **{name: least(columns[name], insert.excluded[name]) for name in LEASTS},
-        **{name: greatest(columns[name], insert.excluded[name]) for name in GREATESTS},
+        **{name: least(columns[name], insert.excluded[name]) for name in MIN_COLUMNS},
+        **{name: greatest(columns[name], insert.excluded[name]) for name in MAX_COLUMNS},
     }
     return insert.on_conflict_do_update(index_elements=["bucket_unix_ms", "worker_id"], set_=merged)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from db.engine import create_engine
-from db.schema import begin_with
+from db.schema import wait_for_database
 from ledger.payloads.writer import PayloadWriter
 from ledger.prices import seed_prices
 from ledger.settings import LedgerSettings
@@ -38,7 +38,7 @@ async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = No
     try:
         bus = await Bus.connect(list(settings.nats_urls), name="spillway-ledger")
         try:
-            await begin_with(engine, lambda: seed_prices(engine, settings.prices, unix_now_ms()), stopping)
+            await wait_for_database(engine, lambda: seed_prices(engine, settings.prices, unix_now_ms()), stopping)
             await _wait_for_consumer(bus, stopping)
             writer = LedgerWriter(bus, engine, settings, stopping)
             payloads = PayloadWriter(bus, engine, stopping)

@@ -23,7 +23,7 @@ from protocol.usage import UnreadUsage, read_usage
 
 REPLAY_PERIOD_S: Final = 60.0
 REPLAY_RECORDS: Final = 1000  # looked at in one period
-AGAIN_AFTER_S: Final = 10.0  # until a message whose records could not be parked comes again
+RETRY_AFTER_S: Final = 10.0  # until a message whose records could not be parked comes again
 
 log = logging.getLogger(__name__)
 
@@ -75,24 +75,24 @@ class Replays:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._looked_s = float("-inf")  # monotonic clock
+        self._checked_s = float("-inf")  # monotonic clock
         self._sequence = 0  # in PARKED, up to which all has been looked at
 
-    async def look(self) -> None:
+    async def replay_due(self) -> None:
         """Look at what has been parked since the last time, if that is long enough ago."""
-        if time.monotonic() - self._looked_s < REPLAY_PERIOD_S:
+        if time.monotonic() - self._checked_s < REPLAY_PERIOD_S:
             return
-        self._looked_s = time.monotonic()
-        replayed = looked_at = 0
+        self._checked_s = time.monotonic()
+        replayed = checked = 0
         try:
             async for sequence, record in parked_records(self._bus, self._sequence):
                 if not record.is_refused and not read_usage(record.message)[1]:
                     await replay(self._bus, sequence, record)
                     replayed += 1
                 self._sequence = sequence
-                looked_at += 1
-                if looked_at == REPLAY_RECORDS:
-                    self._looked_s = float("-inf")  # go on at once, after what has come meanwhile
+                checked += 1
+                if checked == REPLAY_RECORDS:
+                    self._checked_s = float("-inf")  # go on at once, after what has come meanwhile
                     break
         except BusError as error:
             log.warning("parked usage records could not be looked at, will try again: %s", error)

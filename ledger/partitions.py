@@ -44,7 +44,7 @@ def is_partition(table: str) -> bool:
     return _NAME.fullmatch(table) is not None
 
 
-async def make_partitions(engine: AsyncEngine, since_unix_ms: int, days: int) -> None:
+async def create_partitions(engine: AsyncEngine, since_unix_ms: int, days: int) -> None:
     """Make the partitions of so many UTC days that are not there. Raises DatabaseUnavailable; then call again."""
     first = since_unix_ms // DAY_MS * DAY_MS
     if engine.dialect.name != "postgresql":
@@ -53,8 +53,11 @@ async def make_partitions(engine: AsyncEngine, since_unix_ms: int, days: int) ->
         for table in TABLES:
             for day in range(first, first + days * DAY_MS, DAY_MS):
                 async with writing(engine) as connection:  # one at a time, and usage is written in between
-                    if not any(one.since_unix_ms <= day < one.until_unix_ms for one in await _there(connection, table)):
-                        await _make(connection, table, day)
+                    if not any(
+                        one.since_unix_ms <= day < one.until_unix_ms
+                        for one in await _dated_partitions(connection, table)
+                    ):
+                        await _create_partition(connection, table, day)
     except SQL_ERRORS as error:
         raise DatabaseUnavailable(describe(error)) from error
 
@@ -64,13 +67,13 @@ async def drop_partitions(connection: AsyncConnection, before_unix_ms: int) -> N
     if connection.dialect.name != "postgresql":
         return
     for table in TABLES:
-        for one in await _there(connection, table):
+        for one in await _dated_partitions(connection, table):
             if one.until_unix_ms <= before_unix_ms:
                 await _limit_lock(connection)
                 await connection.execute(text(f'DROP TABLE "{one.name}"'))
 
 
-async def _there(connection: AsyncConnection, table: str) -> list[Partition]:
+async def _dated_partitions(connection: AsyncConnection, table: str) -> list[Partition]:
     """All but the default."""
     found = []
     for name, bounds in await connection.execute(_PARTITIONS, {"table": table}):
@@ -79,7 +82,7 @@ async def _there(connection: AsyncConnection, table: str) -> list[Partition]:
     return found
 
 
-async def _make(connection: AsyncConnection, table: str, day_unix_ms: int) -> None:
+async def _create_partition(connection: AsyncConnection, table: str, day_unix_ms: int) -> None:
     # Made beside the table and then attached, which does not keep readers of other days out.
     name = f"{table}_d{datetime.fromtimestamp(day_unix_ms / 1000, UTC):%Y%m%d}"
     since, until = day_unix_ms, day_unix_ms + DAY_MS

@@ -16,7 +16,7 @@ from db.engine import writing
 from db.models import PriceRow
 
 MILLION: Final = 1_000_000
-CALLERS: Final = ""  # in place of a pool: the price that callers are charged
+CLIENTS: Final = ""  # in place of a pool: the price that callers are charged
 MACHINE: Final = ""  # in place of a model: the price of a pool's machines
 FROM_CONFIG: Final = "config"
 
@@ -100,7 +100,7 @@ class PriceBook:
         self, model: str, unix_ms: int, prompt_tokens: int, cached_tokens: int, completion_tokens: int
     ) -> int | None:
         """What a caller is charged for a request received then; None: the model has no price."""
-        price = self.at(model, CALLERS, unix_ms)
+        price = self.at(model, CLIENTS, unix_ms)
         tokens = price.tokens if price else None
         return tokens.charge_nano_usd(prompt_tokens, cached_tokens, completion_tokens) if tokens else None
 

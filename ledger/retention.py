@@ -15,7 +15,7 @@ from ledger.partitions import drop_partitions
 from protocol.clock import unix_now_ms
 
 DAY_MS: Final = 86_400_000
-ROWS_AT_ONCE: Final = 2_000  # of a transaction, so that usage is written in between
+BATCH_ROWS: Final = 2_000  # of a transaction, so that usage is written in between
 
 
 def kept_since_unix_ms(days: int) -> int:
@@ -32,7 +32,7 @@ class Retention:
         self._days = days
 
     async def delete_some(self) -> bool:
-        """Delete at most ROWS_AT_ONCE requests, and as many attempts. Whether there is more.
+        """Delete at most BATCH_ROWS requests, and as many attempts. Whether there is more.
 
         Raises DatabaseUnavailable.
         """
@@ -46,11 +46,11 @@ class Retention:
                 requests = await _delete_requests(connection, before_unix_ms)
         except SQL_ERRORS as error:
             raise DatabaseUnavailable(describe(error)) from error
-        return ROWS_AT_ONCE in {attempts, requests}
+        return BATCH_ROWS in {attempts, requests}
 
 
 async def _delete_requests(connection: AsyncConnection, before_unix_ms: int) -> int:
-    old = select(RequestRow.request_id).where(RequestRow.received_unix_ms < before_unix_ms).limit(ROWS_AT_ONCE)
+    old = select(RequestRow.request_id).where(RequestRow.received_unix_ms < before_unix_ms).limit(BATCH_ROWS)
     result: CursorResult[object] = await connection.execute(delete(RequestRow).where(RequestRow.request_id.in_(old)))
     return result.rowcount
 
@@ -60,6 +60,6 @@ async def _delete_attempts(connection: AsyncConnection, before_unix_ms: int) -> 
     key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
     # The index is on when they were started, which is at most hours after their request was received.
     is_old = and_(AttemptRow.started_unix_ms < before_unix_ms + DAY_MS, AttemptRow.received_unix_ms < before_unix_ms)
-    old = select(*key).where(is_old).limit(ROWS_AT_ONCE)
+    old = select(*key).where(is_old).limit(BATCH_ROWS)
     result: CursorResult[object] = await connection.execute(delete(AttemptRow).where(tuple_(*key).in_(old)))
     return result.rowcount

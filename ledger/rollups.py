@@ -32,7 +32,7 @@ SUMS: Final = (
     "charge_nano_usd",
     "total_ms",
 )
-LOOKED_UP_AT_ONCE: Final = 500
+LOOKUP_CHUNK: Final = 500
 
 Slice = tuple[str, ...]  # one value for each of DIMENSIONS
 Row = Mapping[str, Any]  # column → value, of RequestRow
@@ -206,5 +206,5 @@ async def _drop_empty(connection: AsyncConnection, buckets: Mapping[_Bucket, Map
 
 
 def _chunks(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(numbers), LOOKED_UP_AT_ONCE):
-        yield numbers[start : start + LOOKED_UP_AT_ONCE]
+    for start in range(0, len(numbers), LOOKUP_CHUNK):
+        yield numbers[start : start + LOOKUP_CHUNK]

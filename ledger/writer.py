@@ -22,8 +22,8 @@ from db.errors import DatabaseUnavailable
 from ledger.abandoned import AbandonedRequests
 from ledger.intents import Intents
 from ledger.machine_time import MachineTime
-from ledger.parked import AGAIN_AFTER_S, Replays, park
-from ledger.partitions import DAYS_AHEAD, make_partitions
+from ledger.parked import RETRY_AFTER_S, Replays, park
+from ledger.partitions import DAYS_AHEAD, create_partitions
 from ledger.retention import Retention
 from ledger.settings import LedgerSettings
 from ledger.store import RecordRefused, store_records
@@ -85,7 +85,7 @@ class LedgerWriter:
         await self._consumer.start()
         await self._machine_time.start()
         self._bus.on_reconnect(self._on_reconnected)
-        await self._learn_the_time()
+        await self._measure_clock()
         if on_ready is not None:
             on_ready()
         try:
@@ -97,20 +97,20 @@ class LedgerWriter:
             await self._consumer.stop()
         while self._held:
             await self._write_batch()
-        await self._write_intents(hurry=True)
+        await self._write_intents(flush=True)
         # Only now that our own pulls have ended: handed back earlier, the records would come straight back to us.
         unwritten = [entry.delivery for entry in self._unwritten]
-        await self._answer(unwritten + self._intents.take_back(), pull.nak)
+        await self._answer(unwritten + self._intents.release_all(), pull.nak)
 
     async def _write(self) -> None:
         while not self._stopping.is_set():
             began_s = time.monotonic()
             await self._take()
-            await self._make_partitions()
+            await self._create_partitions()
             await self._write_batch()
             await self._write_intents()
-            await self._purge_what_is_written()
-            await self._replays.look()
+            await self._purge_written()
+            await self._replays.replay_due()
             await self._record_machine_time()
             await self._delete_old()
             if not self._held:
@@ -122,12 +122,12 @@ class LedgerWriter:
         """Ask for what there is, at most a batch, and wait until it is here."""
         asked_unix_ms = int(self._bus.clock.now_s() * 1000)
         is_asked = not self._held and await self._ask()
-        while self._has_room and self._consumer.outstanding() and not self._stopping.is_set():
+        while self._has_capacity and self._consumer.outstanding() and not self._stopping.is_set():
             self._arrived.clear()
             await wait_for(self._arrived, PULL_CHECK_S)
         if is_asked and not self._held and self._consumer.found_all:
             self._written_until_unix_ms = max(self._written_until_unix_ms, asked_unix_ms)
-        if not self._has_room:
+        if not self._has_capacity:
             await self._ask()  # the next batch arrives while this one is written
 
     async def _ask(self) -> bool:
@@ -143,12 +143,12 @@ class LedgerWriter:
         return True
 
     @property
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         return len(self._held) < self._batch_records
 
     async def _on_delivery(self, delivery: Delivery) -> None:
         self._held.append(delivery)
-        if not self._has_room:
+        if not self._has_capacity:
             self._arrived.set()
 
     async def _on_reconnected(self) -> None:
@@ -166,7 +166,7 @@ class LedgerWriter:
         if entries:
             await self._store(entries)
 
-    async def _purge_what_is_written(self) -> None:
+    async def _purge_written(self) -> None:
         """Now and then, drop from the stream what is in SQL, so that its bound is left to what is not."""
         if time.monotonic() - self._purged_s < PURGE_PERIOD_S:
             return
@@ -179,10 +179,10 @@ class LedgerWriter:
         except BusError as error:
             log.warning("written usage could not be dropped from the stream, will try again: %s", error)
 
-    async def _write_intents(self, *, hurry: bool = False) -> None:
+    async def _write_intents(self, *, flush: bool = False) -> None:
         """Write down the requests whose records have not come for a while, or all of them."""
         try:
-            while done := await self._intents.write_due(hurry=hurry):
+            while done := await self._intents.write_due(flush=flush):
                 await self._answer(done, pull.ack)
         except DatabaseUnavailable as error:
             log.warning("intents could not be written, will try again: %s", error)
@@ -190,14 +190,14 @@ class LedgerWriter:
     async def _look_for_abandoned(self) -> None:
         """Now and then, write the rows of requests that no gateway has any more."""
         while not await wait_for(self._stopping, ABANDONED_PERIOD_S):
-            await self._learn_the_time()
+            await self._measure_clock()
             try:
-                await self._abandoned.look()
+                await self._abandoned.check()
                 await self._abandoned.record_overdue(self._written_until_unix_ms)
             except DatabaseUnavailable as error:
                 log.warning("requests of gateways that died could not be recorded, will try again: %s", error)
 
-    async def _learn_the_time(self) -> None:
+    async def _measure_clock(self) -> None:
         """Ask for the stream's: by a clock a minute behind it, requests would count as abandoned at once."""
         try:
             await self._bus.clock.measure()
@@ -214,13 +214,13 @@ class LedgerWriter:
         except DatabaseUnavailable as error:
             log.warning("machine time could not be written, will try again: %s", error)
 
-    async def _make_partitions(self) -> None:
+    async def _create_partitions(self) -> None:
         """Now and then, make the next days' partitions. A row that comes before its partition is not lost."""
         if time.monotonic() - self._partitioned_s < PARTITIONS_PERIOD_S:
             return
         self._partitioned_s = time.monotonic()
         try:
-            await make_partitions(self._engine, unix_now_ms(), 1 + DAYS_AHEAD)
+            await create_partitions(self._engine, unix_now_ms(), 1 + DAYS_AHEAD)
         except DatabaseUnavailable as error:
             log.warning("the next days' partitions could not be made, will try again: %s", error)
 
@@ -258,7 +258,7 @@ class LedgerWriter:
             await self._store_apart(entries)
             return
         if is_stored:
-            await self._done_with(entries)
+            await self._acknowledge_written(entries)
         else:
             self._unwritten += entries
 
@@ -300,9 +300,9 @@ class LedgerWriter:
                 refused.append(UnreadUsage(encode_usage([encode(record)]), str(error)))
         if refused:
             await self._park(entry.delivery, refused, is_refused=True)
-        await self._done_with([entry])
+        await self._acknowledge_written([entry])
 
-    async def _done_with(self, entries: list[_Entry]) -> None:
+    async def _acknowledge_written(self, entries: list[_Entry]) -> None:
         """Acknowledge what is in SQL; intents are not."""
         written: list[Delivery] = []
         for entry in entries:
@@ -318,7 +318,7 @@ class LedgerWriter:
             for delivery in deliveries:
                 if delivery.stream_sequence in self._unparked:
                     self._unparked.discard(delivery.stream_sequence)
-                    await pull.nak(self._bus, delivery, AGAIN_AFTER_S)
+                    await pull.nak(self._bus, delivery, RETRY_AFTER_S)
                 else:
                     await answer(self._bus, delivery)
         except BusError as error:

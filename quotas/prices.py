@@ -8,7 +8,7 @@ from typing import Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.errors import SQL_ERRORS, describe
-from ledger.prices import CALLERS, PriceBook, TokenPrice, load_prices
+from ledger.prices import CLIENTS, PriceBook, TokenPrice, load_prices
 
 RELOAD_PERIOD_S: Final = 10.0
 
@@ -19,12 +19,12 @@ class CurrentPrices:
     """The price book; of models that it does not have yet, the configuration's prices. Run ``run`` as a task."""
 
     def __init__(self, database: AsyncEngine, configured: Mapping[tuple[str, str], TokenPrice]) -> None:
-        """``configured``: by model, and CALLERS or a hosted pool."""
+        """``configured``: by model, and CLIENTS or a hosted pool."""
         self._database = database
         self._book = PriceBook()
         self._configured = configured
 
-    def of(self, model: str, unix_ms: int, pool: str = CALLERS) -> TokenPrice | None:
+    def of(self, model: str, unix_ms: int, pool: str = CLIENTS) -> TokenPrice | None:
         """What a model's tokens cost callers at a moment, or us at a hosted pool; None: nothing."""
         price = self._book.at(model, pool, unix_ms)
         if price is not None:

@@ -23,8 +23,8 @@ LOG_LINE_BYTES: Final = 64 * 1024
 RESTART_WINDOW_S: Final = 60.0
 MAX_RESTARTS_PER_WINDOW: Final = 5
 FIRST_RESTART_WAIT_S: Final = 0.5
-LAST_WORDS: Final = 5
-SIGNALS_APART_S: Final = 0.2  # two that come at once are one
+LAST_LINES: Final = 5
+SIGNAL_GAP_S: Final = 0.2  # two that come at once are one
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RestartableChild(Protocol):
         """Wait for its end; returns the exit code."""
         ...
 
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         """The last lines of its output."""
         ...
 
@@ -87,7 +87,7 @@ class Child:
         self.log_path = log_dir / f"{name}.log"
         self._ready_path = run_dir / f"{name}.ready"
         self._arguments = [*arguments, "--ready-file", str(self._ready_path)]
-        self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._copier: asyncio.Task[None] | None = None
 
@@ -120,7 +120,7 @@ class Child:
                 return dict(json.loads(self._ready_path.read_text()))
             if self._process is None or self._process.returncode is not None:
                 await self.wait()
-                raise ChildError(f"{self.name} ended while starting:\n  {self.last_words()}")
+                raise ChildError(f"{self.name} ended while starting:\n  {self.last_lines()}")
             await asyncio.sleep(READY_POLL_S)
         raise ChildError(f"{self.name} is not ready after {READY_LIMIT_S:g} s; see {self.log_path}")
 
@@ -132,27 +132,27 @@ class Child:
         await self._copier
         return code
 
-    async def stop(self, hurry: asyncio.Event | None = None) -> None:
-        """End it by SIGTERM, by a second one at ``hurry``, or by SIGKILL after its limit. Safe to call in any state."""
+    async def stop(self, force: asyncio.Event | None = None) -> None:
+        """End it by SIGTERM, by a second one at ``force``, or by SIGKILL after its limit. Safe to call in any state."""
         if self._process is None:
             return
-        hurrying = asyncio.create_task(self._hurry(hurry or asyncio.Event()), name=f"hurry-{self.name}")
+        forcing = asyncio.create_task(self._force(force or asyncio.Event()), name=f"force-{self.name}")
         try:
             await stop_process(self._process, self.name, self.stop_limit_s)
         finally:
-            hurrying.cancel()
+            forcing.cancel()
         await self.wait()
 
-    async def _hurry(self, hurry: asyncio.Event) -> None:
-        await hurry.wait()
+    async def _force(self, force: asyncio.Event) -> None:
+        await force.wait()
         if self._process is not None and self._process.returncode is None:
-            await asyncio.sleep(SIGNALS_APART_S)
+            await asyncio.sleep(SIGNAL_GAP_S)
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         """The last lines of its output."""
-        return "\n  ".join(self._last_words) or "(no output)"
+        return "\n  ".join(self._last_lines) or "(no output)"
 
     async def _copy_output(self, stream: asyncio.StreamReader) -> None:
         handler = logging.handlers.RotatingFileHandler(
@@ -167,7 +167,7 @@ class Child:
                 if not line:
                     return
                 text = line.decode(errors="replace").rstrip()
-                self._last_words.append(text)
+                self._last_lines.append(text)
                 handler.emit(logging.makeLogRecord({"msg": text}))
 
 
@@ -180,7 +180,7 @@ async def keep_running(child: RestartableChild, announce: Callable[[str], None])
         recent = [death for death in deaths if now_s - death < RESTART_WINDOW_S]
         if len(recent) == MAX_RESTARTS_PER_WINDOW:
             raise ChildError(
-                f"{child.name} died {len(recent) + 1} times within {RESTART_WINDOW_S:g} s:\n  {child.last_words()}"
+                f"{child.name} died {len(recent) + 1} times within {RESTART_WINDOW_S:g} s:\n  {child.last_lines()}"
             )
         deaths.append(now_s)
         announce(f"{child.name} ended with exit code {code}; starting it again (its log: {child.log_path})")

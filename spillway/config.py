@@ -31,7 +31,7 @@ from gateway.settings import (
     TenantSettings,
     TimeoutSettings,
 )
-from ledger.prices import CALLERS, MACHINE, ConfiguredPrice, Price
+from ledger.prices import CLIENTS, MACHINE, ConfiguredPrice, Price
 from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
@@ -247,7 +247,7 @@ class Config(BaseSettings):
     def _prices(self) -> Iterator[ConfiguredPrice]:
         for name, model in self.models.items():
             if model.price is not None:
-                yield ConfiguredPrice(name, CALLERS, _token_price(model.price))
+                yield ConfiguredPrice(name, CLIENTS, _token_price(model.price))
         for name, pool in self.pools.items():
             for model_name, price in pool.prices.items():
                 yield ConfiguredPrice(model_name, name, _token_price(price))

@@ -25,11 +25,11 @@ LISTEN_POLL_S: Final = 0.02
 LOG_BYTES: Final = 10 * 1024 * 1024
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 WRITE_DEADLINE_S: Final = 10
-LAST_WORDS: Final = 3
+LAST_LINES: Final = 3
 HEALTH_PERIOD_S: Final = 2.0
 HEALTH_LIMIT_S: Final = 2.0
-LEAST_LIFE_S: Final = 20.0  # before it is ended for its health: more rarely than `up` takes for a crash loop
-ROOM_BYTES: Final = 16 * 1024 * 1024  # on its disk, for a new start to be worth while
+MIN_UPTIME_S: Final = 20.0  # before it is ended for its health: more rarely than `up` takes for a crash loop
+MIN_FREE_BYTES: Final = 16 * 1024 * 1024  # on its disk, for a new start to be worth while
 WRITE_ERROR: Final = b"write error"  # in the health check's answer; nats-server monitor.go, healthz
 
 log = logging.getLogger(__name__)
@@ -116,10 +116,10 @@ class EmbeddedNats:
     async def _end_when_broken(self, process: asyncio.subprocess.Process) -> None:
         while True:
             await asyncio.sleep(HEALTH_PERIOD_S)
-            if time.monotonic() - self._started_s < LEAST_LIFE_S:
+            if time.monotonic() - self._started_s < MIN_UPTIME_S:
                 continue
             reason = await asyncio.to_thread(_write_error, self._monitor_port)
-            if reason and shutil.disk_usage(self._store_dir).free >= ROOM_BYTES:
+            if reason and shutil.disk_usage(self._store_dir).free >= MIN_FREE_BYTES:
                 log.error("the queue server can store nothing more until it starts again: %s", reason)
                 await stop_process(process, self.name, STOP_LIMIT_S)
                 return
@@ -129,11 +129,11 @@ class EmbeddedNats:
         if self._process is not None:
             await stop_process(self._process, self.name, STOP_LIMIT_S)
 
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         """The last lines of its log."""
         if not self.log_path.exists():
             return "(no log)"
-        return "\n  ".join(self.log_path.read_text(errors="replace").splitlines()[-LAST_WORDS:])
+        return "\n  ".join(self.log_path.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
     def _config(self) -> str:
         # A usage record is acknowledged only once it is on disk: hence an fsync for each.
@@ -149,7 +149,7 @@ class EmbeddedNats:
         deadline_s = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline_s:
             if process.returncode is not None:
-                raise EmbeddedNatsError(f"nats-server ended at once:\n  {self.last_words()}")
+                raise EmbeddedNatsError(f"nats-server ended at once:\n  {self.last_lines()}")
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", self.port)
             except OSError:

@@ -11,7 +11,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 import migrations
-from console.login.passwords import HASH_OF_NOTHING
+from console.login.passwords import DUMMY_HASH
 from engine import native
 from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
@@ -124,4 +124,4 @@ def database_url(request: pytest.FixtureRequest) -> str:
 def cheap_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passwords hashed at a 1024th of their cost, for tests of what comes after."""
     monkeypatch.setattr("console.login.passwords.COST", 16)
-    monkeypatch.setattr("console.login.admins.HASH_OF_NOTHING", HASH_OF_NOTHING.replace("$16384$", "$16$"))
+    monkeypatch.setattr("console.login.admins.DUMMY_HASH", DUMMY_HASH.replace("$16384$", "$16$"))

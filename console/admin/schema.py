@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from accounts.audit import MAX_PAGE_ROWS
 from accounts.checks import MAX_NUMBER
-from accounts.keys import USUAL_GRACE_S
+from accounts.keys import DEFAULT_GRACE_S
 from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, BudgetPeriod
 from accounts.teams import DEFAULT_ORGANISATION_ID
 from db.money import nano_usd
@@ -92,7 +92,7 @@ class KeyChanges(PolicyBody):
 class Rotation(AdminBody):
     """How a key is rotated."""
 
-    grace_s: int = USUAL_GRACE_S  # for how long the token before is accepted
+    grace_s: int = DEFAULT_GRACE_S  # for how long the token before is accepted
 
 
 class AuditQuery(BaseModel):

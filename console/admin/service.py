@@ -65,7 +65,7 @@ class AdminService:
     async def update_team(self, reference: str, body: TeamChanges, actor: str) -> Team:
         """Change a team; all its keys follow at once."""
         team = await teams.update_team(self.database, reference, body.changes(), actor)
-        await self._tell_gateways()
+        await self._notify_gateways()
         return team
 
     async def create_key(self, body: NewKey, actor: str) -> tuple[ApiKey, str]:
@@ -73,29 +73,29 @@ class AdminService:
         changes = checked_grant(body.changes(), self._models, unix_now_ms())
         grant = Grant(body.team, body.scopes, changes.get("models"), body.expires_unix_ms, policy_of(changes))
         made = await keys.create_key(self.database, body.name, self.settings.key_pepper, grant, actor)
-        await self._tell_gateways()
+        await self._notify_gateways()
         return made
 
     async def update_key(self, reference: str, body: KeyChanges, actor: str) -> ApiKey:
         """Change a key."""
         changes = checked_grant(body.changes(), self._models, unix_now_ms())
         key = await keys.update_key(self.database, reference, changes, actor)
-        await self._tell_gateways()
+        await self._notify_gateways()
         return key
 
     async def rotate_key(self, reference: str, grace_s: int, actor: str) -> tuple[ApiKey, str]:
         """Give a key a new plaintext, which is returned; the one before is accepted for ``grace_s`` more."""
         rotated = await keys.rotate_key(self.database, reference, self.settings.key_pepper, actor, grace_s)
-        await self._tell_gateways()
+        await self._notify_gateways()
         return rotated
 
     async def revoke_key(self, reference: str, actor: str, *, stops_running: bool) -> ApiKey:
         """Revoke a key."""
         key = await keys.revoke_key(self.database, reference, actor, stops_running=stops_running)
-        await self._tell_gateways()
+        await self._notify_gateways()
         return key
 
-    async def _tell_gateways(self) -> None:
+    async def _notify_gateways(self) -> None:
         """Have all gateways load the keys now; without it they do so within half a minute."""
         try:
             await self._services.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")

@@ -13,7 +13,7 @@ from accounts.principal import INFERENCE, SCOPES, Policy
 from accounts.teams import Team
 from console.admin.routes import principal_answer
 from console.admin.schema import PolicyBody
-from console.dashboard.view import View, moment_of
+from console.dashboard.view import View, parse_moment
 from db.money import NANO_USD
 from web.errors import ApiError
 from web.schema import parse_body
@@ -50,16 +50,16 @@ def key_fields(key: ApiKey, view: View) -> dict[str, str]:
 def _policy_fields(policy: Policy) -> dict[str, str]:
     values = asdict(policy)
     budget = values.pop("budget_nano_usd")
-    values["allow_hosted"] = _leaves_text(policy.allow_hosted)
+    values["allow_hosted"] = _hosted_text(policy.allow_hosted)
     values["budget_usd"] = None if budget is None else f"{Decimal(budget) / NANO_USD:f}"
     return NEW_TEAM | {name: _text(value) for name, value in values.items() if value is not None}
 
 
-def _leaves_text(leaves: tuple[str, ...] | None) -> str | None:
+def _hosted_text(leaves: tuple[str, ...] | None) -> str | None:
     return None if leaves is None else " ".join(leaves) or NEVER
 
 
-def _leaves(text: str) -> list[str] | None:
+def _hosted_grant(text: str) -> list[str] | None:
     return [] if text == NEVER else text.split() or None
 
 
@@ -69,7 +69,9 @@ def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def body_of(kind: type[_Body], fields: Mapping[str, str], view: View, before: Mapping[str, str] | None = None) -> _Body:
+def parse_form(
+    kind: type[_Body], fields: Mapping[str, str], view: View, before: Mapping[str, str] | None = None
+) -> _Body:
     """A form's fields as a body of the admin API; of a change, only what is not as the form has shown it ``before``.
 
     Raises InvalidParameter.
@@ -93,11 +95,11 @@ def _values(kind: type[PolicyBody], fields: Mapping[str, str], view: View) -> di
         "team": said.get("team", ""),
         "models": said.get("models", "").split() or None,
         "scopes": [scope for scope in SCOPES if f"scope_{scope}" in said],
-        "expires_unix_ms": moment_of("expires_unix_ms", expires, view.zone) if expires else None,
+        "expires_unix_ms": parse_moment("expires_unix_ms", expires, view.zone) if expires else None,
         "budget_usd": said.get("budget_usd") or None,
         "budget_period": said.get("budget_period") if said.get("budget_usd") else None,
         "priority": said.get("priority") or None,
-        "allow_hosted": _leaves(said.get("allow_hosted", "")),
+        "allow_hosted": _hosted_grant(said.get("allow_hosted", "")),
         **{name: _number(said.get(name, "")) for name in NUMBERS},
         **{name: {"yes": True, "no": False}.get(said.get(name, "")) for name in CHOICES},
     }
@@ -111,7 +113,7 @@ def _number(text: str) -> int | float | str | None:
     return text or None
 
 
-def faults_of(error: PrincipalError | ApiError) -> dict[str, str]:
+def form_errors(error: PrincipalError | ApiError) -> dict[str, str]:
     """What is wrong, by the form's field; "" stands for the whole form."""
     answer = principal_answer(error) if isinstance(error, PrincipalError) else error
     field = answer.param or ""

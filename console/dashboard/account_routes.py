@@ -12,11 +12,11 @@ from starlette.responses import RedirectResponse, Response
 
 from accounts.audit import AuditFilter, list_changes
 from accounts.errors import PrincipalError
-from accounts.keys import USUAL_GRACE_S, find_key, list_keys
+from accounts.keys import DEFAULT_GRACE_S, find_key, list_keys
 from accounts.principal import SCOPES
 from accounts.teams import find_team, list_teams
 from console.admin.schema import KeyChanges, NewKey, NewTeam, Rotation, TeamChanges
-from console.dashboard.account_forms import NEW_KEY, NEW_TEAM, body_of, faults_of, key_fields, team_fields
+from console.dashboard.account_forms import NEW_KEY, NEW_TEAM, form_errors, key_fields, parse_form, team_fields
 from console.dashboard.pages.keys import Accounts, account_lines, ranked
 from console.dashboard.shell import Pages
 from console.dashboard.view import View, view_of
@@ -58,9 +58,9 @@ class _Desk:
         return self.pages.user(request).actor
 
     async def show_list(self, request: Request, **more: object) -> Response:
-        """All of them; ``faulty`` is the form of which ``faults`` says what is wrong, by field."""
+        """All of them; ``invalid_form`` is the form of which ``errors`` says what is wrong, by field."""
         keys, teams = await list_keys(self.database, include_revoked=True), await list_teams(self.database)
-        forms = {"new_key": NEW_KEY, "new_team": NEW_TEAM, "faulty": "", "faults": {}, "teams": teams}
+        forms = {"new_key": NEW_KEY, "new_team": NEW_TEAM, "invalid_form": "", "errors": {}, "teams": teams}
         values = {"token": None, "changed": "", **forms, **more}
         return await self._show(request, "keys.html", ranked(keys, teams, unix_now_ms()), values)
 
@@ -82,7 +82,7 @@ class _Desk:
         self, request: Request, accounts: Accounts, account_id: str, more: Mapping[str, object]
     ) -> Response:
         changes = await list_changes(self.database, AuditFilter(subject_id=account_id), SHOWN_CHANGES)
-        return await self._show(request, "account.html", accounts, {"changes": changes, "faults": {}, **more})
+        return await self._show(request, "account.html", accounts, {"changes": changes, "errors": {}, **more})
 
     async def _show(self, request: Request, template: str, accounts: Accounts, more: Mapping[str, object]) -> Response:
         now_s = accounts.at_unix_ms / 1000
@@ -106,18 +106,18 @@ def _add_list(router: APIRouter, desk: _Desk) -> None:
     async def create_key(request: Request) -> Response:
         form = await read_form(request)
         try:
-            key, token = await desk.admin.create_key(body_of(NewKey, form, view_of(request)), desk.actor(request))
+            key, token = await desk.admin.create_key(parse_form(NewKey, form, view_of(request)), desk.actor(request))
         except (PrincipalError, ApiError) as error:
-            return await desk.show_list(request, faulty="key", faults=faults_of(error), new_key=form)
+            return await desk.show_list(request, invalid_form="key", errors=form_errors(error), new_key=form)
         return await desk.show_list(request, token=token, token_of=key.name)
 
     @router.post("/teams")
     async def create_team(request: Request) -> Response:
         form = await read_form(request)
         try:
-            team = await desk.admin.create_team(body_of(NewTeam, form, view_of(request)), desk.actor(request))
+            team = await desk.admin.create_team(parse_form(NewTeam, form, view_of(request)), desk.actor(request))
         except (PrincipalError, ApiError) as error:
-            return await desk.show_list(request, faulty="team", faults=faults_of(error), new_team=form)
+            return await desk.show_list(request, invalid_form="team", errors=form_errors(error), new_team=form)
         return _changed(team.team_id)
 
 
@@ -132,9 +132,9 @@ def _add_teams(router: APIRouter, desk: _Desk) -> None:
         async with desk.database.connect() as connection:
             before = team_fields(await find_team(connection, team_id))
         try:
-            await desk.admin.update_team(team_id, body_of(TeamChanges, form, view, before), desk.actor(request))
+            await desk.admin.update_team(team_id, parse_form(TeamChanges, form, view, before), desk.actor(request))
         except (PrincipalError, ApiError) as error:
-            return await desk.show_team(request, team_id, form=form, faults=faults_of(error))
+            return await desk.show_team(request, team_id, form=form, errors=form_errors(error))
         return _changed(team_id)
 
 
@@ -148,14 +148,14 @@ def _add_keys(router: APIRouter, desk: _Desk) -> None:
         form, view = await read_form(request), view_of(request)
         before = key_fields(await find_key(desk.database, key_id), view)
         try:
-            await desk.admin.update_key(key_id, body_of(KeyChanges, form, view, before), desk.actor(request))
+            await desk.admin.update_key(key_id, parse_form(KeyChanges, form, view, before), desk.actor(request))
         except (PrincipalError, ApiError) as error:
-            return await desk.show_key(request, key_id, form=form, faults=faults_of(error))
+            return await desk.show_key(request, key_id, form=form, errors=form_errors(error))
         return _changed(key_id)
 
     @router.post("/keys/{key_id}/rotate")
     async def rotate_key(request: Request, key_id: str) -> Response:
-        grace_s = (await read_form(request)).get("grace_s") or USUAL_GRACE_S
+        grace_s = (await read_form(request)).get("grace_s") or DEFAULT_GRACE_S
         body = parse_body(Rotation, f'{{"grace_s": {grace_s}}}'.encode())
         key, token = await desk.admin.rotate_key(key_id, body.grace_s, desk.actor(request))
         return await desk.show_list(request, token=token, token_of=key.name)

@@ -86,7 +86,7 @@ class FileFormat:
     needs: str | None = None  # a package of the extra ``export``
 
     @property
-    def is_there(self) -> bool:
+    def is_available(self) -> bool:
         """Whether what it needs is installed."""
         return self.needs is None or importlib.util.find_spec(self.needs) is not None
 

@@ -36,8 +36,8 @@ def add_export_pages(router: APIRouter, pages: Pages) -> None:
     @router.post("/exports")
     async def start_export(request: Request) -> Response:
         view, wanted = view_of(request), (await read_form(request)).get("format", "")
-        if wanted not in FORMATS or not FORMATS[wanted].is_there:
-            there = ", ".join(name for name, file_format in FORMATS.items() if file_format.is_there)
+        if wanted not in FORMATS or not FORMATS[wanted].is_available:
+            there = ", ".join(name for name, file_format in FORMATS.items() if file_format.is_available)
             raise InvalidParameter(f"format: must be one of {there}.", param="format")
         exports.start(view, wanted, _about(view))
         return RedirectResponse(f"/dashboard/exports?{view.query()}", 303)

@@ -28,7 +28,7 @@ MAX_ROWS: Final = 1_000_000  # of one export
 MAX_RUNNING: Final = 2
 MAX_KEPT: Final = 20  # past it the oldest goes
 KEPT_S: Final = 3600.0
-LEFT_OVER_S: Final = 2 * KEPT_S  # without a change, a file is nobody's
+STALE_FILE_S: Final = 2 * KEPT_S  # without a change, a file is nobody's
 PAGE_ROWS: Final = 1000
 MAX_TRIES: Final = 30  # of one page, while the ledger does not answer
 TRY_AGAIN_S: Final = 2.0
@@ -164,5 +164,5 @@ def _remove_leftovers(folder: Path) -> None:
     """Remove what processes have left that are gone: nobody knows the links. Other gateways' files are younger."""
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > LEFT_OVER_S:
+            if time.time() - path.stat().st_mtime > STALE_FILE_S:
                 path.unlink()

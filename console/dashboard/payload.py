@@ -12,7 +12,7 @@ from ledger.payloads.store import read_payload
 MAX_SHOWN_CHARS: Final = 200_000  # of the request, and of the answer
 
 
-async def kept_payload(pages: Pages, request_id: str, actor: str) -> dict[str, Any]:
+async def read_payload_values(pages: Pages, request_id: str, actor: str) -> dict[str, Any]:
     """Values of request.html: the payload (None: none is kept), or why it cannot be opened. Raises SQL's own errors."""
     sealer = Sealer(parse_keys(pages.services.settings.payload_key))
     try:

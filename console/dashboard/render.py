@@ -24,7 +24,7 @@ HEADERS: Final = {
     "referrer-policy": "same-origin",
     "x-content-type-options": "nosniff",
 }
-FOR_EVER: Final = {"cache-control": "public, max-age=31536000, immutable", "x-content-type-options": "nosniff"}
+IMMUTABLE_HEADERS: Final = {"cache-control": "public, max-age=31536000, immutable", "x-content-type-options": "nosniff"}
 
 PAGES: Final = (  # the navigation: path, name
     ("", "Overview"),
@@ -55,7 +55,7 @@ def static_file(version: str, name: str) -> Response | None:
     if name not in _STATIC:
         return None
     content, media_type = _STATIC[name]
-    return Response(content, 200, FOR_EVER if version == _VERSION else HEADERS, media_type)
+    return Response(content, 200, IMMUTABLE_HEADERS if version == _VERSION else HEADERS, media_type)
 
 
 def _data_block(value: object) -> Markup:

@@ -15,7 +15,7 @@ from console.dashboard.pages.overview import overview
 from console.dashboard.pages.pools import pools
 from console.dashboard.pages.requests import request_detail, request_log, request_rows
 from console.dashboard.pages.tokens import tokens, tokens_heat
-from console.dashboard.payload import kept_payload
+from console.dashboard.payload import read_payload_values
 from console.dashboard.render import HEADERS, static_file
 from console.dashboard.shell import PageRoute, Pages
 from console.dashboard.view import ZONE_COOKIE, find_zone
@@ -95,7 +95,7 @@ def _add_request_pages(router: APIRouter, pages: Pages) -> None:
 
     @router.get("/requests/{request_id:path}")
     async def show_request(request: Request, request_id: str) -> Response:
-        kept = await kept_payload(pages, request_id, pages.user(request).actor)
+        kept = await read_payload_values(pages, request_id, pages.user(request).actor)
         return await pages.show(request, "request.html", partial(request_detail, request_id=request_id), **kept)
 
 

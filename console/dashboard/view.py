@@ -17,12 +17,12 @@ from web.errors import InvalidParameter
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
 RANGES: Final = {"6h": 6 * HOUR_MS, "24h": DAY_MS, "7d": 7 * DAY_MS, "30d": 30 * DAY_MS, "90d": 90 * DAY_MS}
-USUAL_RANGE: Final = "24h"
+DEFAULT_RANGE: Final = "24h"
 MAX_SPAN_MS: Final = 400 * DAY_MS
 MAX_VALUE_CHARS: Final = 300
 ZONE_COOKIE: Final = "spillway_zone"
 THEME_COOKIE: Final = "spillway_theme"
-USUAL_ZONE: Final = "UTC"
+DEFAULT_ZONE: Final = "UTC"
 THEMES: Final = ("light", "dark")
 
 _QUARTERS_UP_TO_MS: Final = 2 * DAY_MS  # steps of charts: at most some 200 points up to a fortnight
@@ -120,25 +120,25 @@ def find_zone(name: str) -> ZoneInfo | None:
 
 
 def _zone_of(cookies: Mapping[str, str]) -> tuple[str, ZoneInfo]:
-    name = cookies.get(ZONE_COOKIE, USUAL_ZONE).replace("%2F", "/")
+    name = cookies.get(ZONE_COOKIE, DEFAULT_ZONE).replace("%2F", "/")
     zone = find_zone(name)
-    return (USUAL_ZONE, ZoneInfo(USUAL_ZONE)) if zone is None else (name, zone)
+    return (DEFAULT_ZONE, ZoneInfo(DEFAULT_ZONE)) if zone is None else (name, zone)
 
 
 def _span(params: Mapping[str, str], zone: ZoneInfo, now_unix_ms: int) -> tuple[str, int, int]:
     if params.get("since"):
-        since = moment_of("since", params["since"], zone)
-        until = moment_of("until", params["until"], zone) if params.get("until") else now_unix_ms
+        since = parse_moment("since", params["since"], zone)
+        until = parse_moment("until", params["until"], zone) if params.get("until") else now_unix_ms
         if not since < until <= since + MAX_SPAN_MS:
             raise InvalidParameter("until: must be later than since, by 400 days at most.", param="until")
         return "custom", since, until
-    chosen = params.get("range") or USUAL_RANGE
+    chosen = params.get("range") or DEFAULT_RANGE
     if chosen not in RANGES:
         raise InvalidParameter(f"range: must be one of {', '.join(RANGES)}.", param="range")
     return chosen, now_unix_ms - RANGES[chosen], now_unix_ms
 
 
-def moment_of(name: str, text: str, zone: ZoneInfo) -> int:
+def parse_moment(name: str, text: str, zone: ZoneInfo) -> int:
     """A moment that is given as milliseconds since 1970, or as a date and time on the viewer's clock.
 
     Raises InvalidParameter for ``name``.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from console.dashboard import formats
-from ledger.queries.log import RequestStory, Row
+from ledger.queries.log import RequestHistory, Row
 
 ROW_PX: Final = 46
 TOP_PX: Final = 22  # for the axis
@@ -47,10 +47,10 @@ class Waterfall:
     summary: str
 
 
-def waterfall(story: RequestStory) -> Waterfall:
-    """Draw a story. Workers' clocks may differ from ours: what seems to begin earlier is moved to the start."""
-    spans = [(attempt, *_span(attempt, _origin(story))) for attempt in story.attempts]
-    whole_ms = max([story.request["total_ms"] if story.request else 0.0, 1.0, *(end for _, _, _, end in spans)])
+def waterfall(history: RequestHistory) -> Waterfall:
+    """Draw a history. Workers' clocks may differ from ours: what seems to begin earlier is moved to the start."""
+    spans = [(attempt, *_span(attempt, _origin(history))) for attempt in history.attempts]
+    whole_ms = max([history.request["total_ms"] if history.request else 0.0, 1.0, *(end for _, _, _, end in spans)])
     bars = [
         Bar(
             TOP_PX + index * ROW_PX,
@@ -70,10 +70,10 @@ def waterfall(story: RequestStory) -> Waterfall:
     return Waterfall(bars, ticks, TOP_PX + len(bars) * ROW_PX + 4, summary or "no attempt")
 
 
-def _origin(story: RequestStory) -> int:
-    if story.request is not None:
-        return int(story.request["received_unix_ms"])
-    return min(int(attempt["started_unix_ms"] - attempt["queue_ms"]) for attempt in story.attempts)
+def _origin(history: RequestHistory) -> int:
+    if history.request is not None:
+        return int(history.request["received_unix_ms"])
+    return min(int(attempt["started_unix_ms"] - attempt["queue_ms"]) for attempt in history.attempts)
 
 
 def _span(attempt: Row, origin_unix_ms: int) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from accounts.audit import Change, record
 from accounts.errors import WrongPassword
-from console.login.passwords import HASH_OF_NOTHING, hash_password, is_password
+from console.login.passwords import DUMMY_HASH, hash_password, is_password
 from db.engine import changing
 from db.models import AdminRow, SessionRow
 from protocol.clock import unix_now_ms
@@ -42,6 +42,6 @@ async def check_password(engine: AsyncEngine, name: str, password: str) -> None:
         known = select(AdminRow.password_hash).where(AdminRow.name == name)
         stored = await connection.scalar(known) if name.isprintable() else None  # PostgreSQL takes no NUL in a text
     # For a name that is not there the answer takes as long as for one that is.
-    is_right = await asyncio.to_thread(is_password, password, stored or HASH_OF_NOTHING)
+    is_right = await asyncio.to_thread(is_password, password, stored or DUMMY_HASH)
     if stored is None or not is_right:
         raise WrongPassword("Wrong user name or password.")

@@ -65,7 +65,7 @@ class OidcLogin:
 
     def __init__(self, settings: OidcSettings) -> None:
         self._settings = settings
-        self._known: _Issuer | None = None
+        self._issuer_document: _Issuer | None = None
         self._failed_s = float("-inf")  # when it could not be asked; monotonic clock
         self._reading = asyncio.Lock()
 
@@ -138,17 +138,17 @@ class OidcLogin:
         """What the issuer says of itself, read again if it was read before ``oldest_s``. Raises OidcError."""
         async with self._reading:
             oldest_s = time.monotonic() - KEEP_S if oldest_s is None else oldest_s
-            if self._known is None or self._known.read_s < oldest_s:
+            if self._issuer_document is None or self._issuer_document.read_s < oldest_s:
                 if time.monotonic() - self._failed_s < FAILED_GAP_S:
                     raise OidcError(UNREACHABLE)
                 try:
                     async with asyncio.timeout(REQUEST_LIMIT_S):
-                        self._known = await self._read_issuer()
+                        self._issuer_document = await self._read_issuer()
                 except (httpx.HTTPError, JoseError, KeyError, TimeoutError, TypeError, ValueError) as error:
                     self._failed_s = time.monotonic()
                     log.warning("the OIDC issuer cannot be asked: %r", error)
                     raise OidcError(UNREACHABLE) from error
-            return self._known
+            return self._issuer_document
 
     async def _read_issuer(self) -> _Issuer:
         async with httpx.AsyncClient(timeout=REQUEST_LIMIT_S) as client:

@@ -21,7 +21,7 @@ from console.settings import OidcSettings
 
 COOKIE: Final = "spillway_oidc"
 CALLBACK_PATH: Final = "/login/oidc/callback"
-QUESTION_S: Final = 600  # how long somebody may take at the issuer
+LOGIN_COOKIE_S: Final = 600  # how long somebody may take at the issuer
 ALGORITHM: Final = "HS256"
 
 Form = Callable[[str, str | None, int], Awaitable[Response]]
@@ -39,8 +39,8 @@ def oidc_router(login: Login, settings: OidcSettings, pepper: SecretStr, form: F
         except OidcError as error:
             return await form(next, str(error), 502)
         response = RedirectResponse(url, 303)
-        kept = {**asdict(asked), "next": local_page(next), "exp": int(time.time()) + QUESTION_S}
-        login.set_cookie(request, response, COOKIE, jwt.encode({"alg": ALGORITHM}, kept, key), QUESTION_S)
+        kept = {**asdict(asked), "next": local_page(next), "exp": int(time.time()) + LOGIN_COOKIE_S}
+        login.set_cookie(request, response, COOKIE, jwt.encode({"alg": ALGORITHM}, kept, key), LOGIN_COOKIE_S)
         return response
 
     @router.get("/callback")

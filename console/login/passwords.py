@@ -18,14 +18,14 @@ HASH_BYTES: Final = 32
 MAX_MEMORY_BYTES: Final = 64 * 1024 * 1024
 MIN_PASSWORD_CHARS: Final = 12
 MAX_PASSWORD_CHARS: Final = 256
-MADE_PASSWORD_CHARS: Final = 20  # 119 random bits
+NEW_PASSWORD_CHARS: Final = 20  # 119 random bits
 # In the same form and as slow to check, but no password is known to have it.
-HASH_OF_NOTHING: Final = f"scrypt${COST}${BLOCK_SIZE}${PARALLELISM}${'A' * 22}==${'A' * 43}="
+DUMMY_HASH: Final = f"scrypt${COST}${BLOCK_SIZE}${PARALLELISM}${'A' * 22}==${'A' * 43}="
 
 
 def new_password() -> str:
     """Make a password of letters and digits."""
-    return "".join(secrets.choice(BASE62) for _ in range(MADE_PASSWORD_CHARS))
+    return "".join(secrets.choice(BASE62) for _ in range(NEW_PASSWORD_CHARS))
 
 
 def hash_password(password: str) -> str:

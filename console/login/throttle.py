@@ -18,14 +18,14 @@ from typing import Final
 from accounts.errors import TooManyLogins
 
 WINDOW_S: Final = 60.0
-MAX_OF_BROWSER: Final = 5
-MAX_AT_NAME: Final = 5
-MAX_OF_ADDRESS: Final = 20
-MAX_OF_STRANGERS: Final = 120
+MAX_PER_BROWSER: Final = 5
+MAX_PER_NAME: Final = 5
+MAX_PER_ADDRESS: Final = 20
+MAX_UNKNOWN: Final = 120
 MAX_REMEMBERED: Final = 10_000  # browsers, addresses and names; past it, who failed longest ago is forgotten
 IPV6_NETWORK_BITS: Final = 64  # what one caller gets: he can choose any address in it
 
-_STRANGERS: Final = ("strangers",)
+_UNKNOWN: Final = ("strangers",)
 
 
 class LoginThrottle:
@@ -41,11 +41,11 @@ class LoginThrottle:
         often that it counts as a stranger.
         """
         now_s = time.monotonic()
-        if browser is not None and self._has_room(("browser", browser), MAX_OF_BROWSER, now_s):
-            self._count(("browser", browser), MAX_OF_BROWSER, now_s)
+        if browser is not None and self._has_capacity(("browser", browser), MAX_PER_BROWSER, now_s):
+            self._count(("browser", browser), MAX_PER_BROWSER, now_s)
             return browser
-        limits = _limits_of(name, address)
-        if not all(self._has_room(who, most, now_s) for who, most in limits.items()):
+        limits = _counters(name, address)
+        if not all(self._has_capacity(who, most, now_s) for who, most in limits.items()):
             raise TooManyLogins("Too many wrong passwords: try again in a minute.")
         for who, most in limits.items():
             self._count(who, most, now_s)
@@ -56,13 +56,13 @@ class LoginThrottle:
         if browser is not None:
             self._failures.pop(("browser", browser), None)
             return
-        for who in _limits_of(name, address):
+        for who in _counters(name, address):
             if who[0] == "name":
                 self._failures.pop(who, None)
             elif failures := self._failures.get(who):
                 failures.pop()
 
-    def _has_room(self, who: tuple[str, ...], most: int, now_s: float) -> bool:
+    def _has_capacity(self, who: tuple[str, ...], most: int, now_s: float) -> bool:
         return sum(now_s - failed_s < WINDOW_S for failed_s in self._failures.get(who, ())) < most
 
     def _count(self, who: tuple[str, ...], most: int, now_s: float) -> None:
@@ -72,16 +72,16 @@ class LoginThrottle:
             self._failures.popitem(last=False)
 
 
-def _limits_of(name: str, address: str) -> dict[tuple[str, ...], int]:
-    caller = _caller_of(address)
+def _counters(name: str, address: str) -> dict[tuple[str, ...], int]:
+    caller = _client_network(address)
     return {
-        ("name", caller, name): MAX_AT_NAME,
-        ("address", caller): MAX_OF_ADDRESS,
-        _STRANGERS: MAX_OF_STRANGERS,
+        ("name", caller, name): MAX_PER_NAME,
+        ("address", caller): MAX_PER_ADDRESS,
+        _UNKNOWN: MAX_UNKNOWN,
     }
 
 
-def _caller_of(address: str) -> str:
+def _client_network(address: str) -> str:
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -11,7 +11,7 @@ from gateway.dispatch.observers import Observer
 from gateway.dispatch.request import OpenRequest
 from gateway.metrics.engines import ENGINE_INDEX
 from gateway.metrics.histogram import Buckets, add_histogram
-from ledger.prices import CALLERS, TokenPrice
+from ledger.prices import CLIENTS, TokenPrice
 from protocol.engine_stats import Histogram
 from protocol.usage import RequestRecord
 
@@ -70,7 +70,7 @@ _Place = tuple[str, str, str, str]  # model, pool, provider, region: bounded by 
 class Prices(Protocol):
     """What tokens cost, from memory: ``quotas.prices.CurrentPrices``."""
 
-    def of(self, model: str, unix_ms: int, pool: str = CALLERS) -> TokenPrice | None:
+    def of(self, model: str, unix_ms: int, pool: str = CLIENTS) -> TokenPrice | None:
         """What a model's tokens cost callers at a moment, or us at a hosted pool; None: nothing."""
 
 
@@ -119,7 +119,7 @@ class RequestSeries(Observer):
     def _pay(self, prices: Prices, place: _Place, record: RequestRecord) -> None:
         model, pool, *_ = place
         tokens = (record.prompt_tokens, record.cached_tokens, record.completion_tokens)
-        for name, payee in (("spillway_charged_usd", CALLERS), ("spillway_hosted_usd", pool)):
+        for name, payee in (("spillway_charged_usd", CLIENTS), ("spillway_hosted_usd", pool)):
             price = prices.of(model, record.received_unix_ms, payee)
             if price is not None:
                 self._nano_usd[name][place] += price.charge_nano_usd(*tokens)

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from accounts.checks import MAX_RETENTION_DAYS
 from accounts.consent import Consent
 from gateway.payloads.answers import ChoiceEncoder, RecordedAnswer
-from ledger.payloads.end_user import kept_end_user
+from ledger.payloads.end_user import stored_end_user
 from ledger.payloads.redaction import Redactor, UnredactablePrompt
 from ledger.payloads.sealing import Sealer, parse_keys
 from ledger.settings import PayloadSettings
@@ -196,7 +196,7 @@ class PayloadPublisher:
             endpoint=capture.call.name,
             key_id=capture.key_id,
             team_id=capture.team_id,
-            end_user=kept_end_user(capture.end_user),
+            end_user=stored_end_user(capture.end_user),
             train_ok=consent.train_ok,
             redacted=consent.redact,
             expires_unix_ms=capture.received_unix_ms + min(days, MAX_RETENTION_DAYS) * DAY_MS,

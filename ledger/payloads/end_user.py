@@ -6,7 +6,7 @@ from typing import Final
 MAX_CHARS: Final = 256
 
 
-def kept_end_user(user: str | None) -> str | None:
+def stored_end_user(user: str | None) -> str | None:
     """The OpenAI field ``user`` as it was given; a hash of one that is too long for an index, or unprintable."""
     if user is None or (len(user) <= MAX_CHARS and user.isprintable()):
         return user

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from accounts.audit import Change, record
 from db.engine import changing
 from db.models import PayloadRow
-from ledger.payloads.end_user import kept_end_user
+from ledger.payloads.end_user import stored_end_user
 from ledger.payloads.errors import BrokenPayload, UnknownPayload
 from ledger.payloads.sealing import Part, Sealer
 from protocol.clock import unix_now_ms
@@ -107,7 +107,7 @@ class Erasure(Struct, frozen=True):
     def condition(self) -> ColumnElement[bool]:
         """Which rows."""
         if self.end_user is not None:
-            return PayloadRow.end_user == kept_end_user(self.end_user)
+            return PayloadRow.end_user == stored_end_user(self.end_user)
         if self.key_id is not None:
             return PayloadRow.key_id == self.key_id
         return PayloadRow.request_id == self.request_id

@@ -41,7 +41,7 @@ class PayloadWriter:
         self._engine = engine
         self._stopping = stopping
         self._held: asyncio.Queue[Delivery] = asyncio.Queue()  # bounded by what is asked for
-        self._looked_s = float("-inf")  # for what has expired; monotonic clock
+        self._checked_s = float("-inf")  # for what has expired; monotonic clock
         self._consumer = PullConsumer(bus, subjects.PAYLOADS_STREAM, subjects.PAYLOADS_CONSUMER, self._held.put)
 
     async def run(self) -> None:
@@ -89,7 +89,7 @@ class PayloadWriter:
             is_stored = await self._stored(records)
         except NewerVersion as error:
             log.warning("message %d of the payloads' stream waits: %s", delivery.stream_sequence, error)
-            await self._answer(delivery, _later)
+            await self._answer(delivery, _nak_with_delay)
         except ProtocolError as error:
             log.error("message %d of the payloads' stream is lost: %s", delivery.stream_sequence, error)  # noqa: TRY400
             await self._answer(delivery, pull.term)
@@ -121,7 +121,7 @@ class PayloadWriter:
 
     async def _delete_expired(self) -> None:
         """Every minute, and at once again while there is more."""
-        if time.monotonic() - self._looked_s < EXPIRY_PERIOD_S:
+        if time.monotonic() - self._checked_s < EXPIRY_PERIOD_S:
             return
         try:
             deleted = await delete_expired(self._engine)
@@ -129,7 +129,7 @@ class PayloadWriter:
             log.warning("expired payloads could not be deleted, will try again: %s", describe(error))
             deleted = 0
         if deleted < DELETE_ROWS:
-            self._looked_s = time.monotonic()
+            self._checked_s = time.monotonic()
 
     async def _answer(self, delivery: Delivery, answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
         try:
@@ -138,6 +138,6 @@ class PayloadWriter:
             log.warning("message %d will be delivered again: %s", delivery.stream_sequence, error)
 
 
-async def _later(bus: Bus, delivery: Delivery) -> None:
+async def _nak_with_delay(bus: Bus, delivery: Delivery) -> None:
     """Leave it to a writer that understands it; its stream keeps it for some days."""
     await pull.nak(bus, delivery, NEWER_DELAY_S)

@@ -94,7 +94,7 @@ async def _model_costs(
     hosted: Mapping[Group, int],
     pool_costs: Iterable[PoolCost],
 ) -> list[ModelCost]:
-    pools = {_place(cost): cost for cost in pool_costs}
+    pools = {_pool_group(cost): cost for cost in pool_costs}
     answered = await totals(connection, window, where=_of_pools(where), by=("model", *_POOL))
     of_pool: dict[Group, int] = defaultdict(int)
     for traffic in answered:
@@ -111,7 +111,7 @@ async def _model_costs(
         if traffic.group[1] and (not models or traffic.group[0] in models)
     ]
     unused = [cost for place, cost in pools.items() if not of_pool.get(place)] if not models else []
-    costs += [_share(Traffic(("", *_place(cost))), cost, 1.0, 0) for cost in unused]
+    costs += [_share(Traffic(("", *_pool_group(cost))), cost, 1.0, 0) for cost in unused]
     return sorted(costs, key=lambda cost: (-cost.cost_nano_usd, cost.model, cost.pool))
 
 
@@ -192,7 +192,7 @@ def _idle(pool: PoolCost) -> int:
     return round(pool.machine_nano_usd * (pool.idle_share or 0.0))
 
 
-def _place(cost: PoolCost) -> Group:
+def _pool_group(cost: PoolCost) -> Group:
     return cost.pool, cost.provider, cost.region, cost.tier
 
 

@@ -71,7 +71,7 @@ class Distribution:
         )
 
 
-def together(parts: Iterable[Distribution]) -> Distribution:
+def merge(parts: Iterable[Distribution]) -> Distribution:
     """Of all groups, as one without a name."""
     counts: Counts = {}
     for part in parts:
@@ -140,7 +140,7 @@ async def _read(
 ) -> list[dict[Group, dict[int, Counts]]]:
     """For each measure, group → step number → merged histogram; only what there is."""
     stored: list[dict[tuple[Group, int], list[bytes]]] = [defaultdict(list) for _ in measures]
-    values = [_one_behind_the_other(connection, measure) for measure in measures]
+    values = [_concatenated(connection, measure) for measure in measures]
     async for number, _, group, found in read(connection, HistogramRow, values, steps, where=where, by=by):
         for of_measure, some in zip(stored, found, strict=True):
             if some:
@@ -152,7 +152,7 @@ async def _read(
     return merged
 
 
-def _one_behind_the_other(connection: AsyncConnection, measure: Measure) -> ColumnElement[bytes]:
+def _concatenated(connection: AsyncConnection, measure: Measure) -> ColumnElement[bytes]:
     """All rows' histograms as one."""
     column = HistogramRow.__table__.columns[measure]
     if connection.dialect.name == "postgresql":

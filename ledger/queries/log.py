@@ -39,7 +39,7 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStory:
+class RequestHistory:
     """One request and how it came to its answer."""
 
     request: Row | None  # RequestRow; None: not ended yet, or its gateway died a moment ago
@@ -82,7 +82,7 @@ async def request_page(
             return Page(found, after)
 
 
-async def request_story(connection: AsyncConnection, request_id: str) -> RequestStory | None:
+async def request_history(connection: AsyncConnection, request_id: str) -> RequestHistory | None:
     """One request with its attempts; None: there is no such request."""
     request = (
         (await connection.execute(select(*_REQUESTS).where(RequestRow.request_id == request_id)))
@@ -98,7 +98,7 @@ async def request_story(connection: AsyncConnection, request_id: str) -> Request
     attempts = [dict(row) for row in (await connection.execute(tried)).mappings()]
     if request is None and not attempts:
         return None
-    return RequestStory(None if request is None else dict(request), attempts)
+    return RequestHistory(None if request is None else dict(request), attempts)
 
 
 def _conditions(where: Filters) -> list[ColumnElement[bool]]:

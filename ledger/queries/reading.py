@@ -20,8 +20,8 @@ from ledger.queries.window import DAY_MS, HOUR_MS, Dimension, Filters, Window
 from ledger.rollups import WIDTHS_S
 
 # A day has about as many rows as this many of its hours: a slice has some traffic in each day, not in each hour.
-DAY_IS_WORTH_MS: Final = 4 * HOUR_MS
-RANGES_AT_ONCE: Final = 200  # of one statement; each may name some dozen buckets, all of them at most 32,767
+DAY_COST_MS: Final = 4 * HOUR_MS
+RANGES_PER_STATEMENT: Final = 200  # of one statement; each may name some dozen buckets, all of them at most 32,767
 
 Group = tuple[str, ...]
 Range = tuple[int, int]  # since, until
@@ -38,7 +38,7 @@ _COLUMNS: Final[dict[Dimension, ColumnElement[str]]] = {
 }
 
 
-def column_of(dimension: Dimension) -> ColumnElement[str]:
+def dimension_column(dimension: Dimension) -> ColumnElement[str]:
     """The column of ``slices`` that a dimension is."""
     return _COLUMNS[dimension]
 
@@ -59,10 +59,10 @@ async def read(
     away; of histograms there is none. Without ``sliced`` the values ask nothing of ``slices``, which is then left aside
     unless filters or groups need it.
     """
-    groups, conditions = [column_of(dimension) for dimension in by], filtered(where)
+    groups, conditions = [dimension_column(dimension) for dimension in by], filtered(where)
     bucket = table.bucket_unix_ms.expression
     head = [bucket, *groups] if len(steps) > 1 else groups
-    cover = cover_of(steps, may_subtract=table is RollupRow)
+    cover = rollup_coverage(steps, may_subtract=table is RollupRow)
     for width_s, first_unix_ms, rows in cover.conditions(table):
         statement: Select[Any] = select(*head, *values).select_from(table).where(rows)
         if sliced or groups or conditions:
@@ -74,7 +74,7 @@ async def read(
         for row in map(tuple, (await connection.execute(statement)).all()):
             start = row[0] if len(steps) > 1 else first_unix_ms
             if start not in counted:
-                counted[start] = list(cover.counted_in(width_s, start))
+                counted[start] = list(cover.steps_of(width_s, start))
             group, found = row[first_group:first_value], row[first_value:]
             for number, sign in counted[start]:
                 yield number, sign, group, found
@@ -94,12 +94,12 @@ class RollupCoverage:
         Narrow rows come first: what a writer adds in the meantime never makes a day less than its parts.
         """
         for (width_s, _), ranges in sorted(self.ranges.items()):
-            for first in range(0, len(ranges), RANGES_AT_ONCE):
-                some = ranges[first : first + RANGES_AT_ONCE]
+            for first in range(0, len(ranges), RANGES_PER_STATEMENT):
+                some = ranges[first : first + RANGES_PER_STATEMENT]
                 within = _within(table.bucket_unix_ms.expression, some, width_s * 1000)
                 yield width_s, some[0][0], and_(table.width_s == width_s, within)
 
-    def counted_in(self, width_s: int, bucket_unix_ms: int) -> Iterator[tuple[int, int]]:
+    def steps_of(self, width_s: int, bucket_unix_ms: int) -> Iterator[tuple[int, int]]:
         """Steps in which a bucket's rows count, with their sign."""
         of_day = self.days.get(bucket_unix_ms // DAY_MS * DAY_MS)
         if of_day is not None:
@@ -109,7 +109,7 @@ class RollupCoverage:
             yield number, 1
 
 
-def cover_of(steps: Sequence[Window], *, may_subtract: bool) -> RollupCoverage:
+def rollup_coverage(steps: Sequence[Window], *, may_subtract: bool) -> RollupCoverage:
     """The fewest rows. ``may_subtract``: of a day in several parts, the greatest may be the day less the others."""
     cuts = [step.since_unix_ms for step in steps]
     cuts += [step.until_unix_ms for step in steps[-1:]]
@@ -121,7 +121,7 @@ def cover_of(steps: Sequence[Window], *, may_subtract: bool) -> RollupCoverage:
         inside = [part for part in parts if 0 <= part[0] < len(steps)]
         main = max(inside, key=_length_ms)
         rest_ms = DAY_MS - _length_ms(main)
-        if not rest_ms or (may_subtract and DAY_IS_WORTH_MS + rest_ms < sum(map(_length_ms, inside))):
+        if not rest_ms or (may_subtract and DAY_COST_MS + rest_ms < sum(map(_length_ms, inside))):
             days[day] = main[0]
             _append(ranges[WIDTHS_S[-1], True], day, day + DAY_MS)
             parts.remove(main)
@@ -147,7 +147,7 @@ def _append(ranges: list[Range], since: int, until: int) -> None:
 
 def filtered(where: Filters) -> list[ColumnElement[bool]]:
     """Conditions on ``slices``."""
-    return [column_of(dimension).in_(list(allowed)) for dimension, allowed in where.items() if allowed]
+    return [dimension_column(dimension).in_(list(allowed)) for dimension, allowed in where.items() if allowed]
 
 
 def _within(bucket: ColumnElement[int], ranges: Sequence[Range], width_ms: int) -> ColumnElement[bool]:

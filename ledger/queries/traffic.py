@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, case, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from db.models import RollupRow, SliceRow
-from ledger.queries.reading import Group, column_of, cover_of, read
+from ledger.queries.reading import Group, dimension_column, read, rollup_coverage
 from ledger.queries.window import DIMENSIONS, NO_FILTERS, Dimension, Filters, Step, Window
 
 OTHER: Final = "(other)"  # the group of what top N leaves; no model, pool, team or key is named so
@@ -48,7 +48,7 @@ _values_of: Final = attrgetter(*_NAMES)
 _OUTCOMES: Final = ("ok", "failed", "cancelled")
 
 
-def together(parts: Iterable[Traffic]) -> Traffic:
+def merge(parts: Iterable[Traffic]) -> Traffic:
     """All groups as one without a name."""
     values = zip(*(_values_of(part) for part in parts), strict=True)
     return Traffic((), *map(sum, values))
@@ -119,9 +119,11 @@ async def heat_map(
 
 async def choices(connection: AsyncConnection, window: Window) -> dict[Dimension, list[str]]:
     """Which values each dimension has in the window, in alphabetical order: what filters can offer."""
-    cover = cover_of([window], may_subtract=False)
+    cover = rollup_coverage([window], may_subtract=False)
     within = [select(RollupRow.slice_id).where(rows) for _, _, rows in cover.conditions(RollupRow)]
-    slices = select(*(column_of(dimension) for dimension in DIMENSIONS)).where(SliceRow.id.in_(union_all(*within)))
+    slices = select(*(dimension_column(dimension) for dimension in DIMENSIONS)).where(
+        SliceRow.id.in_(union_all(*within))
+    )
     found = zip(*await connection.execute(slices), strict=True) if within else ()
     columns = [set(values) for values in found] or [set()] * len(DIMENSIONS)
     return {dimension: sorted(values - {""}) for dimension, values in zip(DIMENSIONS, columns, strict=True)}
@@ -173,7 +175,7 @@ def _ranked(
     if len(groups) > len(kept):
         left = [found[group] for group in groups[len(kept) :]]
         rest = [
-            replace(together(points[number] for points in left if number in points), group=(OTHER,) * len(by))
+            replace(merge(points[number] for points in left if number in points), group=(OTHER,) * len(by))
             for number in range(steps)
         ]
         lines.append(rest)

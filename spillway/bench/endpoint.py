@@ -32,7 +32,7 @@ class EndpointTarget:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._extra: dict[str, Any] = {"ignore_eos": True}
         self._model = model or self._first_model()
-        self._tokens_per_word, self._template_tokens = self._learn_prompt_size()
+        self._tokens_per_word, self._template_tokens = self._measure_prompt_size()
 
     def run(self, load: Load, seed: int) -> list[Answer]:
         """See ``measure.Target``."""
@@ -55,7 +55,7 @@ class EndpointTarget:
             raise BenchError(f"{self._base} lists no model; name one with --model")
         return str(listed[0]["id"])
 
-    def _learn_prompt_size(self) -> tuple[float, float]:
+    def _measure_prompt_size(self) -> tuple[float, float]:
         source = random.Random(0)  # noqa: S311 - nothing secret
         try:
             few, many = (self._count(random_words(source, words)) for words in PROBE_WORDS)

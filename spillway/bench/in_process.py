@@ -38,7 +38,7 @@ class EngineTarget:
             for number in range(load.batch)
         ]
         start_s = time.perf_counter()
-        self._hand_over(requests)
+        self._submit(requests)
         pieces: dict[str, list[Piece]] = defaultdict(list)
         while self._engine.has_unfinished():
             outputs = self._engine.step()
@@ -50,7 +50,7 @@ class EngineTarget:
                     pieces[output.request_id].append(Piece(now_s, len(output.token_ids)))
         return [Answer(load.prompt_tokens, pieces[request.request_id]) for request in requests]
 
-    def _hand_over(self, requests: list[GenerationRequest]) -> None:
+    def _submit(self, requests: list[GenerationRequest]) -> None:
         try:
             for request in requests:
                 self._engine.add_request(request)

@@ -21,21 +21,21 @@ class Memory:
     """What is known of the memory for keys and values."""
 
     kv_tokens: int | None  # that it holds, as the engine tells; None: it does not
-    is_a_setting: bool  # whether its pool can be told so: `max_kv_tokens`
-    is_there: bool = True  # an API has none that is any of our business
+    is_configurable: bool  # whether its pool can be told so: `max_kv_tokens`
+    applies: bool = True  # an API has none that is any of our business
 
     def line(self) -> str:
         """Return what a configuration should say of it."""
         if self.kv_tokens is None:
             return "# max_kv_tokens: the server does not tell what its memory holds; its own log may"
-        if not self.is_a_setting:
+        if not self.is_configurable:
             return f"# As it is, the engine's memory holds {self.kv_tokens:,} tokens"
         holds = f"max_kv_tokens = {self.kv_tokens}  # what its memory holds; "
         return holds + "a job takes its prompt + max_tokens of it: give models a default_max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LengthLimits:
     """What was found for one prompt length."""
 
     prompt_tokens: int
@@ -51,7 +51,7 @@ class Recommendation:
 
     pool: str
     max_tpot_ms: float
-    held: Sequence[Held]
+    held: Sequence[LengthLimits]
     max_sequences: int | None  # None: nothing keeps the bound at every length, or nothing could be judged
     memory: Memory
 
@@ -61,7 +61,7 @@ class Recommendation:
             "pool": self.pool,
             "max_tpot_ms": self.max_tpot_ms,
             "max_sequences": self.max_sequences,
-            "max_kv_tokens": self.memory.kv_tokens if self.memory.is_a_setting else None,
+            "max_kv_tokens": self.memory.kv_tokens if self.memory.is_configurable else None,
             "by_length": [
                 {
                     "prompt_tokens": one.prompt_tokens,
@@ -77,13 +77,13 @@ class Recommendation:
     def as_lines(self) -> list[str]:
         """Return it for people: what holds at each length as comments, and what is to be pasted."""
         lines = [f"# Requests at once within {self.max_tpot_ms:g} ms a token (TPOT p99):"]
-        lines += [f"#   {_said(one)}" for one in self.held]
+        lines += [f"#   {_summary(one)}" for one in self.held]
         lines.append(f"[pools.{_key(self.pool)}.engine]")
         if self.max_sequences is None:
             lines.append(f"# max_sequences: {self._why_none()}")
         else:
             lines.append(f"max_sequences = {self.max_sequences}")
-        return [*lines, self.memory.line()] if self.memory.is_there else lines
+        return [*lines, self.memory.line()] if self.memory.applies else lines
 
     def _why_none(self) -> str:
         if any(one.holds is None and one.breaks is not None for one in self.held):
@@ -94,7 +94,9 @@ class Recommendation:
 def recommend(rows: Sequence[Row], max_tpot_ms: float, *, pool: str, memory: Memory) -> Recommendation:
     """Judge what was measured."""
     lengths = sorted({(row.prompt_tokens, row.new_tokens) for row in rows})
-    held = [_held([row for row in rows if (row.prompt_tokens, row.new_tokens) == one], max_tpot_ms) for one in lengths]
+    held = [
+        _limits_of([row for row in rows if (row.prompt_tokens, row.new_tokens) == one], max_tpot_ms) for one in lengths
+    ]
     holds = [one.holds.batch for one in held if one.holds is not None]
     useful = [one.useful.batch for one in held if one.useful is not None]
     is_judged = bool(held) and len(holds) == len(held)
@@ -107,7 +109,7 @@ def recommend(rows: Sequence[Row], max_tpot_ms: float, *, pool: str, memory: Mem
     )
 
 
-def _held(rows: Sequence[Row], max_tpot_ms: float) -> Held:
+def _limits_of(rows: Sequence[Row], max_tpot_ms: float) -> LengthLimits:
     judged = sorted((row for row in rows if row.tpot_p99_ms is not None), key=lambda row: row.batch)
     within: list[Row] = []
     breaks = None
@@ -118,10 +120,10 @@ def _held(rows: Sequence[Row], max_tpot_ms: float) -> Held:
         within.append(row)
     best = max((row.total_tokens_per_s for row in within), default=0.0)
     useful = next((row for row in within if row.total_tokens_per_s >= ALL_THROUGHPUT * best), None)
-    return Held(rows[0].prompt_tokens, rows[0].new_tokens, within[-1] if within else None, useful, breaks)
+    return LengthLimits(rows[0].prompt_tokens, rows[0].new_tokens, within[-1] if within else None, useful, breaks)
 
 
-def _said(one: Held) -> str:
+def _summary(one: LengthLimits) -> str:
     length = f"{one.prompt_tokens:,} + {one.new_tokens:,} tokens:"
     broken = "" if one.breaks is None else f"; {one.breaks.batch}: {one.breaks.tpot_p99_ms:,.1f} ms"
     if one.holds is None:

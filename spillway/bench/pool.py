@@ -29,7 +29,7 @@ TOKENS_PER_WORD: Final = 1.5  # of a number, where an API does not count
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Progress:
     """One request, as far as it has come."""
 
     prompt_tokens: int
@@ -55,7 +55,7 @@ class PoolTarget:
         self._params = SamplingParams(temperature=0.0, ignore_eos=True)
         self._started_s = 0.0
         self._number = 0
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _Progress] = {}
         self._live: set[str] = set()
         self._refusal: Refusal | None = None
         self._error: str | None = None
@@ -86,7 +86,7 @@ class PoolTarget:
                 raise BenchError(f"pools.{self._pool}: makes vectors; what is measured here is text")
             self._reading = asyncio.create_task(self._read_steps(), name="steps")
             if self._engine.takes == TAKES_MESSAGES:
-                await self._learn_words()
+                await self._measure_words()
             else:
                 self._vocabulary = await asyncio.to_thread(number_tokens, self._engine, self._model)
         except EngineDiedError as error:
@@ -97,7 +97,7 @@ class PoolTarget:
         if self._reading is not None:
             await asyncio.wait({self._reading})
 
-    async def _learn_words(self) -> None:
+    async def _measure_words(self) -> None:
         """Learn how many tokens a word has, from an API's counts of two small prompts."""
         counts = []
         for words in PROBE_WORDS:
@@ -119,12 +119,12 @@ class PoolTarget:
 
     def run(self, load: Load, seed: int) -> list[Answer]:
         """See ``measure.Target``."""
-        self._refuse_what_cannot_be_held(load)
+        self._refuse_oversized(load)
         if time.monotonic() >= self._deadline_s:
             raise TimeBudgetExceeded(f"no time was left of {self._limit_s:g} s (--seconds)")
         return self._runner.run(self._run(load, seed))
 
-    def _refuse_what_cannot_be_held(self, load: Load) -> None:
+    def _refuse_oversized(self, load: Load) -> None:
         """An engine would make them wait for each other, or cut them off."""
         tokens, held = load.prompt_tokens + load.new_tokens, self.capacity
         if tokens > held.max_model_len:
@@ -144,7 +144,7 @@ class PoolTarget:
             raise LoadRefused("an answer came without a token")
         return [_answer(one) for one in seen]
 
-    async def _ask(self, load: Load, seed: int) -> list[_Seen]:
+    async def _ask(self, load: Load, seed: int) -> list[_Progress]:
         try:
             return await self._ask_once(load, seed)
         except LoadRefused:
@@ -154,11 +154,11 @@ class PoolTarget:
         self._params = replace(self._params, ignore_eos=False)
         return await self._ask_once(load, seed)
 
-    async def _ask_once(self, load: Load, seed: int) -> list[_Seen]:
+    async def _ask_once(self, load: Load, seed: int) -> list[_Progress]:
         """Hand over a load, and wait for its end. Raises LoadRefused, and BenchError where the engine is lost."""
         source = random.Random(seed)  # noqa: S311 - nothing secret
         requests = [self._request(source, load) for _ in range(load.batch)]
-        self._seen = {request.request_id: _Seen(load.prompt_tokens) for request in requests}
+        self._seen = {request.request_id: _Progress(load.prompt_tokens) for request in requests}
         self._live, self._refusal, self._error = set(self._seen), None, None
         self._started_s = time.perf_counter()
         try:
@@ -166,7 +166,7 @@ class PoolTarget:
                 self._engine.submit(request)  # type: ignore[arg-type]  # as the engine takes it
             await self._until(lambda: not self._live or self._error is not None)
         finally:
-            await self._cancel_what_runs()
+            await self._cancel_running()
         if self._error is not None:
             raise LoadRefused(self._error)
         return list(self._seen.values())
@@ -178,7 +178,7 @@ class PoolTarget:
         if self._death is not None:
             raise BenchError(str(self._death)) from self._death
 
-    async def _cancel_what_runs(self) -> None:
+    async def _cancel_running(self) -> None:
         """The next load must not run beside it."""
         if not self._live or self._death is not None:
             return
@@ -195,14 +195,14 @@ class PoolTarget:
     async def _read_steps(self) -> None:
         try:
             async for outputs in self._engine.steps():
-                self._take(outputs)
+                self._receive(outputs)
         except EngineDiedError as error:
             self._death = error
         else:
             self._death = EngineDiedError("the engine stopped by itself")
         self._changed.set()
 
-    def _take(self, outputs: Sequence[SequenceOutput]) -> None:
+    def _receive(self, outputs: Sequence[SequenceOutput]) -> None:
         now_s = time.perf_counter() - self._started_s
         for output in outputs:
             seen = self._seen.get(output.request_id)
@@ -218,10 +218,10 @@ class PoolTarget:
                 seen.pieces.append(Piece(now_s, len(output.token_ids)))
             if output.finish_reason is not None:
                 self._live.discard(output.request_id)
-                self._note_fault(output)
+                self._store_error(output)
         self._changed.set()
 
-    def _note_fault(self, output: SequenceOutput) -> None:
+    def _store_error(self, output: SequenceOutput) -> None:
         if output.finish_reason != "error" or self._error is not None:
             return
         self._error = output.error or "the engine failed the request"
@@ -250,7 +250,7 @@ class PoolTarget:
         }
 
 
-def _answer(seen: _Seen) -> Answer:
+def _answer(seen: _Progress) -> Answer:
     """Where somebody else counts the tokens, each piece has an equal share."""
     if seen.completion_tokens is None:
         return Answer(seen.prompt_tokens, seen.pieces)

@@ -19,7 +19,7 @@ from spillway.config import DEMO_MODEL_PATH
 
 TABLE_WIDTH_CHARS: Final = 140
 INTERRUPTED: Final = 130  # exit code of a shell's command after Ctrl-C
-MOST_ROUNDS: Final = 1000
+MAX_ROUNDS: Final = 1000
 PICTURE_SUFFIXES: Final = (".png", ".svg")
 
 # torch, httpx and matplotlib are imported when they are used, so that no other command waits for them.
@@ -39,7 +39,7 @@ def engine(
     prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,1024",
     batch: Annotated[str, typer.Option(help="Requests handed over at once.")] = "1,8,32",
     new_tokens: Annotated[str, typer.Option(help="Tokens generated for each request.")] = "64",
-    rounds: Annotated[int, typer.Option(min=1, max=MOST_ROUNDS, help="How often each load is run.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_ROUNDS, help="How often each load is run.")] = 3,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads of the engine. Default: all cores but one.")
     ] = None,

@@ -10,14 +10,14 @@ from pool_worker.settings import ConnectionSettings, EngineSettings
 from spillway.bench.limits import Memory, recommend
 from spillway.bench.measure import WARM_UP_TOKENS, BenchError, Load, Row, Skipped
 from spillway.bench.report import as_json
-from spillway.cli.bench import MOST_ROUNDS, check_outputs, key_and_value, numbers, report, run_loads
+from spillway.cli.bench import MAX_ROUNDS, check_outputs, key_and_value, numbers, report, run_loads
 from spillway.cli.context import ConfigOption, err, fail, resolve_config
 from spillway.config import Config
 from spillway.pool_section import PoolSettings
 
 # What runs an engine is imported when it is used, as in bench.py.
 
-MOST_SECONDS: Final = 86_400.0
+MAX_SECONDS: Final = 86_400.0
 TOKENS_OF_A_PRICE: Final = 1_000_000
 
 
@@ -27,9 +27,9 @@ def pool(
     prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths, as your callers have them.")] = "128,1024",
     batch: Annotated[str, typer.Option(help="Requests handed over at once.")] = "1,2,4,8,16,32,64",
     new_tokens: Annotated[str, typer.Option(help="Tokens generated for each request.")] = "64",
-    rounds: Annotated[int, typer.Option(min=1, max=MOST_ROUNDS, help="How often each load is run.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_ROUNDS, help="How often each load is run.")] = 2,
     seconds: Annotated[
-        float, typer.Option(min=1, max=MOST_SECONDS, help="For all loads, from when the engine is ready.")
+        float, typer.Option(min=1, max=MAX_SECONDS, help="For all loads, from when the engine is ready.")
     ] = 300,
     max_tpot_ms: Annotated[
         float, typer.Option(min=0.001, help="How long a token may take: the bound of what is recommended.")
@@ -130,7 +130,7 @@ def _measure(
     """Return the exit code, the outcome for programs, and the lines to paste."""
     from spillway.bench.pool import PoolTarget
 
-    settings = _not_held_back(section.engine, max(load.batch for load in loads))
+    settings = _without_own_limits(section.engine, max(load.batch for load in loads))
     with contextlib.ExitStack() as stack:
         try:
             with err.status(f"waiting for the engine of pools.{name} ({settings.kind})"):
@@ -142,8 +142,8 @@ def _measure(
         code = run_loads(target, loads, rounds, outcomes)
         memory = Memory(
             target.capacity.told_kv_tokens,
-            is_a_setting="max_kv_tokens" in type(settings).model_fields,
-            is_there=not target.is_an_api,
+            is_configurable="max_kv_tokens" in type(settings).model_fields,
+            applies=not target.is_an_api,
         )
         environment = target.environment()
     rows = [outcome for outcome in outcomes if isinstance(outcome, Row)]
@@ -152,7 +152,7 @@ def _measure(
     return code, told, found.as_lines() if rows else []
 
 
-def _not_held_back(settings: EngineSettings, most_at_once: int) -> EngineSettings:
+def _without_own_limits(settings: EngineSettings, most_at_once: int) -> EngineSettings:
     """Let a server be asked for all that is handed over: what it runs at once is what is to be found out."""
     if isinstance(settings, ConnectionSettings):
         return settings.model_copy(update={"max_sequences": most_at_once})

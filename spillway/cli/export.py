@@ -52,8 +52,8 @@ def finetune(
                 until_unix_ms=_unix_ms(until) or unix_now_ms(),
                 since_unix_ms=_unix_ms(since),
                 model=model,
-                team_id=await _id_of(engine, TeamRow, team),
-                key_id=await _id_of(engine, ApiKeyRow, key),
+                team_id=await _find_id(engine, TeamRow, team),
+                key_id=await _find_id(engine, ApiKeyRow, key),
             )
             plan = ExportPlan(wanted, format_, min_turns, _shares(split), seed, keep_failovers, this_actor())
             with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err) as progress:
@@ -77,7 +77,7 @@ def _shares(text: str) -> tuple[float, ...]:
         raise ExportError(f"the split {text!r} must be numbers, such as 0.9,0.05,0.05") from error
 
 
-async def _id_of(engine: AsyncEngine, table: type[TeamRow | ApiKeyRow], reference: str | None) -> str | None:
+async def _find_id(engine: AsyncEngine, table: type[TeamRow | ApiKeyRow], reference: str | None) -> str | None:
     """The id of a team or key that is named by id or name. Raises ExportError."""
     if reference is None:
         return None

@@ -86,7 +86,7 @@ def create(
     Without options it may generate with all models, without bounds of its own. Limits hold on top of its team's.
     """
     resolved = running_or_config(config, data)
-    changes = _asked(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
+    changes = _key_changes(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
         allow_hosted=allow_hosted,
@@ -102,7 +102,7 @@ def create(
         )
         async with database(resolved) as engine:
             key, plaintext = await create_key(engine, name, pepper_of(resolved), grant, this_actor())
-        await tell_gateways(resolved)
+        await notify_gateways(resolved)
         _show_token(key, plaintext, as_json=as_json)
 
     run_async(main)
@@ -132,7 +132,7 @@ def update(
 ) -> None:
     """Change an API key: what is not named stays. Running gateways follow at once."""
     resolved = running_or_config(config, data)
-    changes = _asked(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
+    changes = _key_changes(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
         allow_hosted=allow_hosted,
@@ -144,7 +144,7 @@ def update(
         checked = _checked(resolved, changes)
         async with database(resolved) as engine:
             key = await update_key(engine, reference, checked, this_actor())
-        await tell_gateways(resolved)
+        await notify_gateways(resolved)
         show_facts(key_view(key), as_json=as_json)
 
     run_async(main)
@@ -164,7 +164,7 @@ def rotate(
     async def main() -> None:
         async with database(resolved) as engine:
             key, plaintext = await rotate_key(engine, reference, pepper_of(resolved), this_actor(), grace_s)
-        await tell_gateways(resolved)
+        await notify_gateways(resolved)
         _show_token(key, plaintext, as_json=as_json)
         if not as_json:
             until = local_time(key.previous_until_unix_ms)
@@ -227,13 +227,13 @@ def revoke(
     async def main() -> None:
         async with database(resolved) as engine:
             key = await revoke_key(engine, reference, this_actor(), stops_running=stop_running)
-        await tell_gateways(resolved)
+        await notify_gateways(resolved)
         out.print(f"revoked {key.key_id} ({key.name})", markup=False)
 
     run_async(main)
 
 
-async def tell_gateways(config: Config) -> None:
+async def notify_gateways(config: Config) -> None:
     """Have running gateways load the keys now; without it they do so within half a minute."""
     if not config.nats.urls:
         return
@@ -266,7 +266,7 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False).print(table)
 
 
-def _asked(
+def _key_changes(
     config: Config, *, team: str | None, scope: list[str] | None, model: list[str] | None, expires: str | None
 ) -> dict[str, Any]:
     """What the options of a key name, but its policy."""

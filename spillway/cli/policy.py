@@ -95,12 +95,12 @@ def policy_changes(
     if batch_only is not None:
         changes["priority"] = "batch" if batch_only else "interactive"
     if allow_hosted:
-        changes["allow_hosted"] = _leaves(allow_hosted)
+        changes["allow_hosted"] = _hosted_grant(allow_hosted)
     consents = {"log_payload": log_payload, "train_ok": train_ok, "redact": redact}
     return changes | {field: consent for field, consent in consents.items() if consent is not None}
 
 
-def _leaves(words: list[str]) -> tuple[str, ...] | None:
+def _hosted_grant(words: list[str]) -> tuple[str, ...] | None:
     if words == [NONE]:
         return None
     return () if words == [NEVER] else tuple(words)

@@ -54,7 +54,7 @@ def up(
     overrides: dict[str, Any] = {} if port is None else {"gateway": {"port": port}}
     resolved = resolve_config(config, data, overrides)
     if model is not None:
-        resolved = serve_instead(resolved, model)
+        resolved = serve_model(resolved, model)
     if workers is not None:
         pools = {name: pool.model_copy(update={"workers": workers}) for name, pool in resolved.pools.items()}
         resolved = resolved.model_copy(update={"pools": pools})
@@ -71,7 +71,7 @@ def up(
     run_async(lambda: run_up(resolved, say, on_running))
 
 
-def serve_instead(config: Config, model: str) -> Config:
+def serve_model(config: Config, model: str) -> Config:
     """Replace the configured models and pools by one pool that serves ``model``."""
     return default_config(overrides=config.model_dump(exclude={"models", "pools"}, exclude_unset=True), model=model)
 

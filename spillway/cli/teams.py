@@ -9,7 +9,7 @@ from accounts import teams
 from accounts.principal import policy_of
 from console.admin.views import organisation_view, team_view
 from spillway.cli.context import ConfigOption, DataOption, database, out, run_async, running_or_config
-from spillway.cli.keys import JsonOption, print_table, show_facts, tell_gateways
+from spillway.cli.keys import JsonOption, notify_gateways, print_table, show_facts
 from spillway.cli.policy import (
     BatchOption,
     BudgetOption,
@@ -98,7 +98,7 @@ def update(
     async def main() -> None:
         async with database(resolved) as engine:
             team = await teams.update_team(engine, reference, changes, this_actor())
-        await tell_gateways(resolved)
+        await notify_gateways(resolved)
         show_facts(team_view(team), as_json=as_json)
 
     run_async(main)

@@ -155,7 +155,7 @@ class Storm:
             while (answer := await self.ask("all", port=port)).status != 200:
                 body = b"".join(piece for _, piece in answer.pieces).decode()
                 said = (
-                    f"{gateway.name} does not serve: {answer.ending} {answer.status} {body}\n  {gateway.last_words()}"
+                    f"{gateway.name} does not serve: {answer.ending} {answer.status} {body}\n  {gateway.last_lines()}"
                 )
                 assert time.perf_counter() < deadline_s, said
                 await asyncio.sleep(POLL_S)
@@ -271,7 +271,7 @@ async def run(folder: Path, *, seed: int, seconds: float, count: int, kill: bool
 async def _died(gateways: list[Child]) -> list[str]:
     """What became of gateways that should be alive."""
     return [
-        f"{gateway.name} has ended with exit code {await gateway.wait()}:\n  {gateway.last_words()}"
+        f"{gateway.name} has ended with exit code {await gateway.wait()}:\n  {gateway.last_lines()}"
         for gateway in gateways
         if not psutil.pid_exists(gateway.pid)
     ]

@@ -7,9 +7,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard.latency import MIN_VALUES, TITLES, shown
 from console.dashboard.names import load_names
-from console.dashboard.pages.overview import USUAL_GROUPING
+from console.dashboard.pages.overview import DEFAULT_GROUPING
 from console.dashboard.view import View
-from ledger.queries.distributions import distributions, together
+from ledger.queries.distributions import distributions, merge
 from ledger.queries.traffic import choices
 
 MAX_GROUPS: Final = 50
@@ -17,11 +17,11 @@ MAX_GROUPS: Final = 50
 
 async def latency(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """The values of latency.html."""
-    view = replace(view, by=view.by or USUAL_GROUPING)
+    view = replace(view, by=view.by or DEFAULT_GROUPING)
     found = await distributions(connection, view.window, list(TITLES), where=view.filters, by=view.by)
     whole, by_group = [], []
     for measure, title in TITLES.items():
-        all_of_them = together(found[measure]).percentiles()
+        all_of_them = merge(found[measure]).percentiles()
         whole.append((title, all_of_them.n, shown(all_of_them)))
         groups = [one.percentiles() for one in found[measure][:MAX_GROUPS]]
         by_group.append((title, [(one.group, one.n, shown(one)) for one in groups]))

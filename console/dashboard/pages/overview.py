@@ -10,17 +10,17 @@ from console.dashboard.latency import MIN_VALUES, TITLES
 from console.dashboard.names import load_names
 from console.dashboard.view import View
 from ledger.queries.distributions import percentiles
-from ledger.queries.traffic import Traffic, choices, series, together, totals
+from ledger.queries.traffic import Traffic, choices, merge, series, totals
 from ledger.queries.window import Dimension, Window
 
 MAX_GROUPS: Final = 50
-USUAL_GROUPING: Final[tuple[Dimension, ...]] = ("model", "pool")
+DEFAULT_GROUPING: Final[tuple[Dimension, ...]] = ("model", "pool")
 CHARTED: Final = ("ok", "failed", "cancelled", "prompt_tokens", "cached_tokens", "completion_tokens", "failovers")
 
 
 async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
     """The values of overview.html."""
-    view = replace(view, by=view.by or USUAL_GROUPING)
+    view = replace(view, by=view.by or DEFAULT_GROUPING)
     window, where, steps = view.window, view.filters, view.window.steps(view.step)
     groups = await totals(connection, window, where=where, by=view.by, top=MAX_GROUPS)
     (before,) = await totals(connection, view.before, where=where)
@@ -30,7 +30,7 @@ async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
         "view": view,
         "choices": await choices(connection, window),
         "names": await load_names(connection),
-        "now": together(groups),
+        "now": merge(groups),
         "before": before,
         "ttft": ttft,
         "min_values": MIN_VALUES,

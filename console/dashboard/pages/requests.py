@@ -7,7 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from console.dashboard.names import load_names
 from console.dashboard.view import View
 from console.dashboard.waterfall import facts, waterfall
-from ledger.queries.log import Cursor, request_page, request_story
+from ledger.queries.log import Cursor, request_history, request_page
 from ledger.queries.traffic import choices
 from web.errors import InvalidParameter
 
@@ -45,16 +45,16 @@ async def request_rows(connection: AsyncConnection, view: View, older: str) -> d
 
 async def request_detail(connection: AsyncConnection, view: View, request_id: str) -> dict[str, Any] | None:
     """The values of request.html; None: there is no such request."""
-    story = await request_story(connection, request_id)
-    if story is None:
+    history = await request_history(connection, request_id)
+    if history is None:
         return None
     names = await load_names(connection)
     return {
         "page": "Requests",
         "request_id": request_id,
-        "request": story.request,
-        "facts": facts(story.request, names, view) if story.request else [],
-        "waterfall": waterfall(story),
+        "request": history.request,
+        "facts": facts(history.request, names, view) if history.request else [],
+        "waterfall": waterfall(history),
     }
 
 

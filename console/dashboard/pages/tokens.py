@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from console.dashboard.charts import LINE_COLOURS, Chart, Line, distribution, heat_map
 from console.dashboard.latency import shown
 from console.dashboard.names import load_names
-from console.dashboard.pages.overview import MAX_GROUPS, USUAL_GROUPING
+from console.dashboard.pages.overview import DEFAULT_GROUPING, MAX_GROUPS
 from console.dashboard.view import View
 from ledger.histogram import Measure
 from ledger.queries import traffic
@@ -31,7 +31,7 @@ LENGTHS: Final[dict[Measure, str]] = {"prompt_tokens": "prompt tokens", "complet
 async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str, Any]:
     """The values of tokens.html; ``heat`` is what the heat map will show. Raises InvalidParameter."""
     figure = _figure(heat)
-    view = replace(view, by=view.by or USUAL_GROUPING)
+    view = replace(view, by=view.by or DEFAULT_GROUPING)
     window, where = view.window, view.filters
     groups = await traffic.totals(connection, window, where=where, by=view.by, order="tokens", top=MAX_GROUPS)
     (before,) = await traffic.totals(connection, view.before, where=where)
@@ -45,7 +45,7 @@ async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str
         "view": view,
         "choices": await traffic.choices(connection, window),
         "names": await load_names(connection),
-        "now": traffic.together(groups),
+        "now": traffic.merge(groups),
         "before": before,
         "lengths": lengths,
         "figure": figure,

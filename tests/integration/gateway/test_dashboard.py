@@ -26,7 +26,7 @@ from db.engine import create_engine
 from db.money import NANO_USD
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import store_payloads
-from ledger.prices import CALLERS, Price, add_price, seed_prices
+from ledger.prices import CLIENTS, Price, add_price, seed_prices
 from ledger.store import store_records
 from protocol.clock import unix_now_ms
 from protocol.messages import PROTOCOL_VERSION
@@ -250,7 +250,7 @@ async def test_limits_show_what_is_used_now_and_without_the_queue_server_what_wa
     await until(is_shown)
     async with engine.begin() as connection:
         tokens = Price(prompt_nano_usd=0, completion_nano_usd=50_000 * NANO_USD)
-        await add_price(connection, "demo", CALLERS, tokens, from_unix_ms=0, source="test")
+        await add_price(connection, "demo", CLIENTS, tokens, from_unix_ms=0, source="test")
     record = request_record("r1", key_id=key.key_id, received_unix_ms=unix_now_ms(), completion_tokens=5)
     await store_records(engine, [record])
     nats_server.stop()

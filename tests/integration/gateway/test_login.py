@@ -8,7 +8,7 @@ import pytest
 
 from console.login.admins import set_password
 from console.login.login import local_page
-from console.login.throttle import MAX_AT_NAME
+from console.login.throttle import MAX_PER_NAME
 from db.engine import create_engine
 from tests.integration.gateway.conftest import Start
 from tests.waiting import HANGS_S
@@ -71,7 +71,7 @@ async def test_whoever_guesses_passwords_locks_nobody_else_out(browser: httpx.As
     assert known.status_code == 303
     cookies = {"spillway_browser": browser.cookies["spillway_browser"]}
     browser.cookies.clear()
-    for _ in range(MAX_AT_NAME):
+    for _ in range(MAX_PER_NAME):
         assert (await log_in(browser, {"password": "wrong"}, headers=stranger)).status_code == 401
     assert (await log_in(browser, headers=stranger)).status_code == 429
     assert (await log_in(browser, headers=other)).status_code == 303

@@ -10,7 +10,7 @@ import pytest
 from accounts.principal import BudgetPeriod, Policy
 from db.engine import create_engine
 from db.errors import DatabaseUnavailable
-from ledger.prices import CALLERS, Price, TokenPrice, add_price
+from ledger.prices import CLIENTS, Price, TokenPrice, add_price
 from ledger.store import store_records
 from protocol import subjects, topology
 from protocol.bus import Bus
@@ -46,7 +46,7 @@ async def spent_before(sqlite_url: str) -> AsyncIterator[None]:
     database = create_engine(sqlite_url)
     async with database.begin() as connection:
         price = Price(prompt_nano_usd=0, completion_nano_usd=10**9)
-        await add_price(connection, "demo", CALLERS, price, from_unix_ms=0, source="test")
+        await add_price(connection, "demo", CLIENTS, price, from_unix_ms=0, source="test")
     now_ms = int(time.time() * 1000)
     for name, at in (("this", now_ms), ("last", now_ms - 32 * 86_400_000)):
         ids = {"key_id": "key_1", "team_id": "team_1"}

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from accounts.keys import Grant, create_key
 from accounts.principal import Policy, Principal
 from db.engine import create_engine
-from ledger.prices import CALLERS, Price, TokenPrice, add_price
+from ledger.prices import CLIENTS, Price, TokenPrice, add_price
 from ledger.store import store_records
 from protocol import topology
 from protocol.bus import Bus
@@ -377,7 +377,7 @@ async def test_a_recount_takes_the_ledgers_word_for_what_is_presumed(start: Star
     now_s = time.time()
     async with database.begin() as connection:
         tokens = Price(prompt_nano_usd=0, completion_nano_usd=10**9)
-        await add_price(connection, "demo", CALLERS, tokens, from_unix_ms=0, source="test")
+        await add_price(connection, "demo", CLIENTS, tokens, from_unix_ms=0, source="test")
     received = {"this": int(now_s * 1000), "last": int((now_s - 32 * 86_400) * 1000)}
     records = [
         request_record(name, key_id=key.key_id, received_unix_ms=at, completion_tokens=40, gateway_id="dead")

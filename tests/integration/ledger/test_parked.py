@@ -114,7 +114,7 @@ async def test_without_a_place_to_park_the_message_stays_and_its_neighbours_are_
     ledger: Ledger, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gateways make the stream, and may be older than the ledger writer."""
-    monkeypatch.setattr(writer, "AGAIN_AFTER_S", 0.1)
+    monkeypatch.setattr(writer, "RETRY_AFTER_S", 0.1)
     await ledger.apply_topology(ack_wait_s=600)
     await ledger.bus.api(f"STREAM.DELETE.{subjects.PARKED_STREAM}")
     await ledger.publish([encode_usage([encode(request_record("a")), newer_record("b")])])

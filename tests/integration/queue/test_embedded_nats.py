@@ -24,7 +24,7 @@ async def store(bus: Bus, message_id: str) -> int:
 async def test_a_store_that_is_broken_is_mended_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded_nats, "LEAST_LIFE_S", 0.0)
+    monkeypatch.setattr(embedded_nats, "MIN_UPTIME_S", 0.0)
     monkeypatch.setattr(embedded_nats, "HEALTH_PERIOD_S", 0.05)
     server = EmbeddedNats(tmp_path, free_port())
     await server.start()
@@ -35,13 +35,13 @@ async def test_a_store_that_is_broken_is_mended_once_there_is_room(
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, UNLIMITED))  # no file may grow
         with pytest.raises(BusTimeout):
             await store(bus, "meanwhile")
-        monkeypatch.setattr(embedded_nats, "ROOM_BYTES", 1 << 62)
+        monkeypatch.setattr(embedded_nats, "MIN_FREE_BYTES", 1 << 62)
         waiting = asyncio.create_task(server.wait())
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (UNLIMITED, UNLIMITED))
         with pytest.raises(BusTimeout):
             await store(bus, "later")  # why it has to be ended at all
         assert not waiting.done()  # nor would it help while there is no room
-        monkeypatch.setattr(embedded_nats, "ROOM_BYTES", 1)
+        monkeypatch.setattr(embedded_nats, "MIN_FREE_BYTES", 1)
         async with asyncio.timeout(HANGS_S):
             await waiting
             await server.start()

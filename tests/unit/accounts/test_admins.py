@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from accounts.audit import AuditFilter, list_changes
 from accounts.errors import BadPassword, WrongPassword
 from console.login.admins import ADMIN_NAME, check_password, has_admin, set_password
-from console.login.passwords import HASH_OF_NOTHING, hash_password, is_password, new_password
+from console.login.passwords import DUMMY_HASH, hash_password, is_password, new_password
 from console.login.sessions import SessionStore
 from db.engine import create_engine
 from db.models import SessionRow
@@ -35,7 +35,7 @@ def test_a_hash_is_salted_and_tells_its_password_alone() -> None:
     assert stored != hash_password(password)
     assert is_password(password, stored)
     assert not is_password(password[:-1], stored)
-    assert not is_password(password, HASH_OF_NOTHING)
+    assert not is_password(password, DUMMY_HASH)
 
 
 @pytest.mark.parametrize("password", ["short", "x" * 257])

@@ -80,12 +80,12 @@ async def write(engine: AsyncEngine, *records: UsageRecord) -> None:
     await store_records(engine, records)
     intents = Intents(engine)
     intents.hold(records, None)
-    await intents.write_due(hurry=True)
+    await intents.write_due(flush=True)
 
 
 async def look_and_record(bus: Bus, engine: AsyncEngine) -> None:
     abandoned = AbandonedRequests(bus, engine)
-    await abandoned.look()
+    await abandoned.check()
     await abandoned.record_overdue(later_unix_ms())
 
 
@@ -124,11 +124,11 @@ async def test_a_request_that_its_gateway_still_has_is_left_alone_and_its_tokens
     await gateway.start()
     await write(engine, intent("hour-long"), intent("forgotten"))
     abandoned = AbandonedRequests(bus, engine)
-    await abandoned.look()
+    await abandoned.check()
     await abandoned.record_overdue(later_unix_ms())
     assert set(await rows(engine)) == {"forgotten"}
     gateway.still_open = {}  # it has been killed
-    await abandoned.look()
+    await abandoned.check()
     await abandoned.record_overdue(later_unix_ms())
     assert (await rows(engine))["hour-long"]["completion_tokens"] == 7000
 
@@ -226,8 +226,8 @@ async def test_a_gateway_has_time_to_leave_its_record(bus: Bus, engine: AsyncEng
     await write(engine, given_up("r"))
     abandoned = AbandonedRequests(bus, engine)
     before_unix_ms = unix_now_ms()
-    await abandoned.look()
-    await abandoned.look()  # nobody has it, again: its time goes on
+    await abandoned.check()
+    await abandoned.check()  # nobody has it, again: its time goes on
     await abandoned.record_overdue(before_unix_ms + ABANDONED_AFTER_MS - 1)
     assert await rows(engine) == {}
     await abandoned.record_overdue(later_unix_ms())
@@ -249,6 +249,6 @@ async def test_it_goes_by_the_streams_clock_and_not_by_its_own(
     right_ns = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: right_ns() - 60_000_000_000)
     abandoned = AbandonedRequests(bus, engine)
-    await abandoned.look()
+    await abandoned.check()
     await abandoned.record_overdue(int(bus.clock.now_s() * 1000))
     assert await rows(engine) == {}  # its worker may still tell what it made

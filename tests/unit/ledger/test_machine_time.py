@@ -1,4 +1,4 @@
-"""Time up and busy, from heartbeats: the same however many writers hear them, and whatever they miss."""
+"""Time up and busy, from heartbeats: the same however many writers receive them, and whatever they miss."""
 
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -48,7 +48,7 @@ async def times(engine: AsyncEngine) -> tuple[int, int]:
 async def test_time_is_cut_into_quarters_of_an_hour_and_adds_up(engine: AsyncEngine) -> None:
     writer = MachineTime(NO_BUS, engine)
     for minutes in (1, 10, 20, 31):
-        writer.hear(beat(minutes * 60_000, minutes * 20_000))
+        writer.receive(beat(minutes * 60_000, minutes * 20_000))
         await writer.flush()
     assert await times(engine) == (31 * 60_000, 31 * 20_000)
     starts = [row["bucket_unix_ms"] for row in await rows(engine)]
@@ -59,12 +59,12 @@ async def test_two_writers_and_one_that_comes_back_agree(engine: AsyncEngine) ->
     first, second = MachineTime(NO_BUS, engine), MachineTime(NO_BUS, engine)
     for minute in range(1, 40):
         for number, writer in enumerate((first, second)):
-            writer.hear(beat(minute * 60_000, minute * 30_000))
+            writer.receive(beat(minute * 60_000, minute * 30_000))
             if minute % (3 + number) == 0:
                 await writer.flush()
     heir = MachineTime(NO_BUS, engine)  # both have died; for two hours nobody has listened
-    heir.hear(beat(160 * 60_000, 80 * 60_000))
-    heir.hear(beat(100 * 60_000, 50 * 60_000))  # late, and told already
+    heir.receive(beat(160 * 60_000, 80 * 60_000))
+    heir.receive(beat(100 * 60_000, 50 * 60_000))  # late, and told already
     await heir.flush()
     await heir.flush()
     assert await times(engine) == (160 * 60_000, 80 * 60_000)
@@ -74,7 +74,7 @@ async def test_the_price_book_has_the_say_and_heartbeats_where_it_is_silent(engi
     price = Price(machine_nano_usd=300_000_000, on_demand_nano_usd=900_000_000)
     await seed_prices(engine, [ConfiguredPrice("", "spot", price)], START_UNIX_MS + 10 * 60_000)
     writer = MachineTime(NO_BUS, engine)
-    writer.hear(beat(20 * 60_000, 0))
+    writer.receive(beat(20 * 60_000, 0))
     await writer.flush()
     priced = [(row["nano_usd_per_hour"], row["on_demand_nano_usd_per_hour"]) for row in await rows(engine)]
     assert priced == [(500_000_000, None), (300_000_000, 900_000_000)]

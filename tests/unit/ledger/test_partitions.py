@@ -12,7 +12,7 @@ from db.engine import create_engine
 from db.errors import DatabaseUnavailable
 from ledger import partitions
 from ledger.check import check_rollups
-from ledger.partitions import DAY_MS, make_partitions
+from ledger.partitions import DAY_MS, create_partitions
 from ledger.retention import Retention, kept_since_unix_ms
 from ledger.store import store_records
 from protocol.clock import unix_now_ms
@@ -61,8 +61,8 @@ async def test_rows_of_any_day_are_kept_and_go_to_their_days_partition_when_it_i
     records = [record for number, day in enumerate(days) for record in both(number, day)]
     await store_records(engine, records)
     assert await rows_by_partition(engine, "requests") == {"requests_default": 6}
-    await make_partitions(engine, TODAY, 2)
-    await make_partitions(engine, TODAY, 2)
+    await create_partitions(engine, TODAY, 2)
+    await create_partitions(engine, TODAY, 2)
     await store_records(engine, records[::-1] + both(9, TODAY + 5))
     for table in partitions.TABLES:
         expected = {f"{table}_default": 3, named(table, TODAY): 3, named(table, TODAY + DAY_MS): 1}
@@ -71,13 +71,13 @@ async def test_rows_of_any_day_are_kept_and_go_to_their_days_partition_when_it_i
 
 
 async def test_two_writers_make_them_once(engine: AsyncEngine) -> None:
-    await asyncio.gather(*(make_partitions(engine, TODAY, 3) for _ in range(3)))
+    await asyncio.gather(*(create_partitions(engine, TODAY, 3) for _ in range(3)))
     assert len(await names(engine)) == len(partitions.TABLES) * (1 + 3)
 
 
 async def test_retention_drops_days_and_deletes_what_is_in_no_days_partition(engine: AsyncEngine) -> None:
     today = unix_now_ms() // DAY_MS * DAY_MS
-    await make_partitions(engine, today - 3 * DAY_MS, 4)
+    await create_partitions(engine, today - 3 * DAY_MS, 4)
     for number, days_ago in enumerate((9, 3, 2, 1, 0)):
         await store_records(engine, both(number, today - days_ago * DAY_MS))
     assert not await Retention(engine, 2).delete_some()
@@ -94,15 +94,15 @@ async def test_whoever_reads_keeps_a_partition_from_being_made_but_not_usage_fro
     async with engine.connect() as reader:
         await reader.execute(text("SELECT count(*) FROM requests"))
         with pytest.raises(DatabaseUnavailable, match="lock timeout"):
-            await make_partitions(engine, TODAY, 1)
+            await create_partitions(engine, TODAY, 1)
         await store_records(engine, both(1, TODAY))
-    await make_partitions(engine, TODAY, 1)
+    await create_partitions(engine, TODAY, 1)
     assert await rows_by_partition(engine, "requests") == {named("requests", TODAY): 1}
 
 
 async def test_sqlite_has_none(sqlite_url: str) -> None:
     engine = create_engine(sqlite_url)
-    await make_partitions(engine, TODAY, 2)
+    await create_partitions(engine, TODAY, 2)
     await store_records(engine, both(1, TODAY))
     assert await fetch(engine, "SELECT count(*) FROM requests") == [(1,)]
     await engine.dispose()

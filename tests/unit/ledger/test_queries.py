@@ -16,10 +16,10 @@ from db.engine import create_engine
 from db.models import InstanceRow
 from ledger.prices import Price, add_price
 from ledger.queries.cost import costs
-from ledger.queries.distributions import distributions, percentile_series, percentiles, together
-from ledger.queries.reading import cover_of
+from ledger.queries.distributions import distributions, merge, percentile_series, percentiles
+from ledger.queries.reading import rollup_coverage
 from ledger.queries.traffic import OTHER, Traffic, choices, heat_map, series, totals
-from ledger.queries.traffic import together as all_traffic
+from ledger.queries.traffic import merge as all_traffic
 from ledger.queries.window import DAY_MS, HOUR_MS, QUARTER_MS, TooManySteps, Window
 from ledger.store import store_records
 from protocol.usage import RequestRecord
@@ -118,7 +118,7 @@ async def test_days_that_begin_within_those_of_utc_are_exact_for_each_group(
 
 def test_a_month_of_days_off_utc_is_read_from_days_and_the_smaller_part_of_each() -> None:
     since = START_UNIX_MS - 5 * HOUR_MS - HOUR_MS // 2
-    cover = cover_of(Window(since, since + 30 * DAY_MS, KOLKATA).steps("day"), may_subtract=True)
+    cover = rollup_coverage(Window(since, since + 30 * DAY_MS, KOLKATA).steps("day"), may_subtract=True)
     read = Counter[int]()
     for (width_s, _), ranges in cover.ranges.items():
         read[width_s] += sum(until - start for start, until in ranges) // (width_s * 1000)
@@ -184,7 +184,7 @@ async def test_several_measures_at_once_are_what_each_is_alone_and_groups_make_u
     for measure, groups in found.items():
         alone = await percentiles(connection, ALL, measure, by=("team", "pool"))
         assert [one.percentiles() for one in groups] == alone
-        assert [together(groups).percentiles()] == await percentiles(connection, ALL, measure)
+        assert [merge(groups).percentiles()] == await percentiles(connection, ALL, measure)
         assert len(groups) == 6
 
 

@@ -5,7 +5,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from ledger.queries import log
-from ledger.queries.log import Cursor, request_page, request_story
+from ledger.queries.log import Cursor, request_history, request_page
 from ledger.store import store_records
 from tests.usage_records import attempt_record, request_record
 
@@ -87,13 +87,13 @@ async def test_a_story_is_a_request_with_its_attempts_in_order(engine: AsyncEngi
         ],
     )
     async with engine.connect() as connection:
-        story = await request_story(connection, "r001")
-        running = await request_story(connection, "running")
-        assert await request_story(connection, "none such") is None
-    assert story is not None
-    assert story.request is not None
-    assert story.request["request_id"] == "r001"
-    assert [(row["attempt"], row["worker_id"]) for row in story.attempts] == [(1, "w1"), (2, "w2")]
+        history = await request_history(connection, "r001")
+        running = await request_history(connection, "running")
+        assert await request_history(connection, "none such") is None
+    assert history is not None
+    assert history.request is not None
+    assert history.request["request_id"] == "r001"
+    assert [(row["attempt"], row["worker_id"]) for row in history.attempts] == [(1, "w1"), (2, "w2")]
     assert running is not None
     assert running.request is None
     assert len(running.attempts) == 1

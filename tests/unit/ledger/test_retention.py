@@ -17,7 +17,7 @@ from tests.usage_records import attempt_record, request_record
 async def test_what_is_older_goes_a_little_at_a_time_and_rollups_stay(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(retention, "BATCH_ROWS", 3)
     engine = create_engine(database_url)
     oldest_kept = kept_since_unix_ms(2)
     for number in range(10):

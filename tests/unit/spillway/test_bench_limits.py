@@ -8,7 +8,7 @@ from spillway.bench.limits import Memory, recommend
 from spillway.bench.measure import Row
 
 BOUND_MS = 50.0
-SERVER = Memory(401_408, is_a_setting=True)
+SERVER = Memory(401_408, is_configurable=True)
 
 
 def row(prompt: int, batch: int, tpot_p99_ms: float | None, tokens_per_s: float) -> Row:
@@ -77,9 +77,9 @@ def test_nothing_is_recommended_that_breaks_the_bound_or_was_not_judged() -> Non
     ("memory", "kv_tokens", "said"),
     [
         (SERVER, 401_408, "default_max_tokens"),
-        (Memory(None, is_a_setting=True), None, "does not tell"),
-        (Memory(65_536, is_a_setting=False), None, "holds 65,536 tokens"),
-        (Memory(None, is_a_setting=True, is_there=False), None, ""),
+        (Memory(None, is_configurable=True), None, "does not tell"),
+        (Memory(65_536, is_configurable=False), None, "holds 65,536 tokens"),
+        (Memory(None, is_configurable=True, applies=False), None, ""),
     ],
 )
 def test_the_lines_can_be_pasted(memory: Memory, kv_tokens: int | None, said: str) -> None:
@@ -87,7 +87,7 @@ def test_the_lines_can_be_pasted(memory: Memory, kv_tokens: int | None, said: st
     assert said in text
     expected = {"max_sequences": 32} | ({} if kv_tokens is None else {"max_kv_tokens": kv_tokens})
     assert tomllib.loads(text) == {"pools": {"gpu 1": {"engine": expected}}}
-    assert len(text.splitlines()) == 4 + memory.is_there
+    assert len(text.splitlines()) == 4 + memory.applies
 
 
 def test_what_holds_at_each_length_is_said() -> None:

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from console.dashboard import exports
 from console.dashboard.export_files import FORMATS, FileFormat, RowWriter
-from console.dashboard.exports import LEFT_OVER_S, Export, Exports
+from console.dashboard.exports import STALE_FILE_S, Export, Exports
 from console.dashboard.reader import Reader
 from console.dashboard.view import make_view
 from db.engine import create_engine
@@ -99,7 +99,7 @@ async def test_a_library_is_not_loaded_in_the_loop(
 async def test_only_what_nobody_knows_any_more_is_removed(url_of_rows: str, tmp_path: Path) -> None:
     """Gateways may share a data folder: one that starts leaves the others their exports."""
     another, left = tmp_path / "another.csv", tmp_path / "left.csv"
-    for path, age_s in ((another, LEFT_OVER_S - 60), (left, LEFT_OVER_S + 60)):
+    for path, age_s in ((another, STALE_FILE_S - 60), (left, STALE_FILE_S + 60)):
         path.touch()
         os.utime(path, (time.time() - age_s,) * 2)
     async with Reader(url_of_rows) as reader:

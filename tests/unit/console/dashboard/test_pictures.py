@@ -6,7 +6,7 @@ from console.dashboard.render import render
 from console.dashboard.view import make_view
 from console.dashboard.waterfall import waterfall
 from ledger.queries.distributions import LengthHistogram
-from ledger.queries.log import RequestStory
+from ledger.queries.log import RequestHistory
 
 START_MS = 1_800_000_000_000
 
@@ -38,7 +38,7 @@ def test_a_waterfall_places_each_phase_on_one_axis() -> None:
     request = {"received_unix_ms": START_MS, "total_ms": 2000.0}
     lost = attempt(outcome="failed", ttft_ms=None, total_ms=400.0)
     second = attempt(attempt=2, started_unix_ms=START_MS + 1000, queue_ms=500.0, total_ms=1000.0)
-    drawn = waterfall(RequestStory(request, [lost, second]))
+    drawn = waterfall(RequestHistory(request, [lost, second]))
     assert [(phase.kind, phase.x, phase.width) for phase in drawn.bars[0].phases] == [("queue", 0, 5), ("lost", 5, 20)]
     assert [(phase.kind, phase.x, phase.width) for phase in drawn.bars[1].phases] == [
         ("queue", 25, 25),
@@ -51,7 +51,7 @@ def test_a_waterfall_places_each_phase_on_one_axis() -> None:
 
 def test_a_worker_whose_clock_is_behind_begins_at_the_start() -> None:
     drawn = waterfall(
-        RequestStory({"received_unix_ms": START_MS, "total_ms": 900.0}, [attempt(started_unix_ms=START_MS - 700)])
+        RequestHistory({"received_unix_ms": START_MS, "total_ms": 900.0}, [attempt(started_unix_ms=START_MS - 700)])
     )
     assert drawn.bars[0].phases[0].x == 0
     assert all(0 <= phase.x <= 100 and phase.width <= 100 for phase in drawn.bars[0].phases)

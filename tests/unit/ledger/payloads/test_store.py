@@ -12,7 +12,7 @@ from accounts.audit import AuditFilter, list_changes
 from db.engine import create_engine
 from db.models import PayloadRow
 from ledger.payloads import store
-from ledger.payloads.end_user import MAX_CHARS, kept_end_user
+from ledger.payloads.end_user import MAX_CHARS, stored_end_user
 from ledger.payloads.errors import UnknownPayload
 from ledger.payloads.sealing import Sealer
 from ledger.payloads.store import Erasure, delete_expired, erase, read_payload, store_payloads
@@ -78,7 +78,7 @@ async def test_erasure(
             payload_record("a", **of_ann),
             payload_record("b", **of_ann),
             payload_record("c", key_id="key_b"),
-            payload_record("d", end_user=kept_end_user("x" * (MAX_CHARS + 1))),
+            payload_record("d", end_user=stored_end_user("x" * (MAX_CHARS + 1))),
         ],
     )
     assert await erase(engine, erasure, "test") == 4 - len(left)
@@ -88,7 +88,7 @@ async def test_erasure(
 
 
 def test_an_end_user_is_kept_as_given_unless_no_index_takes_it() -> None:
-    assert kept_end_user(None) is None
-    assert kept_end_user("Ann") == "Ann"
+    assert stored_end_user(None) is None
+    assert stored_end_user("Ann") == "Ann"
     for bad in ("x" * (MAX_CHARS + 1), "a\0b", "\ud800"):
-        assert (kept_end_user(bad) or "").startswith("sha256:")
+        assert (stored_end_user(bad) or "").startswith("sha256:")
