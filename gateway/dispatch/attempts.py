@@ -1,4 +1,4 @@
-"""A request's current attempt, and what has become of the earlier ones: whether it may have another, when and where."""
+"""A request's current attempt and the log of earlier ones, which decides whether, when and where there is another."""
 
 import random
 from collections import Counter
@@ -32,11 +32,11 @@ ON_THEIR_WAY_S: Final = 1.0
 
 @dataclass(slots=True)
 class CurrentAttempt:
-    """Where the current attempt stands. Times are of the monotonic clock."""
+    """State of the current attempt. Times are of the monotonic clock."""
 
     number: int
     queued_s: float  # when it was handed to the queue, or is to be
-    heard_s: float  # of its worker
+    last_frame_s: float  # of its worker
     tokens_before: int = 0  # output tokens held when it began
     is_encoded: bool = False  # it begins with token ids that were made of a text: ResumePoint.is_encoded
     hosted: HostedSlot | None = None  # at the pool whose lane it waits in, or runs at; None: our own workers
@@ -58,22 +58,22 @@ class CurrentAttempt:
 
     @property
     def is_back(self) -> bool:
-        """Whether it was sent to a hosted pool in vain, and waits for our own workers again."""
+        """True if a hosted pool did not take it and it waits for our own workers again."""
         return self.is_moved and self.hosted is None
 
-    def take_last_word(self, frame: Finished | Failed, now_s: float) -> None:
-        """Note what the worker says of it at its end."""
+    def take_final_frame(self, frame: Finished | Failed, now_s: float) -> None:
+        """Note the counts and timings of the worker's last frame."""
         self.timings = plausible_timings(frame.timings, now_s - self.queued_s)
         if self.hosted is not None:
             self.hosted.told(frame)
 
-    def most_unheard(self, now_s: float) -> int:
-        """How many tokens of each answer may have been made since its worker was last heard to make one."""
-        heard_s = self.last_token_s or self.accepted_s or self.queued_s
-        return int((now_s - heard_s + ON_THEIR_WAY_S) * FASTEST_TOKENS_PER_S)
+    def max_unreceived_tokens(self, now_s: float) -> int:
+        """Return how many tokens of each choice may have been generated since the last one that arrived."""
+        last_frame_s = self.last_token_s or self.accepted_s or self.queued_s
+        return int((now_s - last_frame_s + ON_THEIR_WAY_S) * FASTEST_TOKENS_PER_S)
 
-    def should_ask_again(self, now_s: float) -> bool:
-        """Note that frames are missing; whether it is time to ask for them."""
+    def should_request_resend(self, now_s: float) -> bool:
+        """Note that frames are missing; return whether it is time to ask for them."""
         if self.gap_since_s is None:
             self.gap_since_s = now_s
         if now_s - self.asked_s < RESEND_GAP_S:
@@ -82,11 +82,11 @@ class CurrentAttempt:
         return True
 
     def is_too_silent(self, now_s: float) -> bool:
-        """Whether its worker is to be asked if it is still there."""
-        return now_s - self.heard_s >= SILENCE_LIMIT_S and now_s - self.asked_s >= PROBE_PERIOD_S
+        """Return whether its worker should be probed."""
+        return now_s - self.last_frame_s >= SILENCE_LIMIT_S and now_s - self.asked_s >= PROBE_PERIOD_S
 
     def why_lost(self, now_s: float) -> str | None:
-        """Why its worker must be taken for lost; None if it need not."""
+        """Return why its worker counts as lost, or None."""
         if self.gap_since_s is not None and now_s - self.gap_since_s >= GAP_LIMIT_S:
             return "lost frames were not sent again"
         if self.is_too_silent(now_s) and self.probes >= MAX_PROBES:
@@ -96,7 +96,7 @@ class CurrentAttempt:
 
 @dataclass(slots=True)
 class TimeSpent:
-    """How a request has spent its time, over all attempts that a worker had accepted; the phases do not overlap.
+    """Time of a request by phase, over all accepted attempts; the phases do not overlap.
 
     What the engine did is as its worker says. Of one that was lost it is as the gateway saw it: from acceptance to the
     first token counts as prefill, from there to the last one as decode; without a token nothing is known. What is
@@ -125,13 +125,13 @@ class TimeSpent:
 
 
 def counted_codes(failures: Iterable[AttemptFailure]) -> str:
-    """The codes of failed attempts, for people: ``worker_lost, 2 x engine_error``."""
+    """Return the codes of failed attempts for people: ``worker_lost, 2 x engine_error``."""
     counts = Counter([failure.code for failure in failures])
     return ", ".join([code if n == 1 else f"{n} x {code}" for code, n in counts.items()])
 
 
 class AttemptLog:
-    """The failures of one request, and what follows from them.
+    """Failures of one request, and the retry decisions that follow from them.
 
     A failure counts in full where it was real: a worker lost in the middle, an engine's error, a lie. But an attempt
     that made tokens has shown that the request can be served: the count begins anew with it, within an allowance, so
@@ -149,7 +149,7 @@ class AttemptLog:
         self._free = 0  # free ones since then
 
     def add(self, attempt: CurrentAttempt, code: str, reason: str, tokens: int) -> None:
-        """Note a failed attempt, which made ``tokens``."""
+        """Add a failed attempt, which produced ``tokens``."""
         self.failures.append(AttemptFailure(attempt.number, attempt.worker_id, code, reason, tokens))
         if attempt.hosted is not None and code not in {ErrorCode.WORKER_LOST, *FREE_CODES}:
             self.hosted_failed.add(attempt.hosted.pool.name)
@@ -162,12 +162,12 @@ class AttemptLog:
             self._fruitless += 1
 
     def avoid_worker(self, worker_id: str) -> None:
-        """Avoid a worker that was wrong not to accept."""
+        """Avoid a worker that refused wrongly."""
         self._avoided.append(worker_id)
 
     @property
     def exhausted(self) -> bool:
-        """Whether there is no further attempt."""
+        """True if there is no further attempt."""
         return (
             self._fruitless >= self._max_attempts
             or self._real >= self._max_attempts * PROGRESS_ALLOWANCE
@@ -176,7 +176,7 @@ class AttemptLog:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next attempt: not at all the first time, then ever longer.
+        """Pause before the next attempt in seconds: none the first time, then ever longer.
 
         The jitter parts a request that kills its workers from those that ran beside it.
         """
@@ -188,11 +188,11 @@ class AttemptLog:
 
     @property
     def avoid(self) -> tuple[str, ...]:
-        """Workers on which an attempt failed. Those that left in order are not among them."""
+        """Workers on which an attempt failed, without those that drained in order."""
         failed = [failure.worker_id for failure in self.failures if failure.code not in FREE_CODES]
         return tuple(dict.fromkeys([worker_id for worker_id in (*failed, *self._avoided) if worker_id is not None]))
 
     def why(self) -> str:
-        """The whole story, in one line."""
+        """Return the failures in one line."""
         codes = counted_codes(self.failures)
         return f"{len(self.failures)} attempts failed ({codes}); the last: {self.failures[-1].reason}"

@@ -1,4 +1,4 @@
-"""The choices of a request that pools which take messages may answer, in parts: all, or what others have begun.
+"""Choices of a request that pools which take messages may answer or continue, in parts.
 
 What is made already goes on, by whoever has the same weights,
 
@@ -13,7 +13,7 @@ one was begun, only who has its very token ids goes on with it, and else nobody 
 from dataclasses import dataclass, field
 
 from gateway.dispatch.choices import Choice, Choices
-from gateway.dispatch.plausible import most_plausible
+from gateway.dispatch.plausible import max_plausible
 from gateway.request.admission import Admission
 from gateway.request.conversation import Conversation
 from protocol.chat import ChatUsage, CountedBy, Deltas
@@ -23,7 +23,7 @@ from protocol.messages import Accepted, Failed, ResumePoint, Tokens, pack_token_
 
 @dataclass(slots=True)
 class Parts:
-    """What was told of one choice, beside its token ids."""
+    """Content of one choice beside its token ids."""
 
     texts: list[str] = field(default_factory=list)  # of all, whoever has made it
     has_come: bool = False  # some of it came in parts
@@ -37,12 +37,12 @@ class Parts:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The complete text."""
         return "".join(self.texts)
 
 
 class ChatChoices(Choices):
-    """See the module."""
+    """Choices that may come as token ids or in parts; see the module."""
 
     def __init__(self, n: int, max_tokens: int, conversation: Conversation) -> None:
         super().__init__(n, max_tokens)
@@ -52,33 +52,33 @@ class ChatChoices(Choices):
         self._is_chat = False  # the current attempt is such a pool's
 
     def clear(self) -> None:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         super().clear()
         self._parts = [Parts() for _ in self._parts]
 
     # --- what comes ---------------------------------------------------------------------------------------------------
 
-    def made_by(self, accepted: Accepted) -> None:
-        """See Choices."""
-        super().made_by(accepted)
+    def generated_by(self, accepted: Accepted) -> None:
+        """Implement ``Choices`` for answers in parts."""
+        super().generated_by(accepted)
         self._is_chat = accepted.counted_by == "provider"
 
     def add(self, frame: Tokens) -> str | None:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         reason = super().add(frame)
         if reason is None and frame.text:
             self._parts[frame.index].texts.append(frame.text)
         return reason
 
     def add_deltas(self, frame: Deltas) -> str | None:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         index = frame.index
         if not 0 <= index < len(self) or (choice := self[index]).finish_reason is not None:
             return f"answer {index} was never asked for, or had ended"
         parts = self._parts[index]
         if frame.attempt != parts.attempt:
             parts.attempt, parts.tokens_before = frame.attempt, parts.tokens
-        tokens, most = parts.tokens + frame.tokens, most_plausible(self._max_tokens)
+        tokens, most = parts.tokens + frame.tokens, max_plausible(self._max_tokens)
         if not 0 <= frame.tokens <= tokens <= most:
             return f"answer {index} cannot have {tokens} tokens"
         usage = frame.usage
@@ -96,7 +96,7 @@ class ChatChoices(Choices):
         return None
 
     def is_final(self, frame: Failed) -> bool:
-        """See Choices. What one API does not take, the model's own workers may; they are not asked in messages again.
+        """Report whether others may still try. The model's own workers may take what an API refuses.
 
         A retry there would be refused again, also where the worker has it for another's.
         """
@@ -108,12 +108,12 @@ class ChatChoices(Choices):
     # --- what is held -------------------------------------------------------------------------------------------------
 
     @property
-    def hold_something(self) -> bool:
-        """See Choices."""
-        return super().hold_something or any(parts.has_come for parts in self._parts)
+    def has_output(self) -> bool:
+        """Implement ``Choices`` for answers in parts."""
+        return super().has_output or any(parts.has_come for parts in self._parts)
 
-    def most_to_come(self, of_each: int) -> int:
-        """See Choices."""
+    def max_remaining_tokens(self, of_each: int) -> int:
+        """Implement ``Choices`` for answers in parts."""
         left = [
             max(0, self._max_tokens - len(one.token_ids) - parts.tokens)
             for one, parts in self._rows()
@@ -122,23 +122,23 @@ class ChatChoices(Choices):
         return sum(min(of_each, tokens) for tokens in left)
 
     def held_tokens(self) -> int:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         return super().held_tokens() + sum(parts.tokens for parts in self._parts)
 
     def longest_tokens(self) -> int:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         return max(len(one.token_ids) + parts.tokens for one, parts in self._rows())
 
     @property
     def counted_by(self) -> CountedBy:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         if not any(parts.has_come for parts in self._parts):
             return super().counted_by
         return "estimate" if self.usage is None else "provider"
 
     @property
     def usage(self) -> ChatUsage | None:
-        """See Choices. Each choice was asked for by itself, and so has had the prompt to itself."""
+        """Return the provider's counts. Each choice was a call of its own, with a prompt of its own."""
         told = [parts.usage for one, parts in self._rows() if not (one.token_ids or parts.tokens_before)]
         whole = [usage for usage in told if usage is not None]
         if len(whole) < len(self):
@@ -155,34 +155,34 @@ class ChatChoices(Choices):
 
     @property
     def packed_chat(self) -> bytes | None:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         return None if self._is_refused else self._conversation.packed
 
     @property
     def is_encoded(self) -> bool:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         return any(parts.has_come for parts in self._parts)
 
     @property
     def takes_ids(self) -> bool:
-        """See Choices. An engine that gets ids finds out by itself what is complete, and so must have all of them."""
+        """Return resume points. An engine that gets ids must have all of them to see what is complete."""
         return all(
             not parts.has_come or (one.finish_reason is None and self._is_encoded(parts)) for one, parts in self._rows()
         )
 
     @property
     def takes_messages(self) -> bool:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         return not self._is_refused and self._go_on_as_text()
 
     @property
     def may_go_on(self) -> bool:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         can_read = self._conversation.encode is not None or not self._is_refused
         return not self.is_encoded or (can_read and self._go_on_as_text())
 
     async def prepare(self) -> None:
-        """See Choices: the token ids of what was told in parts."""
+        """Encode the text of what came in parts."""
         encode = self._conversation.encode
         if encode is None or not self.is_encoded:
             return
@@ -192,7 +192,7 @@ class ChatChoices(Choices):
                 parts.encoded, parts.encoded_chars = await encode(text), len(text)
 
     def resume_points(self) -> tuple[ResumePoint, ...]:
-        """See Choices."""
+        """Implement ``Choices`` for answers in parts."""
         return tuple(
             self._resume_point(index, one, parts)
             for index, (one, parts) in enumerate(self._rows())
@@ -232,7 +232,7 @@ def _is_begun(one: Choice, parts: Parts) -> bool:
 
 
 def choices_of(admission: Admission) -> Choices:
-    """What holds the answers to a request."""
+    """Return the object that holds the answers to a request."""
     most = admission.sampling.max_tokens
     if admission.conversation is None:
         return Choices(admission.answers, most, admission.tokens_to_score)

@@ -1,4 +1,4 @@
-"""What the gateway holds of a request's choices, over all its attempts."""
+"""Choices of a request as the gateway holds them, over all its attempts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from protocol.messages import Accepted, Failed, ResumePoint, Tokens, Vector, pac
 
 @dataclass(slots=True)
 class Choice:
-    """One of a request's ``n`` answers, or what is known of one input's vector."""
+    """One of a request's ``n`` answers, or the state of one input's vector."""
 
     token_ids: list[int]
     text_chars: int = 0
@@ -30,19 +30,19 @@ class Choices:
         self._choices = [Choice([]) for _ in range(n)]
 
     def clear(self) -> None:
-        """Hold nothing again."""
+        """Forget everything held."""
         self.scored_tokens = 0
         self.is_estimated = False
         self._choices = [Choice([]) for _ in self._choices]
 
     @property
-    def hold_something(self) -> bool:
-        """Whether a part of any answer is made."""
+    def has_output(self) -> bool:
+        """True if a part of any answer exists."""
         return self.scored_tokens > 0 or any(one.token_ids or one.finish_reason for one in self._choices)
 
-    def made_by(self, accepted: Accepted) -> None:
-        """Note whose tokens come from now on; of what is held, the first is what counts."""
-        if not self.hold_something:
+    def generated_by(self, accepted: Accepted) -> None:
+        """Note which worker generates from now on. The revision of the first one counts."""
+        if not self.has_output:
             self.revision = accepted.revision
         self.is_estimated = self.is_estimated or accepted.counted_by == "estimate"
 
@@ -50,49 +50,49 @@ class Choices:
 
     @property
     def packed_chat(self) -> bytes | None:
-        """The conversation, for the next attempt; None: only who understands token ids may take it."""
+        """The conversation for the next attempt; None: only workers that take token ids may run it."""
         return None
 
     @property
     def is_encoded(self) -> bool:
-        """Whether the next attempt's token ids are made of a text."""
+        """True if the next attempt's token ids were encoded from text."""
         return False
 
     @property
     def takes_ids(self) -> bool:
-        """Whether who understands token ids can go on with what is held."""
+        """True if a worker that takes token ids can continue what is held."""
         return True
 
     @property
     def takes_messages(self) -> bool:
-        """Whether who takes messages can."""
+        """True if a pool that takes messages can continue what is held."""
         return False
 
     @property
     def may_go_on(self) -> bool:
-        """Whether what is held can be gone on with by anybody."""
+        """True if any worker can continue what is held."""
         return True
 
     @property
     def counted_by(self) -> CountedBy:
-        """Whose counts are told of them."""
+        """Source of the token counts."""
         return "estimate" if self.is_estimated else "engine"
 
     @property
     def usage(self) -> ChatUsage | None:
-        """The provider's counts of all of them; None: they are counted here."""
+        """The provider's counts over all choices; None: they are counted here."""
         return None
 
     def is_final(self, frame: Failed) -> bool:
-        """Note a failure; whether it is the request's, so that nobody else is to try."""
+        """Note a failure; return whether it is the request's own, so that there is no retry."""
         return not frame.retryable
 
     def add_deltas(self, frame: Deltas) -> str | None:
-        """Take parts of one choice; why not, where nobody has asked for that."""
+        """Add parts of one choice; return why not, where they were never asked for."""
         return f"parts of answer {frame.index} came that was to be made of tokens"
 
     async def prepare(self) -> None:
-        """Make ready what the next attempt begins with."""
+        """Prepare what the next attempt begins with."""
 
     # --- what all have ------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Choices:
         return self._choices[index]
 
     def add(self, frame: Tokens) -> str | None:
-        """Take what one engine step yielded for one choice; why not, where nobody has asked for that."""
+        """Add what one engine step yielded for one choice; return why not, where it was never asked for."""
         index, choices = frame.index, self._choices
         if not 0 <= index < len(choices) or (choice := choices[index]).finish_reason is not None:
             return f"answer {index} was never asked for, or had ended"
@@ -117,11 +117,11 @@ class Choices:
         return None
 
     def take(self, frame: Tokens | Deltas) -> str | None:
-        """Take either likewise."""
+        """Add tokens or parts."""
         return self.add(frame) if isinstance(frame, Tokens) else self.add_deltas(frame)
 
     def add_vector(self, frame: Vector) -> str | None:
-        """Take the answer to one input; why not, where nobody has asked for that."""
+        """Add the answer to one input; return why not, where it was never asked for."""
         index, choices = frame.index, self._choices
         if not 0 <= index < len(choices) or choices[index].finish_reason is not None:
             return f"answer {index} was never asked for, or had ended"
@@ -129,32 +129,32 @@ class Choices:
         return None
 
     def _add_prompt_logprobs(self, logprobs: Sequence[PromptLogprob]) -> str | None:
-        """Take the logprobs of the prompt's next tokens."""
+        """Add the logprobs of the prompt's next tokens."""
         if self.scored_tokens + len(logprobs) > self._tokens_to_score:
             return "more prompt tokens have a logprob than were asked for"
         self.scored_tokens += len(logprobs)
         return None
 
-    def most_to_come(self, of_each: int) -> int:
-        """How many tokens those that have not ended may have beyond what is held: ``of_each`` or what was asked for."""
+    def max_remaining_tokens(self, of_each: int) -> int:
+        """Return how many more tokens the unfinished choices may have: ``of_each`` or what was asked for."""
         left = [self._max_tokens - len(one.token_ids) for one in self._choices if one.finish_reason is None]
         return sum(min(of_each, tokens) for tokens in left)
 
     def held_tokens(self) -> int:
-        """Output tokens over all choices."""
+        """Return the output tokens over all choices."""
         return sum(len(choice.token_ids) for choice in self._choices)
 
     def longest_tokens(self) -> int:
-        """Output tokens of the longest choice."""
+        """Return the output tokens of the longest choice."""
         return max(len(choice.token_ids) for choice in self._choices)
 
     def are_complete(self) -> bool:
-        """Whether every choice has its finish reason, and every prompt token the logprob that is wanted."""
+        """Return whether every choice has its finish reason and every prompt token its requested logprob."""
         is_scored = self.scored_tokens >= self._tokens_to_score
         return is_scored and all(choice.finish_reason is not None for choice in self._choices)
 
     def resume_points(self) -> tuple[ResumePoint, ...]:
-        """Where each choice stands, for the next attempt; those without any output start afresh."""
+        """Return the resume point of each choice for the next attempt; those without output start afresh."""
         return tuple(
             ResumePoint(index, pack_token_ids(choice.token_ids), choice.text_chars, choice.finish_reason)
             for index, choice in enumerate(self._choices)

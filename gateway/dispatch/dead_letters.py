@@ -1,4 +1,4 @@
-"""Dead letters into the DLQ stream, published until stored, within bounds; and out of it."""
+"""Dead letters: published to the DLQ stream until stored, within bounds, and read from it."""
 
 import asyncio
 import base64
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class DeadLetters:
-    """Publishes each letter; ``publish`` ends when it is stored or given up."""
+    """Publishes each dead letter; ``publish`` returns when it is stored or given up."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._waiting = 0
 
     async def publish(self, letter: DeadLetter) -> None:
-        """Store one letter in the stream, which keeps those of the last weeks."""
+        """Store one dead letter in the stream, which keeps those of the last weeks."""
         if self._waiting >= MAX_WAITING:
             log.error("dead letter of %s is lost: too many wait to be stored", letter.request_id)
             return
@@ -54,7 +54,7 @@ class DeadLetters:
 
 
 async def newest_dead_letters(bus: Bus, limit: int) -> list[DeadLetter]:
-    """The last letters, newest first, without those that this build cannot read. Raises BusError."""
+    """Return the newest dead letters first, without those that this build cannot read. Raises BusError."""
     stream = subjects.DEAD_LETTER_STREAM
     try:
         state = (await bus.api(f"STREAM.INFO.{stream}"))["state"]

@@ -1,4 +1,4 @@
-"""How long a request may take in each state; each limit has an error of its own."""
+"""Time limits of a request in each state; each has an error of its own."""
 
 from typing import Final
 
@@ -14,13 +14,13 @@ ACCEPT_LIMIT_S: Final = 1.0  # within which a worker takes a request that is not
 
 
 class QueueWaitBudget:
-    """How long the request may still wait in the queue, over all its attempts."""
+    """Time that a request may still wait in the queue, over all its attempts."""
 
     def __init__(self, limit_s: float) -> None:
         self.left_s = limit_s
 
     def spend(self, waited_s: float) -> None:
-        """Take off what an attempt has waited. A little stays: this one may fail in mid-stream."""
+        """Deduct the wait of an attempt. A little always stays, for a rescue in mid-stream."""
         least_s = min(RESCUE_QUEUE_WAIT_S, self.left_s)
         self.left_s = max(least_s, self.left_s - waited_s)
 
@@ -32,7 +32,7 @@ def overdue(
     queue_deadline_s: float | None,
     now_s: float,
 ) -> Failure | None:
-    """Which limit is exceeded, if any. ``queue_deadline_s``: None once a worker has the attempt."""
+    """Return the exceeded limit, if any. ``queue_deadline_s``: None once a worker has the attempt."""
     if now_s >= admission.deadline_s:
         return Failure(ErrorCode.DEADLINE_EXCEEDED, "the deadline that the caller has set has passed")
     if now_s - admission.received_s >= limits.total_s:
@@ -43,7 +43,7 @@ def overdue(
 
 
 def _overdue_in_queue(admission: Admission, attempt: CurrentAttempt, deadline_s: float, now_s: float) -> Failure | None:
-    """No worker has taken it in time."""
+    """Return the limit exceeded while no worker has accepted the attempt."""
     waited_s = now_s - attempt.queued_s
     if now_s >= deadline_s:
         return Failure(ErrorCode.QUEUE_WAIT_TIMEOUT, f"no worker took the request within {waited_s:.1f} s")
@@ -53,7 +53,7 @@ def _overdue_in_queue(admission: Admission, attempt: CurrentAttempt, deadline_s:
 
 
 def _overdue_token(limits: TimeoutSettings, attempt: CurrentAttempt, now_s: float) -> Failure | None:
-    """A worker has it and lets its next token be waited for."""
+    """Return the limit exceeded while a worker runs the attempt."""
     if attempt.last_token_s is not None:
         if now_s - attempt.last_token_s >= limits.inter_token_s:
             return Failure(ErrorCode.INTER_TOKEN_TIMEOUT, f"no further token within {limits.inter_token_s:g} s")

@@ -1,4 +1,4 @@
-"""Finds out that a worker is gone, long before its heartbeats are missed.
+"""Detects a lost worker long before its heartbeats are missed.
 
     the server's disconnect event ──┐
     silence in the middle of work ──┴──> Ping to the worker's control subject ──503──> lost
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class LossDetector:
-    """Tells the registry of workers whose connections are gone. ``start`` it and run ``run`` as a supervised task."""
+    """Reports workers whose connections are gone to the registry. ``start`` it and run ``run`` as a supervised task."""
 
     def __init__(self, bus: Bus, registry: WorkerRegistry, busy: Callable[[], Iterable[str]]) -> None:
         """``busy`` names the workers that have work of this gateway."""
@@ -49,16 +49,16 @@ class LossDetector:
         self._has_work = Event()
 
     async def start(self) -> None:
-        """Listen. Raises BusError."""
+        """Subscribe. Raises BusError."""
         await self._bus.subscribe(f"{self._inbox}.*", self._on_reply)
         await self._bus.subscribe(subjects.DISCONNECTS, self._on_disconnect)
 
     def on_work(self) -> None:
-        """A worker has work of this gateway."""
+        """Note that a worker has work of this gateway."""
         self._has_work.set()
 
     async def run(self) -> None:
-        """Look for silent workers, while any has work; never returns."""
+        """Look for silent workers while any has work; never returns."""
         while True:
             if not any(True for _ in self._busy()):
                 self._has_work.clear()

@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Coroutine, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from typing import Final
 
 from nats.aio.msg import Msg
 
 from gateway.admission.registry import WorkerRegistry
 from gateway.admission.ticket import Ticket
+from gateway.dispatch.background import BackgroundTasks
 from gateway.dispatch.dead_letters import DeadLetters
 from gateway.dispatch.detector import LossDetector
 from gateway.dispatch.internal_errors import fail_alone
@@ -27,7 +28,7 @@ from gateway.dispatch.overflow import Overflow
 from gateway.dispatch.record import dead_letter, rescue, settle_limits
 from gateway.dispatch.recorder import Recorder
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.revisions import LiveRevisions, go_on_without
+from gateway.dispatch.revisions import LiveRevisions, restart_or_fail
 from gateway.dispatch.streams import Streams
 from gateway.dispatch.unowned_attempts import UnownedAttempts
 from gateway.request.mailbox import Failure, Mailbox
@@ -85,7 +86,7 @@ class Dispatcher:
         self._unsettled: dict[str, OpenRequest] = {}  # admitted and not yet recorded
         self._open_requests = OpenRequests(bus, settings.gateway_id, self._unsettled, outbox)
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # by request, of those whose callers have set one
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self._leaving = False
         self._complained_s = float("-inf")  # monotonic clock
         self._draining = False
@@ -126,7 +127,7 @@ class Dispatcher:
             for request in list(self._open.values()):
                 self._tick(request, now_s, connected=connected, revisions=revisions)
             if self._overflow is not None and connected:
-                self._overflow.look(list(self._open.values()), now_s, self._spawn)
+                self._overflow.look(list(self._open.values()), now_s, self._background.start)
             self._registry.forget_dead(now_s)
 
     def _tick(
@@ -136,7 +137,7 @@ class Dispatcher:
             request.on_tick(now_s, connected=connected)
             if revisions is not None and request.state is State.QUEUED and revisions.is_changed(request):
                 wait_s, is_cut = self._settings.timeouts.revision_wait_s, revisions.is_cut(request)
-                go_on_without(request, wait_s, now_s, is_cut=is_cut)
+                restart_or_fail(request, wait_s, now_s, is_cut=is_cut)
         except Exception as mistake:  # noqa: BLE001  # logged there
             fail_alone(request, self, mistake)
 
@@ -148,14 +149,14 @@ class Dispatcher:
                 fail_alone(request, self, mistake)
 
     async def leave(self, limit_s: float, hurry: asyncio.Event) -> None:
-        """Say that this gateway is on its way out, and go on taking requests for ``limit_s`` or until ``hurry``."""
+        """Report not ready, and go on accepting requests for ``limit_s`` or until ``hurry`` is set."""
         self._leaving = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await hurry.wait()
 
     async def drain(self, limit_s: float, hurry: asyncio.Event | None = None) -> None:
-        """Take nothing new, let open requests finish for ``limit_s`` or until ``hurry``, then fail the rest."""
+        """Accept nothing new, let open requests end for ``limit_s`` or until ``hurry`` is set, then fail the rest."""
         self._leaving = self._draining = True
         await self._wait_until_settled(limit_s, hurry or asyncio.Event())
         failure = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
@@ -165,7 +166,7 @@ class Dispatcher:
         self.settle_all()
 
     def settle_all(self) -> None:
-        """The process ends: every request that is still open is recorded as it stands."""
+        """Record every request that is still open as it stands: the process ends."""
         failure = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         for request in list(self._unsettled.values()):
             log.error("request %s did not end in time; it is recorded as it stands", request.request_id)
@@ -184,40 +185,40 @@ class Dispatcher:
 
     @property
     def leaving(self) -> bool:
-        """Whether the gateway is on its way out: whoever can choose should send nothing new."""
+        """True once the gateway is shutting down: load balancers should send nothing new."""
         return self._leaving
 
     @property
     def draining(self) -> bool:
-        """Whether the gateway is on its way out and takes nothing new."""
+        """True once the gateway is shutting down and accepts nothing new."""
         return self._draining
 
     @property
     def in_flight(self) -> int:
-        """Requests admitted and not yet recorded."""
+        """Number of requests admitted and not yet recorded."""
         return len(self._unsettled)
 
     @property
     def clock_skew_s(self) -> float:
-        """How far this machine's clock is ahead of the queue server's."""
+        """Seconds that this machine's clock is ahead of the queue server's."""
         return self._bus.clock.skew_s
 
     @property
     def unpublished_records(self) -> int:
-        """Usage records that would be lost with this process."""
+        """Number of usage records that would be lost with this process."""
         return self._recorder.unpublished
 
     @property
     def spooled_bytes(self) -> int:
-        """Usage records and intents on this machine's disk, which the queue server has not stored yet."""
+        """Bytes of usage records and intents on this machine's disk that the queue server has not stored yet."""
         return self._recorder.spooled_bytes
 
     def live_workers(self) -> list[Heartbeat]:
-        """What each live worker last told of itself."""
+        """Return the last heartbeat of each live worker."""
         return self._registry.live_beats(time.monotonic())
 
     def refusal(self, requests: int = 1) -> Failure | None:
-        """Why so many requests cannot be admitted just now; None if they can."""
+        """Return why so many requests cannot be admitted now, or None."""
         if self._draining:
             return Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         if len(self._unsettled) + requests > self._settings.limits.max_in_flight:
@@ -227,7 +228,7 @@ class Dispatcher:
         return None
 
     def open(self, ticket: Ticket, mailbox: Mailbox | None = None) -> OpenRequest:
-        """Admit a request: from here on it will end in an answer or an explicit error, and in one record.
+        """Open an admitted request: from here on it ends in an answer or an explicit error, and in one record.
 
         The caller owes it a ``close``. ``mailbox``: see OpenRequest.
         """
@@ -248,7 +249,7 @@ class Dispatcher:
         return request
 
     def keys_revoked(self, key_ids: Collection[str], stopped: Collection[str]) -> None:
-        """End the requests of these keys that no worker has taken yet, and of ``stopped`` the others, too."""
+        """End the requests of these keys that no worker has accepted yet, and all requests of ``stopped`` keys."""
         now_s = time.monotonic()
         for request in list(self._open.values()):
             key_id = request.admission.principal.key_id
@@ -259,7 +260,7 @@ class Dispatcher:
         self._tick(request, time.monotonic(), connected=self._bus.connected)
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
-        """The HTTP side is done, having sent ``http_status`` (None: the caller left before)."""
+        """Close a request whose response is done, with the status sent (None: the client disconnected before)."""
         request.cancel(time.monotonic())  # does nothing if it has ended
         request.mailbox.close()
         request.http_status = http_status
@@ -299,23 +300,23 @@ class Dispatcher:
     # --- what a request asks for (request.Actions) --------------------------------------------------------------------
 
     def publish(self, request: OpenRequest, after_s: float) -> None:
-        """Put the current attempt into the queue, after a pause."""
+        """Publish the current attempt after a pause."""
         if request.attempt > 1 and not request.current.is_moved:
             log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
             for tell in self._observers.failed_over:
                 tell(request)
         for tell_queued in self._observers.queued:
             tell_queued(request, after_s)
-        self._spawn(self._queue.publish(request, after_s))
+        self._background.start(self._queue.publish(request, after_s))
 
     def withdraw(self, request: OpenRequest) -> None:
-        """Take the current attempt out of the queue, if it is there."""
+        """Delete the current attempt from the queue, if it is still there."""
         sequence = request.current.stream_sequence
         if sequence is not None:
-            self._spawn(self._queue.withdraw(f"{request.request_id}.{request.attempt}", sequence))
+            self._background.start(self._queue.withdraw(f"{request.request_id}.{request.attempt}", sequence))
 
-    def taken(self, request: OpenRequest) -> None:
-        """A worker has the current attempt."""
+    def accepted(self, request: OpenRequest) -> None:
+        """Note that a worker has accepted the current attempt."""
         for tell in self._observers.accepted:
             tell(request)
         if request.worker_id is not None:
@@ -325,8 +326,8 @@ class Dispatcher:
             self._by_worker.setdefault(request.worker_id, {})[request.request_id] = request
             self._detector.on_work()
 
-    def left(self, request: OpenRequest) -> None:
-        """The current attempt is over, on whichever worker it was."""
+    def attempt_over(self, request: OpenRequest) -> None:
+        """Note that the current attempt is over, on whichever worker it ran."""
         if self._overflow is not None:
             self._overflow.left(request)
         if request.worker_id is None:
@@ -337,40 +338,40 @@ class Dispatcher:
             self._by_worker.pop(request.worker_id, None)
 
     def cancel(self, worker_id: str, cancel: Cancel) -> None:
-        """Tell a worker to stop an attempt."""
-        self._unowned.told(worker_id, cancel, time.monotonic())
-        self._spawn(self._control(worker_id, cancel))
+        """Send a worker the order to stop an attempt."""
+        self._unowned.cancelled(worker_id, cancel, time.monotonic())
+        self._background.start(self._control(worker_id, cancel))
 
-    def fenced_out(self, worker_id: str, frame: Frame, now_s: float) -> None:
-        """A worker runs an attempt that nobody waits for."""
+    def fence_out(self, worker_id: str, frame: Frame, now_s: float) -> None:
+        """Handle a frame of an attempt that no request waits for."""
         self._unowned.on_frame(worker_id, frame, now_s)
 
-    def ask_again(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
-        """Tell a worker to send the frames of the current attempt again."""
-        self._spawn(
+    def request_resend(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
+        """Ask a worker to send frames of the current attempt again."""
+        self._background.start(
             self._control(worker_id, Resend(request.request_id, request.attempt, from_seq, self._frames_subject))
         )
 
     def record_lost_attempt(self, request: OpenRequest, outcome: str, code: str | None, now_s: float) -> None:
-        """Leave the usage record of the current attempt, whose worker may not be able to."""
+        """Publish the usage record of the current attempt, as its worker may be unable to."""
         worker = self._registry.last_beat(request.worker_id or "")
         self._recorder.lost_attempt(request, worker, outcome, code, now_s)
 
     def record(self, request: OpenRequest) -> asyncio.Future[None]:
-        """Leave the record of a request that has ended before its caller is told; done when it is stored."""
+        """Publish the record of an ended request before its answer; the future is done once it is stored."""
         return self._recorder.record(request, is_awaited=True)
 
     def ended(self, request: OpenRequest) -> None:
-        """Forget the request, once the HTTP side has closed it too."""
+        """Release what is held for a request; it is settled once its response is closed, too."""
         self._open.pop(request.request_id, None)
         timer = self._deadlines.pop(request.request_id, None)
         if timer is not None:
             timer.cancel()
         for name in objects_of(request.admission):
-            self._spawn(self._queue.drop_object(name))
+            self._background.start(self._queue.drop_object(name))
         if request.failure is not None and request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED:
             log.error("request %s is given up: %s", request.request_id, request.failure.message)
-            self._spawn(self._dead_letters.publish(dead_letter(request, self._settings.gateway_id)))
+            self._background.start(self._dead_letters.publish(dead_letter(request, self._settings.gateway_id)))
         settle_limits(request)
         self._settle(request)
 
@@ -379,17 +380,6 @@ class Dispatcher:
             await self._bus.publish(subjects.control_subject(worker_id), encode(control))
         except BusError as error:  # it is sent again, or the worker's silence is noticed
             log.warning("worker %s could not be told %s: %s", worker_id, type(control).__name__, error)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        # As many as there are open requests, times the few things that one may ask for at once.
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.critical("a dispatch task failed", exc_info=task.exception())
 
     # --- the queue server went away and is back -----------------------------------------------------------------------
 
@@ -405,6 +395,6 @@ class Dispatcher:
         self._registry.forgive(now_s)
         for request in list(self._open.values()):
             if request.state is State.QUEUED:
-                self._spawn(self._queue.publish_again(request))
+                self._background.start(self._queue.publish_again(request))
             else:
                 request.probe(now_s)

@@ -1,4 +1,4 @@
-"""The failovers that this gateway has just seen, for people who watch."""
+"""The latest failovers of this gateway, for the dashboard."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Failover:
 
     @classmethod
     def of(cls, request: OpenRequest) -> Self:
-        """What has just become of a request."""
+        """Return the failover that a request has just had."""
         failed = request.log.failures[-1]
         return cls(
             unix_now_ms(),
@@ -39,11 +39,11 @@ class Failover:
 
 
 class RecentFailovers(Observer):
-    """Remembers the latest ones."""
+    """Keeps the latest failovers."""
 
     def __init__(self) -> None:
         self.latest: deque[Failover] = deque(maxlen=MAX_REMEMBERED)  # the last one last
 
     def failed_over(self, request: OpenRequest) -> None:
-        """An attempt has failed, and the next one begins."""
+        """Handle a failed attempt that is followed by another."""
         self.latest.append(Failover.of(request))

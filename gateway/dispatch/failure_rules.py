@@ -1,4 +1,4 @@
-"""What the caller is told where a worker refuses his request for good, and what is noted of an attempt."""
+"""Rules that turn a worker's failure into another attempt or into the client's error."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -18,12 +18,12 @@ CLOCK_SKEW_S: Final = 1.0  # between a gateway and a worker
 
 
 def is_premature(frame: Failed, queue_deadline_s: float, now_s: float) -> bool:
-    """Whether a worker takes the request's wait for over while it is not: its clock is wrong, and others may do."""
+    """Return whether a worker ends the request's wait too early: its clock is wrong, and others may take the job."""
     return frame.code == ErrorCode.DEADLINE_EXCEEDED and now_s < queue_deadline_s - CLOCK_SKEW_S
 
 
 def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
-    """The failure that the caller sees."""
+    """Return the failure that the client sees."""
     code = _known_code(frame.code)
     if code is ErrorCode.DEADLINE_EXCEEDED and now_s < admission.deadline_s - CLOCK_SKEW_S:
         code = ErrorCode.QUEUE_WAIT_TIMEOUT  # the worker was told only until when it may wait
@@ -33,16 +33,16 @@ def verdict_of(frame: Failed, admission: Admission, now_s: float) -> Failure:
 
 
 def why_over(request: "OpenRequest") -> Failure | None:
-    """Why a request whose attempt has failed gets no other; None if it gets one, and goes on or begins anew."""
+    """Return why a request whose attempt has failed gets no other, or None."""
     if request.log.exhausted:
         return Failure(ErrorCode.ATTEMPTS_EXHAUSTED, request.log.why())
     if request.choices.is_encoded and not request.admission.stream:
-        forget_answer(request)  # its caller has been told nothing of it
+        drop_answer(request)  # its caller has been told nothing of it
     return None if request.choices.may_go_on else ANSWER_CUT
 
 
-def forget_answer(request: "OpenRequest") -> None:
-    """Have the next attempt begin the answer anew: what is made of it goes to nobody."""
+def drop_answer(request: "OpenRequest") -> None:
+    """Drop what is held of the answer: the next attempt begins it again."""
     request.choices.clear()
     request.current.tokens_before = 0
     request.mailbox.drop(request.request_id)
@@ -56,7 +56,7 @@ def _known_code(code: str) -> ErrorCode:
 
 
 def too_much_unread(admission: Admission) -> Failure:
-    """What a caller is told whose answer takes more than may be kept of what is not read."""
+    """Return the failure of a request whose unread answer exceeds the buffer."""
     if admission.stream:
         return Failure(ErrorCode.SLOW_CLIENT, "the client reads more slowly than the buffer allows")
     message = (

@@ -1,4 +1,4 @@
-"""Several requests that their caller has sent as one and that are answered as one: all of them, or none.
+"""Several requests that the client has sent as one and that are answered as one: all of them, or none.
 
 Each is a request like any other, with its own job, attempts and record. Only what they share is here: the first that
 fails has the others cancelled, and its failure is the answer.
@@ -18,7 +18,7 @@ from gateway.request.states import State
 
 
 class RequestGroup:
-    """Has what an ``OpenRequest`` tells those who write its answer, over all its requests, which share a mailbox."""
+    """Offers the answer's writer what an ``OpenRequest`` does, over several requests that share a mailbox."""
 
     def __init__(self, requests: Sequence[OpenRequest]) -> None:
         """``requests`` have just been opened."""
@@ -59,24 +59,24 @@ class RequestGroup:
 
     @property
     def outcome(self) -> str:
-        """See ``OpenRequest``."""
+        """Like ``OpenRequest``, over all of them."""
         if self.failure is not None:
             return "failed"
         return next((request.outcome for request in self._requests if request.outcome != "ok"), "ok")
 
     @property
     def attempt(self) -> int:
-        """The most attempts that one of them has taken."""
+        """Number of attempts of the one that has had most."""
         return max(request.attempt for request in self._requests)
 
     @property
     def hosted_wait(self) -> str | None:
-        """Why the first that waits for our own workers is at no hosted pool, though it may."""
+        """Reason why the first that waits for our own workers is at no hosted pool, though it may."""
         return next((why for request in self._requests if (why := request.hosted_wait) is not None), None)
 
     @property
     def published_s(self) -> float | None:
-        """When the last of them was first handed to the queue server; None while one was not."""
+        """Time of the last one's first publication; None while one is unpublished."""
         known = [request.published_s for request in self._requests if request.published_s is not None]
         return max(known) if len(known) == len(self._requests) else None
 
@@ -87,7 +87,7 @@ class RequestGroup:
 
     @property
     def cached_tokens(self) -> int:
-        """Those of them that were found in prefix caches."""
+        """Prompt tokens found in prefix caches."""
         return sum(request.cached_tokens for request in self._requests)
 
     @property
@@ -97,7 +97,7 @@ class RequestGroup:
 
     @property
     def http_status(self) -> int | None:
-        """The status of their one answer, as sent, if it was."""
+        """Status of their one response, if it was sent."""
         return self._requests[0].http_status
 
     @http_status.setter
@@ -105,11 +105,11 @@ class RequestGroup:
         for request in self._requests:
             request.http_status = status
 
-    def rows_seen_to(self) -> Sequence[asyncio.Future[None]]:
-        """See ``OpenRequest``."""
-        return [row for request in self._requests for row in request.rows_seen_to()]
+    def rows_stored(self) -> Sequence[asyncio.Future[None]]:
+        """Like ``OpenRequest``, over all of them."""
+        return [row for request in self._requests for row in request.rows_stored()]
 
     def place(self) -> QueuePosition | None:
-        """Where the last of them stands; None once none waits for its first worker."""
+        """Return the queue position of the last of them; None once none waits for its first worker."""
         places = [place for request in self._requests if (place := request.place()) is not None]
         return max(places, key=lambda place: place.position, default=None)

@@ -1,4 +1,4 @@
-"""An exception that nobody foresaw in the handling of one request ends that request, and nothing else."""
+"""An unexpected exception while handling one request ends that request and nothing else."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def fail_alone(request: OpenRequest, actions: Actions, mistake: Exception) -> None:
-    """Log what was raised, and end its request with an internal error.
+    """Log an exception and end its request with an internal error.
 
     In order where that works: its worker is told, and its counts are waited for. A request that cannot be stopped so,
     or that fails again while its counts are waited for, ends at once.
@@ -41,7 +41,7 @@ def _end_at_once(request: OpenRequest, actions: Actions, now_s: float) -> None:
     with contextlib.ExitStack() as stack:  # each of them whatever becomes of the others; the last one first
         stack.callback(actions.ended, request)
         stack.callback(request.ticket.close)
-        stack.callback(actions.left, request)
+        stack.callback(actions.attempt_over, request)
         if request.on_end is not None:
             stack.callback(request.on_end, Ended(request.failure))
         stack.callback(request.mailbox.wake)

@@ -1,4 +1,4 @@
-"""Jobs into and out of the queue: published until stored, by reference where large, withdrawn, and missed."""
+"""Jobs in the queue: published until stored, by reference where large, withdrawn, and looked up."""
 
 import asyncio
 import logging
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 def _lane_of(request: OpenRequest, current: CurrentAttempt) -> str:
-    """Attempts wait where their tenant does, or at a hosted pool; rescues go first, but no batch job before others."""
+    """Return the lane of the current attempt: the tenant's, a hosted pool's, or the resume lane for rescues."""
     if current.hosted is not None:
         return current.hosted.pool.lane
     return subjects.RESUME_LANE if current.is_rescue and not request.admission.batch else request.ticket.lane
 
 
 def objects_of(admission: Admission) -> dict[str, bytes]:
-    """What of a request is too large for a message, by the names under which it is stored beside the queue."""
+    """Return what is too large for a message, by the names under which it is stored beside the queue."""
     if admission.conversation is None and len(admission.prompt_ids) <= MAX_INLINE_PROMPT_BYTES:
         return {}  # nearly always
     chat = b"" if admission.conversation is None else admission.conversation.packed
@@ -48,7 +48,7 @@ def _chat_object(admission: Admission) -> str:
 
 
 class JobQueue:
-    """The gateway's side of the interactive stream. Every method ends only when its work is done or pointless."""
+    """The gateway's side of the interactive stream. Every method returns only when its work is done or pointless."""
 
     def __init__(self, bus: Bus, lookups: JobLookups, gateway_id: str, overflow: Overflow | None) -> None:
         self._bus = bus
@@ -59,7 +59,7 @@ class JobQueue:
         self._in_flight = asyncio.Semaphore(MAX_PUBLISHES_IN_FLIGHT)
 
     async def publish(self, request: OpenRequest, after_s: float = 0.0) -> None:
-        """Store the current attempt in the stream, after a pause, and again with the same id until it is there."""
+        """Publish the current attempt after a pause, and again with the same id until it is stored."""
         attempt = request.attempt
         if after_s:
             await asyncio.sleep(after_s)
@@ -144,7 +144,7 @@ class JobQueue:
         )
 
     async def _is_there(self, request: OpenRequest, attempt: int) -> bool:
-        """Whether the job's message is where it was; also where that need not be known any more."""
+        """Return whether the job's message still exists; also True where that no longer matters."""
         sequence = request.current.stored_at
         if sequence is None:
             return False
@@ -164,7 +164,7 @@ class JobQueue:
         return False
 
     async def withdraw(self, message_id: str, sequence: int) -> None:
-        """Delete a job's message, if it is still there. A worker that has pulled it is told separately."""
+        """Delete a job's message, if it still exists. A worker that has pulled it gets a Cancel."""
         try:
             # The stream may have been lost and made again unseen by us: the number is then another job's.
             if await self._lookups.is_stored(message_id, sequence):
@@ -173,14 +173,14 @@ class JobQueue:
             log.debug("job %s could not be withdrawn: %s", message_id, error)
 
     async def drop_object(self, name: str) -> None:
-        """Delete what travelled by reference."""
+        """Delete an object that travelled by reference."""
         try:
             await delete_object(self._bus, subjects.PROMPTS_BUCKET, name)
         except BusError as error:  # the bucket's maximum age ends it
             log.warning("prompt %s could not be deleted: %s", name, error)
 
     async def publish_again(self, request: OpenRequest) -> None:
-        """After a reconnect: make sure that a job nobody has accepted is still in the queue.
+        """Make sure after a reconnect that a job which no worker has accepted is still in the queue.
 
         The memory stream may be lost (then this stores the job anew), or it may be there and the job pulled by a
         worker whose frames were lost: then the job's message is gone, and only a new attempt helps. Whoever has waited

@@ -1,4 +1,4 @@
-"""Looks for jobs that are gone from the queue although nobody has said to have accepted them.
+"""Finds jobs that vanished from the queue although no worker has accepted them.
 
 Workers acknowledge a job when they accept it. If one dies between its acknowledgement and its first frame, or that
 frame is lost with it, the gateway waits for a job that nobody has. So jobs that have waited for long are looked up, a
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class JobLookups:
-    """When each waiting job was last looked up, and which were missing then."""
+    """Times of each waiting job's last look-up, and the jobs that were missing then."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -35,7 +35,7 @@ class JobLookups:
         self._missing: set[tuple[str, int]] = set()
 
     async def run(self, requests: Callable[[], Iterable[OpenRequest]]) -> None:
-        """Look at those that are open, round after round; never returns."""
+        """Look up open requests, round after round; never returns."""
         while True:
             await asyncio.sleep(ROUND_PERIOD_S)
             if not self._bus.connected:
@@ -70,7 +70,7 @@ class JobLookups:
             request.job_vanished(attempt, time.monotonic())
 
     async def is_stored(self, message_id: str, sequence: int) -> bool:
-        """Whether the message is still in the stream. Raises BusError if that cannot be told."""
+        """Return whether the message is still in the stream. Raises BusError where that is unknown."""
         message = await self._bus.get_message(subjects.INTERACTIVE_STREAM, seq=sequence)
         if message is None:
             return False

@@ -1,4 +1,4 @@
-"""What the dispatcher tells whoever only wants to know: metrics, traces, the log, the dashboard.
+"""Events of requests, emitted to observers: metrics, traces, the log, the dashboard.
 
 admitted ──> queued ──> accepted ──> ended
 └──<── failed_over ──┘
@@ -12,26 +12,26 @@ from protocol.usage import RequestRecord
 
 
 class Observer:
-    """Is told of every request, in the event loop; overrides what it wants to know. Nothing here waits or raises."""
+    """Receives events of every request in the event loop; overrides those it needs. No method waits or raises."""
 
     def admitted(self, admission: Admission) -> None:
-        """A request will be answered."""
+        """Handle an admitted request."""
 
     def queued(self, request: OpenRequest, after_s: float) -> None:
-        """An attempt goes into the queue, after a pause."""
+        """Handle an attempt that is published after a pause."""
 
     def accepted(self, request: OpenRequest) -> None:
-        """A worker has the current attempt."""
+        """Note that a worker has accepted the current attempt."""
 
     def failed_over(self, request: OpenRequest) -> None:
-        """An attempt has failed, and the next one begins."""
+        """Handle a failed attempt that is followed by another."""
 
     def ended(self, request: OpenRequest, record: RequestRecord) -> None:
-        """A request is over, and this is its record."""
+        """Handle the record of a request that is over."""
 
 
 class Observers:
-    """All of them, by what they want to know: who does not override an event costs nothing when it happens."""
+    """Observers by event: one that does not override an event costs nothing when it happens."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.admitted = [one.admitted for one in observers if type(one).admitted is not Observer.admitted]

@@ -1,4 +1,4 @@
-"""Telling the ledger which requests this gateway still has: of those that it has lost, a row is made."""
+"""Reports to the ledger which requests this gateway still has; the ledger makes rows of those it has lost."""
 
 import logging
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class OpenRequests:
         self._outbox = outbox
 
     async def start(self) -> None:
-        """Listen. Raises BusError."""
+        """Subscribe. Raises BusError."""
         await self._bus.subscribe(self._subject, self._on_question)
 
     async def _on_question(self, message: Msg) -> None:

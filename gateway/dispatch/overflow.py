@@ -1,4 +1,4 @@
-"""Requests that may go to a hosted pool, and do while our own workers cannot take them soon.
+"""Overflow: requests that may go to a hosted pool do so while our own workers cannot take them soon.
 
     a new attempt ──────────────choose──> hosted lane of one pool, where the wait would be too long
     waits in its own lane ───────move───> there, as another attempt, after ``overflow_after_s``
@@ -38,7 +38,7 @@ Allowed = Callable[[Admission], tuple[str, ...]]  # the providers to which a req
 
 
 class Overflow:
-    """Decides from memory; only the money of a pool's caps is waited for."""
+    """Decides from memory; only reserving from a pool's cap waits."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Overflow:
         control.hosted_has_room = self._has_room
 
     def _stays(self, admission: Admission) -> bool:
-        """Whether it waits for our own workers, however long that is: batch jobs do, where there are any for them."""
+        """Return whether a request waits for our own workers however long that takes, as batch jobs do."""
         return not admission.hosted or (admission.batch and admission.model not in self._only_hosted)
 
     def _has_room(self, admission: Admission) -> bool:
@@ -78,7 +78,7 @@ class Overflow:
     # --- to a hosted pool ---------------------------------------------------------------------------------------------
 
     async def choose(self, request: OpenRequest) -> None:
-        """Find a hosted pool for the current attempt, which is about to be queued, where our workers are full."""
+        """Find a hosted pool for the current attempt before it is published, where our workers are full."""
         admission, current = request.admission, request.current
         if self._stays(admission) or current.hosted is not None or current.is_back:
             return
@@ -94,7 +94,7 @@ class Overflow:
             place.refund()
 
     def look(self, requests: Iterable[OpenRequest], now_s: float, spawn: Spawn) -> None:
-        """Move those that have waited for too long, where they are."""
+        """Move requests that have waited too long."""
         for request in requests:
             if request.state is not State.QUEUED or self._stays(request.admission):
                 continue
@@ -134,7 +134,7 @@ class Overflow:
             place.refund()
 
     def _offer(self, request: OpenRequest) -> Offer | None:
-        """The pool that can take the rest of a request; None, and the reason is noted: none can."""
+        """Return the pool that can take the rest of a request; None, with the reason noted, if none can."""
         admission, held = request.admission, request.choices.held_tokens()
         left = max(0, admission.sampling.max_tokens * admission.sampling.n - held)
         wanted = _wanted(admission, self._allowed(admission), left, held)
@@ -148,11 +148,11 @@ class Overflow:
         return offer
 
     def _fits(self, request: OpenRequest, pool: HostedPool) -> bool:
-        """Whether a worker there may go on with what is made already, and can read the prompt."""
+        """Return whether a worker of the pool can read the prompt and continue what is held."""
         return any(server.may_take(request) for server in self._takers(pool, request.admission.model))
 
     def _takers(self, pool: HostedPool, model: str) -> Iterator[ServingWorker]:
-        """Its live workers that serve a model."""
+        """Return the pool's live workers that serve a model."""
         for beat in self._registry.live_beats(time.monotonic()):
             if beat.tier == subjects.HOSTED_TIER and beat.pool == pool.name and model in beat.models:
                 yield ServingWorker.of(beat, model)
@@ -160,7 +160,7 @@ class Overflow:
     # --- what it has cost ---------------------------------------------------------------------------------------------
 
     def left(self, request: OpenRequest) -> None:
-        """The current attempt is over: settle what it took of a hosted pool."""
+        """Settle what the current attempt, now over, took of a hosted pool."""
         place, current = request.current.hosted, request.current
         if place is None:
             return
@@ -178,7 +178,7 @@ class Overflow:
             place.refund()
 
     def heard(self, frame: Frame) -> None:
-        """A worker runs an attempt that nobody waits for: if it is one of ours, it costs what it can."""
+        """Charge an attempt that no request waits for, if it was at a hosted pool."""
         place = self._lingering.pop((frame.request_id, frame.attempt), None)
         if place is not None:
             place.settle()

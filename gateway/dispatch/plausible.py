@@ -1,4 +1,4 @@
-"""What a worker may say of itself: a stolen or broken one must not spoil a record, nor its reader.
+"""Bounds on what a worker may report: a stolen or broken one must not spoil a record.
 
 Workers are machines of others, so nothing that they say of an attempt is taken as it comes where something hangs on it:
 tokens are bounded by what was asked for and heard (``choices``, ``attempts``), the rest here.
@@ -18,7 +18,7 @@ COUNT_SLACK: Final = 4096
 
 
 def why_implausible(frame: Accepted) -> str | None:
-    """Why nobody can be who accepts like this; None: somebody can."""
+    """Return why an acceptance is implausible, or None."""
     names = (frame.worker_id, frame.pool, frame.provider, frame.region, frame.tier or "", frame.revision)
     if not all(len(name) <= MAX_NAME_CHARS and name.isprintable() for name in names):
         return "the worker's names are too long or not printable"
@@ -28,7 +28,7 @@ def why_implausible(frame: Accepted) -> str | None:
 
 
 def plausible_timings(timings: Timings | None, since_queued_s: float) -> Timings | None:
-    """What the engine tells, where that fits into the time since the attempt was queued; else None."""
+    """Return the engine's timings where they fit into the time since the attempt was queued, else None."""
     if timings is None:
         return None
     phases = (timings.engine_queue_ms, timings.prefill_ms, timings.decode_ms)
@@ -37,13 +37,13 @@ def plausible_timings(timings: Timings | None, since_queued_s: float) -> Timings
 
 
 def plausible_prompt(frame: Finished, choices: Choices, prompt_tokens: int) -> tuple[int, int]:
-    """How many tokens the prompt had, as its provider says, and of them its cache: at most all, at least none."""
+    """Return the provider's count of prompt tokens and of cached ones among them, within bounds."""
     usage = choices.usage
     if usage is not None:
-        prompt_tokens = max(0, min(usage.prompt_tokens, len(choices) * most_plausible(prompt_tokens)))
+        prompt_tokens = max(0, min(usage.prompt_tokens, len(choices) * max_plausible(prompt_tokens)))
     return prompt_tokens, max(0, min(frame.cached_tokens, prompt_tokens))
 
 
-def most_plausible(tokens: int) -> int:
-    """How many tokens somebody else may count where we count, or ask for, so many."""
+def max_plausible(tokens: int) -> int:
+    """Return the highest plausible count of another tokenizer for ``tokens`` of ours."""
     return tokens * COUNT_FACTOR + COUNT_SLACK

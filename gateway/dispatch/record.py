@@ -1,4 +1,4 @@
-"""What is left of a request: its one ledger record, those of attempts that were lost, and the story of a failure."""
+"""Records of a request: its ledger record, those of lost attempts, and its dead letter."""
 
 import hashlib
 import time
@@ -21,7 +21,7 @@ UNKNOWN: Final = "unknown"  # of a worker that was lost before its first heartbe
 
 
 def origin_of(admission: Admission, gateway_id: str) -> Origin:
-    """What a record of the request needs to say, should this gateway not live to say it."""
+    """Return the identity that a job carries, so that a record can be made should this gateway die."""
     return Origin(
         gateway_id,
         admission.endpoint,
@@ -34,7 +34,7 @@ def origin_of(admission: Admission, gateway_id: str) -> Origin:
 
 
 def usage_intent(admission: Admission, gateway_id: str) -> RequestIntent:
-    """What stands for the request's record, should this gateway not live to leave it."""
+    """Return the intent that stands for the request's record, should this gateway die."""
     return RequestIntent(
         v=PROTOCOL_VERSION,
         request_id=admission.request_id,
@@ -52,7 +52,7 @@ def usage_intent(admission: Admission, gateway_id: str) -> RequestIntent:
 
 
 def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
-    """The record of a request that has ended; counts are exact."""
+    """Return the record of a request that has ended; counts are exact."""
     admission, accepted, spent = request.admission, request.accepted, request.log.spent
     return RequestRecord(
         v=PROTOCOL_VERSION,
@@ -90,7 +90,7 @@ def usage_record(request: OpenRequest, gateway_id: str) -> RequestRecord:
 
 
 def settle_limits(request: OpenRequest) -> None:
-    """Tell the limits of key and team what a request that has ended used: nothing, if no worker ever took it."""
+    """Settle the limits of key and team with what an ended request used: nothing, if no worker accepted it."""
     reservation = request.admission.reservation
     if reservation is None:
         return
@@ -110,7 +110,7 @@ def lost_attempt_record(
     gateway_id: str,
     now_s: float,
 ) -> AttemptRecord:
-    """The record of the current attempt, as far as the gateway has seen it: for a worker that may not leave one.
+    """Return the record of the current attempt as the gateway has seen it, for a worker that may not publish one.
 
     ``worker`` is what it last told of itself. If it does leave one all the same, the first to come stays.
     """
@@ -149,7 +149,7 @@ def lost_attempt_record(
 
 
 def rescue(request: OpenRequest, worker: Heartbeat | None) -> Rescue | None:
-    """How the current attempt goes on with what was made before it."""
+    """Return how the current attempt continues what was held before it."""
     if request.admission.pooling is not None:
         return None
     current = request.current
@@ -158,7 +158,7 @@ def rescue(request: OpenRequest, worker: Heartbeat | None) -> Rescue | None:
 
 
 def _read_tokens(request: OpenRequest) -> int:
-    """Prompt tokens of the current attempt. A hosted API is asked for each choice by itself, and reads what is made."""
+    """Return the attempt's prompt tokens. A hosted API gets each choice as its own call, with what is held."""
     admission = request.admission
     if request.current.hosted is None or admission.pooling is not None:
         return admission.prompt_tokens
@@ -166,7 +166,7 @@ def _read_tokens(request: OpenRequest) -> int:
 
 
 def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
-    """The story of a request that was given up after its last attempt."""
+    """Return the dead letter of a request that was given up after its last attempt."""
     admission = request.admission
     sampling, withheld_bytes = sampling_without_texts(admission.sampling)
     grammar = admission.sampling.grammar

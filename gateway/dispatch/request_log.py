@@ -1,4 +1,4 @@
-"""One line in the log for each request, at its end: what it was, what it used, and where its time went."""
+"""One log line for each request at its end: what it was, what it used, and where its time went."""
 
 import logging
 

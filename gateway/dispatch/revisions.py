@@ -1,4 +1,4 @@
-"""The same text means the same weights: who may go on with a request when a model's workers are changed for others.
+"""Revisions: which workers may continue a request when a model's workers are replaced.
 
 What is made already goes on only with the weights that have made it, and a prompt's token ids only to their tokenizer
 (``Job.revision``; workers leave to others what is not theirs). Where nobody who may take a request is alive, and others
@@ -9,7 +9,7 @@ may come back, and then ends with an error: it never goes on with other weights.
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
-from gateway.dispatch.failure_rules import ANSWER_CUT, forget_answer
+from gateway.dispatch.failure_rules import ANSWER_CUT, drop_answer
 from gateway.dispatch.request import OpenRequest
 from gateway.request.mailbox import Failure
 from gateway.request.states import State
@@ -22,7 +22,7 @@ TOKENIZER_WAIT_S: Final = 5.0  # longer than it takes from a card to the first h
 
 
 class ServingWorker(NamedTuple):
-    """What a worker says of how it serves a model."""
+    """A worker's declaration of how it serves a model."""
 
     revision: Revision
     takes: Input
@@ -30,13 +30,13 @@ class ServingWorker(NamedTuple):
 
     @classmethod
     def of(cls, beat: Heartbeat, model: str) -> "ServingWorker":
-        """What a heartbeat says."""
+        """Return the declaration of a heartbeat."""
         return cls(beat.revisions.get(model, Revision()), beat.takes, beat.continues)
 
     def may_take(self, request: OpenRequest) -> bool:
-        """Whether it may take a request's next attempt, and can go on with what is made already."""
+        """Return whether it may run a request's next attempt and can continue what is held."""
         choices = request.choices
-        if choices.hold_something and not self.continues:
+        if choices.has_output and not self.continues:
             return False
         if self.takes == TAKES_MESSAGES:
             reads = choices.packed_chat is not None and choices.takes_messages
@@ -46,7 +46,7 @@ class ServingWorker(NamedTuple):
 
 
 class LiveRevisions:
-    """What the live workers run, by model. Hosted ones aside, for which nobody waits; unless there are no others."""
+    """Revisions of the live workers by model, without hosted ones unless there are no others."""
 
     def __init__(self, beats: Iterable[Heartbeat], only_hosted: Collection[str] = ()) -> None:
         """``only_hosted``: models that hosted pools alone serve."""
@@ -61,7 +61,7 @@ class LiveRevisions:
                     self._by_model.setdefault(model, set()).add(taker)
 
     def is_changed(self, request: OpenRequest) -> bool:
-        """Whether workers run its model, and none of them may take it."""
+        """Return whether workers run its model and none of them may take it."""
         if request.current.hosted is not None:
             return False
         live = self._by_model.get(request.admission.model, ())
@@ -74,22 +74,22 @@ class LiveRevisions:
             for own in live
         ):
             return False  # the usual case, at once
-        if tokenizer == NO_TOKENIZER and not choices.hold_something:
+        if tokenizer == NO_TOKENIZER and not choices.has_output:
             return False  # it never was for those who understand token ids
         return bool(live) and not any(own.may_take(request) for own in live)
 
     def is_cut(self, request: OpenRequest) -> bool:
-        """Whether one of them runs the weights that have begun the answer, and cannot go on with it all the same."""
-        held = request.choices.revision if request.choices.hold_something else ""
+        """Return whether a worker runs the weights that began the answer and still cannot continue it."""
+        held = request.choices.revision if request.choices.has_output else ""
         live = self._all.get(request.admission.model, ())
         return bool(held) and any(own.revision.weights == held and not own.may_take(request) for own in live)
 
 
 def needed_revision(request: OpenRequest) -> Revision:
-    """What a worker must run to take the request's next attempt."""
+    """Return the revision that a worker must run to take the request's next attempt."""
     choices = request.choices
     tokenizer = request.admission.tokenizer if choices.takes_ids else NO_TOKENIZER
-    return Revision(choices.revision if choices.hold_something else "", tokenizer)
+    return Revision(choices.revision if choices.has_output else "", tokenizer)
 
 
 def _agree(needed: Revision, own: Revision) -> bool:
@@ -97,20 +97,20 @@ def _agree(needed: Revision, own: Revision) -> bool:
     return is_same and (needed.tokenizer == own.tokenizer or not (needed.tokenizer and own.tokenizer))
 
 
-def go_on_without(request: OpenRequest, revision_wait_s: float, now_s: float, *, is_cut: bool = False) -> None:
-    """Nobody who runs a waiting request's model may take it: start it again, wait, or end it.
+def restart_or_fail(request: OpenRequest, revision_wait_s: float, now_s: float, *, is_cut: bool = False) -> None:
+    """Restart, keep or end a waiting request that none of its model's workers may take.
 
     ``is_cut``: who has begun it is there, and cannot go on with it.
     """
     if request.state is not State.QUEUED:
         return
     waited_s = now_s - request.current.queued_s
-    if not request.choices.hold_something:
+    if not request.choices.has_output:
         if waited_s >= TOKENIZER_WAIT_S:
             message = "the model's tokenizer was changed while the request waited for a worker: send it again"
             request.fail(Failure(ErrorCode.MODEL_CHANGED, message), now_s)
     elif not request.admission.stream:
-        forget_answer(request)
+        drop_answer(request)
         message = "nobody runs the weights any more that had made a part of the answer"
         request.job_vanished(request.attempt, now_s, Failure(ErrorCode.MODEL_CHANGED, message))
     elif is_cut:

@@ -1,4 +1,4 @@
-"""Keeps the streams there: makes them at the start, after each reconnect, and as soon as one is missed."""
+"""Creates the streams at the start, after each reconnect, and as soon as one is missing."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Streams:
-    """The topology of one gateway's queue server; applied by one task at a time."""
+    """Topology of one gateway's queue server, applied by one task at a time."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         queue = settings.queue
@@ -37,7 +37,7 @@ class Streams:
         self._one_at_a_time = asyncio.Lock()
 
     async def start(self) -> None:
-        """Make what is not there. Raises BusError."""
+        """Create what is missing. Raises BusError."""
         await self._apply(topology.FIRST_APPLY_LIMIT_S)
         self._bus.on_stream_missed(self._missed.set)
 
@@ -46,7 +46,7 @@ class Streams:
         await topology.apply(self._bus, self._models, self._bounds, further_lanes=lanes, limit_s=limit_s)
 
     async def run(self) -> None:
-        """Make again what has been missed; never returns."""
+        """Create streams again that were found missing; never returns."""
         while True:
             await self._missed.wait()
             log.warning("a stream is missing: what is not there is made")
@@ -57,7 +57,7 @@ class Streams:
             await asyncio.sleep(REPAIR_PERIOD_S)
 
     async def restore(self) -> bool:
-        """Make what is not there any more, as far as the server lets us; whether all is there. ``run`` tries on."""
+        """Create what is missing, as far as the server allows; return whether all exist. ``run`` keeps trying."""
         async with self._one_at_a_time:
             try:
                 await self._apply(0.0)

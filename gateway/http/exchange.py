@@ -234,7 +234,7 @@ async def _until_sure_of_row(request: Answered) -> None:
     Raises RequestFailed where it fails meanwhile: its deadline may pass sooner than a queue that hangs is given up.
     """
     limit_s = time.monotonic() + ROW_LIMIT_S
-    for row in request.rows_seen_to():
+    for row in request.rows_stored():
         while not row.done() and time.monotonic() < limit_s:
             if request.failure is not None:
                 raise RequestFailed(request.failure)

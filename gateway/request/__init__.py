@@ -1,1 +1,1 @@
-"""What a request is: its specification, its states, its failure, and the mailbox of its events."""
+"""A request: its specification, its states, its failure, and the mailbox of its events."""

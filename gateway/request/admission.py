@@ -1,4 +1,4 @@
-"""What admission knows of a request: fixed from here on."""
+"""The specification of an admitted request, fixed from here on."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +16,7 @@ JOB_OVERHEAD_BYTES: Final = 512  # names, ids, times, and what the stream adds
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What admission has found out about a request and what never changes about it."""
+    """Everything known of a request at its admission; none of it changes."""
 
     request_id: str
     endpoint: str  # see protocol.messages.Origin
@@ -52,17 +52,17 @@ class Admission:
 
     @property
     def job_bytes(self) -> int:
-        """How large its job is, about, wherever its prompt lies."""
+        """Approximate size of its job in bytes, wherever its prompt is stored."""
         pooling = 0 if self.pooling is None else len(encode(self.pooling))
         chat = 0 if self.conversation is None else len(self.conversation.packed)
         return JOB_OVERHEAD_BYTES + len(self.prompt_ids) + chat + len(encode(self.sampling)) + pooling
 
     @property
     def answers(self) -> int:
-        """How many numbered answers the request has: choices, or inputs."""
+        """Number of answers: choices, or inputs."""
         return self.sampling.n if self.pooling is None else self.pooling.inputs
 
     @property
     def tokens_to_score(self) -> int:
-        """How many prompt tokens' logprobs are wanted."""
+        """Number of prompt tokens whose logprobs are requested."""
         return 0 if self.sampling.prompt_logprobs is None else self.prompt_tokens

@@ -1,4 +1,4 @@
-"""How frames become events of a stream."""
+"""Encoders from frames to events of a stream."""
 
 from typing import Any, Protocol
 
@@ -7,12 +7,12 @@ from protocol.messages import Tokens
 
 
 class Chunks(Protocol):
-    """Turns one request's frames into events."""
+    """Encodes one request's frames as events."""
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """The events of one frame; may be none."""
+        """Return the events of one frame; may be none."""
         ...
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
-        """The chunk without choices that ends a stream with usage, and says how many attempts it took if several."""
+        """Return the chunk without choices that ends a stream with usage, and the number of attempts if several."""
         ...

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the edge has made of a chat."""
+    """A chat as the HTTP edge has prepared it."""
 
     packed: bytes  # protocol.chat.Chat
     # Its answer is mere text: neither calls of tools nor a schema, which nobody goes on with from the middle.

@@ -1,4 +1,4 @@
-"""From the frames of one request to the coroutine that writes its answer.
+"""The mailbox between the frames of one request and the coroutine that writes its answer.
 
 A reader that keeps up gets the frames as they came. What it does not take in time, and all of a whole answer, is kept
 as bytes again: a seventh of the memory where a frame holds log-probabilities, and known to the byte. ``UnreadBytes``
@@ -27,7 +27,7 @@ _NIL: Final = b"\xc0"
 
 
 class Failure(Struct, frozen=True):
-    """Why a request was refused or ended without an answer."""
+    """Reason why a request was refused or ended without an answer."""
 
     code: ErrorCode
     message: str
@@ -43,7 +43,7 @@ class Ended(Struct, frozen=True):
 
 
 class StillWaiting(Struct, frozen=True):
-    """Nothing was sent for a while: time for a sign of life."""
+    """Sent for a sign of life where nothing else was sent for a while."""
 
     state: str  # "queued" | "running"
 
@@ -66,7 +66,7 @@ class HeldTokens(Struct, frozen=True, array_like=True, tag="t"):
 
     @property
     def held_logprobs(self) -> msgspec.Raw | None:
-        """They, if there are any."""
+        """The log-probabilities, if there are any."""
         return None if bytes(self.logprobs) == _NIL else self.logprobs
 
 
@@ -79,12 +79,12 @@ _decode_logprobs = msgspec.msgpack.Decoder(tuple[TokenLogprob, ...] | None).deco
 
 
 def read_logprobs(held: HeldLogprobs | None) -> tuple[TokenLogprob, ...]:
-    """The log-probabilities of a frame's tokens, as they came or still as bytes."""
+    """Return the log-probabilities of a frame's tokens, which may still be bytes."""
     return (_decode_logprobs(held) if isinstance(held, msgspec.Raw) else held) or ()
 
 
 class ReaderCut(Exception):
-    """What was kept for the reader has been thrown away: it was too slow."""
+    """Raised where what was kept for a slow reader has been dropped."""
 
 
 def _let_be() -> None:
@@ -114,7 +114,7 @@ class Mailbox:
         return len(self._events) + len(self._packed)
 
     def count_in(self, unread: UnreadBytes, tenant: str, give_up: Callable[[], None]) -> None:
-        """Have what is kept as bytes counted there; ``give_up`` is called where it is too much."""
+        """Count what is kept as bytes in ``unread``; ``give_up`` is called where it is too much."""
         self._unread, self._tenant, self._give_up = unread, tenant, give_up
 
     def put(self, event: Event) -> None:
@@ -125,7 +125,7 @@ class Mailbox:
             self._pack(event)
 
     def put_tokens(self, frame: Tokens | Deltas) -> None:
-        """Add a frame likewise. One with log-probabilities is kept as bytes, unless its reader takes it at once."""
+        """Add a frame without waking the reader. One with log-probabilities is kept as bytes unless a reader waits."""
         is_large = frame.logprobs is not None or frame.prompt_logprobs is not None
         if is_large and (self._waiter is None or self._events or self._packed):
             self._pack(frame)
@@ -151,19 +151,19 @@ class Mailbox:
             self._waiter.set_result(None)
 
     def clear(self) -> None:
-        """Throw away what is unread."""
+        """Drop what is unread."""
         self._events.clear()
         self._packed.clear()
         if self.held_bytes:
             self._count(-self.held_bytes)
 
     def close(self) -> None:
-        """Nobody reads any more: throw away what is unread, and let go of whoever was to be told."""
+        """Drop what is unread and the callback: nobody reads any more."""
         self.clear()
         self._give_up = _let_be
 
     def drop(self, request_id: str) -> None:
-        """Throw away what has come of one request, none of which was taken: all of it comes again."""
+        """Drop what came of one request, none of which was read: all of it comes again."""
         self._events = [one for one in self._events if getattr(one, "request_id", None) != request_id]
         packed, self._packed = self._packed, deque()
         for event in packed:
@@ -174,7 +174,7 @@ class Mailbox:
                 self._count(-len(event) - PACKED_OVERHEAD_BYTES)
 
     def cut(self) -> None:
-        """Throw away what a reader still wants that is too slow; a failure is still told."""
+        """Drop what a slow reader still wants; a failure stays."""
         last = self._last()
         self.clear()
         if isinstance(last, Ended) and last.failure is not None:
@@ -186,7 +186,7 @@ class Mailbox:
             self.on_cut()
 
     async def take(self) -> list[Event]:
-        """Wait for ``wake``, unless there is something already; returns what is there, at least one event.
+        """Return the next events, at least one; wait for ``wake`` while there is none.
 
         Raises ReaderCut.
         """
@@ -211,7 +211,7 @@ class Mailbox:
         return events
 
     async def wait_for_end(self) -> None:
-        """Return once everything is here, the ``Ended`` last. Raises ReaderCut."""
+        """Return once the ``Ended`` has come. Raises ReaderCut."""
         while not isinstance(self._last(), Ended):
             await self._woken()
 
@@ -231,7 +231,7 @@ class Mailbox:
             raise ReaderCut
 
     def tokens(self) -> Iterator[AnyTokens]:
-        """All tokens that are here; they stay, and count, until ``clear``."""
+        """Iterate over all tokens; they stay, and count, until ``clear``."""
         for event in (*self._events, *self._packed):
             if isinstance(event, bytes):
                 yield _decode_held(event)
@@ -252,7 +252,7 @@ class SharedMailbox(Mailbox):
         self._has_ended = False
 
     def put(self, event: Event) -> None:
-        """See Mailbox."""
+        """Add to the mailbox as ``Mailbox`` does, unless it has ended."""
         if isinstance(event, Ended):
             self._running -= 1
             if self._has_ended or (self._running and event.failure is None):
@@ -263,7 +263,7 @@ class SharedMailbox(Mailbox):
         super().put(event)
 
     def put_tokens(self, frame: Tokens | Deltas) -> None:
-        """See Mailbox."""
+        """Add to the mailbox as ``Mailbox`` does, unless it has ended."""
         if not self._has_ended:
             super().put_tokens(frame)
 

@@ -19,7 +19,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """Where a request stands; drawn above."""
+    """State of a request; drawn above."""
 
     QUEUED = "queued"
     RUNNING = "running"

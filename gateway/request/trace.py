@@ -1,4 +1,4 @@
-"""The trace of one request, as whoever carries it knows it; ``gateway.traces`` makes them."""
+"""The interface of one request's trace; ``gateway.traces`` implements it."""
 
 from typing import Protocol, Self
 
@@ -10,12 +10,12 @@ class Trace(Protocol):
 
     @property
     def trace_id(self) -> str:
-        """The trace that it belongs to: the client's, or its own."""
+        """Id of the trace: the client's, or its own."""
         ...
 
     @property
     def traceparent(self) -> str:
-        """What the current attempt's job tells its worker."""
+        """Trace context of the current attempt's job."""
         ...
 
     def part(self, request_id: str) -> Self:
@@ -23,9 +23,9 @@ class Trace(Protocol):
         ...
 
     def refused(self, status: int | None, error: ApiError | None) -> None:
-        """It was not admitted; ``error`` is None where the client left before."""
+        """End the trace of a refused request; ``error`` is None where the client disconnected before."""
         ...
 
     def parts_ended(self, status: int | None) -> None:
-        """All its parts are over; they tell the rest. ``status`` is None where the client left before."""
+        """End the trace of several requests; ``status`` is None where the client disconnected before."""
         ...

@@ -1,4 +1,4 @@
-"""How many bytes of answers this gateway keeps for those who have not read them yet, and for whom."""
+"""Bytes of unread answers that this gateway keeps, by tenant."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ TENANT_SHARE: Final = 4  # one tenant has this part of the room at most
 
 
 class Keeper(Protocol):
-    """What keeps the bytes: a mailbox."""
+    """Keeper of the bytes: a mailbox."""
 
     held_bytes: int
 
@@ -20,7 +20,7 @@ class _Tenant:
 
 
 class UnreadBytes:
-    """All that is unread at this gateway, bounded: past a bound, whoever lets it keep most is given up."""
+    """Bounds what is unread at this gateway: past a bound, the largest keeper is given up."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -29,11 +29,11 @@ class UnreadBytes:
 
     @property
     def held_bytes(self) -> int:
-        """Of all tenants."""
+        """Bytes held over all tenants."""
         return self._held_bytes
 
     def count(self, tenant: str, keeper: Keeper, give_up: Callable[[], None], count_bytes: int) -> None:
-        """A keeper holds so much more, or less; ``give_up`` has it free what it holds."""
+        """Count a change of a keeper's bytes; ``give_up`` makes it free what it holds."""
         held = self._tenants.get(tenant)
         if held is None:
             held = self._tenants[tenant] = _Tenant()

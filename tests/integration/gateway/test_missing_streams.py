@@ -68,7 +68,7 @@ async def test_what_is_withdrawn_is_not_what_has_taken_its_number(dispatcher: tu
         job = subjects.job_subject("m", subjects.HIGH_LANES[0])
         assert await bus.publish_durable(job, b"another gateway's", message_id="new.1") == 1
         gateway.close(old, None)
-        await until(lambda: not gateway._tasks)
+        await until(lambda: not gateway._background)
         assert await stored_requests(bus) == [job]
 
 

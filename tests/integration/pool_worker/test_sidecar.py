@@ -1,6 +1,7 @@
 """A worker that owns its server's process (`exec`), with a server program that misbehaves."""
 
 import asyncio
+import contextlib
 import os
 import re
 import shlex
@@ -58,8 +59,14 @@ class Server:
         return [int(pid) for pid in self.events("started") + self.events("grandchild")]
 
     def is_gone(self) -> bool:
-        alive = [pid for pid in self.pids() if psutil.pid_exists(pid)]
-        return all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in alive)
+        return all(_has_ended(pid) for pid in self.pids())
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture
@@ -67,7 +74,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path)
     yield server
     for pid in server.pids():
-        if psutil.pid_exists(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(pid).kill()
 
 

@@ -24,7 +24,7 @@ async def encode(text: str) -> list[int]:
 def choices(n: int = 1, *, max_tokens: int = 100, **fields: Any) -> ChatChoices:
     conversation = Conversation(b"chat", **{"is_plain": True, "has_ids": True, "encode": encode, **fields})
     made = ChatChoices(n, max_tokens, conversation)
-    made.made_by(ACCEPTED)
+    made.generated_by(ACCEPTED)
     return made
 
 
@@ -138,7 +138,7 @@ def test_what_one_api_does_not_take_others_may() -> None:
     assert only_apis.is_final(refused(retryable=True)), "it would be refused again"
     assert not only_apis.is_final(refused(ErrorCode.ENGINE_ERROR, retryable=True))
     engine = choices()
-    engine.made_by(replace(ACCEPTED, counted_by="engine"))
+    engine.generated_by(replace(ACCEPTED, counted_by="engine"))
     assert engine.is_final(refused())
 
 
@@ -146,4 +146,4 @@ def test_what_is_forgotten_is_not_counted() -> None:
     held = choices()
     held.add_deltas(deltas(*CALL))
     held.clear()
-    assert (held.hold_something, held.held_tokens(), held.may_go_on, held.counted_by) == (False, 0, True, "engine")
+    assert (held.has_output, held.held_tokens(), held.may_go_on, held.counted_by) == (False, 0, True, "engine")

@@ -55,14 +55,14 @@ class RecordedActions:
         self.published.append(request.attempt)
         self.pauses.append(after_s)
 
-    def taken(self, request: OpenRequest) -> None:
+    def accepted(self, request: OpenRequest) -> None:
         self.held.append((request.worker_id, request.attempt))
 
-    def left(self, request: OpenRequest) -> None:
+    def attempt_over(self, request: OpenRequest) -> None:
         if request.worker_id is not None:
             self.held.remove((request.worker_id, request.attempt))
 
-    def fenced_out(self, worker_id: str, frame: Frame, now_s: float) -> None:
+    def fence_out(self, worker_id: str, frame: Frame, now_s: float) -> None:
         self.fenced.append((worker_id, frame))
 
     def record_lost_attempt(self, request: OpenRequest, outcome: str, code: str | None, now_s: float) -> None:
@@ -74,7 +74,7 @@ class RecordedActions:
     def cancel(self, worker_id: str, cancel: Cancel) -> None:
         self.cancelled.append((worker_id, cancel))
 
-    def ask_again(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
+    def request_resend(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
         self.asked.append((worker_id, request.attempt, from_seq))
 
     def record(self, request: OpenRequest) -> asyncio.Future[None]:

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from gateway.dispatch.request import OpenRequest
-from gateway.dispatch.revisions import TOKENIZER_WAIT_S, LiveRevisions, go_on_without, needed_revision
+from gateway.dispatch.revisions import TOKENIZER_WAIT_S, LiveRevisions, needed_revision, restart_or_fail
 from gateway.request.states import State
 from protocol.errors import ErrorCode
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Revision
@@ -68,16 +68,16 @@ def test_the_first_weights_count_for_all_attempts() -> None:
 
 def test_a_stream_that_has_begun_waits_and_then_ends_with_an_error() -> None:
     request = begun()
-    go_on_without(request, WAIT_S, 10.0 + WAIT_S - 0.1)
+    restart_or_fail(request, WAIT_S, 10.0 + WAIT_S - 0.1)
     assert request.state is State.QUEUED
-    go_on_without(request, WAIT_S, 10.0 + WAIT_S)
+    restart_or_fail(request, WAIT_S, 10.0 + WAIT_S)
     assert request.failure is not None
     assert request.failure.code is ErrorCode.MODEL_CHANGED
 
 
 def test_an_answer_that_nobody_has_seen_starts_again() -> None:
     request = begun(stream=False, n=2)
-    go_on_without(request, WAIT_S, 10.3)
+    restart_or_fail(request, WAIT_S, 10.3)
     assert (request.state, request.attempt) == (State.QUEUED, 3)
     assert request.choices.resume_points() == ()
     assert needed_revision(request).weights == ""
@@ -95,8 +95,8 @@ def test_a_prompt_of_another_tokenizer_is_not_kept_waiting() -> None:
     assert live(Revision("new", "new tokens")).is_changed(request)
     assert not live(Revision("any", "old tokens")).is_changed(request)
     assert not live(Revision("older")).is_changed(request)
-    go_on_without(request, WAIT_S, TOKENIZER_WAIT_S - 0.1)
+    restart_or_fail(request, WAIT_S, TOKENIZER_WAIT_S - 0.1)
     assert request.state is State.QUEUED
-    go_on_without(request, WAIT_S, TOKENIZER_WAIT_S)
+    restart_or_fail(request, WAIT_S, TOKENIZER_WAIT_S)
     assert request.failure is not None
     assert request.failure.code is ErrorCode.MODEL_CHANGED
