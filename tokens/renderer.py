@@ -123,7 +123,8 @@ class Renderer:
 
     async def _started(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tokens.renderer",
+            sys.executable, "-P", "-m", "tokens.renderer",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # it finds what we find, and nothing else
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip

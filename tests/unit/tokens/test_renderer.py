@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,7 @@ from web.errors import InvalidParameter
 
 SPECIAL = {"bos_token": BOS}
 REFUSES = "{% if mine %}{{ raise_exception('not ' + mine) }}{% endif %}{{ messages[0].content }}"
-
-
+ROOT = Path(__file__).resolve().parents[3]
 Start = Callable[[str], Awaitable[Renderer]]
 
 
@@ -66,6 +66,17 @@ async def test_what_the_template_refuses(renderer_of: Start) -> None:
 async def test_a_process_that_is_gone_is_started_again(renderer_of: Start) -> None:
     renderer = await renderer_of(REFUSES)
     renderer.kill()
+    assert await renderer.render([{"content": "x"}]) == "x"
+
+
+async def test_modules_in_the_current_folder_are_none_of_its(
+    renderer_of: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tokens", "web"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)  # as spillway/__init__.py does
+    renderer = await renderer_of(REFUSES)
     assert await renderer.render([{"content": "x"}]) == "x"
 
 
