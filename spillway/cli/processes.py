@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -12,6 +13,7 @@ import typer
 from rich.panel import Panel
 
 from console.login.admins import ADMIN_NAME
+from pool_worker.settings import LocalEngineSettings
 from spillway import logs
 from spillway.cli.context import (
     ConfigOption,
@@ -58,7 +60,7 @@ def up(
     if workers is not None:
         pools = {name: pool.model_copy(update={"workers": workers}) for name, pool in resolved.pools.items()}
         resolved = resolved.model_copy(update={"pools": pools})
-    check_model_folders(resolved)
+    check_local_engines(resolved)
 
     def say(line: str) -> None:
         out.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/dim] {line}")
@@ -76,16 +78,16 @@ def serve_model(config: Config, model: str) -> Config:
     return default_config(overrides=config.model_dump(exclude={"models", "pools"}, exclude_unset=True), model=model)
 
 
-def check_model_folders(config: Config) -> None:
-    """Find a missing model folder before anything is started."""
-    for pool in config.pools.values():
+def check_local_engines(config: Config) -> None:
+    """Find a missing model folder, and missing torch, before anything is started."""
+    for name, pool in config.pools.items():
         path = getattr(pool.engine, "path", "")
         if path.startswith((".", "/", "~")) and path != str(DEMO_MODEL_PATH) and not Path(path).is_dir():
             raise fail(f"{path}: no such model folder")
         if getattr(pool.engine, "path", None) == str(DEMO_MODEL_PATH) and not DEMO_MODEL_PATH.is_dir():
-            raise fail(
-                f"the demo model {DEMO_MODEL_NAME} comes with the repository, not the package: name one with --model"
-            )
+            raise fail(f"the demo model {DEMO_MODEL_NAME} is not installed here: name another with --model")
+        if isinstance(pool.engine, LocalEngineSettings) and pool.workers and find_spec("torch") is None:
+            raise fail(f"pools.{name}: its engine needs torch: pip install 'spillway[worker]'")
 
 
 def banner(running: Running) -> str:
