@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from spillway import IS_WHEEL
+
 READY_LIMIT_S: Final = 120.0  # a worker may have a large model to load
 READY_POLL_S: Final = 0.02
 LOG_FILE_BYTES: Final = 10 * 1024 * 1024
@@ -25,6 +27,9 @@ MAX_RESTARTS_PER_WINDOW: Final = 5
 FIRST_RESTART_WAIT_S: Final = 0.5
 LAST_LINES: Final = 5
 SIGNAL_GAP_S: Final = 0.2  # two that come at once are one
+
+# The user's folder may hold a spillway.py or a json.py, which are none of ours; a checkout may be that folder.
+_PYTHON: Final = (sys.executable, "-P") if IS_WHEEL else (sys.executable,)
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +105,7 @@ class Child:
         """Start the process; it is not ready yet."""
         self._ready_path.unlink(missing_ok=True)
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "spillway", *self._arguments),
+            *(*_PYTHON, "-m", "spillway", *self._arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

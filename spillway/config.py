@@ -36,12 +36,13 @@ from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
+from spillway import ROOMS
 from spillway.config_problems import explain, keys_of
 from spillway.pool_section import PoolSettings, by_messages, hosted_pools, only_by_messages, only_hosted
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
-DEMO_MODEL_PATH: Final = Path(__file__).resolve().parent.parent / "models" / DEMO_MODEL_NAME
+DEMO_MODEL_PATH: Final = ROOMS / "models" / DEMO_MODEL_NAME
 ENV_PREFIX: Final = "SPILLWAY_"
 
 _ENGINES: Final[dict[str, type[BaseModel]]] = {  # by kind

@@ -26,6 +26,8 @@ class System:
     data_dir: Path
     arguments: list[str]
     port: int = field(default_factory=free_port)
+    program: tuple[str, ...] = (sys.executable, "-m", "spillway")
+    folder: Path | None = None  # in which it is started; None: this process's own
     output: str = ""
     _process: subprocess.Popen[str] | None = None
 
@@ -46,11 +48,16 @@ class System:
         return self.data_dir.parent / f"{self.data_dir.name}.out"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "spillway", "up", "--port", str(self.port), "--data", str(self.data_dir)]
+        command = [*self.program, "up", "--port", str(self.port), "--data", str(self.data_dir)]
         log_path = self._log_path
         with log_path.open("w") as log:
             self._process = subprocess.Popen(
-                [*command, *self.arguments], stdout=log, stderr=subprocess.STDOUT, text=True, env=clean_environment()
+                [*command, *self.arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=clean_environment(),
+                cwd=self.folder,
             )
         self.output = ""
         deadline = time.monotonic() + HANGS_S

@@ -14,6 +14,9 @@ COMPOSE_FILE = ROOT / "docker-compose.yml"
 OVERLAY_FILE = ROOT / "deploy/compose/remote-workers.yml"
 OBSERVABILITY_FILE = ROOT / "deploy/compose/observability.yml"
 VLLM_FILE = ROOT / "deploy/compose/vllm.yml"
+ROOMS = sorted(
+    path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"benchmarks", "tests"}
+)
 DOCKERFILES = sorted((ROOT / "deploy/images").glob("*.Dockerfile"))
 
 # As init-env.sh makes them: hex, and here of digits only, which is the hard case for nats-server's configuration.

@@ -1,0 +1,46 @@
+"""What the wheel holds: one name for site-packages, and all that an installed Spillway reads."""
+
+import zipfile
+
+import pytest
+
+from tests.unit.deploy.description import ROOMS
+from tests.wheel import build_wheel, tracked_files
+
+pytestmark = pytest.mark.slow
+DEMO_MODEL = "models/spillway-demo"
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    with zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("wheel"))) as wheel:
+        return {name for name in wheel.namelist() if not name.endswith("/")}
+
+
+def test_it_puts_one_name_into_site_packages(names: set[str]) -> None:
+    assert {name.split("/")[0] for name in names} == {"spillway", "spillway-0.1.0.dist-info"}
+
+
+def test_it_holds_every_file_of_the_rooms_and_the_demo_model_and_nothing_else(names: set[str]) -> None:
+    beside = {
+        f"spillway/rooms/{name}" for name in tracked_files(*ROOMS, DEMO_MODEL) if not name.startswith("spillway/")
+    }
+    assert {name for name in names if name.startswith("spillway/")} == {*tracked_files("spillway"), *beside}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        f"{DEMO_MODEL}/model.safetensors",
+        "migrations/alembic.ini",
+        "migrations/env.py",
+        "migrations/versions/0001_requests_attempts_and_api_keys.py",
+        "console/dashboard/static/dashboard.css",
+        "console/dashboard/templates/base.html",
+        "console/login/templates/login.html",
+        "engine/attention.c",
+        "tokens/renderer.py",
+    ],
+)
+def test_among_them_are(names: set[str], file: str) -> None:
+    assert f"spillway/rooms/{file}" in names
