@@ -1,1 +1,1 @@
-"""SQL: the tables, the engine that reaches them, money, and the check that tables and code fit together."""
+"""SQL: the tables, the engine that connects to them, money, and the check of the schema's version."""

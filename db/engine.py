@@ -16,13 +16,13 @@ CONNECT_LIMIT_S: Final = 10.0
 STATEMENT_LIMIT_S: Final = 30.0
 LOCK_LIMIT_S: Final = 5.0
 
-# Execution option: how SQLite begins a transaction. IMMEDIATE takes the write lock at once, which a transaction that
-# reads before it writes needs: taking the lock later fails without waiting if anybody has written in between.
+# Execution option: how SQLite begins a transaction. IMMEDIATE takes the write lock immediately, which a transaction
+# that reads before it writes needs: taking it later fails without waiting if another writer committed in between.
 SQLITE_BEGIN: Final = "sqlite_begin"
 IMMEDIATE: Final = "IMMEDIATE"
-WRITER_LOCK_ID: Final = 0x5350494C4C4C4544  # "SPILLLED": PostgreSQL's advisory lock of whoever writes the ledger
+WRITER_LOCK_ID: Final = 0x5350494C4C4C4544  # "SPILLLED": PostgreSQL's advisory lock for writing the ledger
 
-# A writer looks up rows by their keys. While a table is young, PostgreSQL would rather read all of it for each batch.
+# A writer looks up rows by their keys. While a table is small, PostgreSQL would otherwise scan it for each batch.
 _BEGIN_WRITING: Final = text("SELECT pg_advisory_xact_lock(:id), set_config('enable_seqscan', 'off', true)")
 
 _DRIVERS: Final = {
@@ -35,7 +35,7 @@ _DRIVERS: Final = {
 
 
 def parse_database_url(database_url: str) -> URL:
-    """Check a URL and name its async driver: ``sqlite:///file`` and ``postgresql://…`` may leave it out.
+    """Check a URL and set its async driver, which ``sqlite:///file`` and ``postgresql://…`` may omit.
 
     Raises DatabaseUrlError, whose message never holds the password.
     """
@@ -58,7 +58,7 @@ def parse_database_url(database_url: str) -> URL:
 def create_engine(
     database_url: str, *, statement_limit_s: float = STATEMENT_LIMIT_S, lock_limit_s: float = LOCK_LIMIT_S
 ) -> AsyncEngine:
-    """Make an engine; nothing connects yet.
+    """Create an engine; it does not connect yet.
 
     ``statement_limit_s`` bounds every PostgreSQL statement, ``lock_limit_s`` is how long SQLite waits for another
     writer. Raises DatabaseUrlError.
@@ -75,13 +75,13 @@ def create_engine(
 
 
 def changing(engine: AsyncEngine) -> contextlib.AbstractAsyncContextManager[AsyncConnection]:
-    """A transaction that writes, perhaps after it has read."""
+    """Begin a transaction that writes, possibly after reading."""
     return engine.execution_options(**{SQLITE_BEGIN: IMMEDIATE}).begin()
 
 
 @contextlib.asynccontextmanager
 async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
-    """A transaction that writes the ledger: the only one until it ends."""
+    """Begin a transaction that writes the ledger: the only one until it ends."""
     async with changing(engine) as connection:
         if connection.dialect.name == "postgresql":
             await connection.execute(_BEGIN_WRITING, {"id": WRITER_LOCK_ID})
@@ -89,7 +89,7 @@ async def writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _entry: ConnectionPoolEntry) -> None:
-    # Python's sqlite3 begins transactions by itself, but not before reads or DDL; we begin them (_begin_sqlite).
+    # Python's sqlite3 begins transactions implicitly, but not before reads or DDL; we begin them (_begin_sqlite).
     connection.isolation_level = None
     cursor = connection.cursor()
     # WAL: readers and the one writer do not wait for each other. FULL: a usage record is acknowledged to its stream

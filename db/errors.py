@@ -1,8 +1,8 @@
-"""What goes wrong with SQL, and the exceptions by which drivers say so.
+"""Errors of SQL, and the drivers' exceptions behind them.
 
 DatabaseError
 ├── DatabaseUrlError     the configured URL is unusable
-├── DatabaseUnavailable  SQL did not do what was asked: down, locked, full, wrong password
+├── DatabaseUnavailable  SQL failed, and may work later: down, locked, full, wrong password
 └── SchemaMismatch       the tables are not those this build was written for
 """
 
@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 
 class DatabaseError(Exception):
-    """Something is wrong with the database."""
+    """The database cannot be used."""
 
 
 class DatabaseUrlError(DatabaseError, ValueError):
@@ -21,11 +21,11 @@ class DatabaseUrlError(DatabaseError, ValueError):
 
 
 class DatabaseUnavailable(DatabaseError):
-    """SQL did not do what was asked; later it may."""
+    """SQL failed, and may work later."""
 
 
 class SchemaMismatch(DatabaseError):
-    """The tables are not those this build was written for; the message says what to run."""
+    """The tables are not those this build was written for; the message names the command to run."""
 
 
 # asyncpg raises its own errors and the socket's while connecting; only later ones are wrapped by SQLAlchemy.
@@ -39,6 +39,6 @@ SQL_ERRORS: Final[tuple[type[Exception], ...]] = (
 
 
 def describe(error: Exception) -> str:
-    """One line on what went wrong, without SQLAlchemy's statement and background link."""
+    """Return an error's message on one line, without SQLAlchemy's statement and background link."""
     cause = getattr(error, "orig", None) or error
     return " ".join(str(cause).split()) or type(cause).__name__

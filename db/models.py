@@ -1,7 +1,7 @@
-"""The tables. ``migrations/`` makes them; a test keeps both in step.
+"""The tables. ``migrations/`` creates them; a test keeps both in sync.
 
-Times are integers, milliseconds since 1970 in UTC: the same on SQLite and PostgreSQL, the same as on the wire, compared
-and indexed without any conversion by a driver. Days are a matter of the viewer's time zone and are made when read.
+Times are integers, milliseconds since 1970 in UTC: the same on SQLite, on PostgreSQL and on the wire, compared and
+indexed without conversion by a driver. Days depend on the viewer's time zone and are computed when read.
 """
 
 import json
@@ -12,7 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
 class Base(DeclarativeBase):
-    """All tables. Constraint names are fixed here, so that migrations can name what they change."""
+    """The base of all tables. Constraint names are fixed here, so that migrations can refer to them."""
 
     metadata = MetaData(
         naming_convention={
@@ -25,24 +25,24 @@ class Base(DeclarativeBase):
 
 
 class WordList(TypeDecorator[tuple[str, ...]]):
-    """A few words as a JSON list: read and compared in Python only."""
+    """A short list of words as JSON: read and compared in Python only."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: tuple[str, ...] | None, dialect: Dialect) -> str | None:  # noqa: ARG002
-        """Write them."""
+        """Encode the words."""
         return None if value is None else json.dumps(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[str, ...] | None:  # noqa: ARG002
-        """Read them."""
+        """Decode the words."""
         return None if value is None else tuple(json.loads(value))
 
 
 class _Policy:
-    """What a team or a key may do. NULL: no bound of its own; of a key, besides, whatever its team says.
+    """Limits and consents of a team (for all its keys together) or of a key (in addition to its team's).
 
-    A team's limits hold for all its keys together, and a key's own on top of them.
+    NULL: none of its own; for a key, the team's then applies.
     """
 
     requests_per_minute: Mapped[int | None]
@@ -52,16 +52,16 @@ class _Policy:
     budget_period: Mapped[str | None]  # "day" | "week" | "month" (UTC) | "total"
     weight: Mapped[float | None]  # share of the workers, against other tenants'; NULL: 1
     priority: Mapped[str | None]  # "interactive" | "batch": the most that its requests may ask for; NULL: interactive
-    log_payload: Mapped[bool | None]  # consent to keep prompts and answers; NULL: no
-    train_ok: Mapped[bool | None]  # consent to make training sets of them; NULL: no
-    redact: Mapped[bool | None]  # strip personal data before they are kept; NULL: yes
+    log_payload: Mapped[bool | None]  # consent to store prompts and answers; NULL: no
+    train_ok: Mapped[bool | None]  # consent to build training sets from them; NULL: no
+    redact: Mapped[bool | None]  # redact personal data before they are stored; NULL: yes
     retention_days: Mapped[int | None]  # how long they are kept; NULL: the ledger's default
-    # Which hosted APIs its prompts may go to (accounts.hosted); NULL: nothing said, empty: none.
+    # The hosted APIs that its prompts may be sent to (accounts.hosted); NULL: unspecified, empty: none.
     allow_hosted: Mapped[tuple[str, ...] | None] = mapped_column(WordList)
 
 
 class OrganisationRow(Base):
-    """Who pays. Every team belongs to one; the migration makes the first."""
+    """The payer. Every team belongs to one; the migration creates the first."""
 
     __tablename__ = "organisations"
 
@@ -71,7 +71,7 @@ class OrganisationRow(Base):
 
 
 class TeamRow(_Policy, Base):
-    """Who shares limits and a place among the tenants. Every key belongs to one; the migration makes the first."""
+    """Keys that share limits and are one tenant. Every key belongs to a team; the migration creates the first."""
 
     __tablename__ = "teams"
 
@@ -96,24 +96,24 @@ class ApiKeyRow(_Policy, Base):
         ),
     )
 
-    id: Mapped[str] = mapped_column(primary_key=True)  # "key_…", random; public, and what usage rows refer to
+    id: Mapped[str] = mapped_column(primary_key=True)  # "key_…", random; public, and used in usage rows
     name: Mapped[str]  # given by the operator; unique among active keys
     token_hmac: Mapped[str] = mapped_column(unique=True)  # hex HMAC-SHA-256 of the key under the pepper
     last_four: Mapped[str]  # the key's last four characters, for people to recognise it
     created_unix_ms: Mapped[int]  # set when it was created
     revoked_unix_ms: Mapped[int | None]  # set when it was revoked; NULL: active
-    stops_running: Mapped[bool | None]  # set with it: its running requests end, too, not only the waiting ones
+    stops_running: Mapped[bool | None]  # set with it: running requests are cancelled too, not only waiting ones
     team_id: Mapped[str]  # TeamRow.id
-    scopes: Mapped[str]  # what it opens, of accounts.principal.SCOPES, separated by spaces
-    models: Mapped[str | None]  # JSON list of the models that it may name; NULL: all
-    expires_unix_ms: Mapped[int | None]  # from when on it is refused; NULL: never
-    # After a rotation the token before goes on being accepted for a while.
+    scopes: Mapped[str]  # from accounts.principal.SCOPES, separated by spaces
+    models: Mapped[str | None]  # JSON list of the models that it may use; NULL: all
+    expires_unix_ms: Mapped[int | None]  # refused from then on; NULL: never
+    # After a rotation the previous token stays valid for a while.
     previous_hmac: Mapped[str | None] = mapped_column(unique=True)
     previous_until_unix_ms: Mapped[int | None]
 
 
 class AuditRow(Base):
-    """One change that somebody made to organisations, teams, keys or prices. Never changed, never deleted by us."""
+    """One change to organisations, teams, keys or prices, with its actor. Never changed or deleted by Spillway."""
 
     __tablename__ = "audit_log"
     __table_args__ = (Index(None, "at_unix_ms"),)
@@ -122,8 +122,8 @@ class AuditRow(Base):
     at_unix_ms: Mapped[int]
     actor: Mapped[str]  # "key:key_…", "user:…" of a login, or "cli:…" of the operating system
     action: Mapped[str]  # "key.create", "team.update", …
-    subject_id: Mapped[str]  # of the thing changed
-    before: Mapped[str | None]  # JSON of what was changed; NULL: it was not there. Never a secret.
+    subject_id: Mapped[str]  # of the changed object
+    before: Mapped[str | None]  # JSON of the changed fields; NULL: the object did not exist. Never a secret.
     after: Mapped[str | None]
 
 
@@ -138,12 +138,12 @@ class AdminRow(Base):
 
 
 class SessionRow(Base):
-    """One login to the pages, until it ends, is ended, or the password is changed."""
+    """One login to the pages, until it expires, the user logs out, or the password is changed."""
 
     __tablename__ = "sessions"
 
     token_hmac: Mapped[str] = mapped_column(primary_key=True)  # hex HMAC-SHA-256 of the cookie under the pepper
-    user_name: Mapped[str]  # AdminRow.name, or the address that the OIDC issuer vouches for
+    user_name: Mapped[str]  # AdminRow.name, or the address verified by the OIDC issuer
     started_unix_ms: Mapped[int]
     ends_unix_ms: Mapped[int]
 
@@ -151,9 +151,9 @@ class SessionRow(Base):
 class RequestRow(Base):
     """One admitted request: a RequestRecord of the gateway, written once by the ledger writer.
 
-    On PostgreSQL it is partitioned by day and received_unix_ms is part of its key (ledger.partitions).
-    For a gateway that died without leaving one, the ledger writer makes it of its intent and the request's last attempt
-    (``error_code`` "gateway_lost", ``http_status`` 0). A record that comes all the same takes its place.
+    On PostgreSQL it is partitioned by day and received_unix_ms is part of its key (ledger.partitions). For a gateway
+    that died without publishing the record, the ledger writer builds the row from the intent and the last attempt
+    (``error_code`` "gateway_lost", ``http_status`` 0). A record that arrives later replaces it.
     """
 
     __tablename__ = "requests"
@@ -170,29 +170,29 @@ class RequestRow(Base):
     model: Mapped[str]  # the configured model (aliases resolved)
     key_id: Mapped[str]  # ApiKeyRow.id
     key_name: Mapped[str]  # the key's name at that time
-    stream: Mapped[bool]  # whether the caller asked for a stream
+    stream: Mapped[bool]  # whether the client asked for a stream
     outcome: Mapped[str]  # "ok" | "cancelled" | "failed"
-    http_status: Mapped[int]  # as sent; 499 for a caller that left before the headers; 0: unknown, its gateway died
+    http_status: Mapped[int]  # as sent; 499 if the client disconnected before the headers; 0: unknown, gateway died
     error_code: Mapped[str | None]  # protocol.errors.ErrorCode of a failed request
     finish_reason: Mapped[str | None]  # of choice 0: "stop" | "length"
     prompt_tokens: Mapped[int]  # counted by the gateway with the model's own tokenizer
     cached_tokens: Mapped[int]  # of these, how many the engine found in its prefix cache
     completion_tokens: Mapped[int]  # over all choices
-    attempts: Mapped[int]  # how many tries it took; 0: it never reached the queue
+    attempts: Mapped[int]  # number of attempts; 0: it never reached the queue
     queue_ms: Mapped[float | None]  # admission → accepted by the last attempt's worker; NULL: never accepted
     ttft_ms: Mapped[float | None]  # received → first token at the gateway; NULL: no token
     total_ms: Mapped[float]  # received → ended
-    pool: Mapped[str | None]  # of the last attempt, as its worker says
+    pool: Mapped[str | None]  # of the last attempt, as its worker reports
     provider: Mapped[str | None]
     region: Mapped[str | None]
     # Sums over its attempts, see gateway.dispatch.attempts; NULL before version 0003, and where none was accepted.
-    engine_queue_ms: Mapped[float | None]  # in an engine, before its first token began to be computed
+    engine_queue_ms: Mapped[float | None]  # in an engine, before the computation of its first token began
     prefill_ms: Mapped[float | None]  # computing began → first token
     decode_ms: Mapped[float | None]  # first token → last token
-    preemptions: Mapped[int | None]  # how often a choice gave way to others for want of KV memory
+    preemptions: Mapped[int | None]  # how often a choice was preempted for lack of KV memory
     team_id: Mapped[str | None]  # TeamRow.id, of the key at that time; NULL: its gateway was older than version 0006
     organisation_id: Mapped[str | None]  # OrganisationRow.id, likewise
-    tier: Mapped[str | None]  # of the last attempt's pool, as its worker says; NULL: never accepted
+    tier: Mapped[str | None]  # of the last attempt's pool, as its worker reports; NULL: never accepted
     counted_by: Mapped[str | None]  # protocol.chat.CountedBy; NULL: an engine, before version 0011
     # By the price book as it was when the request arrived (ledger.prices); NULL: the model has no price there.
     charge_nano_usd: Mapped[int | None]
@@ -201,10 +201,10 @@ class RequestRow(Base):
 class AttemptRow(Base):
     """One try of a request on one worker: an AttemptRecord, written once by the ledger writer.
 
-    Workers leave them; for one that was lost its gateway does, as far as it has seen (the first to come stays). Two
-    workers may have tried the same attempt, of which the gateway heard one: the queue may deliver a message twice.
-    No foreign key to ``requests``: the two records travel on their own, and an attempt usually arrives first.
-    Partitioned like ``requests``, by when its request was received.
+    The worker publishes it; for a lost worker the gateway does, as far as it knows (the first to arrive stays). Two
+    workers may have run the same attempt, of which the gateway accepted one: the queue may deliver a message twice.
+    No foreign key to ``requests``: the two records travel separately, and an attempt usually arrives first.
+    Partitioned like ``requests``, by the time its request was received.
     """
 
     __tablename__ = "attempts"
@@ -212,19 +212,19 @@ class AttemptRow(Base):
 
     request_id: Mapped[str] = mapped_column(primary_key=True)  # RequestRow.request_id
     attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # from 1, numbered by the gateway
-    worker_id: Mapped[str] = mapped_column(primary_key=True)  # who tried
+    worker_id: Mapped[str] = mapped_column(primary_key=True)
     pool: Mapped[str]
     provider: Mapped[str]
     region: Mapped[str]
     tier: Mapped[str]  # "spot" | "reserved" | "on-demand" | "hosted"
-    engine: Mapped[str]  # which engine adapter made the tokens
+    engine: Mapped[str]  # the engine adapter that generated the tokens
     model: Mapped[str]
     started_unix_ms: Mapped[int]  # when the worker pulled it, by the worker's clock
     outcome: Mapped[str]  # "ok" | "cancelled" | "failed"
     error_code: Mapped[str | None]  # protocol.errors.ErrorCode of a failed try
-    prompt_tokens: Mapped[int]  # as the engine counts
+    prompt_tokens: Mapped[int]  # as counted by the engine
     cached_tokens: Mapped[int]
-    completion_tokens: Mapped[int]  # made by this try; tokens it resumed from are not counted again
+    completion_tokens: Mapped[int]  # generated by this try, without the tokens it resumed from
     queue_ms: Mapped[float]  # publish → pull
     ttft_ms: Mapped[float | None]  # pull → first token; NULL: none
     total_ms: Mapped[float]  # pull → end
@@ -237,7 +237,7 @@ class AttemptRow(Base):
     key_id: Mapped[str | None]
     key_name: Mapped[str | None]
     stream: Mapped[bool | None]
-    # As the engine says (protocol.messages.Timings); NULL before version 0003, and where it does not say.
+    # As the engine reports (protocol.messages.Timings); NULL before version 0003, and where it does not report them.
     engine_queue_ms: Mapped[float | None]
     prefill_ms: Mapped[float | None]
     decode_ms: Mapped[float | None]
@@ -245,18 +245,15 @@ class AttemptRow(Base):
     team_id: Mapped[str | None]  # of its request; NULL before version 0006
     organisation_id: Mapped[str | None]
     counted_by: Mapped[str | None]  # protocol.chat.CountedBy; NULL: an engine, before version 0011
-    rescue: Mapped[str | None]  # protocol.rescue.Rescue: how it went on with earlier tries; NULL: the first
+    rescue: Mapped[str | None]  # protocol.rescue.Rescue: how it continued earlier tries; NULL: the first
 
 
 class OpenRequestRow(Base):
-    """One request whose record has not come for some seconds: a RequestIntent, until its request has a row.
-
-    What becomes of it if no record ever comes: ledger.abandoned.
-    """
+    """A RequestIntent whose record has not arrived for some seconds, until its request has a row (ledger.abandoned)."""
 
     __tablename__ = "open_requests"
 
-    request_id: Mapped[str] = mapped_column(primary_key=True)  # this and what follows: as in ``requests``
+    request_id: Mapped[str] = mapped_column(primary_key=True)  # this and the following columns: as in ``requests``
     gateway_id: Mapped[str]
     received_unix_ms: Mapped[int]
     endpoint: Mapped[str]
@@ -265,16 +262,13 @@ class OpenRequestRow(Base):
     key_name: Mapped[str]
     stream: Mapped[bool]
     prompt_tokens: Mapped[int]
-    completion_tokens: Mapped[int]  # as the gateway last told when it was asked
+    completion_tokens: Mapped[int]  # as the gateway last reported
     team_id: Mapped[str | None]
     organisation_id: Mapped[str | None]
 
 
 class SliceRow(Base):
-    """One combination of everything that rollups can be cut by, as requests have had it. Few, and never deleted.
-
-    What is NULL in ``requests`` is the empty string here.
-    """
+    """One combination of the rollups' dimensions that requests have had; NULL is "" here. Few, and never deleted."""
 
     __tablename__ = "slices"
 
@@ -291,7 +285,7 @@ class SliceRow(Base):
 
 
 class _Bucket:
-    """One slice in one stretch of time, by when its requests were received."""
+    """One slice in one time span, by when its requests were received."""
 
     width_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # ledger.rollups.WIDTHS_S
     bucket_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)  # its begin; a multiple of it
@@ -301,12 +295,12 @@ class _Bucket:
 class RollupRow(_Bucket, Base):
     """Sums over the requests of one slice. Written only in the transaction that writes those requests.
 
-    Every request counts in one row of each width. Widths of more than 15 minutes are there so that a month is read
-    from few rows; quarters of an hour make days right in zones such as UTC+5:45.
+    Every request counts in one row of each width. Widths of more than 15 minutes exist so that a month is read from
+    few rows; quarters of an hour keep days exact in zones such as UTC+5:45.
     """
 
     __tablename__ = "rollups"
-    __table_args__ = ({"sqlite_with_rowid": False},)  # kept in the order of its key, in which it is read
+    __table_args__ = ({"sqlite_with_rowid": False},)  # stored in the order of its key, in which it is read
 
     requests: Mapped[int]
     attempts: Mapped[int]
@@ -315,15 +309,12 @@ class RollupRow(_Bucket, Base):
     prompt_tokens: Mapped[int]
     cached_tokens: Mapped[int]
     completion_tokens: Mapped[int]
-    charge_nano_usd: Mapped[int]  # of those that have a price
+    charge_nano_usd: Mapped[int]  # of the requests that have a price
     total_ms: Mapped[int]  # sum of the end-to-end latencies, each rounded; by Little's law, concurrency x time
 
 
 class HistogramRow(_Bucket, Base):
-    """How six measures are distributed over the requests of one slice, in bins that merge by adding them up.
-
-    Each is a row of 32-bit entries (ledger.histogram says of what); NULL: no values.
-    """
+    """Distributions of six measures over the requests of one slice (format: ledger.histogram). NULL: no values."""
 
     __tablename__ = "histograms"
     __table_args__ = ({"sqlite_with_rowid": False},)
@@ -337,31 +328,31 @@ class HistogramRow(_Bucket, Base):
 
 
 class PriceRow(Base):
-    """A price, and from when on it holds: until the next row of the same model and pool. Rows are only ever added.
+    """A price and its first moment. It holds until the next row of the same model and pool. Rows are only ever added.
 
-    model set, pool empty: what callers are charged for the model's tokens. Both set: what the pool's provider charges
-    us for them (hosted APIs). Only pool set: what one machine of the pool costs. NULL: no such price.
+    model set, pool empty: the charge to clients for the model's tokens. Both set: the charge of the pool's provider to
+    us (hosted APIs). Only pool set: the cost of one machine of the pool. NULL: no such price.
     """
 
     __tablename__ = "price_book"
 
     model: Mapped[str] = mapped_column(primary_key=True)  # empty: of the pool's machines
-    pool: Mapped[str] = mapped_column(primary_key=True)  # empty: what callers are charged
+    pool: Mapped[str] = mapped_column(primary_key=True)  # empty: the charge to clients
     from_unix_ms: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    source: Mapped[str] = mapped_column()  # "config", or who set it: an actor of the audit log
+    source: Mapped[str] = mapped_column()  # "config", or an actor of the audit log
     # Nano-USD for a million tokens: 0.15 USD is 150,000,000. Cached tokens are a part of prompt tokens.
     prompt_nano_usd: Mapped[int | None]
     cached_nano_usd: Mapped[int | None]  # NULL: like other prompt tokens
     completion_nano_usd: Mapped[int | None]
     machine_nano_usd: Mapped[int | None]  # for an hour of one machine
-    on_demand_nano_usd: Mapped[int | None]  # what that hour would cost on demand; NULL: unknown
+    on_demand_nano_usd: Mapped[int | None]  # the cost of that hour on demand; NULL: unknown
 
 
 class InstanceRow(Base):
     """A quarter of an hour of one worker: when in it the worker was up, and how long it was busy.
 
-    Made from heartbeats by taking the least and the greatest, so that several ledger writers agree, and one that was
-    away adds what it missed. Time up = up_until - up_from, busy = busy_until - busy_from.
+    Computed from heartbeats as minimum and maximum, so that several ledger writers agree, and one that was down adds
+    the time it missed. Time up = up_until - up_from, busy = busy_until - busy_from.
     """
 
     __tablename__ = "instance_seconds"
@@ -377,11 +368,11 @@ class InstanceRow(Base):
     busy_from_ms: Mapped[int]  # since the worker started: time with at least one job, at up_from
     busy_until_ms: Mapped[int]  # and at up_until
     nano_usd_per_hour: Mapped[int]  # of its machine at that time
-    on_demand_nano_usd_per_hour: Mapped[int | None]  # what it would cost on demand; NULL: unknown
+    on_demand_nano_usd_per_hour: Mapped[int | None]  # its cost on demand; NULL: unknown
 
 
 class PayloadRow(Base):
-    """What was asked and answered, where the key's or the team's consent says so. The consent is that of the moment."""
+    """Request and answer, stored if the key's or team's consent allowed it when the request was made."""
 
     __tablename__ = "payloads"
     __table_args__ = (
@@ -396,11 +387,11 @@ class PayloadRow(Base):
     endpoint: Mapped[str]
     key_id: Mapped[str]
     team_id: Mapped[str]
-    end_user: Mapped[str | None]  # the caller's word for whom it asks: the request's ``user``
-    train_ok: Mapped[bool]  # whether training sets may be made of it
+    end_user: Mapped[str | None]  # as named by the client: the request's ``user``
+    train_ok: Mapped[bool]  # whether training sets may be built from it
     redacted: Mapped[bool]  # whether personal data were stripped (ledger.payloads.redaction)
     expires_unix_ms: Mapped[int]  # deleted soon after
-    dropped: Mapped[bool]  # it was larger than the limit, or could not be redacted: request and answer are NULL
+    dropped: Mapped[bool]  # larger than the limit, or not redactable: request and answer are NULL
     encoding: Mapped[str]  # "zlib" | "zlib+aes-256-gcm:<id of the key>" (ledger.payloads.sealing)
     request: Mapped[bytes | None]  # JSON: the body as it was validated
     answer: Mapped[bytes | None]  # JSON: {"choices": […]} as they would be without streaming and logprobs

@@ -1,4 +1,4 @@
-"""Money is whole nano-USD wherever it is kept or added up; people write and read USD."""
+"""Money: whole nano-USD wherever it is stored or added up; people write and read USD."""
 
 from decimal import Decimal
 from typing import Final, overload
@@ -11,5 +11,5 @@ def nano_usd(usd: float | Decimal) -> int: ...
 @overload
 def nano_usd(usd: float | Decimal | None) -> int | None: ...
 def nano_usd(usd: float | Decimal | None) -> int | None:
-    """The nearest whole nano-USD; None stays None."""
+    """Round to the nearest whole nano-USD; None stays None."""
     return None if usd is None else round(usd * NANO_USD)

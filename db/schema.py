@@ -1,4 +1,4 @@
-"""Whether the database has the tables this build was written for. Making them is the business of ``migrations/``."""
+"""The check that the database has the tables this build was written for. ``migrations/`` creates them."""
 
 import asyncio
 import logging
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 async def check_schema(engine: AsyncEngine) -> None:
-    """Return if the schema fits. Raises SchemaMismatch or DatabaseUnavailable."""
+    """Check the version of the schema. Raises SchemaMismatch or DatabaseUnavailable."""
     try:
         async with engine.connect() as connection:
             found = await connection.run_sync(read_schema_version)
     except SQL_ERRORS as error:
         raise DatabaseUnavailable(f"database {engine.url!r} is unreachable: {describe(error)}") from error
-    if found is not None and found > SCHEMA_VERSION:  # migrations leave what the release before needs: docs/UPGRADES.md
+    if found is not None and found > SCHEMA_VERSION:  # migrations keep what the release before needs: docs/UPGRADES.md
         log.warning("database schema is %s, of a newer release than this build's %s", found, SCHEMA_VERSION)
     elif found != SCHEMA_VERSION:
         raise SchemaMismatch(
@@ -36,9 +36,9 @@ async def check_schema(engine: AsyncEngine) -> None:
 async def wait_for_database(
     engine: AsyncEngine, first: Callable[[], Awaitable[None]], stopping: asyncio.Event | None = None
 ) -> None:
-    """Check the schema and do what needs SQL first, as soon as it answers; or return when stopping.
+    """Wait until SQL answers, check the schema and await ``first``; return early when stopping.
 
-    However long SQL is away, this waits, and says so. Raises SchemaMismatch.
+    Waits without a limit, and logs that it waits. Raises SchemaMismatch.
     """
     is_waiting = False
     for wait_s in backoff_s():
@@ -58,7 +58,7 @@ async def wait_for_database(
 
 
 def read_schema_version(connection: Connection) -> str | None:
-    """The revision that the database is at; None if it has never been migrated."""
+    """Return the revision of the database; None if it has never been migrated."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     return connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()  # noqa: S608

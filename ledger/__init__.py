@@ -1,1 +1,1 @@
-"""Usage: from the USAGE stream into SQL, and from SQL into reports."""
+"""Usage accounting: from the USAGE stream into SQL, and from SQL into reports."""

@@ -1,13 +1,13 @@
-"""Requests whose gateway died: their rows, made of their intents and of what their workers have recorded.
+"""Rows for requests whose gateway died, built from their intents and their workers' records.
 
-Every accepted request has a row, and its gateway publishes it at the end. A gateway that is killed takes along the
-records of what it held; what it had told the stream of each before it answered anything remains (``intents``), and so
-do the attempts, for workers run, or give up, whatever it had queued. So gateways are asked which of the requests
-without a row they still have. Of a request that nobody has had for ``ABANDONED_AFTER_MS``, and that has no record in
-what the stream took by then, a row is made. It is the stream's time that counts, in ms since 1970: after an outage of
-SQL all the records are there, and merely not written yet. A gateway that is connected and does not answer may be
-frozen: it is waited for. A record that comes all the same (its gateway was only cut off from the queue) takes that
-row's place.
+Every accepted request has a row, and its gateway publishes the record at the end. A gateway that is killed loses the
+records of its open requests. What remains is the intent that it published before its first answer (``intents``), and
+the attempts: workers still run, or give up, every job it had queued. The ledger writer therefore asks gateways which
+requests without a row they still hold. It writes a row for a request that no gateway has held for
+``ABANDONED_AFTER_MS`` and that has no record among those the stream had stored by then. Times are the stream's, in ms
+since 1970: after an outage of SQL all records exist and are merely not written yet. A gateway that is connected but
+does not answer may be frozen, so the writer waits for it. A record that arrives later (its gateway was only cut off
+from the queue) replaces the row.
 """
 
 import logging
@@ -40,29 +40,29 @@ log = logging.getLogger(__name__)
 
 
 class AbandonedRequests:
-    """Looks, again and again, for requests that nobody has any more."""
+    """Finds requests that no gateway holds any more."""
 
     def __init__(self, bus: Bus, engine: AsyncEngine) -> None:
         self._bus = bus
         self._engine = engine
-        self._missed: dict[str, int] = {}  # request id → since when nobody has had it, in ms since 1970
+        self._missed: dict[str, int] = {}  # request id → since when no gateway has held it, in ms since 1970
 
     async def check(self) -> None:
-        """Ask the gateways. Raises DatabaseUnavailable; then call again."""
+        """Ask the gateways which requests they still hold. Raises DatabaseUnavailable; then call again."""
         await delete_recorded(self._engine)
         of_gateway = await self._open_by_gateway()
         missed: dict[str, int] = {}
         for gateway_id, known in of_gateway.items():
             still_open = await self._ask(gateway_id, sorted(known))
             if still_open is None:
-                continue  # nobody knows: their time begins anew
+                continue  # unknown: their time starts again
             await self._store_progress({name: n for name, n in still_open.items() if n > known.get(name, n)})
-            now_unix_ms = int(self._bus.clock.now_s() * 1000)  # by the stream's clock, as what is compared with it
+            now_unix_ms = int(self._bus.clock.now_s() * 1000)  # the stream's clock, like the times it is compared with
             missed |= {name: self._missed.get(name, now_unix_ms) for name in known if name not in still_open}
         self._missed = missed
 
     async def record_overdue(self, written_until_unix_ms: int) -> None:
-        """Write the rows of those missed for long enough, once all that the stream took by then is in SQL.
+        """Write rows for the requests missed for long enough, once all records the stream stored by then are in SQL.
 
         Raises DatabaseUnavailable; then call again.
         """
@@ -74,7 +74,7 @@ class AbandonedRequests:
                     rows = await _abandoned_rows(connection, request_ids)
                     await write_requests(connection, rows, replace_lost=False)
                     await delete_open(connection, request_ids)
-                log.warning("%d requests of gateways that died are recorded", len(rows))
+                log.warning("recorded %d requests of gateways that died", len(rows))
                 for request_id in request_ids:
                     del self._missed[request_id]
         except SQL_ERRORS as error:
@@ -93,7 +93,7 @@ class AbandonedRequests:
         return of_gateway
 
     async def _ask(self, gateway_id: str, request_ids: Sequence[str]) -> _Open | None:
-        """Those that the gateway still has; None if it does not say."""
+        """Return the requests that the gateway still holds; None if it does not answer."""
         subject = subjects.open_requests_subject(gateway_id)
         still_open: _Open = {}
         try:
@@ -104,7 +104,7 @@ class AbandonedRequests:
         except NoResponders:
             return {}
         except (BusError, ProtocolError) as error:
-            log.warning("gateway %s does not say which requests it has: %s", gateway_id, error)
+            log.warning("gateway %s does not report its open requests: %s", gateway_id, error)
             return None
         return still_open
 
@@ -140,12 +140,12 @@ async def _abandoned_rows(connection: AsyncConnection, request_ids: Sequence[str
 
 
 def _row(intent: Mapping[str, Any], attempt: RowMapping | None) -> dict[str, Any]:
-    """A request's row, as far as its intent and its last attempt tell."""
-    told = _NO_ATTEMPT if attempt is None else _of_attempt(attempt, intent["received_unix_ms"])
-    tokens = max(intent["completion_tokens"], told["completion_tokens"])
+    """Build a request's row from its intent and its last attempt, as far as these are known."""
+    from_attempt = _NO_ATTEMPT if attempt is None else _of_attempt(attempt, intent["received_unix_ms"])
+    tokens = max(intent["completion_tokens"], from_attempt["completion_tokens"])
     return {
         **intent,
-        **told,
+        **from_attempt,
         "completion_tokens": tokens,
         "http_status": STATUS_UNKNOWN,
         "error_code": ErrorCode.GATEWAY_LOST,

@@ -1,7 +1,7 @@
-"""Whether the rollups are what the requests' rows add up to, and making them so.
+"""Comparing rollups with the rows of the requests, and rebuilding them.
 
-One UTC day at a time, in the writers' own transaction: what is compared does not change meanwhile. What is held in
-memory is bounded by a day's slices, not by its requests.
+Works on one UTC day at a time, inside the writers' transaction, so that the data does not change meanwhile. Memory is
+bounded by a day's slices, not by its requests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,18 +30,18 @@ _Bucket = tuple[Any, ...]  # SUMS and MEASURES
 
 @dataclass(frozen=True, slots=True)
 class DayCheck:
-    """One UTC day."""
+    """The result for one UTC day."""
 
     begin_unix_ms: int
     requests: int
-    wrong: int  # rows of rollups and histograms that are missing, too many, or differ
+    wrong: int  # rows of rollups and histograms that are missing, superfluous or different
 
 
 async def check_rollups(engine: AsyncEngine, *, repair: bool = False, since_unix_ms: int = 0) -> list[DayCheck]:
-    """Compare every UTC day from the oldest request on, and with ``repair`` make anew those that differ.
+    """Compare every UTC day from the oldest request on, and with ``repair`` rebuild those that differ.
 
-    Rollups of before ``since_unix_ms``, which outlive their requests (``ledger.retention_days``), are left alone.
-    Writers wait while a day is looked at. Raises DatabaseUnavailable.
+    Rollups before ``since_unix_ms``, which outlive their requests (``ledger.retention_days``), are not touched.
+    Writers wait while a day is compared. Raises DatabaseUnavailable.
     """
     checks: list[DayCheck] = []
     try:
@@ -60,7 +60,7 @@ async def check_rollups(engine: AsyncEngine, *, repair: bool = False, since_unix
 
 
 async def rebuild(connection: AsyncConnection, begin_unix_ms: int) -> None:
-    """Make the rollups of one UTC day anew from its requests' rows. Inside ``writing``."""
+    """Rebuild the rollups of one UTC day from its requests' rows. Call inside ``writing``."""
     tally, _ = await _recount(connection, begin_unix_ms)
     await _replace(connection, begin_unix_ms, tally)
 
@@ -118,7 +118,7 @@ async def _replace(connection: AsyncConnection, begin_unix_ms: int, tally: Rollu
 
 
 async def drop_rollups(connection: AsyncConnection, since_unix_ms: int, until_unix_ms: int) -> None:
-    """Delete the rollups of whole UTC days. Inside ``writing``."""
+    """Delete the rollups of whole UTC days. Call inside ``writing``."""
     tables: Sequence[type[RollupRow | HistogramRow]] = (RollupRow, HistogramRow)
     for table in tables:
         within = (table.bucket_unix_ms >= since_unix_ms, table.bucket_unix_ms < until_unix_ms)

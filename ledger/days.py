@@ -1,4 +1,4 @@
-"""Days as the viewer sees them: spans of UTC time between two midnights of his time zone."""
+"""Days as viewers see them: spans of UTC time between two midnights of their time zone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class UnknownTimeZone(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time, and the day it is or lies in."""
+    """A time span, and the day that it is or lies in."""
 
     day: date | None  # None: not cut into days
     since_unix_ms: int  # included
@@ -20,7 +20,7 @@ class Span:
 
 
 def parse_zone(name: str | None) -> tzinfo | None:
-    """The IANA time zone of that name ("Asia/Kolkata"); None, the machine's own. Raises UnknownTimeZone."""
+    """Return the IANA time zone of that name ("Asia/Kolkata"); None is the machine's own. Raises UnknownTimeZone."""
     if name is None:
         return None
     try:
@@ -30,15 +30,15 @@ def parse_zone(name: str | None) -> tzinfo | None:
 
 
 def midnight_unix_ms(day: date, zone: tzinfo | None) -> int:
-    """When a day begins. A zone of None is the machine's.
+    """Return the start of a day. A zone of None is the machine's.
 
-    Where clocks are put forward at midnight, so that it does not exist, the day begins at that change.
+    Where clocks are put forward at midnight, so that midnight does not exist, the day begins at that change.
     """
     return int(datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()) * 1000
 
 
 def split_into_days(since_unix_ms: int, until_unix_ms: int, zone: tzinfo | None) -> Iterator[Span]:
-    """Cut a stretch of time at every midnight; a day of 23 or 25 hours is one span like any other."""
+    """Split a time span at every midnight; a day of 23 or 25 hours is one span like any other."""
     day = datetime.fromtimestamp(since_unix_ms / 1000, zone).date()
     start_unix_ms = since_unix_ms
     while start_unix_ms < until_unix_ms:

@@ -1,11 +1,11 @@
 """Histograms that merge by adding up their counts, with bins of a fixed relative width.
 
-Bin k holds the values in (g^(k-1), g^k] with g = 1.04, and is read as their middle, 2 g^k / (g + 1): so no value is
-told more than 2 % wrong, whatever its size (DDSketch, Masson et al., VLDB 2019). Values up to 0.01 are in bin ZERO.
+Bin k holds the values in (g^(k-1), g^k] with g = 1.04, and is read as their middle, 2 g^k / (g + 1), so the relative
+error of every value is at most 2 % (DDSketch, Masson et al., VLDB 2019). Values up to 0.01 are in bin ZERO.
 
-On disk a histogram is a row of little-endian 32-bit entries, each a bin (16 bits) and how many values it holds (16
-bits); a bin may come more than once. So histograms are also merged by setting their bytes one behind the other, which
-the database does where many are read: what reaches us is one long histogram for a group, not thousands of short ones.
+On disk a histogram is a sequence of little-endian 32-bit entries, each a bin (16 bits) and its number of values (16
+bits); a bin may occur more than once. Concatenating the bytes therefore also merges histograms. The database does so
+where many are read, and returns one long histogram for a group instead of thousands of short ones.
 """
 
 import math
@@ -18,7 +18,7 @@ import numpy as np
 BASE: Final = 1.04
 RELATIVE_ERROR: Final = 0.02
 MIN_VALUE: Final = 0.01  # smaller values count as 0
-ZERO: Final = -1000  # far below the bin of MIN_VALUE; a double's greatest is in bin 18,098
+ZERO: Final = -1000  # far below the bin of MIN_VALUE; the greatest double is in bin 18,098
 LONG_BYTES: Final = 1_024  # about twice what a distribution over all sizes needs
 MAX_COUNT: Final = 0xFFFF  # values that an entry can hold
 
@@ -37,22 +37,22 @@ _LOG_BASE: Final = math.log(BASE)
 
 
 def bin_of(value: float) -> int:
-    """The bin that holds a value."""
+    """Return the bin that holds a value."""
     return ZERO if value <= MIN_VALUE else math.ceil(math.log(value) / _LOG_BASE - 1e-9)
 
 
 def value_of(bin_number: int) -> float:
-    """The value that stands for a bin's."""
+    """Return the value that represents a bin."""
     return 0.0 if bin_number == ZERO else 2 * BASE**bin_number / (BASE + 1)
 
 
 def upper_edge(bin_number: int) -> float:
-    """The greatest value of a bin."""
+    """Return the greatest value of a bin."""
     return 0.0 if bin_number == ZERO else BASE**bin_number
 
 
 def encode(counts: Mapping[int, int]) -> bytes | None:
-    """For a column; None: no values. The same counts give the same bytes. No count may be negative."""
+    """Encode counts for a column; None: no values. Equal counts give equal bytes. No count may be negative."""
     entries: list[int] = []
     for number, count in sorted(counts.items()):
         if 0 < count <= MAX_COUNT:
@@ -64,7 +64,7 @@ def encode(counts: Mapping[int, int]) -> bytes | None:
 
 
 def decode(stored: bytes | None) -> Counts:
-    """From a column. Raises struct.error for what was never encoded here."""
+    """Decode a column. Raises struct.error for bytes that ``encode`` did not write."""
     counts: Counts = {}
     for entry in struct.unpack(f"<{len(stored) // 4}I", stored) if stored else ():
         number = (entry >> 16) + ZERO
@@ -73,16 +73,16 @@ def decode(stored: bytes | None) -> Counts:
 
 
 def decode_many(stored: bytes) -> Counts:
-    """From any number of columns, set one behind the other."""
+    """Decode any number of concatenated columns."""
     entries = np.frombuffer(stored, "<u4")
     counts = np.bincount(entries >> 16, entries & MAX_COUNT)
     return {int(number) + ZERO: int(counts[number]) for number in np.flatnonzero(counts)}
 
 
 def extended(stored: bytes | None, more: Mapping[int, int]) -> bytes | None:
-    """What to store for both together; counts of ``more`` below 0 take away. Made short only where it has become long.
+    """Return the column for both histograms; negative counts of ``more`` subtract. Compacted only once it is long.
 
-    Most columns hold a few values: setting the new ones behind them costs a tenth of counting them all anew.
+    Most columns hold few values, and appending the new ones costs a tenth of counting all of them again.
     """
     if (stored is None or len(stored) < LONG_BYTES) and all(count > 0 for count in more.values()):
         return (stored or b"") + (encode(more) or b"") or None
@@ -92,13 +92,13 @@ def extended(stored: bytes | None, more: Mapping[int, int]) -> bytes | None:
 
 
 def add(into: Counts, more: Mapping[int, int], sign: int = 1) -> None:
-    """Merge, or with ``sign`` -1 take away."""
+    """Add counts, or with ``sign`` -1 subtract them."""
     for number, count in more.items():
         into[number] = into.get(number, 0) + sign * count
 
 
 def percentile(counts: Mapping[int, int], percent: float) -> float | None:
-    """The value at rank ceil(n x percent / 100), within RELATIVE_ERROR; None: there are no values."""
+    """Return the value at rank ceil(n x percent / 100), within RELATIVE_ERROR; None: there are no values."""
     n = sum(counts.values())
     rank = max(1, math.ceil(n * percent / 100))
     for number in sorted(counts):

@@ -1,11 +1,11 @@
-"""Requests that have been admitted and whose records have not come: the table ``open_requests``.
+"""Requests that have been admitted and whose records have not arrived: the table ``open_requests``.
 
     intent ──> held for HOLD_S ──its request has a row──────────────> acknowledged
                    └──it has none──> open_requests, acknowledged ──its request has a row──> deleted
-                                          └──nobody has it any more──> a row (ledger.abandoned)
+                                          └──no gateway has it any more──> a row (ledger.abandoned)
 
-Most requests end sooner than an intent is held, and so cost SQL no more than being looked for. An intent is
-acknowledged only when either table tells of its request: whatever becomes of this writer, the stream delivers it again.
+Most requests end before their intent is written, and then cost SQL one lookup. An intent is acknowledged only once one
+of the two tables holds its request: if this writer dies, the stream delivers the intent again.
 """
 
 import logging
@@ -28,7 +28,7 @@ from protocol.pull import Delivery
 from protocol.usage import AttemptRecord, RequestIntent, UsageRecord
 
 HOLD_S: Final = 3.0  # far below the consumer's ack_wait, after which others would get the same
-MAX_HELD: Final = 100_000  # intents; beyond it the oldest are looked for at once
+MAX_HELD: Final = 100_000  # intents; beyond it the oldest are looked up immediately
 CHUNK_REQUESTS: Final = 1000
 
 _FIELDS: Final = tuple(column.name for column in OpenRequestRow.__table__.columns)
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 class _Held(Struct):
     rows: list[dict[str, Any]]
     due_s: float  # monotonic clock
-    delivery: Delivery | None  # what they came with; None: it is acknowledged
+    delivery: Delivery | None  # the message they arrived in; None: already acknowledged
 
 
 class Intents:
-    """Holds intents until they need to be written down or need not."""
+    """Holds intents until they must be written, or their requests have rows."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -52,9 +52,9 @@ class Intents:
         self._held_rows = 0
 
     def hold(self, records: Iterable[UsageRecord], delivery: Delivery | None) -> None:
-        """Take the intents among the records; ``delivery`` comes back from ``write_due`` when they are safe.
+        """Hold the intents among the records; ``write_due`` returns ``delivery`` once they are stored.
 
-        The attempt that ended its request stands for an intent, too: its gateway may be older than intents are.
+        An attempt that ended its request also counts as an intent: its gateway's release may not publish intents yet.
         """
         rows = [row for record in records if (row := _row(record)) is not None]
         if rows:
@@ -62,9 +62,9 @@ class Intents:
             self._held_rows += len(rows)
 
     async def write_due(self, *, flush: bool = False) -> list[Delivery]:
-        """Write down those held for long enough, or all in a ``flush``; returns what is to be acknowledged.
+        """Write the intents held for long enough, or all with ``flush``; return the deliveries to acknowledge.
 
-        At most a chunk of them: call again until there is none. Raises DatabaseUnavailable; then call again.
+        Writes at most one chunk: call again until nothing is returned. Raises DatabaseUnavailable; then call again.
         """
         due: list[_Held] = []
         rows: dict[str, dict[str, Any]] = {}
@@ -84,7 +84,7 @@ class Intents:
         return [held.delivery for held in due if held.delivery is not None]
 
     def release_all(self) -> list[Delivery]:
-        """The deliveries of all that is still held, which is held no longer: the writer ends."""
+        """Return the deliveries of all intents still held, and drop these: the writer ends."""
         deliveries = [held.delivery for held in self._held if held.delivery is not None]
         self._held.clear()
         self._held_rows = 0
@@ -102,7 +102,7 @@ class Intents:
             await self._write_apart(rows, error)
 
     async def _write_apart(self, rows: dict[str, dict[str, Any]], error: Exception) -> None:
-        """Find the intent that SQL refuses, so that it takes no other with it."""
+        """Write intents one by one, so that only the one that SQL refuses is lost."""
         if len(rows) == 1:
             log.error("the intent of request %s is lost: %s", *rows, describe(error))
             return
@@ -111,13 +111,13 @@ class Intents:
 
 
 async def _insert_missing(connection: AsyncConnection, rows: dict[str, dict[str, Any]]) -> None:
-    is_there = select(OpenRequestRow.request_id).where(is_one_of(connection, OpenRequestRow.request_id, rows))
-    known = {*(await connection.scalars(is_there)), *await known_requests(connection, rows)}
+    stored = select(OpenRequestRow.request_id).where(is_one_of(connection, OpenRequestRow.request_id, rows))
+    known = {*(await connection.scalars(stored)), *await known_requests(connection, rows)}
     await insert_rows(connection, OpenRequestRow, [row for name, row in rows.items() if name not in known])
 
 
 async def delete_recorded(engine: AsyncEngine) -> None:
-    """Forget the intents of requests that have a row by now. Raises DatabaseUnavailable."""
+    """Delete the intents of requests that have a row by now. Raises DatabaseUnavailable."""
     has_row = (
         select(RequestRow.request_id)
         .where(
@@ -136,14 +136,14 @@ async def delete_recorded(engine: AsyncEngine) -> None:
 
 
 async def delete_open(connection: AsyncConnection, request_ids: Sequence[str]) -> None:
-    """Forget these intents. Inside ``writing``. Raises SQL's own errors."""
+    """Delete these intents. Call inside ``writing``. Raises SQL's own errors."""
     await connection.execute(
         delete(OpenRequestRow).where(is_one_of(connection, OpenRequestRow.request_id, request_ids))
     )
 
 
 def ends_its_request(outcome: str, error_code: str | None) -> bool:
-    """Whether no attempt follows one that ended so. After most failures one does, and leaves a record in its turn."""
+    """Report whether no attempt follows one that ended so. After most failures one does, with its own record."""
     return outcome != "failed" or error_code == ErrorCode.GATEWAY_LOST
 
 
@@ -155,7 +155,7 @@ def _row(record: UsageRecord) -> dict[str, Any] | None:
     row = _fields(record)
     return (
         row if all(row[name] is not None for name in _NEEDED) else None
-    )  # else it is of a version that tells too little
+    )  # otherwise it is of a version that lacks some of these fields
 
 
 def _fields(record: UsageRecord) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""How long each worker was up and busy, from its heartbeats into ``instance_seconds``.
+"""Time that each worker was up and busy, from its heartbeats into ``instance_seconds``.
 
-A heartbeat says since when its worker is up and how long it was busy since then, so any two of them tell all that
-was between: what a writer misses while it is away, the next heartbeat makes up for. Rows keep the least and the
-greatest that any writer has seen; hearing a heartbeat twice, or in two writers, changes nothing. Times are by the
-worker's clock; its last half second, and what nobody received before it was killed, is not counted.
+A heartbeat reports since when its worker is up and how long it was busy since then, so any two of them cover the time
+in between: the next heartbeat makes up for those that a writer missed. Rows keep the least and the greatest value that
+any writer has seen; receiving a heartbeat twice, or in two writers, changes nothing. Times are by the worker's clock.
+A worker's last half second, and any time that no writer received before it was killed, is not counted.
 """
 
 import logging
@@ -27,7 +27,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
 
 QUARTER_MS: Final = 900_000
-MAX_CATCH_UP_MS: Final = 35 * 86_400_000  # of a worker that no writer has last of for so long, the rest is left out
+MAX_CATCH_UP_MS: Final = 35 * 86_400_000  # time that no writer has received for longer than this is not counted
 FORGET_AFTER_FLUSHES: Final = 20  # without a heartbeat
 MIN_COLUMNS: Final = ("up_from_unix_ms", "busy_from_ms")
 MAX_COLUMNS: Final = ("up_until_unix_ms", "busy_until_ms")
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Moment(Struct, frozen=True):
-    """A moment of a worker's life."""
+    """A moment in a worker's lifetime."""
 
     unix_ms: int
     busy_ms: int  # since its start
@@ -49,7 +49,7 @@ class _LastHeartbeat(Struct):
 
 
 class MachineTime:
-    """Keeps each worker's last heartbeat, and writes them down when told to."""
+    """Keeps each worker's last heartbeat, and writes them when flushed."""
 
     def __init__(self, bus: Bus, engine: AsyncEngine) -> None:
         self._bus = bus
@@ -57,7 +57,7 @@ class MachineTime:
         self._last: dict[str, _LastHeartbeat] = {}  # by worker; those long silent are dropped
 
     async def start(self) -> None:
-        """Begin to listen. Raises BusError."""
+        """Subscribe to heartbeats. Raises BusError."""
         await self._bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
 
     async def _on_heartbeat(self, message: Msg) -> None:
@@ -66,10 +66,10 @@ class MachineTime:
         try:
             self.receive(decode_heartbeat(message.data))
         except ProtocolError as error:
-            log.warning("an unreadable heartbeat: %s", error)
+            log.warning("dropped an unreadable heartbeat: %s", error)
 
     def receive(self, beat: Heartbeat) -> None:
-        """Keep it until it is written."""
+        """Keep a heartbeat until it is written."""
         last = self._last.get(beat.worker_id)
         if last is None:
             self._last[beat.worker_id] = _LastHeartbeat(beat)
@@ -77,7 +77,7 @@ class MachineTime:
             last.beat, last.flushes = beat, 0
 
     async def flush(self) -> None:
-        """Write what has been last since the last time. Raises DatabaseUnavailable; then call again."""
+        """Write the heartbeats received since the last flush. Raises DatabaseUnavailable; then call again."""
         fresh = [last for last in self._last.values() if not last.flushes]
         if fresh:
             try:
@@ -97,7 +97,7 @@ class MachineTime:
                 del self._last[worker_id]
 
     async def _look_up(self, connection: AsyncConnection, unknown: Sequence[_LastHeartbeat]) -> None:
-        """Up to where an earlier writer has come with these workers."""
+        """Set ``written`` of these workers to what an earlier writer has stored."""
         worker_ids = [last.beat.worker_id for last in unknown]
         oldest = min((last.beat.sent_unix_ms for last in unknown), default=0) - MAX_CATCH_UP_MS
         statement = select(
@@ -112,7 +112,7 @@ class MachineTime:
 
 
 def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[dict[str, Any]]:
-    """A row for each quarter of an hour from there to the heartbeat."""
+    """Yield a row for each quarter of an hour from ``since`` to the heartbeat."""
     until = Moment(beat.sent_unix_ms, beat.busy_ms)
     if since is None or since.unix_ms >= until.unix_ms:
         return
@@ -121,7 +121,7 @@ def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[
         bucket = at // QUARTER_MS * QUARTER_MS
         end = min(bucket + QUARTER_MS, until.unix_ms)
         price = prices.at(MACHINE, beat.pool, bucket)
-        told = nano_usd(beat.usd_per_hour)
+        configured = None if price is None else price.machine_nano_usd
         yield {
             "bucket_unix_ms": bucket,
             "worker_id": beat.worker_id,
@@ -133,14 +133,14 @@ def _rows(beat: Heartbeat, since: Moment | None, prices: PriceBook) -> Iterator[
             "up_until_unix_ms": end,
             "busy_from_ms": _busy_ms(since, until, at),
             "busy_until_ms": _busy_ms(since, until, end),
-            "nano_usd_per_hour": told if price is None or price.machine_nano_usd is None else price.machine_nano_usd,
+            "nano_usd_per_hour": nano_usd(beat.usd_per_hour) if configured is None else configured,
             "on_demand_nano_usd_per_hour": None if price is None else price.on_demand_nano_usd,
         }
         at = end
 
 
 def _busy_ms(since: Moment, until: Moment, unix_ms: int) -> int:
-    """At a moment between two that are known, as if it had been busy evenly."""
+    """Interpolate the busy time at a moment between two known ones, as if it had been spread evenly."""
     share = (unix_ms - since.unix_ms) / (until.unix_ms - since.unix_ms)
     return since.busy_ms + round((until.busy_ms - since.busy_ms) * share)
 

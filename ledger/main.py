@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = None) -> None:
     """Write usage until SIGTERM or SIGINT, then finish the batch and return.
 
-    ``on_ready`` is called once, when SQL, the consumer and the subscription are there. Several writers may run at
-    once. Raises DatabaseUrlError, SchemaMismatch, and BusError if no queue server answers at first.
+    ``on_ready`` is called once, when SQL, the consumer and the subscription are ready. Several writers may run at the
+    same time. Raises DatabaseUrlError, SchemaMismatch, and BusError if no queue server answers at first.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -53,13 +53,13 @@ async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = No
 
 
 async def _wait_for_consumer(bus: Bus, stopping: asyncio.Event) -> None:
-    """Return when a gateway has made the consumer, or when stopping."""
+    """Wait until a gateway has created the consumer, or until stopping."""
     waits = 0
     while not stopping.is_set():
         try:
             if await consumer_exists(bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER):
                 return
-            reason = "no gateway has made it yet"
+            reason = "no gateway has created it yet"
         except BusError as error:
             reason = str(error)
         waits += 1

@@ -1,9 +1,9 @@
-"""Parking usage records that this build cannot take, and putting them back into the stream when one can.
+"""Parking usage records that this build cannot store, and replaying them once a build can.
 
-A record of a newer release comes to an older writer while both run beside each other; a damaged one, or one that the
+A record of a newer release reaches an older writer while both run side by side; a damaged one, or one that the
 database refuses, comes from a broken worker. Each is parked alone, and its neighbours are written. A writer that
-understands a parked record puts it back by itself, when it starts and once a minute; what the database has refused
-waits for ``spillway parked --replay``.
+understands a parked record replays it automatically, when it starts and once a minute; records that the database has
+refused wait for ``spillway parked --replay``.
 """
 
 import base64
@@ -22,36 +22,36 @@ from protocol.pull import Delivery
 from protocol.usage import UnreadUsage, read_usage
 
 REPLAY_PERIOD_S: Final = 60.0
-REPLAY_RECORDS: Final = 1000  # looked at in one period
-RETRY_AFTER_S: Final = 10.0  # until a message whose records could not be parked comes again
+REPLAY_RECORDS: Final = 1000  # checked in one period
+RETRY_AFTER_S: Final = 10.0  # until a message whose records could not be parked is delivered again
 
 log = logging.getLogger(__name__)
 
 
 async def park(bus: Bus, delivery: Delivery, unread: Iterable[UnreadUsage], *, is_refused: bool = False) -> None:
     """Park records of a message of USAGE. Raises BusError: then some may not be parked."""
-    # Delivered again, because its acknowledgement was lost, it is parked once all the same.
+    # The id is the same for a redelivery (its acknowledgement was lost), so the record is parked only once.
     message_id = f"{delivery.stream_sequence}.{delivery.stored_unix_ms}.{'refused' if is_refused else 'unread'}"
     for number, record in enumerate(unread):
         reason = record.reason[:MAX_REASON_CHARS]
         parked = ParkedUsage(PROTOCOL_VERSION, record.message, reason, unix_now_ms(), is_refused)
         await bus.publish_durable(subjects.PARKED_USAGE_SUBJECT, encode(parked), message_id=f"{message_id}.{number}")
         log.error(
-            "a usage record of message %d of the stream is parked, see `spillway parked`: %s",
+            "parked a usage record of message %d of the stream, see `spillway parked`: %s",
             delivery.stream_sequence,
             reason,
         )
 
 
 async def parked_records(bus: Bus, after_sequence: int = 0) -> AsyncIterator[tuple[int, ParkedUsage]]:
-    """What is parked, oldest first, with its sequence in PARKED. Raises BusError; passes over what it cannot read."""
+    """Yield the parked records, oldest first, with their sequence in PARKED; skip unreadable ones. Raises BusError."""
     sequence = after_sequence
     while True:
         query: dict[str, int | str] = {"seq": sequence + 1, "next_by_subj": subjects.PARKED_USAGE_SUBJECT}
         try:
             message = await bus.get_message(subjects.PARKED_STREAM, **query)
         except ApiError as error:
-            if error.code == STREAM_NOT_FOUND:  # no gateway that knows of it has been here
+            if error.code == STREAM_NOT_FOUND:  # no gateway of a release that creates it has run yet
                 return
             raise
         if message is None:
@@ -64,22 +64,22 @@ async def parked_records(bus: Bus, after_sequence: int = 0) -> AsyncIterator[tup
 
 
 async def replay(bus: Bus, sequence: int, record: ParkedUsage) -> None:
-    """Put one back into USAGE. Raises BusError. One that comes twice for that is written once."""
+    """Publish a parked record to USAGE again. Raises BusError. One that is replayed twice is written once."""
     message_id = f"parked.{sequence}"
     await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, record.message, message_id=message_id)
     await bus.delete_message(subjects.PARKED_STREAM, sequence)
 
 
 class Replays:
-    """Puts back what this build understands, now and then."""
+    """Replays the parked records that this build understands, once a period."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._checked_s = float("-inf")  # monotonic clock
-        self._sequence = 0  # in PARKED, up to which all has been looked at
+        self._sequence = 0  # in PARKED, up to which all records have been checked
 
     async def replay_due(self) -> None:
-        """Look at what has been parked since the last time, if that is long enough ago."""
+        """Check the records parked since the last time, if that is long enough ago."""
         if time.monotonic() - self._checked_s < REPLAY_PERIOD_S:
             return
         self._checked_s = time.monotonic()
@@ -92,9 +92,11 @@ class Replays:
                 self._sequence = sequence
                 checked += 1
                 if checked == REPLAY_RECORDS:
-                    self._checked_s = float("-inf")  # go on at once, after what has come meanwhile
+                    self._checked_s = float(
+                        "-inf"
+                    )  # continue on the next call, after the messages that arrived meanwhile
                     break
         except BusError as error:
-            log.warning("parked usage records could not be looked at, will try again: %s", error)
+            log.warning("cannot check the parked usage records, will retry: %s", error)
         if replayed:
-            log.warning("%d parked usage records are understood and on their way into the ledger", replayed)
+            log.warning("replayed %d parked usage records that this release understands", replayed)

@@ -1,9 +1,9 @@
 """PostgreSQL's partitions of ``requests`` and ``attempts``: one for each UTC day on which requests were received.
 
-They are made ahead, and what is past its retention goes with its partition: dropping a table leaves nothing to be
-vacuumed. A row of a day without a partition (a late record, a clock that is wrong) goes to the default partition, and
-from there to its day's own when that is made. ``*_before`` holds what was there before version 0008. On SQLite there
-are no partitions, and nothing here does anything.
+They are created ahead of time, and rows past their retention go with their partition: dropping a table leaves nothing
+to vacuum. A row of a day without a partition (a late record, a wrong clock) goes to the default partition, and moves to
+its day's own once that is created. ``*_before`` holds the rows from before version 0008. SQLite has no partitions, and
+the functions here do nothing on it.
 """
 
 import re
@@ -20,7 +20,7 @@ from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 DAY_MS: Final = 86_400_000
 TABLES: Final = ("requests", "attempts")
 DAYS_AHEAD: Final = 3  # for how long writers may be away or fail without rows going to the default partition
-# Attaching and dropping wait for everybody who reads the table, and everybody who comes later waits for them.
+# Attaching and dropping wait for all readers of the table, and later readers wait for them.
 LOCK_LIMIT_MS: Final = 1_000
 
 _NAME: Final = re.compile(rf"({'|'.join(TABLES)})_(d\d{{8}}|default|before)")
@@ -32,7 +32,7 @@ _PARTITIONS: Final = text(
 
 
 class Partition(Struct, frozen=True):
-    """A stretch of time and the table that holds it."""
+    """A time span and the table that holds its rows."""
 
     name: str
     since_unix_ms: int
@@ -40,12 +40,12 @@ class Partition(Struct, frozen=True):
 
 
 def is_partition(table: str) -> bool:
-    """Whether a table of this name is a part of another one."""
+    """Report whether a table of this name is a partition of another one."""
     return _NAME.fullmatch(table) is not None
 
 
 async def create_partitions(engine: AsyncEngine, since_unix_ms: int, days: int) -> None:
-    """Make the partitions of so many UTC days that are not there. Raises DatabaseUnavailable; then call again."""
+    """Create the missing partitions of so many UTC days. Raises DatabaseUnavailable; then call again."""
     first = since_unix_ms // DAY_MS * DAY_MS
     if engine.dialect.name != "postgresql":
         return
@@ -63,7 +63,7 @@ async def create_partitions(engine: AsyncEngine, since_unix_ms: int, days: int) 
 
 
 async def drop_partitions(connection: AsyncConnection, before_unix_ms: int) -> None:
-    """Drop those that hold only what is older. Inside ``writing``. Raises SQL's own errors."""
+    """Drop the partitions that hold only older rows. Call inside ``writing``. Raises SQL's own errors."""
     if connection.dialect.name != "postgresql":
         return
     for table in TABLES:
@@ -74,7 +74,7 @@ async def drop_partitions(connection: AsyncConnection, before_unix_ms: int) -> N
 
 
 async def _dated_partitions(connection: AsyncConnection, table: str) -> list[Partition]:
-    """All but the default."""
+    """Return all partitions of a table but the default."""
     found = []
     for name, bounds in await connection.execute(_PARTITIONS, {"table": table}):
         if matched := _BOUNDS.search(bounds):
@@ -83,7 +83,7 @@ async def _dated_partitions(connection: AsyncConnection, table: str) -> list[Par
 
 
 async def _create_partition(connection: AsyncConnection, table: str, day_unix_ms: int) -> None:
-    # Made beside the table and then attached, which does not keep readers of other days out.
+    # Created as a separate table and then attached, which does not block readers of other days.
     name = f"{table}_d{datetime.fromtimestamp(day_unix_ms / 1000, UTC):%Y%m%d}"
     since, until = day_unix_ms, day_unix_ms + DAY_MS
     await _limit_lock(connection)

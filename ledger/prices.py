@@ -1,4 +1,4 @@
-"""Prices: what callers are charged for tokens, what hosted APIs and machines cost, and from when on.
+"""Prices: what clients are charged for tokens, what hosted APIs and machines cost, and from when on.
 
 All money is integer nano-USD (1e-9 USD): sums of millions of small charges stay exact.
 """
@@ -16,7 +16,7 @@ from db.engine import writing
 from db.models import PriceRow
 
 MILLION: Final = 1_000_000
-CLIENTS: Final = ""  # in place of a pool: the price that callers are charged
+CLIENTS: Final = ""  # in place of a pool: the price that clients are charged
 MACHINE: Final = ""  # in place of a model: the price of a pool's machines
 FROM_CONFIG: Final = "config"
 
@@ -30,7 +30,7 @@ class TokenPrice:
     completion_nano_usd: int
 
     def charge_nano_usd(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
-        """What a request costs, rounded to the nearest nano-USD."""
+        """Return the cost of a request, rounded to the nearest nano-USD."""
         millionths = (
             (prompt_tokens - cached_tokens) * self.prompt_nano_usd
             + cached_tokens * self.cached_nano_usd
@@ -59,7 +59,7 @@ class Price:
 
     @property
     def tokens(self) -> TokenPrice | None:
-        """Its token prices; None where it has none."""
+        """Token prices; None where it has none."""
         if self.prompt_nano_usd is None and self.completion_nano_usd is None:
             return None
         prompt = self.prompt_nano_usd or 0
@@ -69,9 +69,9 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredPrice:
-    """What spillway.toml says of a model's tokens, for callers (no pool) or for us at a hosted pool, or of machines.
+    """A price of spillway.toml: of a model's tokens for clients (no pool) or at a hosted pool, or of machines.
 
-    Those of a pool's machines have no model.
+    The price of a pool's machines has no model.
     """
 
     model: str
@@ -83,13 +83,13 @@ class PriceBook:
     """All prices, looked up by model, pool and moment."""
 
     def __init__(self, rows: Iterable[tuple[str, str, int, Price]] = ()) -> None:
-        """Of (model, pool, from_unix_ms, price) in any order."""
+        """``rows``: (model, pool, from_unix_ms, price) in any order."""
         self._dated: dict[tuple[str, str], list[tuple[int, Price]]] = defaultdict(list)
         for model, pool, from_unix_ms, price in sorted(rows, key=lambda row: row[2]):
             self._dated[model, pool].append((from_unix_ms, price))
 
     def at(self, model: str, pool: str, unix_ms: int) -> Price | None:
-        """The price that holds then; None before the first."""
+        """Return the price in force at a moment; None before the first."""
         dated = self._dated.get((model, pool))
         if not dated:
             return None
@@ -99,20 +99,20 @@ class PriceBook:
     def charge_nano_usd(
         self, model: str, unix_ms: int, prompt_tokens: int, cached_tokens: int, completion_tokens: int
     ) -> int | None:
-        """What a caller is charged for a request received then; None: the model has no price."""
+        """Return the charge of a request received at a moment; None: the model has no price."""
         price = self.at(model, CLIENTS, unix_ms)
         tokens = price.tokens if price else None
         return tokens.charge_nano_usd(prompt_tokens, cached_tokens, completion_tokens) if tokens else None
 
     def dated(self) -> Mapping[tuple[str, str], list[tuple[int, Price]]]:
-        """(model, pool) → its prices, the oldest first, each with the moment from which it holds."""
+        """Return (model, pool) → its prices, the oldest first, each with the moment from which it holds."""
         return self._dated
 
 
 async def seed_prices(engine: AsyncEngine, configured: Iterable[ConfiguredPrice], now_unix_ms: int) -> None:
-    """Enter the configuration's prices from now on where they differ from what it said before.
+    """Enter the configuration's prices from now on where they differ from those it had before.
 
-    What somebody has set since then stays. Raises SQL's own errors.
+    Prices set by an operator since then stay. Raises SQL's own errors.
     """
     async with writing(engine) as connection:
         latest = {
@@ -136,7 +136,7 @@ async def add_price(
 
 
 async def load_prices(connection: AsyncConnection) -> PriceBook:
-    """Read the whole book: some rows a model and pool, and one for each change."""
+    """Read the whole price book: a few rows for each model and pool, one for each change."""
     rows = (await connection.execute(select(PriceRow.__table__))).all()
     return PriceBook((row.model, row.pool, row.from_unix_ms, _price(row)) for row in rows)
 

@@ -1,8 +1,8 @@
-"""Usage summaries: what was asked, answered and waited for, by model, key and day.
+"""Usage summaries: requests, tokens and latencies by model, key and day.
 
-Everything is computed by the database, one day at a time, and each answer is one row per group; so what this process
-holds is bounded by the number of groups (``MAX_ROWS``), not of requests. Percentiles are exact: the nearest rank, that
-is the smallest observed value which at least p % of the values do not exceed.
+The database computes everything, one day at a time, and returns one row per group; the memory of this process is
+bounded by the number of groups (``MAX_ROWS``), not of requests. Percentiles are exact: the nearest rank, that is the
+smallest observed value that at least p % of the values do not exceed.
 
 Definitions are those of the field (vLLM's and NVIDIA's benchmarks): TTFT from receipt to the first token; TPOT, of
 answered requests with at least two tokens, ``(total - TTFT) / (completion tokens - 1)``.
@@ -34,7 +34,7 @@ class ReportTooLarge(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """One group. What is not grouped by is None; a percentile of nothing is None. Times in milliseconds."""
+    """One group. Dimensions not grouped by are None, as are percentiles of no values. Times in milliseconds."""
 
     day: date | None
     model: str | None
@@ -49,13 +49,13 @@ class UsageRow:
     cached_tokens: int
     completion_tokens: int
     preemptions: int
-    estimated: int  # requests whose tokens whoever made them does not count
+    estimated: int  # requests whose token counts are estimates: their provider reports none
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
     tpot_p50_ms: float | None
     queue_p50_ms: float | None
     queue_p95_ms: float | None
-    prefill_p50_ms: float | None  # of those that an engine has told of
+    prefill_p50_ms: float | None  # of the requests whose engine reports it
     prefill_p95_ms: float | None
 
 
@@ -89,7 +89,7 @@ async def usage_report(
     until_unix_ms: int | None = None,
     zone: tzinfo | None = None,
 ) -> list[UsageRow]:
-    """Summarise the requests received in [since, until), both open where None, ordered by day, model and key name.
+    """Summarise the requests received in [since, until), both open where None; order by day, model and key name.
 
     Days are those of ``zone`` (None: the machine's). Without ``group_by`` there is one row, or none if there were no
     requests. Raises ReportTooLarge and DatabaseUnavailable.
@@ -116,7 +116,7 @@ def _group_columns(group_by: Sequence[GroupBy]) -> list[_Column]:
 
 
 async def _received_between(connection: AsyncConnection, since: int | None, until: int | None) -> Span | None:
-    """The span from the first to the last request in range; None if there is none."""
+    """Return the span from the first to the last request in range; None if there is none."""
     received = RequestRow.received_unix_ms
     statement = select(func.min(received), func.max(received))
     if since is not None:
@@ -132,7 +132,7 @@ def _spans(received: Span, zone: tzinfo | None, *, by_day: bool) -> Iterator[Spa
 
 
 async def _summarise(connection: AsyncConnection, span: Span, groups: list[_Column]) -> list[UsageRow]:
-    """All groups of one span, by one query for the sums and one for each measure's percentiles."""
+    """Return all groups of one span, by one query for the sums and one for each measure's percentiles."""
     sums = list(await connection.execute(_sums(span, groups)))
     if not sums:
         return []
@@ -166,7 +166,7 @@ def _count_where(condition: _Column) -> _Column:
 
 
 def _percentiles(measure: _Measure, span: Span, groups: list[_Column]) -> Select[Any]:
-    """Per group, the values at rank ceil(n * percent / 100) of those that are not NULL."""
+    """Select, per group, the values at rank ceil(n * percent / 100) of those that are not NULL."""
     names = [f"group_{number}" for number in range(len(groups))]
     partition = groups or None
     ranked = (

@@ -1,6 +1,7 @@
-"""What is kept for how long: requests and attempts of whole UTC days; rollups stay, so that figures do.
+"""Retention of requests and attempts, in whole UTC days. Rollups stay, and with them the dashboards' figures.
 
-On PostgreSQL partitions are dropped; row by row goes only what is in none that is a day's own, and all of SQLite's.
+On PostgreSQL whole partitions are dropped. Rows outside a partition of a single day, and all rows on SQLite, are
+deleted one by one.
 """
 
 from typing import Final
@@ -19,20 +20,20 @@ BATCH_ROWS: Final = 2_000  # of a transaction, so that usage is written in betwe
 
 
 def kept_since_unix_ms(days: int) -> int:
-    """The beginning of the oldest of that many whole UTC days; today is one more."""
+    """Return the start of the oldest of that many whole UTC days; today is one more."""
     return (unix_now_ms() // DAY_MS - days) * DAY_MS
 
 
 class Retention:
-    """Deletes what is older than the last ``days`` whole days, a little at a time."""
+    """Deletes rows older than the last ``days`` whole days, a few at a time."""
 
     def __init__(self, engine: AsyncEngine, days: int | None) -> None:
-        """Of None, nothing is ever deleted."""
+        """``days``: None never deletes."""
         self._engine = engine
         self._days = days
 
     async def delete_some(self) -> bool:
-        """Delete at most BATCH_ROWS requests, and as many attempts. Whether there is more.
+        """Delete at most BATCH_ROWS requests, and as many attempts. Report whether there is more.
 
         Raises DatabaseUnavailable.
         """
@@ -56,9 +57,9 @@ async def _delete_requests(connection: AsyncConnection, before_unix_ms: int) -> 
 
 
 async def _delete_attempts(connection: AsyncConnection, before_unix_ms: int) -> int:
-    """Of requests that go too."""
+    """Delete attempts of requests that are past the retention, too."""
     key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
-    # The index is on when they were started, which is at most hours after their request was received.
+    # The index is on the start of an attempt, which is at most hours after its request was received.
     is_old = and_(AttemptRow.started_unix_ms < before_unix_ms + DAY_MS, AttemptRow.received_unix_ms < before_unix_ms)
     old = select(*key).where(is_old).limit(BATCH_ROWS)
     result: CursorResult[object] = await connection.execute(delete(AttemptRow).where(tuple_(*key).in_(old)))

@@ -1,7 +1,7 @@
-"""What requests' rows add to rollups and histograms, and how it gets there.
+"""Adding requests' rows to rollups and histograms.
 
-Rows are summed up in memory first, by slice and quarter of an hour, and from there into hours and days, so a batch
-costs SQL a few statements whatever its size. Only rows that are really written may be counted, in the transaction that
+Rows are summed in memory first, by slice and quarter of an hour, and from there into hours and days, so a batch costs
+SQL a few statements whatever its size. Only rows that are actually written may be counted, in the transaction that
 writes them (ledger.store).
 """
 
@@ -41,13 +41,13 @@ _Insert = TypeVar("_Insert", postgresql.Insert, sqlite.Insert)
 
 
 def slice_id(values: Slice) -> int:
-    """The id of a slice: 63 bits of a hash of its values, so that nobody has to agree on it."""
+    """Return the id of a slice: 63 bits of a hash of its values, which needs no coordination between writers."""
     digest = hashlib.blake2b("\0".join(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
 
 class RollupDelta:
-    """What some requests' rows add to the rollups, or take away."""
+    """The change to the rollups by some requests' rows, added or removed."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, Slice], list[int]] = defaultdict(lambda: [0] * len(SUMS))  # by quarter and slice
@@ -55,7 +55,7 @@ class RollupDelta:
         self.takes_away = False
 
     def add(self, rows: Iterable[Row], sign: int = 1) -> None:
-        """Count rows once more (1) or once less (-1)."""
+        """Add rows (1) or remove them (-1)."""
         self.takes_away = self.takes_away or sign < 0
         width_ms = WIDTHS_S[0] * 1000
         for row in rows:
@@ -70,11 +70,11 @@ class RollupDelta:
                     into[number] = into.get(number, 0) + sign
 
     def slices(self) -> dict[int, Slice]:
-        """All slices that it touches, by their ids."""
+        """Return all slices that it touches, by their ids."""
         return {slice_id(values): values for values in {values for _, values in self._sums}}
 
     def buckets(self) -> dict[_Bucket, dict[int, tuple[list[int], list[Counts]]]]:
-        """By width and bucket, each slice's sums and histograms."""
+        """Return each slice's sums and histograms, by width and bucket."""
         ids = {values: number for number, values in self.slices().items()}
         widths: dict[_Bucket, dict[int, tuple[list[int], list[Counts]]]] = defaultdict(dict)
         for (quarter, values), sums in self._sums.items():
@@ -89,7 +89,7 @@ class RollupDelta:
 
 
 def _values(row: Row) -> tuple[int, ...]:
-    """In the order of SUMS."""
+    """Return a row's figures in the order of SUMS."""
     attempts = row["attempts"]
     return (
         1,
@@ -105,7 +105,7 @@ def _values(row: Row) -> tuple[int, ...]:
 
 
 def _measured(row: Row) -> tuple[float | None, ...]:
-    """In the order of MEASURES."""
+    """Return a row's measures in the order of MEASURES."""
     ttft_ms, completion_tokens = row["ttft_ms"], row["completion_tokens"]
     has_tpot = row["outcome"] == "ok" and ttft_ms is not None and completion_tokens > 1
     return (
@@ -119,7 +119,7 @@ def _measured(row: Row) -> tuple[float | None, ...]:
 
 
 async def apply(connection: AsyncConnection, tally: RollupDelta) -> None:
-    """Write it, in the caller's transaction, who keeps other writers out (ledger.store.writing)."""
+    """Write a change in the caller's transaction, which must keep other writers out (db.engine.writing)."""
     slices, buckets = tally.slices(), tally.buckets()
     if not slices:
         return
@@ -159,9 +159,9 @@ async def _upsert(
     rows: Sequence[dict[str, Any]],
     update: Callable[[Any], dict[str, Any]] | None = None,
 ) -> None:
-    """Insert rows, or where their key is there make of it what ``update`` says of the new row; None: leave it.
+    """Insert rows, or update those whose key exists with the values that ``update`` returns; None: keep them.
 
-    PostgreSQL gets a whole batch as one array for each column: a statement a row would cost it more than the rows.
+    PostgreSQL gets a whole batch as one array per column: one statement per row would cost more than the rows.
     """
     columns = table.__table__.columns
     if connection.dialect.name == "postgresql":
@@ -195,7 +195,7 @@ async def _stored_histograms(
 
 
 async def _drop_empty(connection: AsyncConnection, buckets: Mapping[_Bucket, Mapping[int, Any]]) -> None:
-    """Slices that have lost their last request."""
+    """Delete the buckets of slices that have lost their last request."""
     for (width_s, start), found in buckets.items():
         for chunk in _chunks(list(found)):
             here = and_(RollupRow.width_s == width_s, RollupRow.bucket_unix_ms == start, RollupRow.slice_id.in_(chunk))

@@ -1,4 +1,4 @@
-"""What the configuration says of the ledger: its writer, and the payloads that are kept."""
+"""Settings of the ledger writer and of stored payloads."""
 
 from typing import Annotated
 
@@ -16,12 +16,12 @@ def _are_payload_keys(text: SecretStr) -> SecretStr:
 
 
 class PayloadSettings(Settings):
-    """How payloads are kept of callers who agreed to that."""
+    """Settings for payloads of clients who agreed to have them stored."""
 
-    # 32 random bytes in hex or base64; several, the newest first: it seals, and all of them open. None: no encryption.
+    # 32 random bytes in hex or base64; several, the newest first: that one seals, all open. None: no encryption.
     key: Annotated[SecretStr, AfterValidator(_are_payload_keys)] | None = None
-    retention_days: Annotated[int, Field(gt=0, le=MAX_RETENTION_DAYS)] = 30  # where the consent says nothing else
-    # Of request and answer together, as JSON. What is larger is not kept, and its row says so.
+    retention_days: Annotated[int, Field(gt=0, le=MAX_RETENTION_DAYS)] = 30  # unless the consent says otherwise
+    # Of request and answer together, as JSON. Larger ones are not stored, and their row says so.
     max_payload_bytes: Annotated[int, Field(gt=0, le=4 * 1024 * 1024)] = 1024 * 1024
 
 
@@ -33,6 +33,6 @@ class LedgerSettings(Settings):
     batch_records: PositiveInt = 500  # messages written in one transaction; under load one holds several records
     batch_wait_s: PositiveSeconds = 0.25
     retention_days: PositiveInt | None = (
-        None  # how long requests and attempts are kept, in whole UTC days; None: always
+        None  # how long requests and attempts are kept, in whole UTC days; None: permanently
     )
     prices: tuple[ConfiguredPrice, ...] = ()  # entered into the price book when it starts

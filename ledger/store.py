@@ -1,8 +1,8 @@
-"""Usage records into SQL: each exactly once, however often it is delivered, and with it what it adds to the rollups.
+"""Usage records into SQL: each exactly once, however often it is delivered, together with its rollups.
 
-One transaction at a time writes the ledger: SQLite has one writer anyway, and on PostgreSQL an advisory lock keeps
-further ledger writers waiting for the few milliseconds of a batch. So a row that is not there when looked for is new,
-and what replaces another knows what it takes away from the rollups.
+One transaction at a time writes the ledger: SQLite has one writer anyway, and on PostgreSQL an advisory lock makes
+other ledger writers wait for the few milliseconds of a batch. A row that a lookup does not find is therefore new, and
+a row that replaces another knows what to subtract from the rollups.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,9 +38,9 @@ class RecordRefused(Exception):
 
 
 async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> None:
-    """Insert the records in one transaction, passing over those already there, and count what is new.
+    """Insert the records in one transaction, skip those already stored, and count the new ones.
 
-    Intents are passed over: they are for ``ledger.intents``.
+    Intents are skipped: they are for ``ledger.intents``.
 
     Raises RecordRefused (nothing was stored) or DatabaseUnavailable (unknown whether anything was: call again).
     """
@@ -61,10 +61,10 @@ async def store_records(engine: AsyncEngine, records: Sequence[UsageRecord]) -> 
 
 
 async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str, Any]], *, replace_lost: bool) -> None:
-    """Write those requests that are not there, with their charge, and count them. Inside ``writing``.
+    """Write the requests not stored yet, with their charge, and count them. Call inside ``writing``.
 
-    With ``replace_lost`` they are a gateway's own word, which takes the place of what was said for it
-    (ledger.abandoned).
+    With ``replace_lost`` the rows come from the gateways themselves, and replace those that were written for a gateway
+    that died (ledger.abandoned).
     """
     given: dict[str, Mapping[str, Any]] = {}
     for row in rows:
@@ -87,7 +87,7 @@ async def write_requests(connection: AsyncConnection, rows: Iterable[Mapping[str
 
 
 async def known_requests(connection: AsyncConnection, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
-    """Those that have a row: whether it was made for a gateway that died."""
+    """Return the requests that have a row → whether it was written for a gateway that died."""
     statement = select(RequestRow.request_id, RequestRow.error_code).where(
         is_one_of(connection, RequestRow.request_id, rows), received_with(RequestRow, rows.values())
     )
@@ -109,7 +109,7 @@ async def _write_attempts(connection: AsyncConnection, rows: Iterable[Row]) -> N
 
 
 async def insert_rows(connection: AsyncConnection, table: type[Base], rows: Sequence[Row]) -> None:
-    """Rows that are known not to be there. PostgreSQL takes them as one COPY."""
+    """Insert rows that are known to be new; on PostgreSQL by one COPY."""
     if not rows:
         return
     if connection.dialect.name != "postgresql":
@@ -125,7 +125,7 @@ async def insert_rows(connection: AsyncConnection, table: type[Base], rows: Sequ
 def is_one_of(
     connection: AsyncConnection, column: InstrumentedAttribute[str], values: Collection[str]
 ) -> ColumnElement[bool]:
-    """Whether the column has one of these values: one parameter, however many they are."""
+    """Build the condition that a column has one of these values: one parameter, however many there are."""
     if connection.dialect.name == "postgresql":
         return column == any_(literal(list(values), ARRAY(Text)))
     listed = func.json_each(msgspec.json.encode(list(values)).decode()).table_valued("value")
@@ -133,7 +133,10 @@ def is_one_of(
 
 
 def received_with(table: type[RequestRow | AttemptRow], rows: Collection[Mapping[str, Any]]) -> ColumnElement[bool]:
-    """Rows of the same time: whatever comes twice was received once, and other partitions need not be searched."""
+    """Build the condition that rows were received in the same time span as ``rows``.
+
+    A record that arrives twice has one time of receipt, so other partitions need not be searched.
+    """
     times = [row["received_unix_ms"] for row in rows]
     return table.received_unix_ms.between(min(times), max(times))
 

@@ -1,7 +1,7 @@
 """The ledger writer: usage records from the USAGE stream into SQL, in batches.
 
     stored ──delivered──> held ──committed──> acknowledged (intents: see ledger.intents)
-                           │ └──SQL away──> held, tried again for ever; on SIGTERM handed back
+                           │ └──SQL down──> held and retried indefinitely; on SIGTERM handed back
                            └──unreadable or refused by SQL──> parked alone (ledger.parked)
 
 A record is acknowledged only after its commit, and inserting it twice does nothing, so a crash anywhere between
@@ -36,7 +36,7 @@ from protocol.messages import encode
 from protocol.pull import Delivery, PullConsumer
 from protocol.usage import RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
 
-PULL_CHECK_S: Final = 0.5  # how often it is looked whether a pull has been written off
+PULL_CHECK_S: Final = 0.5  # how often to check whether a pull has been written off
 PURGE_PERIOD_S: Final = 60.0
 ABANDONED_PERIOD_S: Final = 5.0
 MACHINE_TIME_PERIOD_S: Final = 15.0
@@ -52,7 +52,7 @@ class _Entry(Struct):
 
 
 class LedgerWriter:
-    """Writes until told to stop. Holds at most two batches of records."""
+    """Writes until stopped. Holds at most two batches of records."""
 
     def __init__(self, bus: Bus, engine: AsyncEngine, settings: LedgerSettings, stopping: asyncio.Event) -> None:
         self._bus = bus
@@ -60,28 +60,28 @@ class LedgerWriter:
         self._stopping = stopping
         self._batch_records = settings.batch_records
         self._batch_wait_s = settings.batch_wait_s
-        self._held: deque[Delivery] = deque()  # bounded by what _ask asks for: two batches
-        self._unwritten: list[_Entry] = []  # what is handed back in the end: at most what was held when told to stop
+        self._held: deque[Delivery] = deque()  # bounded by what _pull requests: two batches
+        self._unwritten: list[_Entry] = []  # to be handed back at the end: at most what was held when stopping was set
         self._purged_s = 0.0  # monotonic clock
         self._intents = Intents(engine)
         self._abandoned = AbandonedRequests(bus, engine)
         self._machine_time = MachineTime(bus, engine)
         self._replays = Replays(bus)
-        self._unparked: set[int] = set()  # sequences of messages held that are to come again
+        self._unparked: set[int] = set()  # sequences of held messages that must be delivered again
         self._retention = Retention(engine, settings.retention_days)
-        self._deleted_s = 0.0  # when it last looked for old rows and found no more; monotonic clock
+        self._deleted_s = 0.0  # when it last found no more old rows; monotonic clock
         self._timed_s = 0.0  # when machine time was last written; monotonic clock
-        self._partitioned_s = -PARTITIONS_PERIOD_S  # when it last looked for days without partitions; monotonic clock
+        self._partitioned_s = -PARTITIONS_PERIOD_S  # when it last created missing partitions; monotonic clock
         self._written_until_unix_ms = (
-            0  # by the stream's clock: what it took before is in SQL, or another writer has it
+            0  # by the stream's clock: records stored before are in SQL, or another writer has them
         )
-        self._arrived = asyncio.Event()  # set at a full batch, when there is no more, and when stopping
+        self._arrived = asyncio.Event()  # set at a full batch, at the end of the stream, and when stopping
         self._consumer = PullConsumer(
             bus, subjects.USAGE_STREAM, subjects.LEDGER_CONSUMER, self._on_delivery, on_end=self._arrived.set
         )
 
     async def run(self, on_ready: Callable[[], None] | None = None) -> None:
-        """Pull, write, acknowledge, until ``stopping`` is set; then finish what is held."""
+        """Pull, write and acknowledge until ``stopping`` is set; then finish the records held."""
         await self._consumer.start()
         await self._machine_time.start()
         self._bus.on_reconnect(self._on_reconnected)
@@ -98,14 +98,14 @@ class LedgerWriter:
         while self._held:
             await self._write_batch()
         await self._write_intents(flush=True)
-        # Only now that our own pulls have ended: handed back earlier, the records would come straight back to us.
+        # Only after our own pulls have ended: handed back earlier, the records would be delivered to us again.
         unwritten = [entry.delivery for entry in self._unwritten]
         await self._answer(unwritten + self._intents.release_all(), pull.nak)
 
     async def _write(self) -> None:
         while not self._stopping.is_set():
             began_s = time.monotonic()
-            await self._take()
+            await self._receive_batch()
             await self._create_partitions()
             await self._write_batch()
             await self._write_intents()
@@ -116,29 +116,29 @@ class LedgerWriter:
             if not self._held:
                 await wait_for(self._stopping, began_s + self._batch_wait_s - time.monotonic())
 
-    # --- taking -------------------------------------------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------------------------------------
 
-    async def _take(self) -> None:
-        """Ask for what there is, at most a batch, and wait until it is here."""
-        asked_unix_ms = int(self._bus.clock.now_s() * 1000)
-        is_asked = not self._held and await self._ask()
+    async def _receive_batch(self) -> None:
+        """Request the waiting messages, at most a batch, and wait until they have arrived."""
+        requested_unix_ms = int(self._bus.clock.now_s() * 1000)
+        is_requested = not self._held and await self._pull()
         while self._has_capacity and self._consumer.outstanding() and not self._stopping.is_set():
             self._arrived.clear()
             await wait_for(self._arrived, PULL_CHECK_S)
-        if is_asked and not self._held and self._consumer.found_all:
-            self._written_until_unix_ms = max(self._written_until_unix_ms, asked_unix_ms)
+        if is_requested and not self._held and self._consumer.found_all:
+            self._written_until_unix_ms = max(self._written_until_unix_ms, requested_unix_ms)
         if not self._has_capacity:
-            await self._ask()  # the next batch arrives while this one is written
+            await self._pull()  # the next batch arrives while this one is written
 
-    async def _ask(self) -> bool:
-        # Asked for now and then: a server at which one waits sends each message alone, and writes down that it did,
-        # which costs it and us twice as much CPU.
+    async def _pull(self) -> bool:
+        # Polled with expires_s=0: a server with a waiting pull sends each message alone and records every delivery,
+        # which costs twice as much CPU on both sides.
         if self._consumer.outstanding() or not self._bus.connected:
             return False
         try:
             await self._consumer.pull(self._batch_records, expires_s=0)
         except BusError as error:
-            log.warning("cannot ask for usage records, will again: %s", error)
+            log.warning("cannot pull usage records, will retry: %s", error)
             return False
         return True
 
@@ -167,7 +167,7 @@ class LedgerWriter:
             await self._store(entries)
 
     async def _purge_written(self) -> None:
-        """Now and then, drop from the stream what is in SQL, so that its bound is left to what is not."""
+        """Once a period, purge the records that are in SQL from the stream, so that its limit applies to the others."""
         if time.monotonic() - self._purged_s < PURGE_PERIOD_S:
             return
         self._purged_s = time.monotonic()
@@ -177,62 +177,62 @@ class LedgerWriter:
             if done_sequence > 0:
                 await self._bus.api(f"STREAM.PURGE.{subjects.USAGE_STREAM}", {"seq": done_sequence + 1})
         except BusError as error:
-            log.warning("written usage could not be dropped from the stream, will try again: %s", error)
+            log.warning("cannot purge written usage from the stream, will retry: %s", error)
 
     async def _write_intents(self, *, flush: bool = False) -> None:
-        """Write down the requests whose records have not come for a while, or all of them."""
+        """Write the intents whose records have not arrived for a while, or all of them."""
         try:
             while done := await self._intents.write_due(flush=flush):
                 await self._answer(done, pull.ack)
         except DatabaseUnavailable as error:
-            log.warning("intents could not be written, will try again: %s", error)
+            log.warning("cannot write intents, will retry: %s", error)
 
     async def _look_for_abandoned(self) -> None:
-        """Now and then, write the rows of requests that no gateway has any more."""
+        """Once a period, write rows for requests that no gateway holds any more."""
         while not await wait_for(self._stopping, ABANDONED_PERIOD_S):
             await self._measure_clock()
             try:
                 await self._abandoned.check()
                 await self._abandoned.record_overdue(self._written_until_unix_ms)
             except DatabaseUnavailable as error:
-                log.warning("requests of gateways that died could not be recorded, will try again: %s", error)
+                log.warning("cannot record requests of gateways that died, will retry: %s", error)
 
     async def _measure_clock(self) -> None:
-        """Ask for the stream's: by a clock a minute behind it, requests would count as abandoned at once."""
+        """Measure the stream's clock: by a clock a minute behind it, requests would count as abandoned immediately."""
         try:
             await self._bus.clock.measure()
         except BusError as error:
             log.warning("the queue server's time is unknown: %s", error)
 
     async def _record_machine_time(self) -> None:
-        """Now and then, write down for how long workers have been up."""
+        """Once a period, write the time that workers have been up."""
         if time.monotonic() - self._timed_s < MACHINE_TIME_PERIOD_S:
             return
         self._timed_s = time.monotonic()
         try:
             await self._machine_time.flush()
         except DatabaseUnavailable as error:
-            log.warning("machine time could not be written, will try again: %s", error)
+            log.warning("cannot write machine time, will retry: %s", error)
 
     async def _create_partitions(self) -> None:
-        """Now and then, make the next days' partitions. A row that comes before its partition is not lost."""
+        """Once a period, create the next days' partitions. A row that arrives before its partition is not lost."""
         if time.monotonic() - self._partitioned_s < PARTITIONS_PERIOD_S:
             return
         self._partitioned_s = time.monotonic()
         try:
             await create_partitions(self._engine, unix_now_ms(), 1 + DAYS_AHEAD)
         except DatabaseUnavailable as error:
-            log.warning("the next days' partitions could not be made, will try again: %s", error)
+            log.warning("cannot create the next days' partitions, will retry: %s", error)
 
     async def _delete_old(self) -> None:
-        """Now and then, delete what is past its retention: a little between any two batches until there is no more."""
+        """Once a period, delete rows past their retention: a few between any two batches, until none are left."""
         if time.monotonic() - self._deleted_s < RETENTION_PERIOD_S:
             return
         try:
             if not await self._retention.delete_some():
                 self._deleted_s = time.monotonic()
         except DatabaseUnavailable as error:
-            log.warning("old rows could not be deleted, will try again: %s", error)
+            log.warning("cannot delete old rows, will retry: %s", error)
             self._deleted_s = time.monotonic()
 
     async def _decoded(self, delivery: Delivery) -> _Entry:
@@ -242,11 +242,11 @@ class LedgerWriter:
         return _Entry(delivery, records)
 
     async def _park(self, delivery: Delivery, unread: list[UnreadUsage], *, is_refused: bool = False) -> None:
-        """Park what cannot be taken, or have the message delivered again later: its other records are written now."""
+        """Park unreadable records, or have the message delivered again later; its other records are written now."""
         try:
             await park(self._bus, delivery, unread, is_refused=is_refused)
         except BusError as error:
-            log.warning("what message %d holds could not be parked: %s", delivery.stream_sequence, error)
+            log.warning("cannot park records of message %d: %s", delivery.stream_sequence, error)
             self._unparked.add(delivery.stream_sequence)
 
     async def _store(self, entries: list[_Entry]) -> None:
@@ -263,9 +263,9 @@ class LedgerWriter:
             self._unwritten += entries
 
     async def _commit(self, records: list[UsageRecord], stored_unix_ms: int) -> bool:
-        """Insert in one transaction, trying for ever while SQL is away; False once stopping. Raises RecordRefused.
+        """Insert in one transaction, retrying while SQL is down; False once stopping. Raises RecordRefused.
 
-        ``stored_unix_ms``: when the stream took the last of them.
+        ``stored_unix_ms``: when the stream stored the last of them.
         """
         failures = 0
         for wait_s in backoff_s():
@@ -284,7 +284,7 @@ class LedgerWriter:
         return True
 
     async def _store_apart(self, entries: list[_Entry]) -> None:
-        """Find the record that SQL refuses, so that it takes no other with it."""
+        """Write records one by one, so that only the one that SQL refuses is parked."""
         if len(entries) > 1:
             for entry in entries:
                 await self._store([entry])
@@ -303,7 +303,7 @@ class LedgerWriter:
         await self._acknowledge_written([entry])
 
     async def _acknowledge_written(self, entries: list[_Entry]) -> None:
-        """Acknowledge what is in SQL; intents are not."""
+        """Acknowledge the messages that are in SQL; intents are only held."""
         written: list[Delivery] = []
         for entry in entries:
             has_intents = any(isinstance(record, RequestIntent) for record in entry.records)
@@ -313,7 +313,7 @@ class LedgerWriter:
         await self._answer(written, pull.ack)
 
     async def _answer(self, deliveries: list[Delivery], answer: Callable[[Bus, Delivery], Awaitable[None]]) -> None:
-        # Nobody confirms an acknowledgement: one that is lost costs a redelivery, which inserts nothing.
+        # Acknowledgements are not confirmed: a lost one costs a redelivery, which inserts nothing.
         try:
             for delivery in deliveries:
                 if delivery.stream_sequence in self._unparked:

@@ -1,4 +1,4 @@
-"""The caller's word for whom he asks, as it is kept so that this person's payloads can be found."""
+"""The end user that a client names, as it is stored so that this person's payloads can be found."""
 
 import hashlib
 from typing import Final
@@ -7,7 +7,7 @@ MAX_CHARS: Final = 256
 
 
 def stored_end_user(user: str | None) -> str | None:
-    """The OpenAI field ``user`` as it was given; a hash of one that is too long for an index, or unprintable."""
+    """Return the OpenAI field ``user`` as given, or a hash of one that is unprintable or too long for an index."""
     if user is None or (len(user) <= MAX_CHARS and user.isprintable()):
         return user
     return "sha256:" + hashlib.sha256(user.encode(errors="surrogatepass")).hexdigest()

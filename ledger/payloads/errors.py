@@ -1,11 +1,11 @@
-"""What goes wrong with payloads.
+"""Errors of payloads.
 
 PayloadError
 ├── BadPayloadKey      a configured key cannot be used
 ├── PayloadKeyMissing  a payload is sealed with a key that is not configured
-├── BrokenPayload      it was changed since it was sealed, or is not what it says
-├── UnknownPayload     no payload of this request is kept
-└── ExportError        a training set cannot be made; the message is for the operator
+├── BrokenPayload      a payload was changed since it was sealed, or does not match its encoding
+├── UnknownPayload     no payload of this request is stored
+└── ExportError        a training set cannot be built; the message is for the operator
 """
 
 
@@ -22,12 +22,12 @@ class PayloadKeyMissing(PayloadError):
 
 
 class BrokenPayload(PayloadError):
-    """It was changed since it was sealed, or is not what it says."""
+    """A payload was changed since it was sealed, or does not match its encoding."""
 
 
 class UnknownPayload(PayloadError):
-    """No payload of this request is kept."""
+    """No payload of this request is stored."""
 
 
 class ExportError(PayloadError):
-    """A training set cannot be made."""
+    """A training set cannot be built."""

@@ -1,4 +1,4 @@
-"""How long an IBAN is in each country that has them, check digits included: the IBAN registry of ISO 13616."""
+"""Lengths of IBANs by country, check digits included, from the IBAN registry of ISO 13616."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
-"""Taking personal data out of payloads: placeholders such as ``[EMAIL_1]``, the same for the same value in one payload.
+"""Redacting personal data in payloads: placeholders such as ``[EMAIL_1]``, equal for equal values in one payload.
 
-What has a check digit must have a right one (cards: Luhn, ISO/IEC 7812; accounts: IBAN, ISO 13616, modulo 97), so that
-other numbers stay. Names and addresses are not found: that takes a model.
+Numbers with a check digit are redacted only if it is right (cards: Luhn, ISO/IEC 7812; accounts: IBAN, ISO 13616,
+modulo 97), so that other numbers stay. Names and postal addresses are not detected: that takes a model.
 """
 
 import json
@@ -34,11 +34,11 @@ CARD_FIRST_DIGITS: Final = "23456"  # of payment cards
 
 
 class UnredactablePrompt(ValueError):
-    """The prompt is token ids, in which nothing can be found."""
+    """The prompt is token ids, which cannot be searched."""
 
 
 class Redactor:
-    """Redacts one payload. Numbers its placeholders by value, in the order in which they are met."""
+    """Redacts one payload. Numbers its placeholders by value, in order of appearance."""
 
     def __init__(self) -> None:
         self._placeholders: dict[tuple[str, str], str] = {}
@@ -69,7 +69,7 @@ class Redactor:
         return self.value(value)
 
     def _arguments(self, text: str) -> str:
-        """Arguments of a call: JSON in a string, which must stay JSON."""
+        """Redact the arguments of a call: JSON in a string, which must stay JSON."""
         try:
             arguments = json.loads(text)
         except ValueError:
@@ -78,7 +78,7 @@ class Redactor:
         return text if redacted == arguments else json.dumps(redacted, ensure_ascii=False)
 
     def text(self, text: str) -> str:
-        """Redact a text, line by line: other threads get their turn in between."""
+        """Redact a text line by line, so that other threads can run in between."""
         return "".join([self._line(line) for line in text.splitlines(keepends=True)])
 
     def _line(self, line: str) -> str:
@@ -130,7 +130,7 @@ def _ibans(text: str) -> Iterator[Found]:
 
 
 def _end_of_chars(text: str, start: int, count: int) -> int:
-    """Where so many letters and digits end, single spaces or hyphens between them; ``start`` if they do not."""
+    """Return the end of so many letters and digits, with single spaces or hyphens between them; else ``start``."""
     at = start
     while count:
         if at > start and text[at : at + 1] in {" ", "-"}:
@@ -158,7 +158,7 @@ def _cards(text: str) -> Iterator[Found]:
 
 
 def _card_at(groups: list[tuple[int, str]], first: int) -> tuple[int, str] | None:
-    """The longest card that begins with this group of digits: its last group, and its digits."""
+    """Return the longest card that begins with this group of digits: its last group, and its digits."""
     digits, card = "", None
     for last in range(first, len(groups)):
         digits += groups[last][1]
@@ -188,12 +188,12 @@ def _phones(text: str) -> Iterator[Found]:
         yield *found.span(), "PHONE", "".join(c for c in found.group() if c.isdigit())
 
 
-# In this order: what is longer, or surer, goes first.
+# In this order: longer and more certain patterns first.
 _FINDERS: Final[tuple[Finder, ...]] = (_api_keys, _emails, _ibans, _cards, _addresses, _old_addresses, _phones)
 
 
 def is_card(digits: str) -> bool:
-    """Whether these digits are a payment card's number, by Luhn's sum."""
+    """Report whether these digits are a payment card's number, by Luhn's sum."""
     if len(digits) not in CARD_DIGITS or digits[0] not in CARD_FIRST_DIGITS:
         return False
     doubled = (2 * int(digit) for digit in digits[-2::-2])
@@ -201,14 +201,14 @@ def is_card(digits: str) -> bool:
 
 
 def is_iban(text: str) -> bool:
-    """Whether this is an account's number, in capitals and without spaces."""
+    """Report whether a text is an account's number, in capitals and without spaces."""
     if len(text) != IBAN_CHARS.get(text[:2]):
         return False
     return int("".join(str(int(c, 36)) for c in text[4:] + text[:4])) % 97 == 1
 
 
 def is_address(text: str) -> bool:
-    """Whether this is an internet address that may be somebody's."""
+    """Report whether a text is an IP address that may belong to a person."""
     try:
         address = ip_address(text)
     except ValueError:

@@ -3,8 +3,8 @@
 ``zlib``                          RFC 1950
 ``zlib+aes-256-gcm:<key id>``     12 random bytes (the nonce), then AES-256-GCM (NIST SP 800-38D) of the former
 
-The additional data of each ciphertext names its request and part, so that none can be put in another's place. A key's
-id is the beginning of its hash: whoever has the key knows which payloads it opens, and nobody learns it from the id.
+The additional data of each ciphertext names its request and part, so that ciphertexts cannot be swapped. A key's id is
+the beginning of its hash: it identifies the payloads that the key opens, and does not reveal the key.
 """
 
 import base64
@@ -26,7 +26,7 @@ NONCE_BYTES: Final = 12
 KEY_ID_CHARS: Final = 8
 PLAIN: Final = "zlib"
 SEALED: Final = "zlib+aes-256-gcm"
-MAX_OPENED_BYTES: Final = 64 * 1024 * 1024  # what a payload may grow to when it is decompressed
+MAX_OPENED_BYTES: Final = 64 * 1024 * 1024  # the greatest size of a payload when it is decompressed
 
 Part = Literal["request", "answer"]
 
@@ -40,7 +40,7 @@ class Sealer:
 
     @property
     def encoding(self) -> str:
-        """How ``seal`` does it."""
+        """The encoding that ``seal`` writes."""
         return PLAIN if self._newest is None else f"{SEALED}:{self._newest}"
 
     def seal(self, data: bytes, request_id: str, part: Part) -> bytes:
@@ -84,17 +84,17 @@ def _label(request_id: str, part: Part) -> bytes:
 
 
 def key_id(key: bytes) -> str:
-    """Which key it is, without saying what it is."""
+    """Return the id of a key, which does not reveal the key."""
     return hashlib.sha256(b"spillway payload key " + key).hexdigest()[:KEY_ID_CHARS]
 
 
 def parse_keys(text: SecretStr | None) -> list[bytes]:
-    """The keys of the setting ``payloads.key``: in hex or base64, the newest first. Raises BadPayloadKey."""
+    """Parse the setting ``payloads.key``: keys in hex or base64, the newest first. Raises BadPayloadKey."""
     if text is None:
         return []
     words = text.get_secret_value().split()
     if not words:
-        raise BadPayloadKey("there is no key in it")
+        raise BadPayloadKey("it contains no key")
     return [_key(word) for word in words]
 
 

@@ -1,4 +1,4 @@
-"""Payloads in SQL: written once, read by operators and exports, deleted when they expire or somebody asks."""
+"""Payloads in SQL: written once, read by operators and exports, deleted on expiry or on request."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from ledger.payloads.sealing import Part, Sealer
 from protocol.clock import unix_now_ms
 from protocol.payloads import PayloadRecord
 
-DELETE_ROWS: Final = 500  # in one transaction, so that nobody waits long for it
+DELETE_ROWS: Final = 500  # in one transaction, so that other writers do not wait long
 
 
 class Payload(Struct, frozen=True):
-    """One kept payload, opened."""
+    """One stored payload, opened."""
 
     request_id: str
     received_unix_ms: int
@@ -42,7 +42,7 @@ class Payload(Struct, frozen=True):
 
 
 async def store_payloads(engine: AsyncEngine, records: Sequence[PayloadRecord]) -> None:
-    """Insert the records in one transaction, passing over those already there. Raises SQL's own errors."""
+    """Insert the records in one transaction, skipping those already stored. Raises SQL's own errors."""
     rows = [
         {name: value for name, value in msgspec.structs.asdict(record).items() if name != "v"} for record in records
     ]
@@ -52,12 +52,12 @@ async def store_payloads(engine: AsyncEngine, records: Sequence[PayloadRecord]) 
 
 
 async def read_payload(engine: AsyncEngine, request_id: str, sealer: Sealer, actor: str) -> Payload:
-    """One payload, with an entry in the audit log. Raises UnknownPayload, what opening raises, and SQL's own errors."""
+    """Read a payload, with an entry in the audit log. Raises UnknownPayload, ``open_row``'s and SQL's own errors."""
     async with engine.connect() as connection:
         of_request = select(PayloadRow.__table__).where(PayloadRow.request_id == request_id, ~has_expired())
         found = (await connection.execute(of_request)).mappings().first()
     if found is None:
-        raise UnknownPayload(f"no payload of {request_id} is kept: there was no consent, or it is gone")
+        raise UnknownPayload(f"no payload of {request_id} is stored: there was no consent, or it has been deleted")
     async with changing(engine) as connection:
         await record(connection, Change(actor, "payloads.read", request_id))
     return await asyncio.to_thread(open_row, dict(found), sealer)
@@ -78,34 +78,34 @@ def _opened(row: dict[str, Any], part: Part, sealer: Sealer) -> dict[str, Any] |
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise BrokenPayload(f"the {part} of {row['request_id']} is no JSON: {error}") from error
+        raise BrokenPayload(f"the {part} of {row['request_id']} is not JSON: {error}") from error
 
 
 def has_expired() -> ColumnElement[bool]:
-    """The rows whose time is over, some of which may still be there."""
+    """Build the condition for expired rows, some of which may not be deleted yet."""
     return PayloadRow.expires_unix_ms <= unix_now_ms()
 
 
 async def delete_expired(engine: AsyncEngine) -> int:
-    """Delete at most ``DELETE_ROWS`` whose time is over; returns how many. Raises SQL's own errors."""
+    """Delete at most ``DELETE_ROWS`` expired rows; return how many. Raises SQL's own errors."""
     async with changing(engine) as connection:
         return await _delete_some(connection, has_expired())
 
 
 class Erasure(Struct, frozen=True):
-    """Whose payloads are to be deleted: exactly one of these is set."""
+    """The payloads to be deleted: exactly one of the fields is set."""
 
-    end_user: str | None = None  # as callers gave it in ``user``
+    end_user: str | None = None  # as clients gave it in ``user``
     key_id: str | None = None
     request_id: str | None = None
 
     @property
     def subject(self) -> str:
-        """What the audit log calls it; a person's name stays out of it."""
+        """The subject in the audit log, without a person's name."""
         return "end user" if self.end_user is not None else self.key_id or self.request_id or ""
 
     def condition(self) -> ColumnElement[bool]:
-        """Which rows."""
+        """Build the condition for the rows."""
         if self.end_user is not None:
             return PayloadRow.end_user == stored_end_user(self.end_user)
         if self.key_id is not None:
@@ -114,7 +114,7 @@ class Erasure(Struct, frozen=True):
 
 
 async def erase(engine: AsyncEngine, erasure: Erasure, actor: str) -> int:
-    """Delete them all, in transactions of ``DELETE_ROWS``; returns how many. Raises SQL's own errors."""
+    """Delete all of an erasure, in transactions of ``DELETE_ROWS``; return how many. Raises SQL's own errors."""
     total = 0
     while True:
         async with changing(engine) as connection:

@@ -1,7 +1,7 @@
-"""The payload writer: from the PAYLOADS stream into SQL, and out of it when their time is over.
+"""The payload writer: from the PAYLOADS stream into SQL, and deleted there when they expire.
 
 Runs beside the ledger writer. A message is acknowledged after its commit, and inserting it twice does nothing. While
-SQL is away, payloads wait in the stream, whose oldest go when it is full.
+SQL is down, payloads wait in the stream, which drops its oldest messages when it is full.
 """
 
 import asyncio
@@ -23,29 +23,29 @@ from protocol.payloads import PayloadRecord, decode_payloads
 from protocol.pull import Delivery, PullConsumer
 from protocol.topology import consumer_exists
 
-PULL_MESSAGES: Final = 8  # at once: of at most 8 MB each, and usually far less
+PULL_MESSAGES: Final = 8  # in one pull: of at most 8 MB each, and usually far less
 IDLE_WAIT_S: Final = 0.5
 EXPIRY_PERIOD_S: Final = 60.0
 CONSUMER_POLL_S: Final = 2.0
-NEWER_DELAY_S: Final = 30.0  # until a message of a newer release is offered again
+NEWER_DELAY_S: Final = 30.0  # until a message of a newer release is delivered again
 _STORE_ERRORS: Final[tuple[type[Exception], ...]] = (OverflowError, *SQL_ERRORS)  # the first: sqlite3's own
 
 log = logging.getLogger(__name__)
 
 
 class PayloadWriter:
-    """Writes until told to stop."""
+    """Writes until stopped."""
 
     def __init__(self, bus: Bus, engine: AsyncEngine, stopping: asyncio.Event) -> None:
         self._bus = bus
         self._engine = engine
         self._stopping = stopping
-        self._held: asyncio.Queue[Delivery] = asyncio.Queue()  # bounded by what is asked for
-        self._checked_s = float("-inf")  # for what has expired; monotonic clock
+        self._held: asyncio.Queue[Delivery] = asyncio.Queue()  # bounded by what is pulled
+        self._checked_s = float("-inf")  # when it last deleted expired payloads; monotonic clock
         self._consumer = PullConsumer(bus, subjects.PAYLOADS_STREAM, subjects.PAYLOADS_CONSUMER, self._held.put)
 
     async def run(self) -> None:
-        """Pull, write, acknowledge, until ``stopping`` is set."""
+        """Pull, write and acknowledge until ``stopping`` is set."""
         await self._wait_for_consumer()
         await self._consumer.start()
         self._bus.on_reconnect(self._on_reconnected)
@@ -65,7 +65,7 @@ class PayloadWriter:
                 if await consumer_exists(self._bus, subjects.PAYLOADS_STREAM, subjects.PAYLOADS_CONSUMER):
                     return
             except BusError as error:
-                log.debug("the consumer of payloads cannot be asked for: %s", error)
+                log.debug("cannot check for the payloads' consumer: %s", error)
             await wait_for(self._stopping, CONSUMER_POLL_S)
 
     async def _on_reconnected(self) -> None:
@@ -76,7 +76,7 @@ class PayloadWriter:
             try:
                 await self._consumer.pull(PULL_MESSAGES)
             except BusError as error:
-                log.warning("cannot ask for payloads, will again: %s", error)
+                log.warning("cannot pull payloads, will retry: %s", error)
 
     async def _write_next(self) -> None:
         try:
@@ -97,7 +97,7 @@ class PayloadWriter:
             await self._answer(delivery, pull.ack if is_stored else pull.nak)
 
     async def _stored(self, records: list[PayloadRecord]) -> bool:
-        """Insert them, trying for ever while SQL is away; False once stopping."""
+        """Insert the records, retrying while SQL is down; False once stopping."""
         for tries, wait_s in enumerate(backoff_s()):
             try:
                 await store_payloads(self._engine, records)
@@ -113,20 +113,20 @@ class PayloadWriter:
         return False
 
     async def _stored_apart(self, records: list[PayloadRecord], error: Exception) -> bool:
-        """One of them is refused: it shall take no other with it."""
+        """Insert records one by one after a refusal, so that only the refused one is lost."""
         if len(records) > 1:
             return all([await self._stored([record]) for record in records])
         log.error("the payload of %s is lost: %s", records[0].request_id, describe(error))
         return True
 
     async def _delete_expired(self) -> None:
-        """Every minute, and at once again while there is more."""
+        """Delete expired payloads, every minute, and again without a pause while there are more."""
         if time.monotonic() - self._checked_s < EXPIRY_PERIOD_S:
             return
         try:
             deleted = await delete_expired(self._engine)
         except SQL_ERRORS as error:
-            log.warning("expired payloads could not be deleted, will try again: %s", describe(error))
+            log.warning("cannot delete expired payloads, will retry: %s", describe(error))
             deleted = 0
         if deleted < DELETE_ROWS:
             self._checked_s = time.monotonic()
@@ -139,5 +139,5 @@ class PayloadWriter:
 
 
 async def _nak_with_delay(bus: Bus, delivery: Delivery) -> None:
-    """Leave it to a writer that understands it; its stream keeps it for some days."""
+    """Leave a message to a writer that understands it; its stream keeps it for some days."""
     await pull.nak(bus, delivery, NEWER_DELAY_S)

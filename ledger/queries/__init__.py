@@ -1,4 +1,4 @@
-"""What dashboards and reports ask of the ledger: pure functions over a connection, reading rollups, never raw rows.
+"""Queries for dashboards and reports: pure functions over a connection, which read rollups, never raw rows.
 
 Only ``log`` reads raw rows, by their indexes. See docs/LEDGER.md for the meaning of every figure.
 """

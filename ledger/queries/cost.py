@@ -1,4 +1,4 @@
-"""What tokens cost in each pool, idle time included, and what spot machines save."""
+"""Cost of tokens in each pool, idle time included, and savings by spot machines."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ _POOL: Final[tuple[Dimension, ...]] = ("pool", "provider", "region", "tier")
 
 @dataclass(frozen=True, slots=True)
 class PoolCost:
-    """What one pool has cost. Money in nano-USD."""
+    """Cost of one pool. Money in nano-USD."""
 
     pool: str
     provider: str
@@ -33,27 +33,27 @@ class PoolCost:
 
     @property
     def cost_nano_usd(self) -> int:
-        """All in all."""
+        """Cost of machines and tokens together."""
         return self.machine_nano_usd + self.token_nano_usd
 
     @property
     def idle_share(self) -> float | None:
-        """The share of its instance time without any job; None: it was never up."""
+        """Share of its instance time without any job; None: it was never up."""
         return 1 - self.busy_ms / self.up_ms if self.up_ms else None
 
     @property
     def saving_nano_usd(self) -> int | None:
-        """What it has saved against on-demand machines; None: their price is unknown."""
+        """Saving against on-demand machines; None: their price is unknown."""
         return None if self.on_demand_nano_usd is None else self.on_demand_nano_usd - self.machine_nano_usd
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What one model's tokens have cost in one pool.
+    """Cost of one model's tokens in one pool.
 
-    That is what a hosted API charges us for them, and their share of the pool's machines, idle time included.
-    Tokens that no pool answered (requests refused by the queue) are in none. A pool that was up but has answered
-    nothing has one row, with an empty model.
+    That is the hosted API's charge for them, and their share of the pool's machines, idle time included. Tokens that no
+    pool answered (requests refused by the queue) belong to none. A pool that was up but has answered nothing has one
+    row, with an empty model.
     """
 
     model: str
@@ -66,7 +66,7 @@ class ModelCost:
     completion_tokens: int
     cost_nano_usd: int
     idle_nano_usd: int  # of this, for time in which the machines had no job
-    charge_nano_usd: int  # what its callers were charged
+    charge_nano_usd: int  # what its clients were charged
 
     @property
     def nano_usd_per_1k_tokens(self) -> int | None:
@@ -78,9 +78,9 @@ class ModelCost:
 async def costs(
     connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS
 ) -> tuple[list[PoolCost], list[ModelCost]]:
-    """Of each pool, and of each model in each pool, the dearest first.
+    """Return the cost of each pool, and of each model in each pool, the most expensive first.
 
-    Of ``where``, team, key, endpoint and outcome do not count; a model counts among models only.
+    In ``where``, team, key, endpoint and outcome are ignored; a model filters the models only.
     """
     hosted = await _token_costs(connection, window, where)
     pools = await _pool_costs(connection, window, where, hosted)
@@ -110,7 +110,7 @@ async def _model_costs(
         for traffic in answered
         if traffic.group[1] and (not models or traffic.group[0] in models)
     ]
-    unused = [cost for place, cost in pools.items() if not of_pool.get(place)] if not models else []
+    unused = [cost for group, cost in pools.items() if not of_pool.get(group)] if not models else []
     costs += [_share(Traffic(("", *_pool_group(cost))), cost, 1.0, 0) for cost in unused]
     return sorted(costs, key=lambda cost: (-cost.cost_nano_usd, cost.model, cost.pool))
 
@@ -134,14 +134,14 @@ async def _pool_costs(
 
 
 def _machine_time(window: Window, where: Filters) -> Select[Any]:
-    """Pool, provider, region, tier; time up, time busy, cost, cost on demand (NULL where a price is unknown)."""
+    """Select pool, provider, region, tier; time up, time busy, cost, cost on demand (NULL where a price is unknown)."""
     columns = InstanceRow.__table__.columns
-    place = [columns[name] for name in _POOL]
+    pool = [columns[name] for name in _POOL]
     up_ms = columns.up_until_unix_ms - columns.up_from_unix_ms
     on_demand = func.sum(up_ms * columns.on_demand_nano_usd_per_hour // HOUR_MS)
     all_known = func.count() == func.count(columns.on_demand_nano_usd_per_hour)
     statement = select(
-        *place,
+        *pool,
         func.sum(up_ms),
         func.sum(columns.busy_until_ms - columns.busy_from_ms),
         func.sum(up_ms * columns.nano_usd_per_hour // HOUR_MS),
@@ -149,13 +149,13 @@ def _machine_time(window: Window, where: Filters) -> Select[Any]:
     )
     within = (columns.bucket_unix_ms >= window.since_unix_ms, columns.bucket_unix_ms < window.until_unix_ms)
     allowed = [columns[name].in_(list(values)) for name, values in _of_pools(where).items() if values]
-    return statement.where(*within, *allowed).group_by(*place)
+    return statement.where(*within, *allowed).group_by(*pool)
 
 
 async def _token_costs(connection: AsyncConnection, window: Window, where: Filters) -> dict[Group, int]:
-    """Model, pool, provider, region, tier → what its provider charges us for tokens, by the prices that held.
+    """Return (model, pool, provider, region, tier) → the provider's charge for tokens, by the prices in force.
 
-    A price holds from the beginning of the quarter of an hour in which it was entered: rollups know no less.
+    A price applies from the beginning of the quarter of an hour in which it was entered, the finest that rollups have.
     """
     costs: dict[Group, int] = defaultdict(int)
     for (model, pool), dated in (await load_prices(connection)).dated().items():
@@ -171,7 +171,7 @@ async def _token_costs(connection: AsyncConnection, window: Window, where: Filte
 
 
 def _share(traffic: Traffic, pool: PoolCost | None, part: float, hosted_nano_usd: int) -> ModelCost:
-    """That part of what the pool's machines have cost (None: nothing is known of it), and its own hosted tokens."""
+    """Build a model's cost: that part of the pool's machines (None: no known cost), and its own hosted tokens."""
     model, name, provider, region, tier = traffic.group
     return ModelCost(
         model,

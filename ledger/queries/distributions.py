@@ -1,4 +1,4 @@
-"""Percentiles and histograms, of histograms that merge by adding up: within 2 % of the exact value."""
+"""Percentiles and distributions from mergeable histograms, within 2 % of the exact value."""
 
 import math
 from collections import defaultdict
@@ -20,11 +20,11 @@ PERCENTS: Final = (50, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one group. Show them together with n, and not below 20."""
+    """Percentiles of one group. Show them together with n, and not for n below 20."""
 
     group: tuple[str, ...]
     n: int
-    values: tuple[float | None, ...]  # one for each percent asked for; None: n is 0
+    values: tuple[float | None, ...]  # one for each requested percent; None: n is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PercentileSeries:
 
 @dataclass(frozen=True, slots=True)
 class LengthHistogram:
-    """How many requests of one group have a measure in each span between two edges."""
+    """Number of one group's requests with a measure in each interval between two edges."""
 
     edges: tuple[float, ...]  # one more than counts; count i is of values in (edges[i], edges[i + 1]]
     counts: tuple[int, ...]
@@ -45,22 +45,22 @@ class LengthHistogram:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How one measure is distributed over one group of requests."""
+    """Distribution of one measure over one group of requests."""
 
     group: Group
     counts: Counts
 
     @property
     def n(self) -> int:
-        """How many values there are."""
+        """Number of values."""
         return sum(self.counts.values())
 
     def percentiles(self, percents: Sequence[float] = PERCENTS) -> Percentiles:
-        """By nearest rank."""
+        """Return percentiles by nearest rank."""
         return Percentiles(self.group, self.n, tuple(histogram.percentile(self.counts, part) for part in percents))
 
     def lengths(self) -> LengthHistogram:
-        """Counts between powers of two: 0-1, 1-2, 2-4 and so on."""
+        """Return counts between powers of two: 0-1, 1-2, 2-4 and so on."""
         folded: dict[int, int] = defaultdict(int)
         for number, count in self.counts.items():
             value = histogram.value_of(number)
@@ -72,7 +72,7 @@ class Distribution:
 
 
 def merge(parts: Iterable[Distribution]) -> Distribution:
-    """Of all groups, as one without a name."""
+    """Merge all groups into one without a name."""
     counts: Counts = {}
     for part in parts:
         histogram.add(counts, part.counts)
@@ -87,7 +87,7 @@ async def distributions(
     where: Filters = NO_FILTERS,
     by: Sequence[Dimension] = (),
 ) -> dict[Measure, list[Distribution]]:
-    """Of several measures by up to two dimensions, of each the greatest n first. Without ``by`` exactly one each."""
+    """Return distributions of measures by up to two dimensions, the greatest n first; without ``by`` one each."""
     found = await _read(connection, [window], measures, where, by)
     return {
         measure: [Distribution(group, steps.get(0, {})) for group, steps in _largest_first(of_measure, by)]
@@ -104,7 +104,7 @@ async def percentiles(
     by: Sequence[Dimension] = (),
     percents: Sequence[float] = PERCENTS,
 ) -> list[Percentiles]:
-    """Percentiles by nearest rank, by up to two dimensions, the greatest n first. Without ``by`` exactly one."""
+    """Return percentiles by nearest rank, by up to two dimensions, the greatest n first; without ``by`` exactly one."""
     found = await distributions(connection, window, [measure], where=where, by=by)
     return [one.percentiles(percents) for one in found[measure]]
 
@@ -119,7 +119,7 @@ async def percentile_series(
     by: Sequence[Dimension] = (),
     percents: Sequence[float] = PERCENTS,
 ) -> list[PercentileSeries]:
-    """The same over time; ``window.steps(step)`` are the points' times. Raises TooManySteps."""
+    """Return percentiles over time; ``window.steps(step)`` are the points' times. Raises TooManySteps."""
     steps = window.steps(step)
     [found] = await _read(connection, steps, [measure], where, by)
     return [
@@ -138,7 +138,7 @@ async def _read(
     where: Filters,
     by: Sequence[Dimension],
 ) -> list[dict[Group, dict[int, Counts]]]:
-    """For each measure, group → step number → merged histogram; only what there is."""
+    """Return, for each measure, group → step number → merged histogram, without empty ones."""
     stored: list[dict[tuple[Group, int], list[bytes]]] = [defaultdict(list) for _ in measures]
     values = [_concatenated(connection, measure) for measure in measures]
     async for number, _, group, found in read(connection, HistogramRow, values, steps, where=where, by=by):
@@ -153,11 +153,11 @@ async def _read(
 
 
 def _concatenated(connection: AsyncConnection, measure: Measure) -> ColumnElement[bytes]:
-    """All rows' histograms as one."""
+    """Build the expression that concatenates all rows' histograms into one."""
     column = HistogramRow.__table__.columns[measure]
     if connection.dialect.name == "postgresql":
         return func.string_agg(column, literal(b"", LargeBinary))
-    # SQLite takes the bytes as they are for text, whatever they are.
+    # SQLite treats the bytes as text without changing them.
     return cast(func.group_concat(column, ""), LargeBinary)
 
 

@@ -11,23 +11,23 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from db.models import AttemptRow, RequestRow
 from ledger.queries.window import NO_FILTERS, Filters
 
-SLICE_ROWS: Final = 20_000  # looked through by one statement
-SEARCH_LIMIT_S: Final = 0.1  # then what was found so far is the page, and the next one goes on from there
+SLICE_ROWS: Final = 20_000  # searched by one statement
+SEARCH_LIMIT_S: Final = 0.1  # then the requests found so far are the page, and the next one continues from there
 MAX_ATTEMPTS: Final = 200  # of one request
 
-Row = dict[str, Any]  # column → value, as db.models says
+Row = dict[str, Any]  # column → value, as in db.models
 
 _REQUESTS: Final = RequestRow.__table__.columns
 _received: Final = RequestRow.received_unix_ms
-_COLUMNS: Final = {"team": "team_id", "key": "key_id"}  # of dimensions that are called otherwise
+_COLUMNS: Final = {"team": "team_id", "key": "key_id"}  # of dimensions whose columns have another name
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a page of requests ended: the next one begins with what is older."""
+    """The end of a page of requests: the next one begins with older requests."""
 
     received_unix_ms: int
-    request_id: str  # empty: with what was received before
+    request_id: str  # empty: all requests at this time belong to the page before
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class RequestHistory:
-    """One request and how it came to its answer."""
+    """One request with its attempts."""
 
     request: Row | None  # RequestRow; None: not ended yet, or its gateway died a moment ago
     attempts: list[Row]  # AttemptRow, in the order in which they were tried
@@ -55,17 +55,17 @@ async def request_page(
     after: Cursor | None = None,
     limit: int = 100,
 ) -> Page:
-    """The newest ``limit`` requests received in [since, until) and older than ``after``.
+    """Return the newest ``limit`` requests received in [since, until) and older than ``after``.
 
     Where few requests pass the filters, a page may hold fewer of them, or none, and still have a next one: the search
-    ends after SEARCH_LIMIT_S.
+    stops after SEARCH_LIMIT_S.
     """
-    wanted = and_(*_conditions(where), _received >= since_unix_ms, _received < until_unix_ms)
+    condition = and_(*_conditions(where), _received >= since_unix_ms, _received < until_unix_ms)
     found: list[Row] = []
     started_s = time.monotonic()
     while True:
         bottom = await _bottom(connection, since_unix_ms, until_unix_ms, after) if where else None
-        within = wanted if bottom is None else and_(wanted, _received >= bottom)
+        within = condition if bottom is None else and_(condition, _received >= bottom)
         newest_first = (
             select(*_REQUESTS)
             .where(within, _older_than(after))
@@ -83,7 +83,7 @@ async def request_page(
 
 
 async def request_history(connection: AsyncConnection, request_id: str) -> RequestHistory | None:
-    """One request with its attempts; None: there is no such request."""
+    """Return a request with its attempts; None: there is no such request."""
     request = (
         (await connection.execute(select(*_REQUESTS).where(RequestRow.request_id == request_id)))
         .mappings()
@@ -106,7 +106,7 @@ def _conditions(where: Filters) -> list[ColumnElement[bool]]:
 
 
 def _is_one_of(column: ColumnElement[Any], values: Collection[str]) -> ColumnElement[bool]:
-    # The empty string is what rollups call NULL.
+    # Rollups store NULL as the empty string.
     named = column.in_([value for value in values if value])
     return or_(named, column.is_(None)) if "" in values else named
 
@@ -115,12 +115,12 @@ def _older_than(cursor: Cursor | None) -> ColumnElement[bool]:
     if cursor is None:
         return _received.is_not(None)
     same = and_(_received == cursor.received_unix_ms, RequestRow.request_id < cursor.request_id)
-    # The first condition is implied, and lets the index begin there.
+    # The first condition is implied, and lets the index scan begin there.
     return and_(_received <= cursor.received_unix_ms, or_(_received < cursor.received_unix_ms, same))
 
 
 async def _bottom(connection: AsyncConnection, since: int, until: int, after: Cursor | None) -> int | None:
-    """When the last request of the next slice was received; None: what is left fits into one."""
+    """Return when the last request of the next slice was received; None: the remaining requests fit into one."""
     top = until if after is None else min(until, after.received_unix_ms + bool(after.request_id))
     rows = select(_received).where(_received >= since, _received < top).order_by(_received.desc())
     found: int | None = await connection.scalar(rows.limit(1).offset(SLICE_ROWS))

@@ -1,8 +1,8 @@
-"""Reading rollups: which rows cover a stretch of time, and whose step and group they are.
+"""Reading rollups: the rows that cover a time span, with their step and group.
 
-A step is covered by as few rows as there can be: whole UTC days, else hours, else quarters of an hour. Where a step
-begins or ends within a UTC day, the sums of its greater part are the day's less those of the smaller part: days in
-UTC+5:30, which begin at 18:30, are read from UTC's days and their hours after 18:30.
+A step is covered by as few rows as possible: whole UTC days, else hours, else quarters of an hour. Where a step begins
+or ends within a UTC day, the sums of its larger part are the day's minus those of the smaller part: days in UTC+5:30,
+which begin at 18:30, are read from UTC's days and their hours after 18:30.
 """
 
 from bisect import bisect_left, bisect_right
@@ -39,7 +39,7 @@ _COLUMNS: Final[dict[Dimension, ColumnElement[str]]] = {
 
 
 def dimension_column(dimension: Dimension) -> ColumnElement[str]:
-    """The column of ``slices`` that a dimension is."""
+    """Return the column of ``slices`` for a dimension."""
     return _COLUMNS[dimension]
 
 
@@ -53,11 +53,11 @@ async def read(
     by: Sequence[Dimension],
     sliced: bool = False,
 ) -> AsyncIterator[tuple[int, int, Group, Sequence[Any]]]:
-    """Step number, sign, group and values of all rows in the steps, which follow on one another without gaps.
+    """Yield step number, sign, group and values of all rows in the steps, which must be consecutive without gaps.
 
-    The values are aggregates: SQL puts rows of one bucket and group together. What has the sign -1 is to be taken
-    away; of histograms there is none. Without ``sliced`` the values ask nothing of ``slices``, which is then left aside
-    unless filters or groups need it.
+    The values are aggregates: SQL combines rows of one bucket and group. Values with the sign -1 are to be subtracted;
+    histograms have none. Without ``sliced`` the values use no column of ``slices``, which is then joined only if
+    filters or groups need it.
     """
     groups, conditions = [dimension_column(dimension) for dimension in by], filtered(where)
     bucket = table.bucket_unix_ms.expression
@@ -82,16 +82,16 @@ async def read(
 
 @dataclass(frozen=True, slots=True)
 class RollupCoverage:
-    """Which rows say what there was in some steps, and in which of them each counts."""
+    """The rows that cover some steps, and the steps in which each of them counts."""
 
-    cuts: Sequence[int]  # where each step begins, and where the last ends
+    cuts: Sequence[int]  # the begin of each step, and the end of the last
     ranges: Mapping[tuple[int, bool], Sequence[Range]]  # by width_s, and whether they lie within the steps
     days: Mapping[int, int]  # UTC days whose own rows are read → the step in which these count
 
     def conditions(self, table: type[RollupRow | HistogramRow]) -> Iterator[tuple[int, int, ColumnElement[bool]]]:
-        """Of each statement, the rows' width_s, where the first bucket begins, and the rows to be read.
+        """Yield, for each statement, the rows' width_s, the begin of the first bucket, and the condition.
 
-        Narrow rows come first: what a writer adds in the meantime never makes a day less than its parts.
+        Narrow rows come first: rows that a writer adds meanwhile never make a day smaller than its parts.
         """
         for (width_s, _), ranges in sorted(self.ranges.items()):
             for first in range(0, len(ranges), RANGES_PER_STATEMENT):
@@ -100,7 +100,7 @@ class RollupCoverage:
                 yield width_s, some[0][0], and_(table.width_s == width_s, within)
 
     def steps_of(self, width_s: int, bucket_unix_ms: int) -> Iterator[tuple[int, int]]:
-        """Steps in which a bucket's rows count, with their sign."""
+        """Yield the steps in which a bucket's rows count, with their sign."""
         of_day = self.days.get(bucket_unix_ms // DAY_MS * DAY_MS)
         if of_day is not None:
             yield of_day, 1 if width_s == WIDTHS_S[-1] else -1
@@ -110,7 +110,10 @@ class RollupCoverage:
 
 
 def rollup_coverage(steps: Sequence[Window], *, may_subtract: bool) -> RollupCoverage:
-    """The fewest rows. ``may_subtract``: of a day in several parts, the greatest may be the day less the others."""
+    """Return the fewest rows that cover the steps.
+
+    ``may_subtract``: of a day in several parts, the largest may be the day minus the others.
+    """
     cuts = [step.since_unix_ms for step in steps]
     cuts += [step.until_unix_ms for step in steps[-1:]]
     ranges: dict[tuple[int, bool], list[Range]] = defaultdict(list)
@@ -139,21 +142,21 @@ def _length_ms(part: tuple[int, Range]) -> int:
 
 
 def _append(ranges: list[Range], since: int, until: int) -> None:
-    """One more, as one with the last if it follows on it."""
+    """Append a range, joined with the last one if they are adjacent."""
     if ranges and ranges[-1][1] == since:
         since, _ = ranges.pop()
     ranges.append((since, until))
 
 
 def filtered(where: Filters) -> list[ColumnElement[bool]]:
-    """Conditions on ``slices``."""
+    """Build the conditions on ``slices``."""
     return [dimension_column(dimension).in_(list(allowed)) for dimension, allowed in where.items() if allowed]
 
 
 def _within(bucket: ColumnElement[int], ranges: Sequence[Range], width_ms: int) -> ColumnElement[bool]:
-    """The buckets of the ranges: those between the first and the last but the gaps, or, if they are fewer, by name.
+    """Build the condition for the ranges' buckets: first to last without the gaps, or, if they are fewer, by name.
 
-    A condition for each range would be looked at for every row.
+    A condition for each range would be evaluated for every row.
     """
     gaps = [start for (_, end), (until, _) in pairwise(ranges) for start in range(end, until, width_ms)]
     inside = [start for since, until in ranges for start in range(since, until, width_ms)] if gaps else []
@@ -164,7 +167,7 @@ def _within(bucket: ColumnElement[int], ranges: Sequence[Range], width_ms: int) 
 
 
 def _pieces(since: int, until: int, widths_s: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The middle in the greatest width that fits, what is left on both sides in the next ones."""
+    """Split a span: the middle in the largest width that fits, the rest on both sides in the next ones."""
     *narrower, width_s = widths_s
     width_ms = width_s * 1000
     first, last = -(-since // width_ms) * width_ms, until // width_ms * width_ms

@@ -1,4 +1,4 @@
-"""How many requests, tokens and dollars: in all, by one or two dimensions, over time, by hour of the week."""
+"""Requests, tokens and dollars: in total, by one or two dimensions, over time, by hour of the week."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from db.models import RollupRow, SliceRow
 from ledger.queries.reading import Group, dimension_column, read, rollup_coverage
 from ledger.queries.window import DIMENSIONS, NO_FILTERS, Dimension, Filters, Step, Window
 
-OTHER: Final = "(other)"  # the group of what top N leaves; no model, pool, team or key is named so
+OTHER: Final = "(other)"  # the group of all beyond the top N; no model, pool, team or key has this name
 
 Figure = Literal["requests", "failed", "failovers", "prompt_tokens", "completion_tokens", "tokens", "charge_nano_usd"]
 
@@ -23,7 +23,7 @@ Figure = Literal["requests", "failed", "failovers", "prompt_tokens", "completion
 class Traffic:
     """Sums over one group of requests."""
 
-    group: tuple[str, ...]  # its values of what was grouped by, in that order; OTHER for what top N leaves
+    group: tuple[str, ...]  # its values of the grouping dimensions, in their order; OTHER beyond the top N
     requests: int = 0
     ok: int = 0
     failed: int = 0
@@ -39,7 +39,7 @@ class Traffic:
 
     @property
     def tokens(self) -> int:
-        """Prompt and completion."""
+        """Number of prompt and completion tokens."""
         return self.prompt_tokens + self.completion_tokens
 
 
@@ -49,7 +49,7 @@ _OUTCOMES: Final = ("ok", "failed", "cancelled")
 
 
 def merge(parts: Iterable[Traffic]) -> Traffic:
-    """All groups as one without a name."""
+    """Merge all groups into one without a name."""
     values = zip(*(_values_of(part) for part in parts), strict=True)
     return Traffic((), *map(sum, values))
 
@@ -71,9 +71,9 @@ async def totals(
     order: Figure = "requests",
     top: int | None = None,
 ) -> list[Traffic]:
-    """Sums by any dimensions, greatest first; beyond ``top`` groups the rest is one, OTHER, the last.
+    """Return sums by any dimensions, the greatest first; groups beyond ``top`` are merged into OTHER, the last.
 
-    Without ``by`` there is exactly one.
+    Without ``by`` there is exactly one group.
     """
     found = await _read(connection, [window], where, by)
     return [points[0] for points in _ranked(found, 1, by, order, top)]
@@ -90,7 +90,7 @@ async def series(
     top: int | None = None,
     names: Sequence[str] = _NAMES,
 ) -> list[Series]:
-    """The same over time; ``window.steps(step)`` are the points' times. Raises TooManySteps.
+    """Return sums over time; ``window.steps(step)`` are the points' times. Raises TooManySteps.
 
     Only the fields in ``names``, and the requests, are read; the others are 0.
     """
@@ -103,7 +103,7 @@ async def series(
 async def heat_map(
     connection: AsyncConnection, window: Window, *, where: Filters = NO_FILTERS, figure: Figure = "requests"
 ) -> list[list[int]]:
-    """A figure by weekday (Monday first) and hour of the viewer's day: 7 rows of 24."""
+    """Return a figure by weekday (Monday first) and hour of the viewer's day: 7 rows of 24."""
     cells = [[0] * 24 for _ in range(7)]
     steps = window.steps("hour")
     is_failed = case((SliceRow.outcome == "failed", RollupRow.requests), else_=0)
@@ -118,7 +118,7 @@ async def heat_map(
 
 
 async def choices(connection: AsyncConnection, window: Window) -> dict[Dimension, list[str]]:
-    """Which values each dimension has in the window, in alphabetical order: what filters can offer."""
+    """Return the values of each dimension in the window, in alphabetical order, for the filters to offer."""
     cover = rollup_coverage([window], may_subtract=False)
     within = [select(RollupRow.slice_id).where(rows) for _, _, rows in cover.conditions(RollupRow)]
     slices = select(*(dimension_column(dimension) for dimension in DIMENSIONS)).where(
@@ -136,7 +136,7 @@ async def _read(
     by: Sequence[Dimension],
     names: Sequence[str] = _NAMES,
 ) -> dict[Group, dict[int, Traffic]]:
-    """Group → step number → sums; only what there is."""
+    """Return group → step number → sums, without empty ones."""
     asked = ["requests", *(name for name in names if name != "requests")]
     is_sliced = any(name in _OUTCOMES for name in asked)
     values = [_sum(name) for name in asked]
@@ -164,7 +164,7 @@ def _sum(name: str) -> ColumnElement[Any]:
 def _ranked(
     found: Mapping[Group, Mapping[int, Traffic]], steps: int, by: Sequence[Dimension], order: Figure, top: int | None
 ) -> list[list[Traffic]]:
-    """Each group's points, the greatest group first, the surplus together at the end."""
+    """Return each group's points, the greatest group first, those beyond ``top`` merged at the end."""
 
     def size(group: Group) -> tuple[int, Group]:
         return -sum(getattr(traffic, order) for traffic in found[group].values()), group
@@ -173,9 +173,9 @@ def _ranked(
     kept = groups if top is None else groups[:top]
     lines = [[found.get(group, {}).get(number, Traffic(group)) for number in range(steps)] for group in kept]
     if len(groups) > len(kept):
-        left = [found[group] for group in groups[len(kept) :]]
+        others = [found[group] for group in groups[len(kept) :]]
         rest = [
-            replace(merge(points[number] for points in left if number in points), group=(OTHER,) * len(by))
+            replace(merge(points[number] for points in others if number in points), group=(OTHER,) * len(by))
             for number in range(steps)
         ]
         lines.append(rest)

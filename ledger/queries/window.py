@@ -1,4 +1,4 @@
-"""What is asked about: a stretch of time in somebody's zone, and which requests of it."""
+"""The subject of a query: a time span in a viewer's zone, its steps, and filters."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ DIMENSIONS: Final[tuple[Dimension, ...]] = (
     "outcome",
 )
 Step = Literal["quarter", "hour", "day"]
-Filters = Mapping[Dimension, Collection[str]]  # one of these values each; a dimension that is not named: any
+Filters = Mapping[Dimension, Collection[str]]  # allowed values; a dimension that is missing allows all
 NO_FILTERS: Final[Filters] = {}
 
 
@@ -35,9 +35,9 @@ class TooManySteps(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of time, [since, until), as somebody in ``zone`` sees it.
+    """A time span, [since, until), as a viewer in ``zone`` sees it.
 
-    Rollups know quarters of an hour: what begins or ends in one is widened to the whole of it.
+    Rollups have quarters of an hour: a span that begins or ends inside one is widened to all of it.
     """
 
     since_unix_ms: int
@@ -50,7 +50,7 @@ class Window:
         object.__setattr__(self, "until_unix_ms", -(-self.until_unix_ms // QUARTER_MS) * QUARTER_MS)
 
     def steps(self, step: Step) -> list["Window"]:
-        """Cut it where the viewer's clock begins a new step. Raises TooManySteps.
+        """Split the window where the viewer's clock begins a new step. Raises TooManySteps.
 
         Days are from midnight to midnight there, of 23 or 25 hours where clocks change.
         """
@@ -74,6 +74,6 @@ class Window:
             day: date = local.date()
             return midnight_unix_ms(day + timedelta(days=1), self.zone)
         width_ms = HOUR_MS if step == "hour" else QUARTER_MS
-        # An hour begins where the clock on the wall says so: at :30 of UTC in UTC+5:30.
+        # An hour begins by the local clock: at :30 of UTC in UTC+5:30.
         into_ms = (local.minute * 60_000 + local.second * 1000) % width_ms
         return at_unix_ms - into_ms + width_ms

@@ -113,7 +113,7 @@ async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_ot
         await asyncio.sleep((ends_unix_ms - unix_now_ms()) / 1000)
     await until(lambda: ledger.has(201, 1))
     await writer.stop()
-    assert "gateways that died are recorded" not in caplog.text
+    assert "requests of gateways that died" not in caplog.text
 
 
 async def test_an_intent_is_not_forgotten_by_a_writer_that_dies_with_it_in_mind(
