@@ -1,1 +1,1 @@
-"""What people see: the dashboard, the admin API, and the login to both."""
+"""The console: the dashboard, the admin API, and the login to both."""

@@ -1,4 +1,4 @@
-"""What the pages and the admin API work with."""
+"""The services that the pages and the admin API use."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from protocol.bus import Bus
 
 @dataclass(frozen=True, slots=True)
 class ConsoleServices:
-    """The parts of a process that shows the console, all of them started."""
+    """The parts of a process that serves the console, all of them started."""
 
     settings: ConsoleSettings
     bus: Bus
@@ -22,4 +22,4 @@ class ConsoleServices:
     database: AsyncEngine
     login: Login
     reader: Reader  # the ledger, for the dashboard
-    gateway: Gateway  # its memory, for what goes on now
+    gateway: Gateway  # its memory, for the live numbers

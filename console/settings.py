@@ -1,4 +1,4 @@
-"""What the configuration says of the pages for people."""
+"""Settings of the console."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -9,7 +9,7 @@ from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Setting
 
 
 class OidcSettings(Settings):
-    """Login by an OpenID Connect issuer (authorization code with PKCE). Whom nothing below allows is refused."""
+    """Login by an OpenID Connect issuer (authorization code with PKCE). Users not allowed below are refused."""
 
     issuer: HttpUrlText  # as in its discovery document, without "/.well-known/openid-configuration"
     client_id: str
@@ -17,35 +17,35 @@ class OidcSettings(Settings):
     scopes: tuple[str, ...] = ("openid", "email", "profile")
     allowed_emails: tuple[str, ...] = ()  # addresses; "@example.com" allows all of a domain
     allowed_groups: tuple[str, ...] = ()
-    groups_claim: str = "groups"  # where the issuer writes a person's groups
+    groups_claim: str = "groups"  # the claim with a user's groups
 
     @field_validator("issuer")
     @classmethod
-    def _the_issuer_must_be_the_issuer(cls, issuer: str) -> str:
+    def _issuer_must_be_https(cls, issuer: str) -> str:
         parts = urlsplit(issuer)
         if parts.scheme != "https" and parts.hostname not in {"localhost", "127.0.0.1", "::1"}:
-            raise ValueError("must be https: without TLS anybody in between could let himself in")
+            raise ValueError("must be https: without TLS, anyone on the network path could log in")
         return issuer
 
     @model_validator(mode="after")
     def _somebody_must_be_allowed(self) -> "OidcSettings":
         if not self.allowed_emails and not self.allowed_groups:
-            raise ValueError("allowed_emails or allowed_groups is required: without one, nobody could log in")
+            raise ValueError("allowed_emails or allowed_groups is required: without either, nobody can log in")
         return self
 
 
 class LoginSettings(Settings):
-    """How people log in to the pages of the gateway."""
+    """Settings of the login to the gateway's pages."""
 
     session_s: PositiveSeconds = 12 * 3600.0
-    # How people reach it, e.g. "https://llm.example.com"; default: as each request says. Behind a proxy that ends TLS,
-    # cookies are for TLS only if this says https.
+    # The public address, e.g. "https://llm.example.com"; default: from each request. Behind a proxy that terminates
+    # TLS, cookies are marked secure only if this begins with https.
     public_url: HttpUrlText | None = None
     oidc: OidcSettings | None = None
 
 
 class ConsoleSettings(Settings):
-    """Everything the pages and the admin API need."""
+    """Settings of the pages and the admin API."""
 
     login: LoginSettings
     key_pepper: SecretStr

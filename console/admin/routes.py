@@ -1,4 +1,4 @@
-"""``/admin/v1``: for keys with the scope ``admin``, and for people who have logged in."""
+"""``/admin/v1``: for keys with the scope ``admin``, and for users who have logged in."""
 
 from typing import Annotated, Any, Final
 
@@ -18,7 +18,7 @@ PREFIX: Final = "/admin/v1"
 
 
 def admin_router(services: ConsoleServices) -> APIRouter:
-    """All of the admin API."""
+    """Build the router of the admin API."""
     router = APIRouter(prefix=PREFIX)
     admin = AdminService(services)
     for part in (_organisations(admin), _teams(admin), _keys(admin), _audit(admin)):
@@ -32,20 +32,20 @@ def _organisations(admin: AdminService) -> APIRouter:
 
     @router.get("")
     async def list_organisations(request: Request) -> Response:
-        """All organisations, oldest first."""
+        """List all organisations, oldest first."""
         await admin.actor(request)
         return _list([organisation_view(found) for found in await teams.list_organisations(database)])
 
     @router.post("", status_code=201, openapi_extra=body_schema("OrganisationBody"))
     async def create_organisation(request: Request) -> Response:
-        """Make an organisation."""
+        """Create an organisation."""
         actor = await admin.actor(request)
         body = await admin.body(request, schema.OrganisationBody)
         return json_answer(organisation_view(await teams.create_organisation(database, body.name, actor)), 201)
 
     @router.get("/{reference}")
     async def retrieve_organisation(request: Request, reference: str) -> Response:
-        """One organisation, by its id or name."""
+        """Retrieve an organisation by its id or name."""
         await admin.actor(request)
         async with database.connect() as connection:
             return json_answer(organisation_view(await teams.find_organisation(connection, reference)))
@@ -67,27 +67,27 @@ def _teams(admin: AdminService) -> APIRouter:
 
     @router.get("")
     async def list_teams(request: Request) -> Response:
-        """All teams, oldest first."""
+        """List all teams, oldest first."""
         await admin.actor(request)
         return _list([team_view(team) for team in await teams.list_teams(database)])
 
     @router.post("", status_code=201, openapi_extra=body_schema("NewTeam"))
     async def create_team(request: Request) -> Response:
-        """Make a team."""
+        """Create a team."""
         actor = await admin.actor(request)
         body = await admin.body(request, schema.NewTeam)
         return json_answer(team_view(await admin.create_team(body, actor)), 201)
 
     @router.get("/{reference}")
     async def retrieve_team(request: Request, reference: str) -> Response:
-        """One team, by its id or name."""
+        """Retrieve a team by its id or name."""
         await admin.actor(request)
         async with database.connect() as connection:
             return json_answer(team_view(await teams.find_team(connection, reference)))
 
     @router.patch("/{reference}", openapi_extra=body_schema("TeamChanges"))
     async def update_team(request: Request, reference: str) -> Response:
-        """Change the fields that are given; null takes a bound away. All its keys follow at once."""
+        """Change the given fields; null removes a limit. The change applies to all keys of the team immediately."""
         actor = await admin.actor(request)
         body = await admin.body(request, schema.TeamChanges)
         return json_answer(team_view(await admin.update_team(reference, body, actor)))
@@ -101,14 +101,14 @@ def _keys(admin: AdminService) -> APIRouter:
 
     @router.get("")
     async def list_keys(request: Request, team: str | None = None, include_revoked: bool = False) -> Response:
-        """The keys, oldest first; of one team, by its id or name, if that is asked for."""
+        """List the keys, oldest first; only those of `team`, an id or name, if it is given."""
         await admin.actor(request)
         found = await keys.list_keys(database, include_revoked=include_revoked)
         return _list([key_view(key) for key in found if team is None or team in {key.team_id, key.team_name}])
 
     @router.post("", status_code=201, openapi_extra=body_schema("NewKey"))
     async def create_key(request: Request) -> Response:
-        """Make a key. Its `token` is in this answer and nowhere else."""
+        """Create a key. Its `token` is returned only in this response."""
         actor = await admin.actor(request)
         body = await admin.body(request, schema.NewKey)
         key, token = await admin.create_key(body, actor)
@@ -116,20 +116,20 @@ def _keys(admin: AdminService) -> APIRouter:
 
     @router.get("/{reference}")
     async def retrieve_key(request: Request, reference: str) -> Response:
-        """One key, by its id, a unique beginning of it, or its name; a revoked one by its id."""
+        """Retrieve a key by its id, a unique prefix of it, or its name; a revoked key by its id."""
         await admin.actor(request)
         return json_answer(key_view(await keys.find_key(database, reference)))
 
     @router.patch("/{reference}", openapi_extra=body_schema("KeyChanges"))
     async def update_key(request: Request, reference: str) -> Response:
-        """Change the fields that are given; null takes a bound away."""
+        """Change the given fields; null removes a limit."""
         actor = await admin.actor(request)
         body = await admin.body(request, schema.KeyChanges)
         return json_answer(key_view(await admin.update_key(reference, body, actor)))
 
     @router.post("/{reference}/rotate", openapi_extra=body_schema("Rotation"))
     async def rotate_key(request: Request, reference: str) -> Response:
-        """Give the key a new `token`; the one before is accepted for `grace_s` more."""
+        """Give the key a new `token`; the previous one stays valid for `grace_s` seconds."""
         actor = await admin.actor(request)
         body = await admin.body(request, schema.Rotation)
         key, token = await admin.rotate_key(reference, body.grace_s, actor)
@@ -137,9 +137,9 @@ def _keys(admin: AdminService) -> APIRouter:
 
     @router.delete("/{reference}")
     async def revoke_key(request: Request, reference: str, stop_running: bool = False) -> Response:
-        """Revoke the key: from now on it is refused, and what waits ends. Its past usage stays.
+        """Revoke the key: it is refused from now on, and its waiting requests end. Its past usage stays.
 
-        With `stop_running`, what runs ends, too.
+        With `stop_running`, its running requests end, too.
         """
         actor = await admin.actor(request)
         return json_answer(key_view(await admin.revoke_key(reference, actor, stops_running=stop_running)))
@@ -152,17 +152,17 @@ def _audit(admin: AdminService) -> APIRouter:
 
     @router.get("")
     async def list_audit(request: Request, query: Annotated[schema.AuditQuery, Query()]) -> Response:
-        """Who changed what, newest first; `after` is the last id of the page before."""
+        """List changes with their actors, newest first; `after` is the last id of the previous page."""
         await admin.actor(request)
-        wanted = AuditFilter(query.subject, query.actor, query.since_unix_ms, query.until_unix_ms, query.after)
-        found = await list_changes(admin.database, wanted, query.limit + 1)
+        audit_filter = AuditFilter(query.subject, query.actor, query.since_unix_ms, query.until_unix_ms, query.after)
+        found = await list_changes(admin.database, audit_filter, query.limit + 1)
         return _list([audit_view(entry) for entry in found[: query.limit]], has_more=len(found) > query.limit)
 
     return router
 
 
 def add_admin_answers(app: FastAPI) -> None:
-    """Answer what the auth functions refuse."""
+    """Register the responses to errors of the account functions."""
 
     @app.exception_handler(PrincipalError)
     async def on_principal_error(request: Request, error: PrincipalError) -> Response:
@@ -170,7 +170,7 @@ def add_admin_answers(app: FastAPI) -> None:
 
 
 def principal_answer(error: PrincipalError) -> ApiError:
-    """What the auth functions refuse, as the API says it."""
+    """Return the API's error for an error of the account functions."""
     if isinstance(error, InvalidField):
         return InvalidParameter(str(error), param=error.field)
     if isinstance(error, NameTaken):

@@ -1,4 +1,4 @@
-"""The bodies of the admin API. In a change, a field that is left out stays as it is; null takes a bound away."""
+"""The bodies of the admin API. In a change, an omitted field stays as it is; null removes a limit."""
 
 from decimal import Decimal
 from typing import Annotated, Any, Final, Literal
@@ -20,12 +20,12 @@ Usd = Annotated[Decimal, Field(gt=0, le=MAX_BUDGET_USD, decimal_places=9)]
 
 
 class AdminBody(Body):
-    """Unknown fields are refused."""
+    """A body of the admin API, which refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
     def changes(self) -> dict[str, Any]:
-        """The fields that were given, as the tables call them."""
+        """Return the given fields under their column names."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         if "budget_usd" in given:
             given["budget_nano_usd"] = nano_usd(given.pop("budget_usd"))
@@ -46,7 +46,7 @@ class PolicyBody(AdminBody):
     train_ok: bool | None = None
     redact: bool | None = None
     retention_days: int | None = None
-    allow_hosted: tuple[str, ...] | None = None  # null: nothing said; []: none
+    allow_hosted: tuple[str, ...] | None = None  # null: unspecified; []: none
 
 
 class OrganisationBody(AdminBody):
@@ -56,7 +56,7 @@ class OrganisationBody(AdminBody):
 
 
 class NewTeam(PolicyBody):
-    """A team to be made."""
+    """A new team."""
 
     name: str
     organisation: str = DEFAULT_ORGANISATION_ID  # id or name
@@ -70,7 +70,7 @@ class TeamChanges(PolicyBody):
 
 
 class NewKey(PolicyBody):
-    """A key to be made."""
+    """A new key."""
 
     name: str
     team: str = DEFAULT_TEAM_ID  # id or name
@@ -90,21 +90,21 @@ class KeyChanges(PolicyBody):
 
 
 class Rotation(AdminBody):
-    """How a key is rotated."""
+    """Options of a key's rotation."""
 
-    grace_s: int = DEFAULT_GRACE_S  # for how long the token before is accepted
+    grace_s: int = DEFAULT_GRACE_S  # how long the previous token stays valid
 
 
 class AuditQuery(BaseModel):
-    """Which entries of the audit log; what is left out does not matter."""
+    """A filter of the audit log; omitted fields match everything."""
 
     model_config = ConfigDict(extra="forbid")
 
-    subject: str | None = None  # the id of what was changed
+    subject: str | None = None  # the id of the changed object
     actor: str | None = None
     since_unix_ms: UnixMs | None = None
     until_unix_ms: UnixMs | None = None  # exclusive
-    after: str | None = None  # the last id of the page before
+    after: str | None = None  # the last id of the previous page
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ROWS)] = 100
 
 

@@ -1,6 +1,6 @@
-"""What every route of the admin API does: ask who it is, read the body, change something, tell the gateways.
+"""The operations behind the admin API: authenticate, read the body, apply a change, notify the gateways.
 
-The changes are the same ones that the dashboard's forms ask for.
+The dashboard's forms use the same operations.
 """
 
 import logging
@@ -29,7 +29,7 @@ _Body = TypeVar("_Body", bound=AdminBody)
 
 
 class AdminService:
-    """The parts of a gateway that the admin API works with."""
+    """Applies changes to teams and keys for the admin API and the dashboard."""
 
     def __init__(self, services: ConsoleServices) -> None:
         self.settings = services.settings
@@ -38,7 +38,7 @@ class AdminService:
         self._models = services.settings.models
 
     async def actor(self, request: Request) -> str:
-        """Who asks, as the audit log calls him: by his key if he sends one, else by his session.
+        """Return the client's name in the audit log: by their key if they send one, else by their session.
 
         Raises InvalidApiKey, MissingScope, LoginRequired, CrossOriginRequest, and SQL's own errors.
         """
@@ -48,7 +48,7 @@ class AdminService:
         return (await self._services.login.require(request)).actor
 
     async def body(self, request: Request, kind: type[_Body]) -> _Body:
-        """The body, within its limits; none is an empty one.
+        """Read the body, within its limits; a missing one counts as empty.
 
         Raises InvalidParameter, and what parse_body and read_body raise.
         """
@@ -56,25 +56,25 @@ class AdminService:
         body = await read_body(request.receive, headers, settings.max_body_bytes, settings.body_s)
         return parse_body(kind, body or b"{}")
 
-    # Each raises what the function of the same name in accounts raises.
+    # Each raises the errors of the function of the same name in accounts.
 
     async def create_team(self, body: NewTeam, actor: str) -> Team:
-        """Make a team."""
+        """Create a team."""
         return await teams.create_team(self.database, body.name, actor, body.organisation, policy_of(body.changes()))
 
     async def update_team(self, reference: str, body: TeamChanges, actor: str) -> Team:
-        """Change a team; all its keys follow at once."""
+        """Change a team, for all its keys immediately."""
         team = await teams.update_team(self.database, reference, body.changes(), actor)
         await self._notify_gateways()
         return team
 
     async def create_key(self, body: NewKey, actor: str) -> tuple[ApiKey, str]:
-        """Make a key; returns its plaintext with it, which is nowhere else."""
+        """Create a key; return it with its plaintext, which is not stored."""
         changes = checked_grant(body.changes(), self._models, unix_now_ms())
         grant = Grant(body.team, body.scopes, changes.get("models"), body.expires_unix_ms, policy_of(changes))
-        made = await keys.create_key(self.database, body.name, self.settings.key_pepper, grant, actor)
+        created = await keys.create_key(self.database, body.name, self.settings.key_pepper, grant, actor)
         await self._notify_gateways()
-        return made
+        return created
 
     async def update_key(self, reference: str, body: KeyChanges, actor: str) -> ApiKey:
         """Change a key."""
@@ -84,7 +84,7 @@ class AdminService:
         return key
 
     async def rotate_key(self, reference: str, grace_s: int, actor: str) -> tuple[ApiKey, str]:
-        """Give a key a new plaintext, which is returned; the one before is accepted for ``grace_s`` more."""
+        """Give a key a new plaintext and return it; the previous one stays valid for ``grace_s`` more."""
         rotated = await keys.rotate_key(self.database, reference, self.settings.key_pepper, actor, grace_s)
         await self._notify_gateways()
         return rotated
@@ -96,7 +96,7 @@ class AdminService:
         return key
 
     async def _notify_gateways(self) -> None:
-        """Have all gateways load the keys now; without it they do so within half a minute."""
+        """Make all gateways load the keys now; otherwise they do so within half a minute."""
         try:
             await self._services.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
         except BusError as error:

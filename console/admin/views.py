@@ -1,4 +1,4 @@
-"""How organisations, teams, keys and audit entries are told, by the admin API and by the command line."""
+"""JSON views of organisations, teams, keys and audit entries, for the admin API and the command line."""
 
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +11,7 @@ from db.money import NANO_USD
 
 
 def organisation_view(organisation: Organisation) -> dict[str, Any]:
-    """An organisation."""
+    """Return the view of an organisation."""
     return {
         "object": "organisation",
         "id": organisation.organisation_id,
@@ -21,7 +21,7 @@ def organisation_view(organisation: Organisation) -> dict[str, Any]:
 
 
 def team_view(team: Team) -> dict[str, Any]:
-    """A team and its policy."""
+    """Return the view of a team and its policy."""
     return {
         "object": "team",
         "id": team.team_id,
@@ -34,7 +34,7 @@ def team_view(team: Team) -> dict[str, Any]:
 
 
 def key_view(key: ApiKey, token: str | None = None) -> dict[str, Any]:
-    """A key and its policy, without its token but where it has just been made."""
+    """Return the view of a key and its policy; ``token`` only for a key that has just been created or rotated."""
     view = {
         "object": "key",
         "id": key.key_id,
@@ -54,7 +54,7 @@ def key_view(key: ApiKey, token: str | None = None) -> dict[str, Any]:
 
 
 def policy_view(policy: Policy) -> dict[str, Any]:
-    """Limits and consents; money in USD."""
+    """Return the view of limits and consents; money in USD."""
     view = asdict(policy)
     budget = view.pop("budget_nano_usd")
     hosted = None if policy.allow_hosted is None else list(policy.allow_hosted)
@@ -62,5 +62,5 @@ def policy_view(policy: Policy) -> dict[str, Any]:
 
 
 def audit_view(entry: AuditEntry) -> dict[str, Any]:
-    """An entry of the audit log."""
+    """Return the view of an entry of the audit log."""
     return {"object": "audit_entry", **asdict(entry)}

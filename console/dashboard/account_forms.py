@@ -1,4 +1,4 @@
-"""The forms of keys and teams: what they show of one, and what their fields ask of the admin API's functions."""
+"""The forms of keys and teams: filling them in, and parsing their fields into bodies of the admin API."""
 
 import json
 import re
@@ -19,24 +19,24 @@ from web.errors import ApiError
 from web.schema import parse_body
 
 NUMBERS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "weight", "retention_days")
-CHOICES: Final = ("log_payload", "train_ok", "redact")  # yes, no, or nothing said
-NEVER: Final = "never"  # what the field says where no hosted API is allowed
-NEW_TEAM: Final = {"budget_period": "month"}  # what the form for a new one shows
+CHOICES: Final = ("log_payload", "train_ok", "redact")  # yes, no, or unspecified
+NEVER: Final = "never"  # the field's text where no hosted API is allowed
+NEW_TEAM: Final = {"budget_period": "month"}  # the defaults of the form for a new one
 NEW_KEY: Final = {**NEW_TEAM, f"scope_{INFERENCE}": "on"}
 
 _NUMBER: Final = re.compile(r"\d{1,18}(\.\d{1,9})?", re.ASCII)
-_SHOWN_AS: Final = {"expires_unix_ms": "expires"}  # where a form's field has another name than the API's
+_FORM_NAMES: Final = {"expires_unix_ms": "expires"}  # where a form's field has another name than the API's
 
 _Body = TypeVar("_Body", bound=PolicyBody)
 
 
 def team_fields(team: Team) -> dict[str, str]:
-    """What a team's form shows."""
+    """Return the fields of a team's form."""
     return {**_policy_fields(team.policy), "name": team.name}
 
 
 def key_fields(key: ApiKey, view: View) -> dict[str, str]:
-    """What a key's form shows."""
+    """Return the fields of a key's form."""
     return {
         **_policy_fields(key.policy),
         "name": key.name,
@@ -55,8 +55,8 @@ def _policy_fields(policy: Policy) -> dict[str, str]:
     return NEW_TEAM | {name: _text(value) for name, value in values.items() if value is not None}
 
 
-def _hosted_text(leaves: tuple[str, ...] | None) -> str | None:
-    return None if leaves is None else " ".join(leaves) or NEVER
+def _hosted_text(allowed: tuple[str, ...] | None) -> str | None:
+    return None if allowed is None else " ".join(allowed) or NEVER
 
 
 def _hosted_grant(text: str) -> list[str] | None:
@@ -72,7 +72,7 @@ def _text(value: object) -> str:
 def parse_form(
     kind: type[_Body], fields: Mapping[str, str], view: View, before: Mapping[str, str] | None = None
 ) -> _Body:
-    """A form's fields as a body of the admin API; of a change, only what is not as the form has shown it ``before``.
+    """Parse a form into a body of the admin API; for a change, only the fields that differ from ``before``.
 
     Raises InvalidParameter.
     """
@@ -81,40 +81,40 @@ def parse_form(
         shown = _values(kind, before, view)
         changed = {name for name, value in body.items() if value != shown[name]}
         if changed & {"budget_usd", "budget_period"}:
-            changed |= {"budget_usd", "budget_period"}  # neither is anything without the other
+            changed |= {"budget_usd", "budget_period"}  # neither is valid without the other
         body = {name: body[name] for name in changed}
     return parse_body(kind, json.dumps(body).encode())
 
 
 def _values(kind: type[PolicyBody], fields: Mapping[str, str], view: View) -> dict[str, Any]:
-    """What the fields say, as the API calls it; an empty one is null: no bound."""
-    said = {name: text.strip() for name, text in fields.items()}
-    expires = said.get("expires")
+    """Return the fields under the API's names; an empty one is null: no limit."""
+    given = {name: text.strip() for name, text in fields.items()}
+    expires = given.get("expires")
     values: dict[str, Any] = {
-        "name": said.get("name", ""),
-        "team": said.get("team", ""),
-        "models": said.get("models", "").split() or None,
-        "scopes": [scope for scope in SCOPES if f"scope_{scope}" in said],
+        "name": given.get("name", ""),
+        "team": given.get("team", ""),
+        "models": given.get("models", "").split() or None,
+        "scopes": [scope for scope in SCOPES if f"scope_{scope}" in given],
         "expires_unix_ms": parse_moment("expires_unix_ms", expires, view.zone) if expires else None,
-        "budget_usd": said.get("budget_usd") or None,
-        "budget_period": said.get("budget_period") if said.get("budget_usd") else None,
-        "priority": said.get("priority") or None,
-        "allow_hosted": _hosted_grant(said.get("allow_hosted", "")),
-        **{name: _number(said.get(name, "")) for name in NUMBERS},
-        **{name: {"yes": True, "no": False}.get(said.get(name, "")) for name in CHOICES},
+        "budget_usd": given.get("budget_usd") or None,
+        "budget_period": given.get("budget_period") if given.get("budget_usd") else None,
+        "priority": given.get("priority") or None,
+        "allow_hosted": _hosted_grant(given.get("allow_hosted", "")),
+        **{name: _number(given.get(name, "")) for name in NUMBERS},
+        **{name: {"yes": True, "no": False}.get(given.get(name, "")) for name in CHOICES},
     }
     return {name: value for name, value in values.items() if name in kind.model_fields}
 
 
 def _number(text: str) -> int | float | str | None:
-    """A number; what is none is left to the API's own check, which names the field."""
+    """Parse a number; leave invalid text to the API's own check, which names the field."""
     if _NUMBER.fullmatch(text):
         return float(text) if "." in text else int(text)
     return text or None
 
 
 def form_errors(error: PrincipalError | ApiError) -> dict[str, str]:
-    """What is wrong, by the form's field; "" stands for the whole form."""
+    """Return the error message by the form's field; "" stands for the whole form."""
     answer = principal_answer(error) if isinstance(error, PrincipalError) else error
     field = answer.param or ""
-    return {_SHOWN_AS.get(field, field): answer.message}
+    return {_FORM_NAMES.get(field, field): answer.message}

@@ -1,4 +1,4 @@
-"""The pages of keys and teams: list, create, change, rotate, revoke; every change is one of the admin API's."""
+"""The pages of keys and teams: list, create, change, rotate, revoke, by the operations of the admin API."""
 
 import logging
 from collections.abc import Mapping
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 
 def add_account_pages(router: APIRouter, pages: Pages) -> None:
-    """All of /dashboard/keys and /dashboard/teams."""
-    desk = _Desk(pages)
-    _add_list(router, desk)
-    _add_teams(router, desk)
-    _add_keys(router, desk)
+    """Register the pages at /dashboard/keys and /dashboard/teams."""
+    views = _AccountViews(pages)
+    _add_list(router, views)
+    _add_teams(router, views)
+    _add_keys(router, views)
 
 
-class _Desk:
+class _AccountViews:
     """Shows keys and teams with the use of their limits."""
 
     def __init__(self, pages: Pages) -> None:
@@ -54,25 +54,25 @@ class _Desk:
         self._account_store = AccountStore(pages.services.bus)
 
     def actor(self, request: Request) -> str:
-        """Who asks, as the audit log calls him."""
+        """Return the user's name in the audit log."""
         return self.pages.user(request).actor
 
     async def show_list(self, request: Request, **more: object) -> Response:
-        """All of them; ``invalid_form`` is the form of which ``errors`` says what is wrong, by field."""
+        """Show all keys and teams; ``invalid_form`` is the form that ``errors``, by field, belong to."""
         keys, teams = await list_keys(self.database, include_revoked=True), await list_teams(self.database)
         forms = {"new_key": NEW_KEY, "new_team": NEW_TEAM, "invalid_form": "", "errors": {}, "teams": teams}
         values = {"token": None, "changed": "", **forms, **more}
         return await self._show(request, "keys.html", ranked(keys, teams, unix_now_ms()), values)
 
     async def show_team(self, request: Request, reference: str, **more: object) -> Response:
-        """One team, with its form. Raises UnknownTeam."""
+        """Show a team with its form. Raises UnknownTeam."""
         async with self.database.connect() as connection:
             team = await find_team(connection, reference)
         accounts = Accounts((), (team,), 0, unix_now_ms())
         return await self._show_one(request, accounts, team.team_id, {"form": team_fields(team), **more})
 
     async def show_key(self, request: Request, reference: str, **more: object) -> Response:
-        """One key, with its form. Raises UnknownKey."""
+        """Show a key with its form. Raises UnknownKey."""
         key = await find_key(self.database, reference)
         accounts = Accounts((key,), (), 0, unix_now_ms())
         shown = {"form": key_fields(key, view_of(request)), "teams": await list_teams(self.database)}
@@ -89,7 +89,7 @@ class _Desk:
         try:
             accounts = replace(accounts, usage=await load_usage(self._account_store, accounts.terms, now_s))
         except (BusError, ProtocolError) as error:
-            log.warning("what is used of limits cannot be shown but for budgets, by the ledger: %s", error)
+            log.warning("cannot show the use of limits, except budgets from the ledger: %s", error)
 
         async def ask(connection: AsyncConnection, view: View) -> dict[str, Any]:
             return await account_lines(connection, view, accounts)
@@ -97,76 +97,76 @@ class _Desk:
         return await self.pages.show(request, template, ask, **CHOICES, **more)
 
 
-def _add_list(router: APIRouter, desk: _Desk) -> None:
+def _add_list(router: APIRouter, views: _AccountViews) -> None:
     @router.get("/keys")
     async def show_accounts(request: Request, changed: str = "") -> Response:
-        return await desk.show_list(request, changed=changed)
+        return await views.show_list(request, changed=changed)
 
     @router.post("/keys")
     async def create_key(request: Request) -> Response:
         form = await read_form(request)
         try:
-            key, token = await desk.admin.create_key(parse_form(NewKey, form, view_of(request)), desk.actor(request))
+            key, token = await views.admin.create_key(parse_form(NewKey, form, view_of(request)), views.actor(request))
         except (PrincipalError, ApiError) as error:
-            return await desk.show_list(request, invalid_form="key", errors=form_errors(error), new_key=form)
-        return await desk.show_list(request, token=token, token_of=key.name)
+            return await views.show_list(request, invalid_form="key", errors=form_errors(error), new_key=form)
+        return await views.show_list(request, token=token, token_of=key.name)
 
     @router.post("/teams")
     async def create_team(request: Request) -> Response:
         form = await read_form(request)
         try:
-            team = await desk.admin.create_team(parse_form(NewTeam, form, view_of(request)), desk.actor(request))
+            team = await views.admin.create_team(parse_form(NewTeam, form, view_of(request)), views.actor(request))
         except (PrincipalError, ApiError) as error:
-            return await desk.show_list(request, invalid_form="team", errors=form_errors(error), new_team=form)
+            return await views.show_list(request, invalid_form="team", errors=form_errors(error), new_team=form)
         return _changed(team.team_id)
 
 
-def _add_teams(router: APIRouter, desk: _Desk) -> None:
+def _add_teams(router: APIRouter, views: _AccountViews) -> None:
     @router.get("/teams/{team_id}")
     async def show_team(request: Request, team_id: str) -> Response:
-        return await desk.show_team(request, team_id)
+        return await views.show_team(request, team_id)
 
     @router.post("/teams/{team_id}")
     async def change_team(request: Request, team_id: str) -> Response:
         form, view = await read_form(request), view_of(request)
-        async with desk.database.connect() as connection:
+        async with views.database.connect() as connection:
             before = team_fields(await find_team(connection, team_id))
         try:
-            await desk.admin.update_team(team_id, parse_form(TeamChanges, form, view, before), desk.actor(request))
+            await views.admin.update_team(team_id, parse_form(TeamChanges, form, view, before), views.actor(request))
         except (PrincipalError, ApiError) as error:
-            return await desk.show_team(request, team_id, form=form, errors=form_errors(error))
+            return await views.show_team(request, team_id, form=form, errors=form_errors(error))
         return _changed(team_id)
 
 
-def _add_keys(router: APIRouter, desk: _Desk) -> None:
+def _add_keys(router: APIRouter, views: _AccountViews) -> None:
     @router.get("/keys/{key_id}")
     async def show_key(request: Request, key_id: str) -> Response:
-        return await desk.show_key(request, key_id)
+        return await views.show_key(request, key_id)
 
     @router.post("/keys/{key_id}")
     async def change_key(request: Request, key_id: str) -> Response:
         form, view = await read_form(request), view_of(request)
-        before = key_fields(await find_key(desk.database, key_id), view)
+        before = key_fields(await find_key(views.database, key_id), view)
         try:
-            await desk.admin.update_key(key_id, parse_form(KeyChanges, form, view, before), desk.actor(request))
+            await views.admin.update_key(key_id, parse_form(KeyChanges, form, view, before), views.actor(request))
         except (PrincipalError, ApiError) as error:
-            return await desk.show_key(request, key_id, form=form, errors=form_errors(error))
+            return await views.show_key(request, key_id, form=form, errors=form_errors(error))
         return _changed(key_id)
 
     @router.post("/keys/{key_id}/rotate")
     async def rotate_key(request: Request, key_id: str) -> Response:
         grace_s = (await read_form(request)).get("grace_s") or DEFAULT_GRACE_S
         body = parse_body(Rotation, f'{{"grace_s": {grace_s}}}'.encode())
-        key, token = await desk.admin.rotate_key(key_id, body.grace_s, desk.actor(request))
-        return await desk.show_list(request, token=token, token_of=key.name)
+        key, token = await views.admin.rotate_key(key_id, body.grace_s, views.actor(request))
+        return await views.show_list(request, token=token, token_of=key.name)
 
     @router.post("/keys/{key_id}/revoke")
     async def revoke_key(request: Request, key_id: str) -> Response:
         stops_running = (await read_form(request)).get("stop_running") == "on"
-        await desk.admin.revoke_key(key_id, desk.actor(request), stops_running=stops_running)
+        await views.admin.revoke_key(key_id, views.actor(request), stops_running=stops_running)
         return _changed(key_id)
 
 
 def _changed(account_id: str) -> Response:
-    """Lead to the list, which says what has been changed; reloading it changes nothing again."""
+    """Redirect to the list, which shows the change; reloading it does not repeat the change."""
     return RedirectResponse(f"{LIST}?{urlencode({'changed': account_id})}", 303)

@@ -1,4 +1,4 @@
-"""Pictures of numbers: lines over time for the browser to draw, and shapes that the server draws itself."""
+"""Charts: lines over time for the browser to draw, and shapes that the server draws."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class NumberRow:
-    """One step of a chart, in figures."""
+    """One step of a chart, as numbers."""
 
     since: int
     until: int
@@ -41,7 +41,7 @@ class NumberRow:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over time. A click on a step leads to its requests."""
+    """Lines over time. A click on a step opens its requests."""
 
     title: str
     unit: str  # "ms", "USD", or what is counted
@@ -53,11 +53,11 @@ class Chart:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """True if there is nothing to draw."""
         return not any(value for line in self.lines for value in line.values)
 
     def data(self) -> dict[str, Any]:
-        """What dashboard.js draws."""
+        """Return the data for dashboard.js."""
         edges = [step.since_unix_ms for step in self.steps] + [self.steps[-1].until_unix_ms]
         fields = ("name", "values", "colour", "bars", "fill", "gaps")
         return {
@@ -71,7 +71,7 @@ class Chart:
         }
 
     def rows(self) -> list[NumberRow]:
-        """The same in figures, without the steps in which nothing happened."""
+        """Return the same data as numbers, without empty steps."""
         rows = []
         for step, values in zip(self.steps, zip(*(line.values for line in self.lines), strict=True), strict=True):
             if any(values):
@@ -81,7 +81,7 @@ class Chart:
 
 
 def write(value: float | None, unit: str) -> str:
-    """A value with its unit, where it has one."""
+    """Format a value with its unit, where it has one."""
     if unit == "ms":
         return formats.duration(value)
     return formats.money(None if value is None else value * NANO_USD) if unit == "USD" else formats.count(value)
@@ -107,12 +107,12 @@ class Bars:
 
     @property
     def height(self) -> int:
-        """In pixels."""
+        """Height in pixels."""
         return len(self.bars) * BAR_HEIGHT_PX + 4
 
 
 def distribution(histogram: LengthHistogram, what: str) -> Bars:
-    """The bars of a histogram, without its empty ends."""
+    """Draw the bars of a histogram, without its empty ends."""
     used = [index for index, count in enumerate(histogram.counts) if count]
     if not used:
         return Bars((), "")
@@ -139,7 +139,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """A figure by hour and weekday; all places are percent across and pixels down."""
+    """A figure by hour and weekday; positions are percent across and pixels down."""
 
     cells: Sequence[Cell]
     hours: Sequence[tuple[float, str]]

@@ -1,4 +1,4 @@
-"""The files that exports write: CSV, JSON Lines, Parquet. Columns are those of db.models.RequestRow."""
+"""File formats of exports: CSV, JSON Lines, Parquet. Columns are those of db.models.RequestRow."""
 
 import csv
 import importlib
@@ -19,7 +19,7 @@ COLUMNS: Final = tuple(column.name for column in RequestRow.__table__.columns)
 
 
 class RowWriter(Protocol):
-    """A file on its way."""
+    """A file that is being written."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append rows. Raises OSError."""
@@ -35,7 +35,7 @@ class _CsvWriter:
         self._csv.writerow(COLUMNS)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """NULL is an empty field."""
+        """Append rows; NULL is an empty field."""
         self._csv.writerows([_no_formula(row[name]) for name in COLUMNS] for row in rows)
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class _CsvWriter:
 
 
 def _no_formula(value: object) -> object:
-    """A value that spreadsheets take for a text, where they would run it otherwise: a key's name may be anything."""
+    """Escape a value that a spreadsheet would run as a formula: a key may have any name."""
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_STARTS) else value
 
 
@@ -60,7 +60,7 @@ class _JsonLinesWriter:
 
 class _ParquetWriter:
     def __init__(self, path: Path) -> None:
-        # Loaded when it is first needed: it is large, and an extra.
+        # Imported on first use: it is large, and an extra.
         self._arrow: Any = importlib.import_module("pyarrow")
         types = {BigInteger: self._arrow.int64(), Double: self._arrow.float64(), Boolean: self._arrow.bool_()}
         columns = RequestRow.__table__.columns
@@ -78,7 +78,7 @@ class _ParquetWriter:
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
-    """A kind of file; its name in FORMATS is the ending of its files' names."""
+    """A file format; its name in FORMATS is the files' suffix."""
 
     title: str
     media_type: str
@@ -87,7 +87,7 @@ class FileFormat:
 
     @property
     def is_available(self) -> bool:
-        """Whether what it needs is installed."""
+        """True if the package that it needs is installed."""
         return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
 

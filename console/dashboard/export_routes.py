@@ -1,4 +1,4 @@
-"""The page of exports: begin, watch, download."""
+"""The page of exports: start, watch, download."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from web.errors import InvalidParameter, UnknownUrl
 
 
 def add_export_pages(router: APIRouter, pages: Pages) -> None:
-    """Exports: begin, watch, download."""
+    """Register the pages of exports: start, watch, download."""
     exports = pages.exports
 
     @router.get("/exports")
@@ -35,11 +35,11 @@ def add_export_pages(router: APIRouter, pages: Pages) -> None:
 
     @router.post("/exports")
     async def start_export(request: Request) -> Response:
-        view, wanted = view_of(request), (await read_form(request)).get("format", "")
-        if wanted not in FORMATS or not FORMATS[wanted].is_available:
-            there = ", ".join(name for name, file_format in FORMATS.items() if file_format.is_available)
-            raise InvalidParameter(f"format: must be one of {there}.", param="format")
-        exports.start(view, wanted, _about(view))
+        view, file_format = view_of(request), (await read_form(request)).get("format", "")
+        available = [name for name, one in FORMATS.items() if one.is_available]
+        if file_format not in available:
+            raise InvalidParameter(f"format: must be one of {', '.join(available)}.", param="format")
+        exports.start(view, file_format, _about(view))
         return RedirectResponse(f"/dashboard/exports?{view.query()}", 303)
 
     @router.get("/exports/list")
@@ -50,12 +50,12 @@ def add_export_pages(router: APIRouter, pages: Pages) -> None:
     async def download(export_id: str) -> Response:
         export = exports.get(export_id)
         if export.state != "done":
-            raise UnknownUrl("This export is not there to be downloaded.")
+            raise UnknownUrl("This export has no file to download.")
         kind, name = FORMATS[export.format_name], f"spillway-requests-{export.export_id}.{export.format_name}"
         return FileResponse(export.path, headers=HEADERS, media_type=kind.media_type, filename=name)
 
 
 def _about(view: View) -> str:
-    """What a view shows, in words."""
+    """Describe a view in words."""
     times = f"{formats.moment(view.since_unix_ms, view.zone)} to {formats.moment(view.until_unix_ms, view.zone)}"
     return ", ".join([times, *(f"{dimension} {value}" for dimension, value in view.where.items())])

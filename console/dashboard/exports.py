@@ -1,6 +1,6 @@
-"""Exports of all requests that pass a view's filters: written in the background, page by page, and kept for an hour.
+"""Exports of all requests that pass a view's filters: written in the background page by page, kept for an hour.
 
-They lie in this gateway's data folder; the links lead to the gateway that has written them.
+Files are in this gateway's data folder; links are valid only on the gateway that has written them.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from web.errors import LedgerUnavailable, Overloaded, UnknownUrl
 
 MAX_ROWS: Final = 1_000_000  # of one export
 MAX_RUNNING: Final = 2
-MAX_KEPT: Final = 20  # past it the oldest goes
+MAX_KEPT: Final = 20  # past it the oldest is deleted
 KEPT_S: Final = 3600.0
-STALE_FILE_S: Final = 2 * KEPT_S  # without a change, a file is nobody's
+STALE_FILE_S: Final = 2 * KEPT_S  # a file unchanged for so long belongs to no running gateway
 PAGE_ROWS: Final = 1000
 MAX_TRIES: Final = 30  # of one page, while the ledger does not answer
 TRY_AGAIN_S: Final = 2.0
@@ -42,11 +42,11 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(slots=True)
 class Export:
-    """One export, on its way or done."""
+    """One export, running or done."""
 
     export_id: str
     format_name: str
-    about: str  # what was asked for, in words
+    about: str  # the view, in words
     path: Path
     started_unix_ms: int
     state: Literal["running", "done", "failed"] = "running"
@@ -60,12 +60,12 @@ class Export:
 
     @property
     def share(self) -> float | None:
-        """How much is done; None while that is not known."""
+        """Share that is done; None while unknown."""
         return min(1.0, self.rows / self.expected_rows) if self.expected_rows else None
 
 
 class Exports:
-    """Runs exports and keeps what they wrote. Only the event loop touches it."""
+    """Runs exports and keeps their files. Used by the event loop only."""
 
     def __init__(self, reader: Reader, folder: Path) -> None:
         self._reader = reader
@@ -74,7 +74,7 @@ class Exports:
         _remove_leftovers(folder)
 
     def start(self, view: View, format_name: str, about: str) -> Export:
-        """Begin an export. Raises Overloaded."""
+        """Start an export. Raises Overloaded."""
         self._forget_old()
         if sum(export.state == "running" for export in self._exports.values()) >= MAX_RUNNING:
             raise Overloaded(f"{MAX_RUNNING} exports are running already: wait for one of them.")
@@ -85,15 +85,15 @@ class Exports:
         return export
 
     def all(self) -> list[Export]:
-        """All that are known, the newest first."""
+        """Return all known exports, the newest first."""
         self._forget_old()
         return list(reversed(self._exports.values()))
 
     def get(self, export_id: str) -> Export:
-        """One of them. Raises UnknownUrl."""
+        """Return an export. Raises UnknownUrl."""
         self._forget_old()
         if export_id not in self._exports:
-            raise UnknownUrl("There is no such export at this gateway; they are kept for an hour.")
+            raise UnknownUrl("There is no such export on this gateway; exports are kept for an hour.")
         return self._exports[export_id]
 
     async def _run(self, export: Export, view: View) -> None:
@@ -104,7 +104,7 @@ class Exports:
             export.size_bytes = export.path.stat().st_size
             export.state = "done"
         except Exception:
-            log.exception("the export %s has failed", export.export_id)
+            log.exception("export %s failed", export.export_id)
             export.state = "failed"
             export.path.unlink(missing_ok=True)
         finally:
@@ -112,7 +112,7 @@ class Exports:
             export.expires_unix_ms = int((time.time() + KEPT_S) * 1000)
 
     async def _write_all(self, export: Export, view: View) -> None:
-        writer = await asyncio.to_thread(_open, export)  # which may have a large library to load
+        writer = await asyncio.to_thread(_open, export)  # in a thread: it may import a large library
         after: Cursor | None = None
 
         async def next_page(connection: AsyncConnection) -> Page:
@@ -134,12 +134,12 @@ class Exports:
             await asyncio.to_thread(writer.close)
 
     async def _read(self, ask: Callable[[AsyncConnection], Awaitable[_Answer]]) -> _Answer:
-        """Ask until the ledger answers, ``MAX_TRIES`` times at most; so ``ask`` must change nothing."""
+        """Query until the ledger answers, at most ``MAX_TRIES`` times, so ``ask`` must be read-only."""
         for _ in range(MAX_TRIES - 1):
             try:
                 return await self._reader.read(ask)
             except _AWAY as error:
-                log.info("an export waits for the ledger: %s", describe(error))
+                log.info("export is waiting for the ledger: %s", describe(error))
                 await asyncio.sleep(TRY_AGAIN_S)
         return await self._reader.read(ask)
 
@@ -154,14 +154,14 @@ class Exports:
 
 
 def _open(export: Export) -> RowWriter:
-    """Open its file. Raises OSError."""
+    """Open the file of an export. Raises OSError."""
     _remove_leftovers(export.path.parent)
     export.path.parent.mkdir(parents=True, exist_ok=True)
     return FORMATS[export.format_name].open_writer(export.path)
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what processes have left that are gone: nobody knows the links. Other gateways' files are younger."""
+    """Delete files of dead processes, whose links are lost. Files of running gateways are younger."""
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_FILE_S:

@@ -1,4 +1,4 @@
-"""How numbers, times and money are written on the pages."""
+"""Formats of numbers, times and money on the pages."""
 
 from datetime import datetime, tzinfo
 from typing import Final
@@ -11,12 +11,12 @@ _SCALES: Final = ((1e9, "B"), (1e6, "M"))
 
 
 def count(value: float | None) -> str:
-    """Whole numbers, with separators between thousands: ``1,234,567``."""
+    """Format a whole number, with separators between thousands: ``1,234,567``."""
     return NOTHING if value is None else f"{value:,.0f}"
 
 
 def compact(value: float | None) -> str:
-    """Three significant digits for what is large: ``1.23 M``; ``9,876`` stays."""
+    """Format large numbers with three significant digits: ``1.23 M``; ``9,876`` stays."""
     if value is None:
         return NOTHING
     for scale, letter in _SCALES:
@@ -29,7 +29,7 @@ def compact(value: float | None) -> str:
 
 
 def duration(ms: float | None) -> str:
-    """Milliseconds, or what is easier to read: ``0.42 ms``, ``87 ms``, ``1.32 s``, ``4 min 10 s``."""
+    """Format milliseconds in the most readable unit: ``0.42 ms``, ``87 ms``, ``1.32 s``, ``4 min 10 s``."""
     if ms is None:
         return NOTHING
     if ms < 999.5:
@@ -42,7 +42,7 @@ def duration(ms: float | None) -> str:
 
 
 def money(nano_usd: float | None) -> str:
-    """Dollars, of which small amounts keep two significant digits: ``$1,234.50``, ``$0.0042``."""
+    """Format dollars; small amounts keep two significant digits: ``$1,234.50``, ``$0.0042``."""
     if nano_usd is None:
         return NOTHING
     usd = nano_usd / NANO_USD
@@ -52,7 +52,7 @@ def money(nano_usd: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share of one, in per cent: ``12.3 %``; what is not quite nothing or all stays so."""
+    """Format a share as a percentage: ``12.3 %``; values just above 0 or below 100 do not round to these."""
     if value is None:
         return NOTHING
     percent = value * 100
@@ -64,7 +64,7 @@ def share(value: float | None) -> str:
 
 
 def moment(unix_ms: int | None, zone: tzinfo) -> str:
-    """A moment on the viewer's clock: ``2026-03-01 14:05:09``."""
+    """Format a moment on the viewer's clock: ``2026-03-01 14:05:09``."""
     return NOTHING if unix_ms is None else f"{datetime.fromtimestamp(unix_ms / 1000, zone):%Y-%m-%d %H:%M:%S}"
 
 

@@ -1,4 +1,4 @@
-"""Percentiles over time, cut so coarsely that they mean something."""
+"""Percentiles over time, in steps coarse enough to be meaningful."""
 
 from typing import Any, Final, get_args
 
@@ -11,8 +11,8 @@ from ledger.queries.distributions import Percentiles, percentile_series, percent
 from ledger.queries.window import Step
 from web.errors import InvalidParameter
 
-MIN_VALUES: Final = 20  # with fewer, a percentile says nothing and is not shown
-VALUES_PER_STEP: Final = 40  # on average, from which on a step is wide enough
+MIN_VALUES: Final = 20  # with fewer, a percentile is meaningless and not shown
+VALUES_PER_STEP: Final = 40  # on average; the minimum for a step to be wide enough
 MIN_SPAN_BY_DAY_MS: Final = 3 * DAY_MS
 TITLES: Final[dict[Measure, str]] = {
     "ttft_ms": "Time to first token (TTFT)",
@@ -23,12 +23,12 @@ TITLES: Final[dict[Measure, str]] = {
 
 
 def shown(percentiles: Percentiles) -> tuple[float | None, ...]:
-    """The values, if there are enough of them."""
+    """Return the values, or None for each if there are too few."""
     return percentiles.values if percentiles.n >= MIN_VALUES else (None,) * len(percentiles.values)
 
 
 async def latency_chart(connection: AsyncConnection, view: View, name: str) -> dict[str, Any]:
-    """The values of chart.html: p50, p95 and p99 of a measure over time, with gaps where there are too few values.
+    """Return the values of chart.html: p50, p95 and p99 of a measure over time, with gaps where values are too few.
 
     Raises InvalidParameter.
     """

@@ -1,4 +1,4 @@
-"""What goes on at this moment, from the gateway's memory: one aggregate every two seconds, however many look at it."""
+"""Live state from the gateway's memory: one aggregate every two seconds, for any number of viewers."""
 
 import asyncio
 import time
@@ -15,23 +15,23 @@ from web.answers import encode_json
 from web.errors import Overloaded
 
 PERIOD_S: Final = 2.0
-OLDEST_BASE_S: Final = 10.0  # a rate is reckoned against an aggregate that is not older
-MAX_STREAMS: Final = 100  # browsers that watch
-STREAM_LIMIT_S: Final = 600.0  # then the browser connects again, and its session is looked at again
+OLDEST_BASE_S: Final = 10.0  # the maximum age of the aggregate that rates are computed against
+MAX_STREAMS: Final = 100  # browsers connected to the live numbers
+STREAM_LIMIT_S: Final = 600.0  # then the browser reconnects, and its session is checked again
 RECENT_FAILOVERS_S: Final = 300.0
 
 
 class Failover(Protocol):
-    """An attempt that failed and was followed by another; pages show more of it (``gateway.dispatch.failovers``)."""
+    """An attempt that failed and was followed by another; pages show more fields (``gateway.dispatch.failovers``)."""
 
     @property
     def at_unix_ms(self) -> int:
-        """When that was."""
+        """Time of the failure."""
         ...
 
 
 class Gateway(Protocol):
-    """One gateway, as far as people watch it."""
+    """The state of a gateway that pages show."""
 
     @property
     def models(self) -> Sequence[str]:
@@ -40,50 +40,50 @@ class Gateway(Protocol):
 
     @property
     def unusable(self) -> Mapping[str, str]:
-        """The models whose cards cannot be used, and why."""
+        """Models whose cards cannot be used → the reason."""
         ...
 
     @property
     def in_flight(self) -> int:
-        """Requests that it holds."""
+        """Number of open requests."""
         ...
 
     @property
     def draining(self) -> bool:
-        """Whether it is about to end."""
+        """True once it is shutting down."""
         ...
 
     @property
     def clock_skew_s(self) -> float:
-        """How far its clock is ahead of the queue server's."""
+        """Seconds by which its clock is ahead of the queue server's."""
         ...
 
     @property
     def ended_requests(self) -> int:
-        """Requests that have ended so far."""
+        """Number of requests that have ended so far."""
         ...
 
     @property
     def failovers(self) -> Sequence[Failover]:
-        """The latest ones, the last one last."""
+        """The latest failovers, the newest last."""
         ...
 
     def live_workers(self) -> Sequence[Heartbeat]:
-        """The last heartbeat of each live worker."""
+        """Return the last heartbeat of each live worker."""
         ...
 
     def waiting_by_lane(self, model: str) -> dict[str, int]:
-        """Jobs that wait, by lane."""
+        """Return the number of waiting jobs by lane."""
         ...
 
     def jobs_per_s(self, model: str) -> float | None:
-        """How fast a model's queue is served; None: unknown."""
+        """Return the rate at which a model's queue is served; None: unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PoolNow:
-    """The live workers of one pool, taken together."""
+    """The live workers of one pool."""
 
     pool: str
     provider: str
@@ -94,45 +94,45 @@ class PoolNow:
 
     @property
     def running(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return sum(beat.max_sequences - beat.free_sequences for beat in self.workers)
 
     @property
     def slots(self) -> int:
-        """Sequences that its engines take at a time."""
+        """Number of sequences that its engines run concurrently."""
         return sum(beat.max_sequences for beat in self.workers)
 
     @property
     def kv_share(self) -> float | None:
-        """The share of KV memory in use; None: it has none of its own."""
+        """Share of KV memory in use; None: the pool has none of its own."""
         return kv_share(self.workers)
 
     @property
     def usd_per_hour(self) -> float:
-        """What its machines cost at this moment."""
+        """Current cost of its machines."""
         return sum(beat.usd_per_hour for beat in self.workers)
 
     @property
     def models(self) -> list[str]:
-        """What its workers serve."""
+        """Models that its workers serve."""
         return sorted({model for beat in self.workers for model in beat.models})
 
 
 @dataclass(frozen=True, slots=True)
 class QueueNow:
-    """What waits for one model."""
+    """The waiting jobs of one model."""
 
     model: str
     resuming: int
     interactive: int
     batch: int
-    jobs_per_s: float | None  # how fast it is served; None: unknown
+    jobs_per_s: float | None  # the rate at which it is served; None: unknown
     workers: int
     fault: str | None = None  # why the model's card cannot be used
 
     @property
     def waiting(self) -> int:
-        """Jobs in all lanes."""
+        """Number of jobs in all lanes."""
         return self.resuming + self.interactive + self.batch
 
 
@@ -149,18 +149,18 @@ class LiveNumbers:
     requests_per_s: float | None  # of this gateway
     tokens_per_s: float | None  # output, of all workers
     failovers: int  # of this gateway, in the last RECENT_FAILOVERS_S
-    clock_skew_s: float  # how far this gateway's clock is ahead of the queue server's
+    clock_skew_s: float  # by which this gateway's clock is ahead of the queue server's
 
     @property
     def warning(self) -> str | None:
-        """What an operator should know at once."""
+        """A warning that needs the operator's attention; None: all is well."""
         if abs(self.clock_skew_s) < WARN_S:
             return None
         how = "ahead of" if self.clock_skew_s > 0 else "behind"
         return f"This gateway's clock is {abs(self.clock_skew_s):.1f} s {how} the queue server's. Is NTP running?"
 
     def as_text(self) -> dict[str, str]:
-        """As the pages write them, by name."""
+        """Return the formatted numbers by name."""
         return {
             "in_flight": formats.count(self.in_flight),
             "waiting": formats.count(self.waiting),
@@ -174,13 +174,13 @@ class LiveNumbers:
 
 
 def kv_share(workers: Sequence[Heartbeat]) -> float | None:
-    """The share of these workers' KV memory that is in use; None: they have none of their own."""
+    """Return the share of these workers' KV memory in use; None: they have none of their own."""
     total = sum(beat.max_kv_tokens for beat in workers)
     return 1 - sum(beat.free_kv_tokens for beat in workers) / total if total else None
 
 
 class Live:
-    """Looks into the gateway's memory. Only the event loop touches it."""
+    """Reads the gateway's memory. Used by the event loop only."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -189,16 +189,16 @@ class Live:
         self._streams = 0
 
     def numbers(self) -> LiveNumbers:
-        """The aggregate of at most PERIOD_S ago."""
+        """Return the current aggregate, at most PERIOD_S old."""
         now_s = time.monotonic()
         if self._numbers is None or self._last is None or now_s - self._last[0] >= PERIOD_S * 0.9:
             self._numbers = self._aggregate(now_s)
         return self._numbers
 
     def stream(self) -> AsyncIterator[bytes]:
-        """Server-sent events with the numbers as text, for a while. Raises Overloaded, before there is an answer."""
+        """Stream the numbers as server-sent events for STREAM_LIMIT_S. Raises Overloaded before the first event."""
         if self._streams >= MAX_STREAMS:
-            raise Overloaded("Too many browsers watch this gateway.")
+            raise Overloaded("Too many browsers are watching this gateway.")
         return self._events()
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -212,7 +212,7 @@ class Live:
             self._streams -= 1
 
     def pools(self) -> list[PoolNow]:
-        """All pools with a live worker, in alphabetical order."""
+        """Return all pools with a live worker, in alphabetical order."""
         by_pool: dict[tuple[str, str, str, str, str], list[Heartbeat]] = {}
         for beat in self._gateway.live_workers():
             by_pool.setdefault((beat.pool, beat.provider, beat.region, beat.tier, beat.engine), []).append(beat)
@@ -222,17 +222,17 @@ class Live:
         ]
 
     def queues(self) -> list[QueueNow]:
-        """What waits for each configured model; the longest queue first."""
+        """Return the queue of each configured model, the longest first."""
         workers = Counter(model for beat in self._gateway.live_workers() for model in beat.models)
         queues = [self._queue(model, workers[model]) for model in self._gateway.models]
         return sorted(queues, key=lambda queue: (-queue.waiting, -queue.workers, queue.model))
 
     def failovers(self) -> list[Failover]:
-        """The latest failovers of this gateway, the last one first."""
+        """Return the latest failovers of this gateway, the newest first."""
         return list(reversed(self._gateway.failovers))
 
     def models(self) -> list[str]:
-        """The configured models."""
+        """Return the configured models."""
         return sorted(self._gateway.models)
 
     def _queue(self, model: str, workers: int) -> QueueNow:

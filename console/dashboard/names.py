@@ -1,4 +1,4 @@
-"""What people call keys and teams, which the ledger knows by their ids."""
+"""Names of keys and teams, which the ledger stores by id."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ MAX_NAMES: Final = 20_000  # past it, ids are shown
 
 
 async def load_names(connection: AsyncConnection) -> dict[str, str]:
-    """Names of keys and teams, by id. Raises SQL's own errors."""
+    """Load the names of keys and teams, by id. Raises SQL's own errors."""
     names: dict[str, str] = {}
     for row in (ApiKeyRow, TeamRow):
         found = await connection.execute(select(row.id, row.name).order_by(row.created_unix_ms.desc()).limit(MAX_NAMES))

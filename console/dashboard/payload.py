@@ -1,4 +1,4 @@
-"""What was asked and answered, for the page of a request whose caller agreed that it is kept."""
+"""The stored payload on the page of a request whose client agreed to storing it."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ MAX_SHOWN_CHARS: Final = 200_000  # of the request, and of the answer
 
 
 async def read_payload_values(pages: Pages, request_id: str, actor: str) -> dict[str, Any]:
-    """Values of request.html: the payload (None: none is kept), or why it cannot be opened. Raises SQL's own errors."""
+    """Return values of request.html: the payload (None: none is stored), or the problem. Raises SQL's own errors."""
     sealer = Sealer(parse_keys(pages.services.settings.payload_key))
     try:
         payload = await read_payload(pages.services.database, request_id, sealer, actor)
@@ -27,4 +27,4 @@ async def read_payload_values(pages: Pages, request_id: str, actor: str) -> dict
 
 def _text(value: object) -> str:
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "\n… it is longer than is shown here"
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "\n… truncated"

@@ -1,6 +1,6 @@
-"""Asks the ledger for the pages, in a thread of its own: neither SQL nor rendering holds up the gateway's loop.
+"""Reads the ledger for the pages in a separate thread, so that SQL and rendering do not block the gateway's loop.
 
-All of it is bounded: how many connections, how many pages wait for one, and for how long.
+Connections, waiting pages and waiting times are bounded.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from db.engine import create_engine
 from web.errors import LedgerUnavailable
 
 MAX_CONNECTIONS: Final = 2
-MAX_WAITING: Final = 32  # pages; past it they are refused
+MAX_WAITING: Final = 32  # pages; further ones are refused
 PAGE_LIMIT_S: Final = 15.0
 STATEMENT_LIMIT_S: Final = 10.0
 
@@ -22,7 +22,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Reader:
-    """Runs questions to the ledger one or two at a time. Enter it before use; it ends its thread when left."""
+    """Runs queries on the ledger, at most MAX_CONNECTIONS at a time. A context manager, which owns the thread."""
 
     def __init__(self, database_url: str) -> None:
         self._database_url = database_url
@@ -33,16 +33,16 @@ class Reader:
         self._waiting = 0
 
     async def __aenter__(self) -> Self:
-        """Start the thread; nothing connects yet."""
+        """Start the thread; it does not connect yet."""
         engine = create_engine(self._database_url, statement_limit_s=STATEMENT_LIMIT_S)
-        # A page's figures are all of one moment. On SQLite they are so anyway.
+        # All figures of a page are of one moment. SQLite guarantees that anyway.
         is_postgres = engine.dialect.name == "postgresql"
         self._engine = engine.execution_options(isolation_level="REPEATABLE READ") if is_postgres else engine
         self._thread.start()
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        """Give up what still runs, close the connections, end the thread."""
+        """Cancel running queries, close the connections, end the thread."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._end(), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
@@ -53,13 +53,13 @@ class Reader:
     ) -> _Answer:
         """Return what ``ask`` returns, run in the reader's thread. Raises LedgerUnavailable and what ``ask`` raises."""
         if self._waiting >= MAX_WAITING:
-            raise LedgerUnavailable("Too many pages are asked for at the moment.")
+            raise LedgerUnavailable("Too many pages are requested at the moment.")
         self._waiting += 1
         try:
             asked = asyncio.run_coroutine_threadsafe(self._ask(ask, limit_s), self._loop)
             return await asyncio.wrap_future(asked)
         except TimeoutError as error:
-            raise LedgerUnavailable(f"The ledger has not answered within {limit_s:g} s.") from error
+            raise LedgerUnavailable(f"The ledger did not answer within {limit_s:g} s.") from error
         finally:
             self._waiting -= 1
 

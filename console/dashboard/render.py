@@ -1,4 +1,4 @@
-"""Rendering pages: Jinja templates with every value escaped, static files by content, and the headers."""
+"""Rendering pages: Jinja templates with every value escaped, versioned static files, and security headers."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ _VERSION: Final = hashlib.sha256(b"".join(content for _, (content, _) in sorted(
 
 
 def static_file(version: str, name: str) -> Response | None:
-    """A static file; None: there is none of this name. Only its own version may be kept for ever."""
+    """Return a static file; None: there is none of this name. Only its current version may be cached permanently."""
     if name not in _STATIC:
         return None
     content, media_type = _STATIC[name]
@@ -59,7 +59,7 @@ def static_file(version: str, name: str) -> Response | None:
 
 
 def _data_block(value: object) -> Markup:
-    """JSON for ``<script type="application/json">``: nothing in it can end the element."""
+    """Encode JSON for ``<script type="application/json">`` so that it cannot end the element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
     return Markup(text.replace("<", "\\u003c"))  # noqa: S704  # no markup is left in it
 
@@ -90,10 +90,10 @@ TEMPLATES: Final = _environment()
 
 
 def render(template: str, view: View, user: str, values: Mapping[str, Any]) -> str:
-    """The HTML of a template of ``templates/``."""
+    """Render a template of ``templates/`` to HTML."""
     return TEMPLATES.get_template(template).render(values, view=view, user=user)
 
 
 def html(text: str, status: int = 200) -> Response:
-    """Answer with a page."""
+    """Build the response of a page."""
     return HTMLResponse(text, status, HEADERS)

@@ -1,4 +1,4 @@
-"""/dashboard: every page behind the login; only the static files are open."""
+"""/dashboard: all pages require a login; only the static files are public."""
 
 from functools import partial
 from typing import Any, Final
@@ -28,7 +28,7 @@ COOKIE_LIFE_S: Final = 31_536_000
 
 
 def dashboard_routers(services: ConsoleServices) -> list[APIRouter]:
-    """All of /dashboard."""
+    """Build the routers of /dashboard."""
     pages = Pages(services)
     closed = APIRouter(
         prefix="/dashboard", include_in_schema=False, route_class=PageRoute, dependencies=[Depends(pages.require_login)]
@@ -133,6 +133,6 @@ def _add_others(router: APIRouter, pages: Pages) -> None:
 
 
 def _page_before(request: Request) -> str:
-    """The page that a form was sent from."""
+    """Return the page that a form was sent from."""
     _, _, after_host = request.headers.get("referer", "").partition("://")
     return local_page("/" + after_host.partition("/")[2])

@@ -1,4 +1,4 @@
-"""What every page has in common: the login, the ledger's reader, and errors as pages."""
+"""Shared parts of all pages: the login, the ledger's reader, and error pages."""
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -28,7 +28,7 @@ Ask = Callable[[AsyncConnection, View], Awaitable[dict[str, Any] | None]]
 
 
 class Pages:
-    """Shows pages to whoever has logged in."""
+    """Serves pages to logged-in users."""
 
     def __init__(self, services: ConsoleServices) -> None:
         self.live = Live(services.gateway)
@@ -37,28 +37,28 @@ class Pages:
         self.admin = AdminService(services)
 
     async def require_login(self, request: Request) -> None:
-        """Note who has sent this request. Raises LoginRequired, CrossOriginRequest, SQL's own errors."""
+        """Store the session of a request in its state. Raises LoginRequired, CrossOriginRequest, SQL's own errors."""
         request.state.session = await self.services.login.require(request)
 
     def user(self, request: Request) -> Session:
-        """Who has sent this request."""
+        """Return the session that ``require_login`` has stored."""
         session: Session = request.state.session
         return session
 
     async def show(self, request: Request, template: str, ask: Ask, **more: object) -> Response:
-        """A page of what ``ask`` finds in the ledger. Raises UnknownUrl where it finds nothing, and what it raises."""
+        """Return a page of the values that ``ask`` reads. Raises UnknownUrl if it returns None, and its errors."""
         view, user = view_of(request), self.user(request).user
 
         async def rendered(connection: AsyncConnection) -> str:
             values = await ask(connection, view)
             if values is None:
-                raise UnknownUrl("There is nothing of this name.")
+                raise UnknownUrl("There is no object of this name.")
             return render(template, values.get("view", view), user, {**values, **more})
 
         return html(await self.services.reader.read(rendered))
 
     def show_memory(self, request: Request, template: str, values: Mapping[str, Any]) -> Response:
-        """A page, or a part of one, that needs no ledger."""
+        """Return a page, or a part of one, that needs no ledger."""
         return html(render(template, view_of(request), self.user(request).user, values))
 
 
@@ -66,14 +66,14 @@ class PageRoute(APIRoute):
     """Shows errors as pages."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's own handler, with our answer to errors."""
+        """Wrap FastAPI's handler with error pages."""
         handle = super().get_route_handler()
 
         async def handle_with_error_page(request: Request) -> Response:
             try:
                 return await handle(request)
             except LoginRequired:
-                if "hx-request" in request.headers:  # a part of a page: the whole page shall ask for the login
+                if "hx-request" in request.headers:  # a part of a page: reload the whole page to show the login
                     return Response(status_code=401, headers={"hx-refresh": "true"})
                 raise
             except ApiError as error:
@@ -81,7 +81,7 @@ class PageRoute(APIRoute):
             except PrincipalError as error:
                 return _error_page(request, principal_answer(error))
             except (SQLAlchemyError, OSError) as error:
-                log.error("a page cannot be shown: %s", describe(error))  # noqa: TRY400  # SQL is away
+                log.error("cannot show a page: %s", describe(error))  # noqa: TRY400  # SQL is down
                 return _error_page(request, LedgerUnavailable())
 
         return handle_with_error_page

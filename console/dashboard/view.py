@@ -1,4 +1,4 @@
-"""What a viewer has chosen: the stretch of time, filters and grouping of the URL, and the cookies' zone and colours."""
+"""The viewer's choices: time span, filters and grouping from the URL; zone and colours from cookies."""
 
 import re
 from collections.abc import Mapping
@@ -25,14 +25,14 @@ THEME_COOKIE: Final = "spillway_theme"
 DEFAULT_ZONE: Final = "UTC"
 THEMES: Final = ("light", "dark")
 
-_QUARTERS_UP_TO_MS: Final = 2 * DAY_MS  # steps of charts: at most some 200 points up to a fortnight
+_QUARTERS_UP_TO_MS: Final = 2 * DAY_MS  # steps of charts: about 200 points at most, up to two weeks
 _HOURS_UP_TO_MS: Final = 14 * DAY_MS
 _ZONE_NAME: Final = re.compile(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,2}")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One viewer's choice. ``query`` writes it into links."""
+    """One viewer's choices. ``query`` encodes them for links."""
 
     zone_name: str
     zone: ZoneInfo
@@ -45,29 +45,29 @@ class View:
 
     @property
     def window(self) -> Window:
-        """The stretch of time as the ledger's queries take it."""
+        """Time span as a window of the ledger's queries."""
         return Window(self.since_unix_ms, self.until_unix_ms, self.zone)
 
     @property
     def before(self) -> Window:
-        """The stretch of the same length just before."""
+        """Time span of the same length just before."""
         return Window(2 * self.since_unix_ms - self.until_unix_ms, self.since_unix_ms, self.zone)
 
     @property
     def filters(self) -> Filters:
-        """The filters as the ledger's queries take them."""
+        """Filters of the ledger's queries."""
         return {dimension: (value,) for dimension, value in self.where.items()}
 
     @property
     def step(self) -> Step:
-        """How finely charts of this stretch are cut."""
+        """Step of charts over this time span."""
         span_ms = self.until_unix_ms - self.since_unix_ms
         if span_ms <= _QUARTERS_UP_TO_MS:
             return "quarter"
         return "hour" if span_ms <= _HOURS_UP_TO_MS else "day"
 
     def query(self, **changes: str | int | None) -> str:
-        """The URL's query for this view with some parameters changed; None takes one away."""
+        """Return the URL's query for this view with some parameters changed; None removes one."""
         fields: dict[str, str | int | None] = dict(self.where.items())
         if self.range == "custom":
             fields |= {"since": self.since_unix_ms, "until": self.until_unix_ms}
@@ -82,7 +82,7 @@ class View:
         return urlencode({name: value for name, value in fields.items() if value not in {None, ""}})
 
     def local_input(self, unix_ms: int) -> str:
-        """A moment as ``<input type="datetime-local">`` has it."""
+        """Format a moment for ``<input type="datetime-local">``."""
         return f"{datetime.fromtimestamp(unix_ms / 1000, self.zone):%Y-%m-%dT%H:%M}"
 
 
@@ -110,7 +110,7 @@ def make_view(params: Mapping[str, str], cookies: Mapping[str, str], now_unix_ms
 
 
 def find_zone(name: str) -> ZoneInfo | None:
-    """An IANA time zone by its name; None: there is none of this name."""
+    """Return an IANA time zone by its name; None: there is none of this name."""
     if len(name) > 60 or not _ZONE_NAME.fullmatch(name):
         return None
     try:
@@ -139,7 +139,7 @@ def _span(params: Mapping[str, str], zone: ZoneInfo, now_unix_ms: int) -> tuple[
 
 
 def parse_moment(name: str, text: str, zone: ZoneInfo) -> int:
-    """A moment that is given as milliseconds since 1970, or as a date and time on the viewer's clock.
+    """Parse a moment, given as milliseconds since 1970 or as a date and time on the viewer's clock.
 
     Raises InvalidParameter for ``name``.
     """

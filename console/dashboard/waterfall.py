@@ -1,4 +1,4 @@
-"""The waterfall of a request's attempts: when each waited, computed, made tokens, and on which worker."""
+"""The waterfall of a request's attempts: waiting, prefill and decode of each, with its worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ TICKS: Final = 4
 COUNTED_BY: Final[dict[str, str]] = {
     "engine": "the engine",
     "provider": "the provider",
-    "estimate": "nobody: they are estimated",
+    "estimate": "estimated",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One stretch of an attempt; ``x`` and ``width`` in percent of the whole."""
+    """One phase of an attempt; ``x`` and ``width`` in percent of the request's time."""
 
     kind: str  # the CSS class p-…
     x: float
@@ -48,7 +48,7 @@ class Waterfall:
 
 
 def waterfall(history: RequestHistory) -> Waterfall:
-    """Draw a history. Workers' clocks may differ from ours: what seems to begin earlier is moved to the start."""
+    """Draw a request's attempts. Workers' clocks may differ from ours: earlier begins are moved to the start."""
     spans = [(attempt, *_span(attempt, _origin(history))) for attempt in history.attempts]
     whole_ms = max([history.request["total_ms"] if history.request else 0.0, 1.0, *(end for _, _, _, end in spans)])
     bars = [
@@ -77,7 +77,7 @@ def _origin(history: RequestHistory) -> int:
 
 
 def _span(attempt: Row, origin_unix_ms: int) -> tuple[float, float, float]:
-    """When it was queued, pulled and over, in ms since the request was received."""
+    """Return when an attempt was queued, pulled and ended, in ms since the request was received."""
     pulled = attempt["started_unix_ms"] - origin_unix_ms
     start = max(0.0, pulled - attempt["queue_ms"])
     pulled = max(start, pulled)
@@ -96,17 +96,17 @@ def _phases(attempt: Row, start: float, pulled: float, whole_ms: float) -> list[
 
 
 def _engine_phases(attempt: Row) -> list[tuple[str, str, float]]:
-    """What happened between pull and end; the engine's own word where it has given it."""
+    """Return the phases between pull and end, from the engine's own timings where it reports them."""
     total, ttft = attempt["total_ms"], attempt["ttft_ms"]
     if ttft is None:
         kind = "lost" if attempt["outcome"] == "failed" else "none"
-        return [(kind, "made no token", total)]
+        return [(kind, "generated no token", total)]
     queued = min(attempt["engine_queue_ms"] or 0.0, ttft)
     decode = total - ttft
     return [
         ("engine", "waited in the engine", queued),
-        ("prefill", "read the prompt", ttft - queued),
-        ("decode", "made tokens", decode),
+        ("prefill", "processed the prompt", ttft - queued),
+        ("decode", "generated tokens", decode),
     ]
 
 
@@ -115,7 +115,7 @@ def _percent(part: float, whole: float) -> float:
 
 
 def facts(request: Row, names: dict[str, str], view: Any) -> list[tuple[str, str]]:  # noqa: ANN401  # View
-    """What the ledger knows of a request, in words."""
+    """Return the ledger's facts about a request, as labels and texts."""
     tokens = request["completion_tokens"]
     decode_ms = None if request["ttft_ms"] is None else request["total_ms"] - request["ttft_ms"]
     tpot_ms = decode_ms / (tokens - 1) if decode_ms is not None and tokens > 1 and request["outcome"] == "ok" else None

@@ -1,4 +1,4 @@
-"""People with a local password. Who has logged in by OIDC is known to the issuer alone."""
+"""Users with a local password. Users who log in by OIDC are known to the issuer only."""
 
 import asyncio
 from typing import Final
@@ -17,7 +17,7 @@ ADMIN_NAME: Final = "admin"  # of the one local login
 
 
 async def has_admin(engine: AsyncEngine) -> bool:
-    """Whether the local login has a password. Raises SQL's own errors."""
+    """Report whether the local login has a password. Raises SQL's own errors."""
     async with engine.connect() as connection:
         return (await connection.scalar(select(AdminRow.name).where(AdminRow.name == ADMIN_NAME))) is not None
 
@@ -37,11 +37,11 @@ async def set_password(engine: AsyncEngine, password: str, actor: str, name: str
 
 
 async def check_password(engine: AsyncEngine, name: str, password: str) -> None:
-    """Return if it is this person's password. Raises WrongPassword, and SQL's own errors."""
+    """Check a user's password. Raises WrongPassword, and SQL's own errors."""
     async with engine.connect() as connection:
         known = select(AdminRow.password_hash).where(AdminRow.name == name)
         stored = await connection.scalar(known) if name.isprintable() else None  # PostgreSQL takes no NUL in a text
-    # For a name that is not there the answer takes as long as for one that is.
+    # The answer takes as long for an unknown name as for a known one.
     is_right = await asyncio.to_thread(is_password, password, stored or DUMMY_HASH)
     if stored is None or not is_right:
         raise WrongPassword("Wrong user name or password.")

@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI description as a page, without a script and without anybody else's server."""
+"""GET /docs: the OpenAPI description as a page, without scripts and without third-party servers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from console.login.pages import page
 
 
 def add_documentation(app: FastAPI) -> None:
-    """Serve the page of what ``app.openapi`` describes."""
+    """Register the page that shows ``app.openapi``."""
 
     @app.get("/docs", include_in_schema=False)
     async def documentation() -> Response:
@@ -18,13 +18,13 @@ def add_documentation(app: FastAPI) -> None:
 
 
 def schema_name(schema: dict[str, Any]) -> str | None:
-    """Which of the components a schema refers to; None: it stands for itself."""
+    """Return the component that a schema refers to; None: it is inline."""
     reference = schema.get("$ref")
     return None if reference is None else str(reference).rsplit("/", 1)[-1]
 
 
 def type_of(schema: dict[str, Any]) -> str:
-    """A schema in few words, such as "string | null" or "Message[]"."""
+    """Describe a schema briefly, such as "string | null" or "Message[]"."""
     name = schema_name(schema)
     if name is not None:
         return name

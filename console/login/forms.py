@@ -1,4 +1,4 @@
-"""What a page's form sends."""
+"""Reading a page's form."""
 
 from typing import Final
 from urllib.parse import parse_qsl
@@ -14,7 +14,7 @@ FORM_LIMIT_S: Final = 30.0
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """The fields of an ``application/x-www-form-urlencoded`` body.
+    """Read the fields of an ``application/x-www-form-urlencoded`` body.
 
     Raises InvalidParameter, and what read_body raises.
     """
@@ -22,4 +22,4 @@ async def read_form(request: Request) -> dict[str, str]:
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS))
     except ValueError as error:
-        raise InvalidParameter("The form cannot be read.") from error
+        raise InvalidParameter("The form cannot be decoded.") from error

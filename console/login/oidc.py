@@ -1,7 +1,7 @@
 """Login by an OpenID Connect issuer: authorization code with PKCE (RFC 7636), OpenID Connect Core 1.0, section 3.1.
 
-The issuer's word is its ID token. It is believed if it is signed by one of the issuer's keys with an asymmetric
-algorithm, is for us, is not over, and answers the very request that this browser was sent with (its nonce).
+The user is identified by the issuer's ID token. It is accepted if it is signed by one of the issuer's keys with an
+asymmetric algorithm, is issued for this client, has not expired, and has the nonce of this browser's login.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from accounts.errors import OidcError
 from console.settings import OidcSettings
 
 DISCOVERY_PATH: Final = "/.well-known/openid-configuration"
-# Never a symmetric one: whoever knows the issuer's public key could sign with it.
+# Never a symmetric one: anyone who knows the issuer's public key could sign with it.
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA")
-REQUEST_LIMIT_S: Final = 10.0  # also for all that the issuer says of itself
-FAILED_GAP_S: Final = 1.0  # after a failure, for which those who wait or come are not let try it again
+REQUEST_LIMIT_S: Final = 10.0  # also for reading the issuer's discovery document and keys together
+FAILED_GAP_S: Final = 1.0  # after a failure, during which waiting and new logins fail without another request
 MAX_DOCUMENT_BYTES: Final = 1024 * 1024
 KEEP_S: Final = 3600.0  # discovery and keys
-NEW_KEYS_GAP_S: Final = 60.0  # between two looks for a key that we do not know
+NEW_KEYS_GAP_S: Final = 60.0  # between two requests for an unknown key
 CLOCK_LEEWAY_S: Final = 60
-SECRET_CHARS: Final = 48  # 285 random bits; RFC 7636 wants 43 to 128 characters of a verifier
+SECRET_CHARS: Final = 48  # 285 random bits; RFC 7636 requires 43 to 128 characters of a verifier
 
 UNREACHABLE: Final = "The issuer cannot be reached: try again later."
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AuthorizationRequest:
-    """What the browser was sent to the issuer with; kept until it comes back."""
+    """The secrets of one login at the issuer, kept until the browser returns."""
 
     state: str
     nonce: str
@@ -52,7 +52,7 @@ class AuthorizationRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Issuer:
-    """What the issuer says of itself."""
+    """The issuer's endpoints and keys."""
 
     authorization_endpoint: str
     token_endpoint: str
@@ -61,16 +61,16 @@ class _Issuer:
 
 
 class OidcLogin:
-    """Sends browsers to the issuer, and reads what they come back with."""
+    """Sends browsers to the issuer, and verifies the answer they return with."""
 
     def __init__(self, settings: OidcSettings) -> None:
         self._settings = settings
         self._issuer_document: _Issuer | None = None
-        self._failed_s = float("-inf")  # when it could not be asked; monotonic clock
+        self._failed_s = float("-inf")  # when it could not be reached; monotonic clock
         self._reading = asyncio.Lock()
 
     async def authorization_request(self, redirect_uri: str) -> tuple[str, AuthorizationRequest]:
-        """Where to send the browser, and what it is asked there. Raises OidcError."""
+        """Return the URL to send the browser to, and the secrets of this login. Raises OidcError."""
         issuer = await self._issuer()
         asked = AuthorizationRequest(*(generate_token(SECRET_CHARS) for _ in range(3)))
         async with self._client(redirect_uri) as client:
@@ -80,14 +80,14 @@ class OidcLogin:
         return str(url), asked
 
     async def user(self, asked: AuthorizationRequest, redirect_uri: str, answer: Mapping[str, str]) -> str:
-        """Who has come back, by the answer in the callback's URL. Raises OidcError if he may not log in."""
+        """Return the user of an answer in the callback's URL. Raises OidcError if they may not log in."""
         if not hmac.compare_digest(answer.get("state", "").encode(), asked.state.encode()):
             raise OidcError("This answer belongs to another login: try again.")
         if answer.get("iss", self._settings.issuer) != self._settings.issuer:  # RFC 9207
             raise OidcError("This answer comes from another issuer.")
         if "code" not in answer:
             log.warning("the OIDC issuer refused a login: %r", answer.get("error", "no code")[:200])
-            raise OidcError("The issuer has refused the login.")
+            raise OidcError("The issuer refused the login.")
         claims = await self._claims(await self._id_token(asked, redirect_uri, answer["code"]), asked.nonce)
         return allowed_user(self._settings, claims)
 
@@ -97,15 +97,15 @@ class OidcLogin:
             async with self._client(redirect_uri) as client:
                 token = await client.fetch_token(issuer.token_endpoint, code=code, code_verifier=asked.verifier)
         except (AuthlibBaseError, httpx.HTTPError, ValueError) as error:
-            log.warning("the OIDC issuer gave no token: %s", error)
-            raise OidcError("The issuer has not confirmed the login.") from error
+            log.warning("the OIDC issuer returned no token: %s", error)
+            raise OidcError("The issuer did not confirm the login.") from error
         id_token = token.get("id_token")
         if not isinstance(id_token, str):
             raise OidcError("The issuer's answer has no ID token.")
         return id_token
 
     async def _claims(self, id_token: str, nonce: str) -> dict[str, Any]:
-        """The claims of a token that is to be believed. Raises OidcError."""
+        """Verify a token and return its claims. Raises OidcError."""
         client_id = self._settings.client_id
         registry = JWTClaimsRegistry(
             leeway=CLOCK_LEEWAY_S,
@@ -120,10 +120,10 @@ class OidcLogin:
             claims = (await self._decoded(id_token)).claims
             registry.validate(claims)
         except (JoseError, ValueError) as error:
-            log.warning("an ID token is not to be believed: %s", error)
-            raise OidcError("The issuer's word cannot be trusted.") from error
+            log.warning("refused an invalid ID token: %s", error)
+            raise OidcError("The issuer's ID token is invalid.") from error
         if isinstance(claims["aud"], list) and len(claims["aud"]) > 1 and claims.get("azp") != client_id:
-            raise OidcError("The issuer's word is for somebody else.")
+            raise OidcError("The issuer's ID token is for another client.")
         return claims
 
     async def _decoded(self, id_token: str) -> jwt.Token:
@@ -135,7 +135,7 @@ class OidcLogin:
             return jwt.decode(id_token, newer.keys, algorithms=ALGORITHMS)
 
     async def _issuer(self, oldest_s: float | None = None) -> _Issuer:
-        """What the issuer says of itself, read again if it was read before ``oldest_s``. Raises OidcError."""
+        """Return the issuer's endpoints and keys, read again if older than ``oldest_s``. Raises OidcError."""
         async with self._reading:
             oldest_s = time.monotonic() - KEEP_S if oldest_s is None else oldest_s
             if self._issuer_document is None or self._issuer_document.read_s < oldest_s:
@@ -171,9 +171,9 @@ class OidcLogin:
 
 
 def allowed_user(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
-    """How we call a person of these claims. Raises OidcError if the settings do not allow him.
+    """Return the user name for these claims. Raises OidcError if the settings do not allow the user.
 
-    An address counts only if the issuer says that it is verified: else anybody could claim it.
+    An address counts only if the issuer has verified it: otherwise anyone could claim it.
     """
     is_verified = claims.get("email_verified") in (True, "true")  # some issuers write it as text
     email = str(claims.get("email", "")).lower() if is_verified else ""
@@ -185,7 +185,7 @@ def allowed_user(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
     if any(group in settings.allowed_groups for group in mine):
         return email or f"sub:{claims['sub']}"
     log.warning("auth.oidc allows neither the address nor a group of %s", email or claims["sub"])
-    raise OidcError("You are not among those who may log in here.")
+    raise OidcError("You are not allowed to log in here.")
 
 
 async def _document(client: httpx.AsyncClient, url: str) -> Any:  # noqa: ANN401  # JSON

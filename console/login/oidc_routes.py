@@ -21,19 +21,19 @@ from console.settings import OidcSettings
 
 COOKIE: Final = "spillway_oidc"
 CALLBACK_PATH: Final = "/login/oidc/callback"
-LOGIN_COOKIE_S: Final = 600  # how long somebody may take at the issuer
+LOGIN_COOKIE_S: Final = 600  # how long a user may take at the issuer
 ALGORITHM: Final = "HS256"
 
 Form = Callable[[str, str | None, int], Awaitable[Response]]
 
 
 def oidc_router(login: Login, settings: OidcSettings, pepper: SecretStr, form: Form) -> APIRouter:
-    """Logging in by the issuer; ``form`` shows the login page with what went wrong."""
+    """Build the router of the login by the issuer; ``form`` shows the login page with an error."""
     router = APIRouter(prefix="/login/oidc", include_in_schema=False)
     issuer, key = OidcLogin(settings), _key(pepper)
 
     @router.get("")
-    async def leave(request: Request, next: str = "") -> Response:  # noqa: A002  # as it is called in the URL
+    async def start(request: Request, next: str = "") -> Response:  # noqa: A002  # its name in the URL
         try:
             url, asked = await issuer.authorization_request(login.public_url(request) + CALLBACK_PATH)
         except OidcError as error:
@@ -44,7 +44,7 @@ def oidc_router(login: Login, settings: OidcSettings, pepper: SecretStr, form: F
         return response
 
     @router.get("/callback")
-    async def come_back(request: Request) -> Response:
+    async def callback(request: Request) -> Response:
         next_page = ""
         try:
             kept = _kept(request.cookies.get(COOKIE, ""), key)
@@ -62,12 +62,12 @@ def oidc_router(login: Login, settings: OidcSettings, pepper: SecretStr, form: F
 
 
 def _kept(cookie: str, key: OctKey) -> dict[str, Any]:
-    """What the browser was sent away with, as we have signed it. Raises OidcError."""
+    """Return the claims of the signed cookie of a pending login. Raises OidcError."""
     try:
         claims = jwt.decode(cookie, key, algorithms=[ALGORITHM]).claims
         JWTClaimsRegistry(exp={"essential": True}).validate(claims)
     except (JoseError, ValueError) as error:
-        raise OidcError("This login was begun too long ago, or elsewhere: try again.") from error
+        raise OidcError("This login was started too long ago, or in another browser: try again.") from error
     return claims
 
 

@@ -1,4 +1,4 @@
-"""Rendering pages: Jinja templates, with every value escaped, and the headers that keep other sites out."""
+"""Rendering pages: Jinja templates with every value escaped, and security headers."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,4 @@
-"""Hashes of passwords that people choose: scrypt (RFC 7914), salted, with its cost written beside it."""
+"""Password hashes: scrypt (RFC 7914), salted, stored with their cost parameters."""
 
 import base64
 import hashlib
@@ -9,7 +9,7 @@ from typing import Final
 from accounts.errors import BadPassword
 from accounts.token import BASE62
 
-# 16 MiB and some 0.1 s a try: one of the settings that OWASP's password storage sheet holds to be equally strong.
+# 16 MiB and about 0.1 s per check: one of the equally strong settings of OWASP's password storage cheat sheet.
 COST: Final = 2**14
 BLOCK_SIZE: Final = 8
 PARALLELISM: Final = 5
@@ -19,17 +19,17 @@ MAX_MEMORY_BYTES: Final = 64 * 1024 * 1024
 MIN_PASSWORD_CHARS: Final = 12
 MAX_PASSWORD_CHARS: Final = 256
 NEW_PASSWORD_CHARS: Final = 20  # 119 random bits
-# In the same form and as slow to check, but no password is known to have it.
+# In the same format and as slow to check, but no known password has this hash.
 DUMMY_HASH: Final = f"scrypt${COST}${BLOCK_SIZE}${PARALLELISM}${'A' * 22}==${'A' * 43}="
 
 
 def new_password() -> str:
-    """Make a password of letters and digits."""
+    """Generate a password of letters and digits."""
     return "".join(secrets.choice(BASE62) for _ in range(NEW_PASSWORD_CHARS))
 
 
 def hash_password(password: str) -> str:
-    """What is stored: ``scrypt$N$r$p$salt$hash``. Takes some 0.1 s. Raises BadPassword."""
+    """Return the stored form of a password: ``scrypt$N$r$p$salt$hash``. Takes about 0.1 s. Raises BadPassword."""
     if not MIN_PASSWORD_CHARS <= len(password) <= MAX_PASSWORD_CHARS:
         raise BadPassword(f"a password must have {MIN_PASSWORD_CHARS} to {MAX_PASSWORD_CHARS} characters")
     salt = secrets.token_bytes(SALT_BYTES)
@@ -38,7 +38,7 @@ def hash_password(password: str) -> str:
 
 
 def is_password(password: str, stored: str) -> bool:
-    """Whether it is the password that was hashed, in constant time. Takes some 0.1 s."""
+    """Report whether a password has this hash; compares in constant time. Takes about 0.1 s."""
     if len(password) > MAX_PASSWORD_CHARS:
         return False
     _, cost, block_size, parallelism, salt, digest = stored.split("$")

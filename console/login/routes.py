@@ -15,7 +15,7 @@ from web.errors import LoginRequired
 
 
 def login_router(services: ConsoleServices) -> APIRouter:
-    """Logging in and out, by forms."""
+    """Build the router of the login and logout forms."""
     router = APIRouter(include_in_schema=False)
     login = services.login
 
@@ -31,7 +31,7 @@ def login_router(services: ConsoleServices) -> APIRouter:
         )
 
     @router.get("/login")
-    async def ask(next: str = "") -> Response:  # noqa: A002  # as it is called in the URL
+    async def show_form(next: str = "") -> Response:  # noqa: A002  # its name in the URL
         return await form(next, None, 200)
 
     @router.post("/login")
@@ -57,7 +57,7 @@ def login_router(services: ConsoleServices) -> APIRouter:
 
 
 def add_login_answers(app: FastAPI) -> None:
-    """Lead a browser that must log in first to where it can."""
+    """Register the redirect to the login page for browsers without a session."""
 
     @app.exception_handler(LoginRequired)
     async def on_login_required(request: Request, error: LoginRequired) -> Response:

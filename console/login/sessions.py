@@ -1,4 +1,4 @@
-"""Sessions of people at the pages: a random token in a cookie, its hash in SQL."""
+"""Sessions of the pages' users: a random token in a cookie, its hash in SQL."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ from protocol.clock import unix_now_ms
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Somebody who has logged in."""
+    """The session of a user who has logged in."""
 
     user: str
     ends_unix_ms: int
 
     @property
     def actor(self) -> str:
-        """How the audit log calls him."""
+        """The user's name in the audit log."""
         return f"user:{self.user}"
 
 
@@ -33,7 +33,7 @@ class SessionStore:
         self._longest_ms = int(longest_s * 1000)
 
     async def start(self, user: str) -> str:
-        """Start a session; returns the token for the cookie. Those that are over go. Raises SQL's own errors."""
+        """Start a session; return the token for the cookie. Deletes expired sessions. Raises SQL's own errors."""
         token, now_unix_ms = new_session_token(), unix_now_ms()
         row = {
             "token_hmac": hash_token(token, self._pepper),
@@ -47,17 +47,17 @@ class SessionStore:
         return token
 
     async def find(self, token: str) -> Session | None:
-        """The session of a cookie's token; None if it is over. Raises SQL's own errors."""
+        """Return the session of a cookie's token; None if there is none or it has expired. Raises SQL's own errors."""
         if len(token) > MAX_TOKEN_CHARS:
             return None
-        wanted = select(SessionRow.user_name, SessionRow.ends_unix_ms).where(
+        query = select(SessionRow.user_name, SessionRow.ends_unix_ms).where(
             SessionRow.token_hmac == hash_token(token, self._pepper), SessionRow.ends_unix_ms > unix_now_ms()
         )
         async with self._engine.connect() as connection:
-            row = (await connection.execute(wanted)).one_or_none()
+            row = (await connection.execute(query)).one_or_none()
         return None if row is None else Session(*row)
 
     async def end(self, token: str) -> None:
-        """End a session, at all gateways. Raises SQL's own errors."""
+        """End a session on all gateways. Raises SQL's own errors."""
         async with self._engine.begin() as connection:
             await connection.execute(delete(SessionRow).where(SessionRow.token_hmac == hash_token(token, self._pepper)))

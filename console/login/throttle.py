@@ -1,13 +1,13 @@
-"""How often somebody may try a password.
+"""Limits on failed logins.
 
-who                                          may fail so often a minute
-a browser that this person has logged in by  5: whatever strangers do, it is let in
-one address, at one name                     5: so a stranger elsewhere takes no place of anybody's
-one address                                  20
-all strangers together                       120: what their passwords may cost in hashing, some 0.1 s of a core each
+source                                     failures per minute
+a browser that the user has logged in by   5: independent of all other clients
+one address, for one user name             5: clients at other addresses do not use up this limit
+one address                                20
+all unknown browsers together              120: bounds the cost of hashing, about 0.1 s of a core per password
 
-Only the last line lets strangers keep somebody out, for as long as they go on from many addresses, and only from a
-browser that is new to us.
+Only the last limit lets attackers lock out a user, while they keep trying from many addresses, and only in a browser
+that is unknown here.
 """
 
 import ipaddress
@@ -22,61 +22,61 @@ MAX_PER_BROWSER: Final = 5
 MAX_PER_NAME: Final = 5
 MAX_PER_ADDRESS: Final = 20
 MAX_UNKNOWN: Final = 120
-MAX_REMEMBERED: Final = 10_000  # browsers, addresses and names; past it, who failed longest ago is forgotten
-IPV6_NETWORK_BITS: Final = 64  # what one caller gets: he can choose any address in it
+MAX_REMEMBERED: Final = 10_000  # browsers, addresses and names; past it, the one that failed longest ago is dropped
+IPV6_NETWORK_BITS: Final = 64  # assigned to one client, who can use any address in it
 
-_UNKNOWN: Final = ("strangers",)
+_UNKNOWN: Final = ("unknown browsers",)
 
 
 class LoginThrottle:
-    """Counts wrong passwords, in this gateway."""
+    """Counts wrong passwords in this gateway."""
 
     def __init__(self) -> None:
         self._failures: OrderedDict[tuple[str, ...], deque[float]] = OrderedDict()
 
     def begin(self, name: str, address: str, browser: str | None) -> str | None:
-        """Count a try as wrong before its password is looked at; ``succeeded`` takes it back. Raises TooManyLogins.
+        """Count a login as failed before its password is checked; ``succeeded`` undoes this. Raises TooManyLogins.
 
-        ``browser``: by which this person has logged in before; None: not known. Returns it, unless it has failed so
-        often that it counts as a stranger.
+        ``browser``: one that this user has logged in by before; None: unknown. Returns it, unless it has failed so
+        often that it counts as unknown.
         """
         now_s = time.monotonic()
         if browser is not None and self._has_capacity(("browser", browser), MAX_PER_BROWSER, now_s):
             self._count(("browser", browser), MAX_PER_BROWSER, now_s)
             return browser
-        limits = _counters(name, address)
-        if not all(self._has_capacity(who, most, now_s) for who, most in limits.items()):
+        limits = _limits(name, address)
+        if not all(self._has_capacity(source, limit, now_s) for source, limit in limits.items()):
             raise TooManyLogins("Too many wrong passwords: try again in a minute.")
-        for who, most in limits.items():
-            self._count(who, most, now_s)
+        for source, limit in limits.items():
+            self._count(source, limit, now_s)
         return None
 
     def succeeded(self, name: str, address: str, browser: str | None) -> None:
-        """The try was no failure, and the person's earlier ones are forgotten; ``browser``: what ``begin`` returned."""
+        """Undo ``begin`` and reset the user's earlier failures; ``browser``: the return value of ``begin``."""
         if browser is not None:
             self._failures.pop(("browser", browser), None)
             return
-        for who in _counters(name, address):
-            if who[0] == "name":
-                self._failures.pop(who, None)
-            elif failures := self._failures.get(who):
+        for source in _limits(name, address):
+            if source[0] == "name":
+                self._failures.pop(source, None)
+            elif failures := self._failures.get(source):
                 failures.pop()
 
-    def _has_capacity(self, who: tuple[str, ...], most: int, now_s: float) -> bool:
-        return sum(now_s - failed_s < WINDOW_S for failed_s in self._failures.get(who, ())) < most
+    def _has_capacity(self, source: tuple[str, ...], limit: int, now_s: float) -> bool:
+        return sum(now_s - failed_s < WINDOW_S for failed_s in self._failures.get(source, ())) < limit
 
-    def _count(self, who: tuple[str, ...], most: int, now_s: float) -> None:
-        self._failures.setdefault(who, deque(maxlen=most)).append(now_s)
-        self._failures.move_to_end(who)
+    def _count(self, source: tuple[str, ...], limit: int, now_s: float) -> None:
+        self._failures.setdefault(source, deque(maxlen=limit)).append(now_s)
+        self._failures.move_to_end(source)
         while len(self._failures) > MAX_REMEMBERED:
             self._failures.popitem(last=False)
 
 
-def _counters(name: str, address: str) -> dict[tuple[str, ...], int]:
-    caller = _client_network(address)
+def _limits(name: str, address: str) -> dict[tuple[str, ...], int]:
+    network = _client_network(address)
     return {
-        ("name", caller, name): MAX_PER_NAME,
-        ("address", caller): MAX_PER_ADDRESS,
+        ("name", network, name): MAX_PER_NAME,
+        ("address", network): MAX_PER_ADDRESS,
         _UNKNOWN: MAX_UNKNOWN,
     }
 

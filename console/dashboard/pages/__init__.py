@@ -1,1 +1,1 @@
-"""One module for each page: what it asks, and the values of its template."""
+"""One module for each page: its queries, and the values of its template."""

@@ -1,4 +1,4 @@
-"""Cost: what tokens cost in each pool with idle time included, and what spot machines save."""
+"""Cost: the cost of tokens in each pool with idle time included, and the savings by spot machines."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ class CostSum:
     up_ms: int
     idle_share: float | None
     idle_cost: int
-    saving: int | None  # against on-demand machines, of those whose price on demand is known
+    saving: int | None  # against on-demand machines, of pools whose on-demand price is known
     on_demand: int
 
     @property
@@ -30,7 +30,7 @@ class CostSum:
 
 
 async def cost(connection: AsyncConnection, view: View) -> dict[str, Any]:
-    """The values of cost.html."""
+    """Return the values of cost.html."""
     pools, models = await costs(connection, view.window, where=view.filters)
     return {
         "page": "Cost",

@@ -1,4 +1,4 @@
-"""Keys and budgets: who may call, within which limits, and what of them is used."""
+"""Keys and budgets: keys and teams, their limits, and the use of these."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,37 +24,37 @@ Usage = Mapping[str, tuple[LimitUsage, ...]]  # by the id of a key or team
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """The keys and teams that are shown, and how much of their limits they have used."""
+    """The keys and teams shown, with the use of their limits."""
 
     keys: Sequence[ApiKey]  # active ones first, then the newest
     teams: Sequence[Team]
     left_out: int  # keys and teams
     at_unix_ms: int
-    usage: Usage | None = None  # None: the queue server cannot be asked
+    usage: Usage | None = None  # None: the queue server does not answer
 
     @property
     def terms(self) -> dict[str, Limits]:
-        """What is limited, by the id of a key that is accepted still, or of a team."""
+        """Limits by the id of an active key or of a team."""
         live = (key for key in self.keys if self.state_of(key) == "active")
         policies = [*((team.team_id, team.policy) for team in self.teams), *((key.key_id, key.policy) for key in live)]
         found = ((account_id, limits_of(policy)) for account_id, policy in policies)
         return {account_id: terms for account_id, terms in found if terms is not None}
 
     def state_of(self, key: ApiKey) -> str:
-        """Whether a key is accepted: "active", "expired" or "revoked"."""
+        """Return the state of a key: "active", "expired" or "revoked"."""
         if key.revoked_unix_ms is not None:
             return "revoked"
         has_expired = key.expires_unix_ms is not None and key.expires_unix_ms <= self.at_unix_ms
         return "expired" if has_expired else "active"
 
     def named(self, account_id: str) -> list[ApiKey | Team]:
-        """The key or team of this id, if it is shown."""
+        """Return the key or team of this id, if it is shown."""
         teams = (team for team in self.teams if team.team_id == account_id)
         return [*teams, *(key for key in self.keys if key.key_id == account_id)]
 
 
 def ranked(keys: Iterable[ApiKey], teams: Iterable[Team], now_unix_ms: int) -> Accounts:
-    """The newest of the keys, active ones first, and of the teams."""
+    """Select the newest of the keys, active ones first, and of the teams."""
     newest = sorted(keys, key=lambda key: (key.revoked_unix_ms is not None, -key.created_unix_ms))
     ours = sorted(teams, key=lambda team: (team.team_id != DEFAULT_TEAM_ID, -team.created_unix_ms))
     left_out = max(0, len(newest) - MAX_SHOWN) + max(0, len(ours) - MAX_SHOWN)
@@ -62,7 +62,7 @@ def ranked(keys: Iterable[ApiKey], teams: Iterable[Team], now_unix_ms: int) -> A
 
 
 async def account_lines(connection: AsyncConnection, view: View, accounts: Accounts) -> dict[str, Any]:
-    """The values of keys.html and account.html."""
+    """Return the values of keys.html and account.html."""
     window = Window(accounts.at_unix_ms - USED_DAYS * DAY_MS, accounts.at_unix_ms, view.zone)
     dimensions: tuple[Dimension, ...] = ("key", "team")
     usage = accounts.usage
@@ -81,7 +81,7 @@ async def account_lines(connection: AsyncConnection, view: View, accounts: Accou
 
 
 async def _charged(connection: AsyncConnection, view: View, accounts: Accounts) -> Usage:
-    """What the ledger knows of budgets, where gateways cannot be asked; of rates and concurrency it knows nothing."""
+    """Compute the use of budgets from the ledger, which has no rates or concurrency, if the queue server is down."""
     terms, now_s = accounts.terms, accounts.at_unix_ms / 1000
     charged: dict[tuple[str, str], int] = {}  # by period and id
     for period in {one.budget_period for one in terms.values() if one.limits[Kind.MONEY] is not None}:

@@ -1,4 +1,4 @@
-"""Latency: percentiles of how long requests wait and take, over time and by group, always with their n."""
+"""Latency: percentiles of waiting and answering times, over time and by group, always with their n."""
 
 from dataclasses import replace
 from typing import Any, Final
@@ -16,7 +16,7 @@ MAX_GROUPS: Final = 50
 
 
 async def latency(connection: AsyncConnection, view: View) -> dict[str, Any]:
-    """The values of latency.html."""
+    """Return the values of latency.html."""
     view = replace(view, by=view.by or DEFAULT_GROUPING)
     found = await distributions(connection, view.window, list(TITLES), where=view.filters, by=view.by)
     whole, by_group = [], []

@@ -1,4 +1,4 @@
-"""Overview: traffic, tokens, latency, errors and failovers, now and over the chosen time."""
+"""Overview: traffic, tokens, latency, errors and failovers, now and over the selected time."""
 
 from dataclasses import replace
 from typing import Any, Final
@@ -19,7 +19,7 @@ CHARTED: Final = ("ok", "failed", "cancelled", "prompt_tokens", "cached_tokens",
 
 
 async def overview(connection: AsyncConnection, view: View) -> dict[str, Any]:
-    """The values of overview.html."""
+    """Return the values of overview.html."""
     view = replace(view, by=view.by or DEFAULT_GROUPING)
     window, where, steps = view.window, view.filters, view.window.steps(view.step)
     groups = await totals(connection, window, where=where, by=view.by, top=MAX_GROUPS)

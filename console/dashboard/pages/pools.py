@@ -1,4 +1,4 @@
-"""Pools and workers: what runs and waits at this moment, and failovers over the chosen time."""
+"""Pools and workers: running and waiting requests now, and failovers over the selected time."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ledger.queries.traffic import choices, series
 
 
 async def pools(connection: AsyncConnection, view: View) -> dict[str, Any]:
-    """The values of pools.html that come from the ledger."""
+    """Return the values of pools.html that come from the ledger."""
     steps = view.window.steps(view.step)
     found = await series(connection, view.window, view.step, where=view.filters, names=("failovers",))
     failovers = [point.failovers for point in found[0].points] if found else [0 for _ in steps]

@@ -1,4 +1,4 @@
-"""Requests: a filtered log, page by page or as it grows, and one request with its attempts."""
+"""Requests: a filtered log, page by page or live, and one request with its attempts."""
 
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ MAX_CURSOR_CHARS: Final = 200
 
 
 async def request_log(connection: AsyncConnection, view: View, older: str) -> dict[str, Any]:
-    """The values of requests.html."""
+    """Return the values of requests.html."""
     rows = await request_rows(connection, view, older)
     return rows | {
         "page": "Requests",
@@ -26,7 +26,7 @@ async def request_log(connection: AsyncConnection, view: View, older: str) -> di
 
 
 async def request_rows(connection: AsyncConnection, view: View, older: str) -> dict[str, Any]:
-    """The values of request_rows.html: one page of requests, those after the cursor ``older``."""
+    """Return the values of request_rows.html: one page of requests, those after the cursor ``older``."""
     found = await request_page(
         connection,
         view.since_unix_ms,
@@ -44,7 +44,7 @@ async def request_rows(connection: AsyncConnection, view: View, older: str) -> d
 
 
 async def request_detail(connection: AsyncConnection, view: View, request_id: str) -> dict[str, Any] | None:
-    """The values of request.html; None: there is no such request."""
+    """Return the values of request.html; None: there is no such request."""
     history = await request_history(connection, request_id)
     if history is None:
         return None
@@ -59,15 +59,15 @@ async def request_detail(connection: AsyncConnection, view: View, request_id: st
 
 
 def write_cursor(cursor: Cursor) -> str:
-    """A cursor for a URL."""
+    """Encode a cursor for a URL."""
     return f"{cursor.received_unix_ms}.{cursor.request_id}"
 
 
 def read_cursor(text: str) -> Cursor | None:
-    """A cursor from a URL; None for the first page. Raises InvalidParameter."""
+    """Parse a cursor of a URL; None for the first page. Raises InvalidParameter."""
     if not text:
         return None
     received, dot, request_id = text[:MAX_CURSOR_CHARS].partition(".")
     if not (dot and received.isascii() and received.isdigit() and len(received) <= 16):
-        raise InvalidParameter("older: not a place in the log.", param="older")
+        raise InvalidParameter("older: not a position in the log.", param="older")
     return Cursor(int(received), request_id)

@@ -1,4 +1,4 @@
-"""Tokens: how many, how they are distributed over requests, and over the hours of the week."""
+"""Tokens: their number, and their distribution over requests and over the hours of the week."""
 
 from dataclasses import replace
 from typing import Any, Final, get_args
@@ -29,7 +29,7 @@ LENGTHS: Final[dict[Measure, str]] = {"prompt_tokens": "prompt tokens", "complet
 
 
 async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str, Any]:
-    """The values of tokens.html; ``heat`` is what the heat map will show. Raises InvalidParameter."""
+    """Return the values of tokens.html; ``heat`` is the figure of the heat map. Raises InvalidParameter."""
     figure = _figure(heat)
     view = replace(view, by=view.by or DEFAULT_GROUPING)
     window, where = view.window, view.filters
@@ -56,7 +56,7 @@ async def tokens(connection: AsyncConnection, view: View, heat: str) -> dict[str
 
 
 async def tokens_heat(connection: AsyncConnection, view: View, heat: str) -> dict[str, Any]:
-    """The values of heat.html: ``heat`` by hour and weekday. Raises InvalidParameter."""
+    """Return the values of heat.html: ``heat`` by hour and weekday. Raises InvalidParameter."""
     figure = _figure(heat)
     rows = await traffic.heat_map(connection, view.window, where=view.filters, figure=figure)
     return {"heat": heat_map(rows, HEAT_FIGURES[figure])}
@@ -93,5 +93,5 @@ async def _over_time(connection: AsyncConnection, view: View, dimension: Dimensi
 
 
 def traffic_name(value: str, names: dict[str, str]) -> str:
-    """What a group is called in a chart."""
+    """Return the name of a group in a chart."""
     return "all others" if value == traffic.OTHER else names.get(value, value) or "none"
