@@ -89,7 +89,7 @@ def test_estimated_counts_are_marked_as_such(visit: Visit) -> None:
     expect(row).to_contain_text("≈ 1,234")
     row.locator("th a").click()
     expect(page.locator("dl.facts")).to_contain_text("Tokens counted by")
-    expect(page.locator("dl.facts")).to_contain_text("nobody: they are estimated")
+    expect(page.locator("dl.facts")).to_contain_text("estimated")
     expect(page.locator("table.log abbr[title^=estimated]")).to_have_count(1)
     assert faults(visit) == []
     visit.go("/dashboard/requests?range=7d")

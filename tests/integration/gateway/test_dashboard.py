@@ -122,7 +122,7 @@ async def test_static_files_are_kept_for_ever_under_their_version(browser: httpx
 async def test_errors_are_pages(browser: httpx.AsyncClient, engine: AsyncEngine) -> None:
     missing = await browser.get("/dashboard/requests/none-such")
     assert missing.status_code == 404
-    assert "There is nothing of this name." in missing.text
+    assert "There is no object of this name." in missing.text
     wrong = await browser.get("/dashboard", params={"range": "<b>"})
     assert wrong.status_code == 400
     assert "range: must be one of 6h" in wrong.text
@@ -391,7 +391,7 @@ async def test_a_slow_ledger_is_given_up_and_holds_nobody_up(sqlite_url: str) ->
         asked = [asyncio.create_task(reader.read(never, 0.2)) for _ in range(40)]
         done, _ = await asyncio.wait(asked)
         assert {str(task.exception()) for task in done} == {
-            "Too many pages are asked for at the moment.",
-            "The ledger has not answered within 0.2 s.",
+            "Too many pages are requested at the moment.",
+            "The ledger did not answer within 0.2 s.",
         }
         assert await reader.read(lambda connection: connection.scalar(text("SELECT 1"))) == 1
