@@ -1,7 +1,7 @@
 """Who a request comes from, and what he may do."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 DEFAULT_TEAM_ID: Final = "team_default"  # made by the migration
@@ -54,11 +54,10 @@ class Principal:
     expires_unix_ms: int | None = None  # from when on this key, or this token of it, is refused
     key_policy: Policy = NO_POLICY
     team_policy: Policy = NO_POLICY
+    tenant: str = field(init=False)  # the fairness domain: the team; a key outside any team is a tenant of its own
 
-    @property
-    def tenant(self) -> str:
-        """The fairness domain: the team; a key that nobody has put into one is a tenant of its own."""
-        return self.key_id if self.team_id == DEFAULT_TEAM_ID else self.team_id
+    def __post_init__(self) -> None:  # once: a request reads it some thirty times
+        object.__setattr__(self, "tenant", self.key_id if self.team_id == DEFAULT_TEAM_ID else self.team_id)
 
     @property
     def weight(self) -> float | None:

@@ -5,7 +5,6 @@ connect → topology → keys → models → serve ──SIGTERM──> leave �
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -42,7 +41,7 @@ from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.watched import WatchedGateway
-from protocol import subjects
+from protocol import garbage, subjects
 from protocol.bus import Bus
 from protocol.outbox import Outbox
 from protocol.spool import Spool
@@ -155,9 +154,7 @@ async def run(
             reader=await stack.enter_async_context(Reader(settings.database_url)),
             gateway=WatchedGateway(catalog, dispatcher, admission_control, series, failovers),
         )
-        # What is there now stays: without it, full collections skip the several 100,000 objects of our libraries.
-        gc.collect()
-        gc.freeze()
+        garbage.calm()
         hurry = asyncio.Event()
         with _signals_set(stop, hurry):
             await _serve(

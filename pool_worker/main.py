@@ -14,7 +14,7 @@ from pool_worker.settings import ServerEngineSettings, WorkerSettings
 from pool_worker.sidecar.restarts import Restarts
 from pool_worker.stopping import Stop
 from pool_worker.worker import OnReady, Worker
-from protocol import subjects
+from protocol import garbage, subjects
 from protocol.backoff import wait_for
 from protocol.bus import Bus
 
@@ -124,6 +124,7 @@ async def _serve(
     on_ready: OnReady | None,
     traces: "AttemptTraces | None",
 ) -> None:
+    garbage.calm()
     try:
         async with asyncio.TaskGroup() as tasks:
             await Worker(settings, bus, engine, capacity, tasks, traces=traces).serve(stop, on_ready)

@@ -125,7 +125,7 @@ class Bus:
             why = last_error or str(error) or "no answer"
             raise BusError(f"cannot connect to NATS at {where} within {first_limit_s:g} s: {why}") from error
         bus = cls(client)
-        await bus.subscribe(f"{bus._inbox_prefix}.*", bus._on_reply)
+        await bus.listen(f"{bus._inbox_prefix}.*", bus._on_reply)
         return bus
 
     @property
@@ -185,6 +185,14 @@ class Bus:
         """Call ``handler`` for every message on ``subject``, one at a time in order."""
         return await self.client.subscribe(subject, cb=handler)
 
+    async def listen(self, subject: str, handler: Callable[[Msg], None]) -> None:
+        """Call ``handler``, which must be quick, for every message on ``subject`` as it is read."""
+
+        async def handle(message: Msg) -> None:
+            handler(message)
+
+        self.client.deliver_at_once(await self.client.subscribe(subject, cb=handle), handler)
+
     async def publish(
         self, subject: str, payload: bytes, *, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
@@ -223,7 +231,7 @@ class Bus:
             raise NoResponders(f"nobody listens on {subject}")
         return reply
 
-    async def _on_reply(self, message: Msg) -> None:
+    def _on_reply(self, message: Msg) -> None:
         future = self._waiting.get(message.subject.rpartition(".")[2])
         if future is not None and not future.done():
             future.set_result(message)

@@ -1,4 +1,4 @@
-"""nats-py's client, mended where it gives up or hangs.
+"""nats-py's client, mended where it gives up, hangs, or takes a task where a call would do.
 
 what happens                              nats-py                             here
 the server answers -ERR (credentials      closes for ever                     reconnects for ever
@@ -12,10 +12,13 @@ a server it learnt of from another one    has no credentials for it           ha
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlparse
 
 from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.errors import Error as NatsError
 from nats.protocol.parser import PERMISSIONS_ERR
@@ -27,6 +30,25 @@ log = logging.getLogger(__name__)
 
 class LastingClient(Client):
     """A client that, once connected, ends only by ``close``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handlers: dict[int, Callable[[Msg], None]] = {}  # of subscriptions that need no task, by number
+
+    def deliver_at_once(self, subscription: Subscription, handler: Callable[[Msg], None]) -> None:
+        """Call ``handler`` with each message as it is read, where nats-py would put it into a queue for a task."""
+        self._handlers[subscription._id] = handler  # noqa: SLF001
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        handler = self._handlers.get(sid)
+        if handler is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        parsed = await self._process_headers(headers) if headers else None
+        try:
+            handler(self._build_message(sid, subject, reply, data, parsed))
+        except Exception as error:  # noqa: BLE001  # the connection reads on
+            await self._error_cb(error)
 
     def abort(self) -> None:
         """Cut the connection without sending what is pending; nothing happens where there is none."""

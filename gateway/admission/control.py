@@ -136,16 +136,16 @@ class AdmissionControl:
 
     def _in_flight_refusal(self, admission: Admission) -> Failure | None:
         use, settings = (
-            self._tenants.get(admission.tenant),
-            self._settings_of(admission.tenant, admission.principal.key_name),
+            self._tenants.get(admission.principal.tenant),
+            self._settings_of(admission.principal.tenant, admission.principal.key_name),
         )
         in_flight = 0 if use is None else use.in_flight
         return _tenant_refusal(ErrorCode.TENANT_IN_FLIGHT, in_flight, settings.max_in_flight, "in flight")
 
     def _tenant_queue_refusal(self, admission: Admission) -> Failure | None:
         use, settings = (
-            self._tenants.get(admission.tenant),
-            self._settings_of(admission.tenant, admission.principal.key_name),
+            self._tenants.get(admission.principal.tenant),
+            self._settings_of(admission.principal.tenant, admission.principal.key_name),
         )
         return _tenant_refusal(
             ErrorCode.TENANT_QUEUED, 0 if use is None else use.queued, settings.max_queued, "waiting"
@@ -185,7 +185,7 @@ class AdmissionControl:
         on Networking 6(2), 1998), with a factor of 1: a model that is alone gets half, two get a third each; a tenant
         that is alone gets half of its model's part.
         """
-        tenant = self._tenants.get(admission.tenant)
+        tenant = self._tenants.get(admission.principal.tenant)
         of_tenant = 0 if tenant is None else tenant.queued_bytes
         job_bytes = admission.job_bytes
         free = self._stream_bytes - self._backlog.waiting_bytes
@@ -235,14 +235,14 @@ class AdmissionControl:
     def _lane_of_next(self, admission: Admission) -> str:
         if admission.batch:
             return subjects.LOW_LANE
-        candidates = candidate_lanes(admission.tenant)
+        candidates = candidate_lanes(admission.principal.tenant)
         current = self._lane_in_use(admission, candidates)
         first, second = (self._backlog.lane(admission.model, lane).waiting for lane in candidates)
         return choose_lane(candidates, (first, second), current)
 
     def _lane_in_use(self, admission: Admission, candidates: tuple[str, str]) -> str | None:
         """Where the tenant's jobs wait, here or at another gateway; all gateways go by the same order."""
-        tenant, model, use = admission.tenant, admission.model, self._tenants.get(admission.tenant)
+        tenant, model, use = admission.principal.tenant, admission.model, self._tenants.get(admission.principal.tenant)
         for lane in candidates:
             if (use is not None and use.uses(model, lane)) or self._elsewhere.use(tenant, model, lane):
                 return lane
@@ -272,9 +272,9 @@ class AdmissionControl:
         job_bytes = admission.job_bytes
         self._backlog.add_bytes(job_bytes)
         self._models[admission.model].add(admission, job_bytes, 1)
-        use = self._tenants.get(admission.tenant)
+        use = self._tenants.get(admission.principal.tenant)
         if use is None:
-            use = self._tenants[admission.tenant] = TenantUsage()
+            use = self._tenants[admission.principal.tenant] = TenantUsage()
         use.enter(admission.model, lane, job_bytes)
         return Ticket(self, admission, lane, job_bytes)
 
@@ -284,7 +284,7 @@ class AdmissionControl:
         self._backlog.lane(admission.model, ticket.lane).enter(admission.request_id, time.monotonic())
         self._backlog.add_bytes(ticket.job_bytes)
         self._models[admission.model].add(admission, ticket.job_bytes, 1)
-        self._tenants[admission.tenant].enter_queue(admission.model, ticket.lane, ticket.job_bytes)
+        self._tenants[admission.principal.tenant].enter_queue(admission.model, ticket.lane, ticket.job_bytes)
 
     def place(self, ticket: Ticket) -> QueuePosition:
         """Where a waiting request stands now."""
@@ -298,7 +298,7 @@ class AdmissionControl:
         self._backlog.lane(admission.model, ticket.lane).leave(admission.request_id)
         self._backlog.add_bytes(-ticket.job_bytes)
         self._models[admission.model].add(admission, ticket.job_bytes, -1)
-        self._tenants[admission.tenant].leave_queue(admission.model, ticket.lane, ticket.job_bytes)
+        self._tenants[admission.principal.tenant].leave_queue(admission.model, ticket.lane, ticket.job_bytes)
 
     def taken(self, ticket: Ticket, worker_id: str) -> None:
         """A worker has accepted the request."""
@@ -306,10 +306,10 @@ class AdmissionControl:
 
     def leave(self, ticket: Ticket) -> None:
         """A request has ended."""
-        use = self._tenants[ticket.admission.tenant]
+        use = self._tenants[ticket.admission.principal.tenant]
         use.in_flight -= 1
         if not use.in_flight:
-            del self._tenants[ticket.admission.tenant]
+            del self._tenants[ticket.admission.principal.tenant]
 
 
 def _tenant_refusal(code: ErrorCode, requests: int, most: int | None, where: str) -> Failure | None:

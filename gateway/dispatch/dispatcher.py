@@ -99,7 +99,7 @@ class Dispatcher:
         self._registry.on_lost = self._on_worker_lost
         await self._registry.start()
         await self._detector.start()
-        await self._bus.subscribe(self._frames_subject, self._on_step)
+        await self._bus.listen(self._frames_subject, self._on_step)
         await self._open_requests.start()
         self._bus.on_reconnect(self._on_reconnected)
 
@@ -238,7 +238,8 @@ class Dispatcher:
             tell(admission)
         timeouts, max_attempts = self._settings.timeouts, self._settings.max_attempts
         request = OpenRequest(ticket, timeouts, max_attempts, self, now_s, mailbox=mailbox)
-        request.mailbox.count_in(self._unread, admission.tenant, lambda: request.give_up_unread(time.monotonic()))
+        tenant, mailbox = admission.principal.tenant, request.mailbox
+        mailbox.count_in(self._unread, tenant, lambda: request.give_up_unread(time.monotonic()))
         self._open[request.request_id] = self._unsettled[request.request_id] = request
         request.row = self._recorder.admitted(admission)
         if admission.deadline_s != NEVER_S:  # to the point, where the sweep may be late
@@ -276,7 +277,7 @@ class Dispatcher:
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
-    async def _on_step(self, message: Msg) -> None:
+    def _on_step(self, message: Msg) -> None:
         try:
             step = decode_step(message.data)
         except ProtocolError as error:

@@ -128,7 +128,7 @@ class JobQueue:
             prompt_object=admission.request_id if by_reference else None,
             prompt_tokens=admission.prompt_tokens,
             resume=request.choices.resume_points(),
-            tenant=admission.tenant,
+            tenant=admission.principal.tenant,
             accepted_unix_ms=admission.received_unix_ms,
             deadline_unix_ms=int((self._bus.clock.now_s() + remaining_s) * 1000),
             traceparent=admission.traceparent if admission.trace is None else admission.trace.traceparent,

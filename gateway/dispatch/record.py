@@ -175,7 +175,7 @@ def dead_letter(request: OpenRequest, gateway_id: str) -> DeadLetter:
         request_id=request.request_id,
         gateway_id=gateway_id,
         model=admission.model,
-        tenant=admission.tenant,
+        tenant=admission.principal.tenant,
         key_id=admission.principal.key_id,
         prompt_tokens=admission.prompt_tokens,
         sampling=sampling,

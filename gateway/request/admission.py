@@ -46,11 +46,6 @@ class Admission:
     reservation: Reservation | None = None  # of limits; None: its key and team have none
 
     @property
-    def tenant(self) -> str:
-        """The fairness domain of the client."""
-        return self.principal.tenant
-
-    @property
     def job_bytes(self) -> int:
         """Approximate size of its job in bytes, wherever its prompt is stored."""
         pooling = 0 if self.pooling is None else len(encode(self.pooling))

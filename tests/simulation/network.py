@@ -233,6 +233,9 @@ class SimulatedClient:
         self.send(("sub", subscription.number, subject))
         return subscription
 
+    def deliver_at_once(self, subscription: Subscription, handler: Callable[[Any], None]) -> None:
+        """Do nothing: here a message takes no time anyway."""
+
     def forget(self, subscription: Subscription) -> None:
         self._subscriptions.pop(subscription.number, None)
         subscription.end()
@@ -309,5 +312,5 @@ async def connect_bus(world: "World", process: Process, host: Host, name: str, *
     await client.connect(limit_s)
     bus = Bus(client)  # type: ignore[arg-type]
     client.on_reconnected = bus._start_reconnect_hooks
-    await bus.subscribe(f"{bus._inbox_prefix}.*", bus._on_reply)
+    await bus.listen(f"{bus._inbox_prefix}.*", bus._on_reply)
     return bus

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from nats.aio.msg import Msg
 
 from protocol import bus as bus_module
 from protocol import subjects, topology
@@ -119,3 +120,25 @@ async def test_an_acknowledgement_is_not_kept_for_a_later_life_of_the_server(nat
 )
 def test_credentials_of_the_urls_hold_for_servers_learnt_of_later(servers: list[str], options: dict[str, str]) -> None:
     assert shared_credentials(servers) == options
+
+
+async def test_a_listener_that_raises_gets_the_next_message_also_after_a_restart(nats_server: NatsServer) -> None:
+    bus = await Bus.connect(nats_server.url, name="test")
+    received: list[bytes] = []
+
+    def handler(message: Msg) -> None:
+        received.append(message.data)
+        raise ValueError("a mistake of the handler's")
+
+    await bus.listen("somewhere", handler)
+    await bus.publish("somewhere", b"1")
+    await bus.publish("somewhere", b"2")
+    await until(lambda: received == [b"1", b"2"])
+    is_back = reconnected(bus)
+    nats_server.kill()
+    nats_server.start()
+    async with asyncio.timeout(HANGS_S):
+        await is_back.wait()
+    await bus.publish("somewhere", b"3")
+    await until(lambda: received == [b"1", b"2", b"3"])
+    await bus.close()
