@@ -20,10 +20,10 @@ ADVISORY_LOCK_ID: Final = 0x5350494C4C574159  # "SPILLWAY"
 
 
 def upgrade(database_url: str) -> None:
-    """Bring the database to ``head``; nothing happens if it is there. All or nothing: one transaction.
+    """Upgrade the database to ``head`` in one transaction; do nothing if it is up to date.
 
-    Several processes may call it at once: one works, the others wait for its lock. Blocks; must not be called from a
-    coroutine. Raises DatabaseUrlError or DatabaseUnavailable.
+    Several processes may call it concurrently: one upgrades, the others wait for its lock. Blocks; must not be called
+    from a coroutine. Raises DatabaseUrlError or DatabaseUnavailable.
     """
     try:
         asyncio.run(_upgrade(database_url))
@@ -32,7 +32,7 @@ def upgrade(database_url: str) -> None:
 
 
 def current(database_url: str) -> str | None:
-    """The revision that the database is at; None if it has never been migrated. Blocks; raises like ``upgrade``."""
+    """Return the revision of the database; None if it has never been migrated. Blocks; raises like ``upgrade``."""
     try:
         return asyncio.run(_current(database_url))
     except SQL_ERRORS as error:
@@ -40,7 +40,7 @@ def current(database_url: str) -> str | None:
 
 
 def head() -> str:
-    """The newest revision."""
+    """Return the newest revision."""
     newest = ScriptDirectory.from_config(_config()).get_current_head()
     if newest is None:
         raise AssertionError("migrations/versions is empty")
@@ -64,7 +64,7 @@ async def _upgrade(database_url: str) -> None:
 
 
 async def _lock(connection: AsyncConnection) -> None:
-    """Keep other migrating processes out until the transaction ends. SQLite's BEGIN IMMEDIATE has done so already."""
+    """Lock out other migrating processes until the transaction ends. SQLite's BEGIN IMMEDIATE has done so already."""
     if connection.dialect.name == "postgresql":
         await connection.execute(text(f"SET LOCAL lock_timeout = '{LOCK_LIMIT_S:.0f}s'"))
         await connection.execute(text("SELECT pg_advisory_xact_lock(:id)"), {"id": ADVISORY_LOCK_ID})

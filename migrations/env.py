@@ -1,4 +1,4 @@
-"""Alembic's entry: runs revisions on the connection it is given, or on ``-x database_url=…`` for developers."""
+"""Alembic's entry point: runs revisions on the given connection, or on ``-x database_url=…`` for developers."""
 
 import asyncio
 

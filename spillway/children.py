@@ -26,7 +26,7 @@ RESTART_WINDOW_S: Final = 60.0
 MAX_RESTARTS_PER_WINDOW: Final = 5
 FIRST_RESTART_WAIT_S: Final = 0.5
 LAST_LINES: Final = 5
-SIGNAL_GAP_S: Final = 0.2  # two that come at once are one
+SIGNAL_GAP_S: Final = 0.2  # two signals in quick succession may be delivered as one
 
 # The user's folder may hold a spillway.py or a json.py, which are none of ours; a checkout may be that folder.
 _PYTHON: Final = (sys.executable, "-P") if IS_WHEEL else (sys.executable,)
@@ -35,20 +35,20 @@ log = logging.getLogger(__name__)
 
 
 class ChildError(Exception):
-    """A child did not start, or died too often; the message says which, and its last words."""
+    """A child did not start, or died too often; the message has its name and its last lines of output."""
 
 
 def die_with_parent() -> None:
-    """Ask Linux to end this child should its launcher be killed, so that nothing is left behind (prctl(2))."""
+    """Ask Linux to end this child if its launcher is killed, so that no process is left behind (prctl(2))."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, with OpenMP threads that sleep while they wait.
+    """Return our environment, with OpenMP threads that sleep while they wait.
 
-    Everything shares this machine's cores; a torch thread that spins at a barrier takes one from the gateway.
+    All processes share this machine's cores; a torch thread that spins at a barrier takes one from the gateway.
     """
     return {"OMP_WAIT_POLICY": "passive", **os.environ}
 
@@ -60,15 +60,15 @@ class RestartableChild(Protocol):
     log_path: Path
 
     async def start(self) -> None:
-        """Start it."""
+        """Start the process."""
         ...
 
     async def wait(self) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for its end; return the exit code."""
         ...
 
     def last_lines(self) -> str:
-        """The last lines of its output."""
+        """Return the last lines of its output."""
         ...
 
 
@@ -85,7 +85,7 @@ class Child:
         *,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment``: variables besides ours."""
+        """``environment``: variables in addition to ours."""
         self.name = name
         self.environment = dict(environment or {})
         self.stop_limit_s = stop_limit_s
@@ -98,7 +98,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process's id; 0 before the first start."""
+        """Id of the process; 0 before the first start."""
         return 0 if self._process is None else self._process.pid
 
     async def start(self) -> None:
@@ -109,7 +109,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends its children in order
+            start_new_session=True,  # Ctrl-C reaches only the launcher, which ends its children in order
             preexec_fn=die_with_parent,
             limit=LOG_LINE_BYTES,
             env=child_environment() | self.environment,
@@ -118,7 +118,7 @@ class Child:
         self._copier = asyncio.create_task(self._copy_output(self._process.stdout), name=f"log-{self.name}")
 
     async def wait_ready(self) -> dict[str, Any]:
-        """Wait until the child says that it is ready; returns what it says. Raises ChildError."""
+        """Wait until the child has written its ready file; return the content. Raises ChildError."""
         deadline_s = time.monotonic() + READY_LIMIT_S
         while time.monotonic() < deadline_s:
             if self._ready_path.exists():
@@ -130,7 +130,7 @@ class Child:
         raise ChildError(f"{self.name} is not ready after {READY_LIMIT_S:g} s; see {self.log_path}")
 
     async def wait(self) -> int:
-        """Wait for the end; returns the exit code."""
+        """Wait for the end of the process; return the exit code."""
         if self._process is None or self._copier is None:
             return 0
         code = await self._process.wait()
@@ -138,7 +138,7 @@ class Child:
         return code
 
     async def stop(self, force: asyncio.Event | None = None) -> None:
-        """End it by SIGTERM, by a second one at ``force``, or by SIGKILL after its limit. Safe to call in any state."""
+        """End it by SIGTERM, a second one once ``force`` is set, or SIGKILL after its limit. Safe in any state."""
         if self._process is None:
             return
         forcing = asyncio.create_task(self._force(force or asyncio.Event()), name=f"force-{self.name}")
@@ -156,7 +156,7 @@ class Child:
                 self._process.send_signal(signal.SIGTERM)
 
     def last_lines(self) -> str:
-        """The last lines of its output."""
+        """Return the last lines of its output."""
         return "\n  ".join(self._last_lines) or "(no output)"
 
     async def _copy_output(self, stream: asyncio.StreamReader) -> None:
@@ -177,7 +177,7 @@ class Child:
 
 
 async def keep_running(child: RestartableChild, announce: Callable[[str], None]) -> None:
-    """Start a child again whenever it ends. Raises ChildError once it dies too often."""
+    """Restart a child whenever it ends. Raises ChildError once it dies too often."""
     deaths: deque[float] = deque(maxlen=MAX_RESTARTS_PER_WINDOW)
     while True:
         code = await child.wait()
@@ -188,13 +188,13 @@ async def keep_running(child: RestartableChild, announce: Callable[[str], None])
                 f"{child.name} died {len(recent) + 1} times within {RESTART_WINDOW_S:g} s:\n  {child.last_lines()}"
             )
         deaths.append(now_s)
-        announce(f"{child.name} ended with exit code {code}; starting it again (its log: {child.log_path})")
+        announce(f"{child.name} ended with exit code {code}; restarting it (its log: {child.log_path})")
         await asyncio.sleep(FIRST_RESTART_WAIT_S * 2 ** len(recent))
         await child.start()
 
 
 async def stop_process(process: asyncio.subprocess.Process, name: str, limit_s: float) -> int:
-    """End a process by SIGTERM, or by SIGKILL after ``limit_s``; returns its exit code."""
+    """End a process by SIGTERM, or by SIGKILL after ``limit_s``; return its exit code."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)

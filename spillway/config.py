@@ -1,8 +1,8 @@
-"""spillway.toml: one file for models, pools, prices and limits, overlaid by the environment, validated as a whole.
+"""spillway.toml: one file for models, pools, prices and limits, overridden by the environment, validated together.
 
-The environment wins over the file: ``SPILLWAY_`` + the key's path joined by ``__`` (``SPILLWAY_GATEWAY__PORT=9000``,
-``SPILLWAY_NATS__URLS='["nats://queue:4222"]'``). This module is the only one that reads the environment; the parts get
-their frozen settings from the methods of ``Config``.
+The environment takes precedence over the file: ``SPILLWAY_`` + the key's path joined by ``__``
+(``SPILLWAY_GATEWAY__PORT=9000``, ``SPILLWAY_NATS__URLS='["nats://queue:4222"]'``). This module is the only one that
+reads the environment; the processes get frozen settings from the methods of ``Config``.
 """
 
 import os
@@ -53,11 +53,11 @@ _ENGINES: Final[dict[str, type[BaseModel]]] = {  # by kind
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the message names every key at fault."""
+    """The configuration is invalid; the message names every invalid key."""
 
 
 class GatewaySection(Settings):
-    """``[gateway]``: where it listens and what it refuses."""
+    """``[gateway]``: address, limits and timeouts."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: any free port
@@ -71,7 +71,7 @@ class GatewaySection(Settings):
 
 
 class NatsSection(Settings):
-    """``[nats]``: the queue server. Without ``urls``, ``spillway up`` runs one of its own."""
+    """``[nats]``: the queue server. Without ``urls``, ``spillway up`` starts an embedded one."""
 
     urls: tuple[str, ...] = ()
     embedded_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port
@@ -79,36 +79,36 @@ class NatsSection(Settings):
 
 
 class DatabaseSection(Settings):
-    """``[database]``: where usage and keys are kept. Default: SQLite in the data folder."""
+    """``[database]``: the database for usage and keys. Default: SQLite in the data folder."""
 
     url: str | None = None
 
 
 class AuthSection(LoginSettings):
-    """``[auth]``: the secret that API keys are hashed with, and how people log in to the pages."""
+    """``[auth]``: the secret that API keys are hashed with, and the login to the pages."""
 
-    pepper: SecretStr | None = None  # default: made once, kept in the data folder
+    pepper: SecretStr | None = None  # default: generated once, stored in the data folder
 
 
 class LedgerSection(Settings):
-    """``[ledger]``: how the writer batches, and how long rows are kept."""
+    """``[ledger]``: batches of the writer, and retention of rows."""
 
     batch_records: PositiveInt = 500
     batch_wait_s: PositiveSeconds = 0.25
-    retention_days: PositiveInt | None = None  # of requests and attempts; rollups stay. None: for ever
+    retention_days: PositiveInt | None = None  # of requests and attempts; rollups stay. None: permanently
 
 
 class PayloadsSection(PayloadSettings):
-    """``[payloads]``: how what was asked and answered is kept, of callers who agreed to that.
+    """``[payloads]``: storage of requests and answers, for clients who agreed to that.
 
     Its key comes from the environment (``SPILLWAY_PAYLOADS__KEY``) or from a file, never from spillway.toml.
     """
 
-    key_file: Path | None = None  # instead of the key
+    key_file: Path | None = None  # an alternative to the key
 
 
 class Config(BaseSettings):
-    """The whole of spillway.toml."""
+    """The content of spillway.toml."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -139,7 +139,7 @@ class Config(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take only what ``load_config`` passes: it chooses the file and the environment."""
+        """Use only the values that ``load_config`` passes: it selects the file and the environment."""
         return (init_settings,)
 
     @model_validator(mode="after")
@@ -149,7 +149,7 @@ class Config(BaseSettings):
             names.extend(model.aliases)
         twice = {name for name in names if names.count(name) > 1}
         if twice:
-            raise ValueError(f"models: {', '.join(sorted(twice))} is named twice (as a model or an alias)")
+            raise ValueError(f"models: {', '.join(sorted(twice))} is defined twice (as a model or an alias)")
         for pool_name, pool in self.pools.items():
             for model_name in pool.models:
                 if model_name not in self.models:
@@ -165,28 +165,28 @@ class Config(BaseSettings):
             for adapter in pool.engine.adapters if isinstance(pool.engine, LocalEngineSettings) else ():
                 if adapter not in pool.models:
                     raise ValueError(
-                        f"pools.{pool_name}.engine.adapters: {adapter!r} is a model of its own, but not one of "
+                        f"pools.{pool_name}.engine.adapters: {adapter!r} is served as a model, but is not one of "
                         f"pools.{pool_name}.models: {', '.join(pool.models)}"
                     )
         return self
 
     @model_validator(mode="after")
-    def _who_has_no_card_must_say_how_to_count(self) -> "Config":
+    def _models_without_card_must_name_a_tokenizer(self) -> "Config":
         for model_name in self.models.keys() & only_by_messages(self.pools).keys():
             if self.models[model_name].tokenizer is None:
                 raise ValueError(
-                    f"models.{model_name}.tokenizer: required to count by, since only pools that take messages serve"
-                    " it: a tokenizer.json, a folder with one, or tiktoken:o200k_base"
+                    f"models.{model_name}.tokenizer: required to count tokens, since only pools that take messages"
+                    " serve this model: a tokenizer.json, a folder with one, or tiktoken:o200k_base"
                 )
         return self
 
     @property
     def database_url(self) -> str:
-        """The database's URL, by default SQLite in the data folder."""
+        """URL of the database, by default SQLite in the data folder."""
         return self.database.url or f"sqlite:///{self.data_dir.resolve() / 'spillway.db'}"
 
     def gateway_settings(self, pepper: SecretStr) -> GatewaySettings:
-        """What one gateway process needs."""
+        """Return the settings of a gateway process."""
         return GatewaySettings(
             gateway_id=process_id("gw"),
             host=self.gateway.host,
@@ -215,7 +215,7 @@ class Config(BaseSettings):
         )
 
     def _models_with_lengths(self) -> dict[str, ModelSettings]:
-        """The models; who has no card to tell a context's length has that of its pools."""
+        """Return the models; those without a card get the context length of their pools."""
         lengths = only_by_messages(self.pools)
         return {
             name: model
@@ -225,7 +225,7 @@ class Config(BaseSettings):
         }
 
     def payload_settings(self) -> PayloadSettings:
-        """How payloads are sealed and opened. Raises ConfigError if the key's file cannot be used."""
+        """Return the settings for sealing and opening payloads. Raises ConfigError for an unusable key file."""
         section = self.payloads
         fields = section.model_dump(exclude={"key_file"})
         if section.key_file is None:
@@ -233,11 +233,11 @@ class Config(BaseSettings):
         try:
             return PayloadSettings(**{**fields, "key": SecretStr(section.key_file.read_text())})
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it must hold keys of 32 random bytes in hex"
+            reason = error.strerror if isinstance(error, OSError) else "it must contain keys of 32 random bytes in hex"
             raise ConfigError(f"payloads.key_file: {section.key_file}: {reason}") from error
 
     def ledger_settings(self) -> LedgerSettings:
-        """What one ledger writer needs."""
+        """Return the settings of a ledger writer."""
         return LedgerSettings(
             nats_urls=self._nats_urls(),
             database_url=self.database_url,
@@ -257,10 +257,10 @@ class Config(BaseSettings):
             yield ConfiguredPrice(MACHINE, name, machine)
 
     def worker_settings(self, pool_name: str) -> WorkerSettings:
-        """What one worker of a pool needs. Raises ConfigError if there is no such pool."""
+        """Return the settings of a pool's worker. Raises ConfigError if there is no such pool."""
         pool = self.pools.get(pool_name)
         if pool is None:
-            raise ConfigError(f"pools.{pool_name}: no such pool; there are: {', '.join(self.pools) or 'none'}")
+            raise ConfigError(f"pools.{pool_name}: no such pool; defined pools: {', '.join(self.pools) or 'none'}")
         fields = pool.model_dump(
             exclude={"workers", "prices", "usd_per_day", "usd_per_month", "on_demand_usd_per_hour"}
         )
@@ -274,7 +274,7 @@ class Config(BaseSettings):
 
     def _nats_urls(self) -> tuple[str, ...]:
         if not self.nats.urls:
-            raise ConfigError("nats.urls: required here (only `spillway up` runs a queue server of its own)")
+            raise ConfigError("nats.urls: required here (only `spillway up` starts an embedded queue server)")
         return self.nats.urls
 
 
@@ -283,7 +283,7 @@ def _token_price(price: PriceSettings) -> Price:
 
 
 def process_id(kind: str) -> str:
-    """An id for one process, unique among all that are alive and telling where it runs."""
+    """Return an id for a process, unique among all live ones, with its host's name."""
     host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:24]
     return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
 
@@ -295,10 +295,10 @@ def load_config(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Read a TOML file (or the JSON that ``up`` writes for its children), overlay the environment, validate the whole.
+    """Read a TOML file (or the JSON that ``up`` writes for its children), apply the environment, and validate.
 
-    ``overrides`` (from command-line options) win over both, and both over ``defaults``. Raises ConfigError naming each
-    key at fault.
+    ``overrides`` (from command-line options) take precedence over both, and both over ``defaults``. Raises ConfigError,
+    which names each invalid key.
     """
     source_class = JsonConfigSettingsSource if path.suffix == ".json" else TomlConfigSettingsSource
     if not path.is_file():
@@ -317,7 +317,7 @@ def load_config(
 def config_without_file(
     defaults: Mapping[str, Any], env: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Config:
-    """Take all from the environment and ``overrides``, with ``defaults`` below them."""
+    """Build a configuration from ``defaults``, the environment and ``overrides``, in rising precedence."""
     return _validated(defaults, "options", env, overrides)
 
 
@@ -327,7 +327,7 @@ def default_config(
     *,
     model: str = str(DEMO_MODEL_PATH),
 ) -> Config:
-    """Without a file: one model (a folder, a hub name, or "scripted"), by default the demo's, and one local worker."""
+    """Build a configuration of one model (folder, hub name or "scripted"; default: the demo's) and one local worker."""
     return _validated(_one_model(model), "defaults", env, overrides)
 
 
@@ -342,7 +342,7 @@ def _one_model(model: str) -> dict[str, Any]:
 
 
 class _MappingEnvSource(EnvSettingsSource):
-    """pydantic-settings' environment source over a given mapping instead of the process's environment."""
+    """Reads pydantic-settings' environment source from a mapping instead of the process's environment."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._given = {name.lower(): value for name, value in env.items()}
@@ -362,7 +362,8 @@ def _validated(
         return Config(**merged)
     except ValidationError as error:
         problems = [
-            f"{_place(problem, where, environment)}: {explain(problem, Config, _ENGINES)}" for problem in error.errors()
+            f"{_source(problem, where, environment)}: {explain(problem, Config, _ENGINES)}"
+            for problem in error.errors()
         ]
         raise ConfigError("\n".join(problems)) from error
     except SettingsError as error:
@@ -370,15 +371,15 @@ def _validated(
 
 
 def _refuse_unknown_sections(env: Mapping[str, str]) -> None:
-    """pydantic-settings ignores variables it does not know; a misspelt one should not pass for a setting."""
+    """Refuse variables of unknown sections, which pydantic-settings ignores: they are probably misspelt."""
     for name in env:
         section, nested, _ = name.removeprefix(ENV_PREFIX).partition("__")
         if name.startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:
-            raise ConfigError(f"environment: {name}: there is no section {section.lower()!r}")
+            raise ConfigError(f"environment: {name}: unknown section {section.lower()!r}")
 
 
-def _place(problem: Mapping[str, Any], where: str, env: Mapping[str, str]) -> str:
-    """The variable that holds the value at fault, or else ``where``."""
+def _source(problem: Mapping[str, Any], where: str, env: Mapping[str, str]) -> str:
+    """Return the variable that holds the invalid value, or else ``where``."""
     variable = ENV_PREFIX + "__".join(keys_of(problem)).upper()
     return f"environment: {variable}" if variable in env else where
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words that name its keys."""
+"""Error messages for an invalid configuration, which name its keys."""
 
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
@@ -8,27 +8,27 @@ from pydantic import BaseModel
 
 
 def explain(problem: Mapping[str, Any], root: type[BaseModel], engines: Mapping[str, type[BaseModel]]) -> str:
-    """Say what is wrong with which key of ``root``; ``engines`` are the settings of a pool's engine by their kind."""
+    """Return the message for a problem in ``root``; ``engines`` are the settings of a pool's engine by kind."""
     keys = keys_of(problem)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        message = f"there is no such key; there are: {', '.join(_keys_beside(problem['loc'], root, engines))}"
+        message = f"unknown key; valid keys: {', '.join(_valid_keys(problem['loc'], root, engines))}"
     elif problem["type"] == "union_tag_not_found":
         message = f"'kind' is required: {', '.join(engines)}"
     return f"{'.'.join(keys)}: {message}" if keys else message
 
 
 def keys_of(problem: Mapping[str, Any]) -> list[str]:
-    """Return the way to the key at fault."""
-    # A tagged union's tag stands in the location between "engine" and the key; it is no key of the file.
+    """Return the path to the invalid key."""
+    # The location has a tagged union's tag between "engine" and the key; the tag is not a key of the file.
     parts = problem["loc"]
     return [str(part) for n, part in enumerate(parts) if n != 3 or parts[0] != "pools" or parts[2] != "engine"]
 
 
-def _keys_beside(
+def _valid_keys(
     location: Sequence[int | str], root: type[BaseModel], engines: Mapping[str, type[BaseModel]]
 ) -> list[str]:
-    """The keys that exist where the last one of ``location`` does not."""
+    """Return the valid keys in place of the last one of ``location``."""
     here: Any = root
     for part in location[:-1]:
         if isinstance(here, UnionType):

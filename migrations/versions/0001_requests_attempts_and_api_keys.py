@@ -1,4 +1,4 @@
-"""requests, attempts and api_keys. What the columns mean is said in db/models.py."""
+"""requests, attempts and api_keys. For the meaning of the columns see db/models.py."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
-"""attempts: one row for each worker that tried, with what a request's row needs if its gateway dies.
+"""attempts: one row for each worker that tried, with the columns for a request's row if its gateway dies.
 
-A message of the queue that comes twice may be run by two workers.
+A message that the queue delivers twice may be run by two workers.
 """
 
 from collections.abc import Sequence

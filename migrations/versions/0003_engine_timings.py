@@ -1,4 +1,4 @@
-"""requests and attempts: how the time was spent in the engine."""
+"""requests and attempts: timings of the engine."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""organisations, teams and the audit log; what keys may do. A key that is there joins the first team."""
+"""organisations, teams and the audit log; permissions of keys. Existing keys join the first team."""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def upgrade() -> None:
 
 
 def policy() -> list[sa.Column[object]]:
-    """The columns of db.models._Policy."""
+    """Return the columns of db.models._Policy."""
     return [
         sa.Column("requests_per_minute", sa.BigInteger(), nullable=True),
         sa.Column("tokens_per_minute", sa.BigInteger(), nullable=True),

@@ -1,4 +1,4 @@
-"""Who may log in to the pages, and the sessions of those who have."""
+"""admins and sessions: users of the pages, and their logins."""
 
 from collections.abc import Sequence
 

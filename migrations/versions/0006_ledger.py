@@ -1,6 +1,6 @@
-"""The ledger at scale: whose requests and what they cost, rollups, histograms, prices, machine time, payloads.
+"""The ledger at scale: teams and charges of requests, rollups, histograms, prices, machine time, payloads.
 
-Requests that are there get their keys' present team; ``spillway db check-rollups --repair`` makes their rollups.
+Existing requests get their keys' current team; ``spillway db check-rollups --repair`` builds their rollups.
 """
 
 from collections.abc import Sequence

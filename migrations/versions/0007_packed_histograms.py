@@ -1,4 +1,4 @@
-"""histograms: rows of 32-bit entries, which merge by being set one behind the other, in place of msgpack maps."""
+"""histograms: sequences of 32-bit entries, which merge by concatenation, instead of msgpack maps."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def downgrade() -> None:
 
 
 def convert(recode: Callable[[bytes], bytes]) -> None:
-    """Every column that is not NULL, one bucket after the other."""
+    """Convert every column that is not NULL, one bucket after the other."""
     connection = op.get_bind()
     columns = HISTOGRAMS.c
     of_bucket = sa.and_(*(columns[name] == sa.bindparam(f"of_{name}") for name in KEY[:2]))

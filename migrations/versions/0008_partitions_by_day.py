@@ -1,7 +1,7 @@
 """PostgreSQL: requests and attempts become partitioned by the day on which the request was received.
 
-What is there stays where it is: the old table becomes the partition of all days up to the last one in it, so the time
-this takes is that of building its new primary key. SQLite has no partitions and keeps its tables.
+Existing rows are not moved: the old table becomes the partition of all days up to its last one, so the migration takes
+as long as building its new primary key. SQLite has no partitions and keeps its tables.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""open_requests: admitted requests whose records have not come yet."""
+"""open_requests: admitted requests whose records have not arrived yet."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""requests and attempts: who has counted their tokens, and how an attempt went on with what others had made."""
+"""requests and attempts: the source of their token counts, and how an attempt continued earlier ones."""
 
 from collections.abc import Sequence
 

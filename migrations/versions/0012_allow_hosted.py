@@ -1,4 +1,4 @@
-"""allow_hosted: which hosted APIs a key's or a team's prompts may go to."""
+"""allow_hosted: the hosted APIs that a key's or a team's prompts may be sent to."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible endpoint, ours or anyone's, over HTTP: TTFT and TPOT as a caller sees them.
+"""Any OpenAI-compatible endpoint over HTTP: TTFT and TPOT as clients see them.
 
-Prompts are random numbers as words. How many words make the wanted number of tokens is learnt from the usage counts of
-two small requests, so no tokenizer is needed. Chat completions are used, because every such server has them.
+Prompts are random numbers as words. The number of words for a number of tokens is derived from the usage counts of two
+small requests, so no tokenizer is needed. Chat completions are used, because every such server supports them.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ LARGEST_WORD: Final = 999
 
 
 class EndpointTarget:
-    """See ``measure.Target``."""
+    """A ``measure.Target`` for an HTTP endpoint."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
-        """`url` with or without "/v1"; without `model`, the first that the endpoint lists. Raises BenchError."""
+        """``url``: with or without "/v1"; ``model``: default the first one listed. Raises BenchError."""
         base = url.rstrip("/")
         self._base = base if base.endswith("/v1") else f"{base}/v1"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -35,13 +35,13 @@ class EndpointTarget:
         self._tokens_per_word, self._template_tokens = self._measure_prompt_size()
 
     def run(self, load: Load, seed: int) -> list[Answer]:
-        """See ``measure.Target``."""
+        """Run one load, as ``measure.Target`` requires."""
         source = random.Random(seed)  # noqa: S311 - nothing secret
         words = max(1, round((load.prompt_tokens - self._template_tokens) / self._tokens_per_word))
         return asyncio.run(self._run([random_words(source, words) for _ in range(load.batch)], load.new_tokens))
 
     def environment(self) -> dict[str, Any]:
-        """See ``measure.Target``."""
+        """Return the endpoint's facts for the report."""
         return {
             "url": self._base,
             "model": self._model,
@@ -60,7 +60,7 @@ class EndpointTarget:
         try:
             few, many = (self._count(random_words(source, words)) for words in PROBE_WORDS)
         except BenchError:
-            # Servers that do not know vLLM's fields refuse them; answers may then end before new_tokens.
+            # Servers without vLLM's fields refuse them; answers may then end before new_tokens.
             self._extra = {}
             few, many = (self._count(random_words(source, words)) for words in PROBE_WORDS)
         size = prompt_size(few, many)
@@ -105,7 +105,7 @@ class EndpointTarget:
                 async with asyncio.timeout(REQUEST_LIMIT_S):
                     return await asyncio.gather(*asked)
             except TimeoutError:
-                raise BenchError(f"{self._base}: not answered within {REQUEST_LIMIT_S:.0f} s") from None
+                raise BenchError(f"{self._base}: no answer within {REQUEST_LIMIT_S:.0f} s") from None
             except (httpx.HTTPError, ValueError) as error:
                 raise BenchError(f"{self._base}: {error or type(error).__name__}") from error
 
@@ -126,24 +126,24 @@ class EndpointTarget:
                 if any(_holds_tokens(choice) for choice in chunk.get("choices") or ()):
                     moments.append(time.perf_counter() - start_s)
         if not usage or not moments:
-            raise LoadRefused("an answer came without a token, or without usage counts")
+            raise LoadRefused("an answer had no token, or no usage counts")
         share = usage["completion_tokens"] / len(moments)
         return Answer(usage["prompt_tokens"], [Piece(moment, share) for moment in moments])
 
 
 def prompt_size(few: int, many: int) -> tuple[float, float] | None:
-    """Return the tokens of a word and of what stands around them, by the counts of ``PROBE_WORDS``; None: nonsense."""
+    """Return the tokens per word and of the template, from the counts of ``PROBE_WORDS``; None: implausible."""
     per_word = (many - few) / (PROBE_WORDS[1] - PROBE_WORDS[0])
     return None if per_word <= 0 else (per_word, few - PROBE_WORDS[0] * per_word)
 
 
 def random_words(source: random.Random, words: int) -> str:
-    """Return so many numbers, which no cache knows."""
+    """Return so many random numbers as words, which are in no cache."""
     return " ".join(str(source.randint(0, LARGEST_WORD)) for _ in range(words))
 
 
 def _holds_tokens(choice: dict[str, Any]) -> bool:
-    """Whether a chunk carries output: the first of a stream often has a role only, the last only the reason."""
+    """Report whether a chunk has output: the first often has only a role, the last only the finish reason."""
     delta = choice.get("delta") or {}
     return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 

@@ -1,4 +1,4 @@
-"""Our own engine, in this process and without gateway or queue: what a worker of a pool could give at best."""
+"""Spillway's engine in this process, without gateway or queue: the upper bound for a pool's worker."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece
 
 
 class EngineTarget:
-    """See ``measure.Target``."""
+    """A ``measure.Target`` for Spillway's engine."""
 
     def __init__(self, settings: LocalEngineSettings) -> None:
         """Load the model. Raises BenchError."""
@@ -29,7 +29,7 @@ class EngineTarget:
             raise BenchError(f"{settings.path} cannot be loaded: {error}") from error
 
     def run(self, load: Load, seed: int) -> list[Answer]:
-        """See ``measure.Target``."""
+        """Run one load, as ``measure.Target`` requires."""
         vocabulary = range(self._engine.info.vocab_size)
         source = random.Random(seed)  # noqa: S311 - nothing secret
         params = SamplingParams(temperature=0.0, max_tokens=load.new_tokens, ignore_eos=True)
@@ -59,7 +59,7 @@ class EngineTarget:
             raise LoadRefused(error.message) from error
 
     def environment(self) -> dict[str, Any]:
-        """See ``measure.Target``."""
+        """Return the engine's facts for the report."""
         info = self._engine.info
         return {
             "model": info.model,
@@ -90,7 +90,7 @@ def _drop(engine: LLMEngine, requests: list[GenerationRequest]) -> None:
 
 
 def device_name(device: str) -> str:
-    """What the device calls itself, such as "AMD EPYC 9B14"; the architecture where it does not say."""
+    """Return the device's name, such as "AMD EPYC 9B14", or the architecture if it is unknown."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,10 +1,12 @@
-"""The limits of a pool that follow from what was measured, as lines of its configuration.
+"""Recommended limits of a pool, derived from the measurements, as lines of its configuration.
 
-    holds    of one prompt length: the most requests at once whose TPOT p99 keeps the bound, below the first that do not
-    useful   of one prompt length: the fewest of these that bring (nearly) all the throughput there is
+    holds    of one prompt length: the most concurrent requests whose TPOT p99 is within the bound, below the first
+             measured number that exceeds it
+    useful   of one prompt length: the fewest of these that reach (nearly) the maximum throughput
 
-More than `holds` at once is too slow for each of them; more than `useful` only wait in the server instead of in the
-queue, where they could go elsewhere. So a pool should pull the least `holds`, and no more than the greatest `useful`.
+With more than `holds` concurrent requests, each is too slow; more than `useful` only wait in the server instead of in
+the queue, where another pool could take them. A pool should therefore pull at most the smallest `holds`, and at most
+the largest `useful`.
 """
 
 from collections.abc import Sequence
@@ -18,45 +20,45 @@ ALL_THROUGHPUT: Final = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is known of the memory for keys and values."""
+    """The known size of the KV memory."""
 
-    kv_tokens: int | None  # that it holds, as the engine tells; None: it does not
-    is_configurable: bool  # whether its pool can be told so: `max_kv_tokens`
-    applies: bool = True  # an API has none that is any of our business
+    kv_tokens: int | None  # its capacity, as the engine reports; None: unknown
+    is_configurable: bool  # whether its pool has the setting `max_kv_tokens`
+    applies: bool = True  # False for an API, whose memory is not ours to manage
 
     def line(self) -> str:
-        """Return what a configuration should say of it."""
+        """Return the line for the configuration."""
         if self.kv_tokens is None:
-            return "# max_kv_tokens: the server does not tell what its memory holds; its own log may"
+            return "# max_kv_tokens: the server does not report the size of its KV memory; see its log"
         if not self.is_configurable:
-            return f"# As it is, the engine's memory holds {self.kv_tokens:,} tokens"
-        holds = f"max_kv_tokens = {self.kv_tokens}  # what its memory holds; "
-        return holds + "a job takes its prompt + max_tokens of it: give models a default_max_tokens"
+            return f"# With the current settings, the engine's memory holds {self.kv_tokens:,} tokens"
+        holds = f"max_kv_tokens = {self.kv_tokens}  # the size of its memory; "
+        return holds + "a job uses its prompt + max_tokens of it: give models a default_max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """What was found for one prompt length."""
+    """The result for one prompt length."""
 
     prompt_tokens: int
     new_tokens: int
-    holds: Row | None  # None: not even the smallest batch keeps the bound
+    holds: Row | None  # None: not even the smallest batch is within the bound
     useful: Row | None
-    breaks: Row | None  # the first that breaks it; None: none that was measured
+    breaks: Row | None  # the first that exceeds it; None: none of the measured ones
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What a pool should be told."""
+    """The recommended settings of a pool."""
 
     pool: str
     max_tpot_ms: float
     held: Sequence[LengthLimits]
-    max_sequences: int | None  # None: nothing keeps the bound at every length, or nothing could be judged
+    max_sequences: int | None  # None: no batch is within the bound at every length, or there was no result
     memory: Memory
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for programs."""
+        """Return the recommendation as JSON values."""
         return {
             "pool": self.pool,
             "max_tpot_ms": self.max_tpot_ms,
@@ -75,8 +77,8 @@ class Recommendation:
         }
 
     def as_lines(self) -> list[str]:
-        """Return it for people: what holds at each length as comments, and what is to be pasted."""
-        lines = [f"# Requests at once within {self.max_tpot_ms:g} ms a token (TPOT p99):"]
+        """Return the recommendation as text: the results for each length as comments, and lines to paste."""
+        lines = [f"# Concurrent requests within {self.max_tpot_ms:g} ms per token (TPOT p99):"]
         lines += [f"#   {_summary(one)}" for one in self.held]
         lines.append(f"[pools.{_key(self.pool)}.engine]")
         if self.max_sequences is None:
@@ -87,12 +89,12 @@ class Recommendation:
 
     def _why_none(self) -> str:
         if any(one.holds is None and one.breaks is not None for one in self.held):
-            return f"not even the fewest keep {self.max_tpot_ms:g} ms at every length"
-        return "nothing could be judged"
+            return f"not even the smallest batch stays within {self.max_tpot_ms:g} ms at every length"
+        return "no usable result"
 
 
 def recommend(rows: Sequence[Row], max_tpot_ms: float, *, pool: str, memory: Memory) -> Recommendation:
-    """Judge what was measured."""
+    """Derive the recommendation from the measured rows."""
     lengths = sorted({(row.prompt_tokens, row.new_tokens) for row in rows})
     held = [
         _limits_of([row for row in rows if (row.prompt_tokens, row.new_tokens) == one], max_tpot_ms) for one in lengths

@@ -1,12 +1,12 @@
-"""One kind of load, what is seen of it, and the field's figures for that.
+"""Loads, measurements, and the standard latency and throughput figures computed from them.
 
-A load hands over `batch` requests at once, each of `prompt_tokens` random tokens that were never asked before (no cache
-can know them), and takes `new_tokens` tokens of each, greedily. The columns are those of llama.cpp's batched-bench and
-the definitions those of docs/GLOSSARY.md:
+A load submits `batch` requests at the same time, each of `prompt_tokens` random tokens that are in no cache, and
+generates `new_tokens` tokens for each, greedily. The columns are those of llama.cpp's batched-bench and the definitions
+those of docs/GLOSSARY.md:
 
-    prefill   from handing over to the last request's first token
+    prefill   from submission to the last request's first token
     decode    from there to the last token
-    TTFT      of a request: from handing over to its first token (the waiting for a place included)
+    TTFT      of a request: from submission to its first token (waiting for a slot included)
     TPOT      of a request: (last token - first token) / (tokens - 1)
     ITL       one gap between a request's neighbouring pieces (tokens that arrive together are one piece)
 """
@@ -21,15 +21,15 @@ WARM_UP_TOKENS: Final = 4
 
 
 class BenchError(Exception):
-    """What is measured cannot be reached, or failed; the message says what to do about it."""
+    """The target cannot be reached, or failed; the message says what to do."""
 
 
 class LoadRefused(Exception):
-    """What is measured cannot take a load of this size; the message is its reason."""
+    """The target cannot run a load of this size; the message is the reason."""
 
 
 class TimeBudgetExceeded(LoadRefused):
-    """There is no time left for this load; rounds of it that were run count."""
+    """The time budget is used up; completed rounds of the load count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,47 +45,47 @@ class Load:
 class Piece:
     """Tokens of one request that arrived together."""
 
-    at_s: float  # since the load was handed over
-    tokens: float  # where only their sum is known, each piece counts for an equal share
+    at_s: float  # since the load was submitted
+    tokens: float  # where only their sum is known, each piece counts as an equal share
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request got: at least one piece."""
+    """The answer to one request: at least one piece."""
 
     prompt_tokens: int
     pieces: Sequence[Piece]
 
     @property
     def ttft_s(self) -> float:
-        """See the module."""
+        """Time to first token."""
         return self.pieces[0].at_s
 
     @property
     def tokens(self) -> float:
-        """All new tokens."""
+        """Number of new tokens."""
         return sum(piece.tokens for piece in self.pieces)
 
     @property
     def tpot_s(self) -> float | None:
-        """See the module; None below two tokens."""
+        """Time per output token after the first; None below two tokens."""
         return None if self.tokens < 2 else (self.pieces[-1].at_s - self.ttft_s) / (self.tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """See ITL in the module."""
+        """Inter-token latencies: the gaps between neighbouring pieces."""
         return [later.at_s - earlier.at_s for earlier, later in zip(self.pieces, self.pieces[1:], strict=False)]
 
 
 class Target(Protocol):
-    """What can be measured: an engine in this process, or an endpoint."""
+    """A system to measure: an engine in this process, or an endpoint."""
 
     def run(self, load: Load, seed: int) -> list[Answer]:
-        """Run one load to its end; `seed` makes its prompts. Raises LoadRefused, TimeBudgetExceeded or BenchError."""
+        """Run one load; ``seed`` determines its prompts. Raises LoadRefused, TimeBudgetExceeded or BenchError."""
         ...
 
     def environment(self) -> dict[str, Any]:
-        """What the figures depend on, for the report."""
+        """Return the conditions of the measurement, for the report."""
         ...
 
 
@@ -107,7 +107,7 @@ class Row:
     itl_p99_ms: float | None
     total_s: float
     total_tokens_per_s: float  # (prompt tokens + new tokens) / total
-    counted_prompt_tokens: float  # of one request, as the engine or endpoint counted them; their mean
+    counted_prompt_tokens: float  # mean per request, as counted by the engine or endpoint
     counted_new_tokens: float
 
 
@@ -124,17 +124,17 @@ class Skipped:
 def measure(
     target: Target, loads: Sequence[Load], rounds: int, advance: Callable[[], None] = lambda: None
 ) -> Iterator[Row | Skipped]:
-    """Yield each load's outcome as soon as it is known; `advance` is called after every round, also a skipped one.
+    """Yield each load's outcome as soon as it is known; call ``advance`` after every round, also a skipped one.
 
-    Before the first, every batch size is run once with the shortest prompt and a few tokens, uncounted: kernels are
-    chosen and memory is touched. Raises BenchError.
+    Before the first load, every batch size is run once with the shortest prompt and a few tokens as a warm-up: kernels
+    are selected and memory is touched. Raises BenchError.
     """
     shortest = min(load.prompt_tokens for load in loads)
     for number, batch in enumerate(sorted({load.batch for load in loads})):
         try:
             target.run(Load(shortest, batch, WARM_UP_TOKENS), seed=-1 - number)
         except LoadRefused:
-            continue  # its own row will say so
+            continue  # reported by its own row
     for number, load in enumerate(loads):
         found: list[list[Answer]] = []
         try:
@@ -182,7 +182,7 @@ def figures(load: Load, rounds: Sequence[Sequence[Answer]]) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """One round, divided as the module says."""
+    """One round, divided into prefill and decode."""
 
     prefill_s: float
     decode_s: float
@@ -204,7 +204,7 @@ def _spans(answers: Sequence[Answer]) -> _Spans:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The smallest of the values that at least `percent` % of them do not exceed (the nearest rank)."""
+    """Return the smallest of the values that at least ``percent`` % of them do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 

@@ -1,4 +1,4 @@
-"""The outcome of a bench as a picture: first token, next tokens and throughput, side by side."""
+"""Charts of a bench: time to first token, time per output token and throughput, side by side."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from spillway.bench.measure import Row
 
 SIZE_INCHES: Final = (14, 4.8)
 DOTS_PER_INCH: Final = 150
-LIGHTEST: Final = 0.88  # of the colour map: what lies above is too pale on white
+LIGHTEST: Final = 0.88  # of the colour map: lighter colours are too pale on white
 MARKERS: Final = "osD^vP"
 
 
@@ -31,7 +31,7 @@ class _Panel:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Write a PNG or SVG, as `path` ends. Raises OSError."""
+    """Write a PNG or SVG, by the suffix of ``path``. Raises OSError."""
     panels = (
         _Panel(
             "Time to first token",

@@ -1,7 +1,7 @@
-"""The engine of a pool, of any kind, in this process and without gateway and queue: what its workers give at best.
+"""The engine of a pool, of any kind, in this process without gateway and queue: the upper bound for its workers.
 
-It is asked as a worker asks it (``submit``, ``steps``), so a server or a hosted API is measured with all that its
-adapter adds. All loads together have a time: what they have not done by then is left out.
+It is called as by a worker (``submit``, ``steps``), so a server or a hosted API is measured with the overhead of its
+adapter. All loads share a time budget; loads not completed by then are skipped.
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from protocol.chat import TAKES_MESSAGES, Chat, Turn
 from spillway.bench.endpoint import PROBE_WORDS, prompt_size, random_words
 from spillway.bench.measure import Answer, BenchError, Load, LoadRefused, Piece, TimeBudgetExceeded
 
-CANCEL_LIMIT_S: Final = 5.0  # for an engine to let go of what it is told to stop
-TOKENS_PER_WORD: Final = 1.5  # of a number, where an API does not count
+CANCEL_LIMIT_S: Final = 5.0  # for an engine to release cancelled requests
+TOKENS_PER_WORD: Final = 1.5  # of a number, where an API does not report counts
 
 
 @dataclass(slots=True)
 class _Progress:
-    """One request, as far as it has come."""
+    """The state of one request."""
 
     prompt_tokens: int
     pieces: list[Piece] = field(default_factory=list)
-    completion_tokens: int | None = None  # where somebody counts better than by the pieces
+    completion_tokens: int | None = None  # as reported by the provider; None: the pieces are counted
 
 
 class PoolTarget:
-    """See ``measure.Target``. To be entered, which starts the engine, and left, which stops it."""
+    """A ``measure.Target`` for a pool's engine. A context manager, which starts and stops the engine."""
 
     def __init__(self, pool: str, model: str, settings: EngineSettings, limit_s: float) -> None:
-        """``model``: one that the pool serves; ``limit_s``: for all loads together, from when the engine is ready."""
+        """``model``: one that the pool serves; ``limit_s``: for all loads together, once the engine is ready."""
         self._pool = pool
         self._model = model
         self._settings = settings
@@ -74,7 +74,7 @@ class PoolTarget:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the engine, and the server's process where that is the pool's own."""
+        """Stop the engine, and the server's process if the pool started it."""
         self._runner.run(self._stop())
         self._runner.close()
 
@@ -83,7 +83,7 @@ class PoolTarget:
             self.capacity = await self._engine.start()
             card, _ = self._engine.model_card(self._model)
             if card.pooling is not None:
-                raise BenchError(f"pools.{self._pool}: makes vectors; what is measured here is text")
+                raise BenchError(f"pools.{self._pool}: serves embeddings; this command measures text generation")
             self._reading = asyncio.create_task(self._read_steps(), name="steps")
             if self._engine.takes == TAKES_MESSAGES:
                 await self._measure_words()
@@ -98,7 +98,7 @@ class PoolTarget:
             await asyncio.wait({self._reading})
 
     async def _measure_words(self) -> None:
-        """Learn how many tokens a word has, from an API's counts of two small prompts."""
+        """Measure the tokens per word, from an API's counts of two small prompts."""
         counts = []
         for words in PROBE_WORDS:
             self._tokens_per_word = 1 / words
@@ -118,14 +118,14 @@ class PoolTarget:
     # --- one load -----------------------------------------------------------------------------------------------------
 
     def run(self, load: Load, seed: int) -> list[Answer]:
-        """See ``measure.Target``."""
+        """Run one load, as ``measure.Target`` requires."""
         self._refuse_oversized(load)
         if time.monotonic() >= self._deadline_s:
             raise TimeBudgetExceeded(f"no time was left of {self._limit_s:g} s (--seconds)")
         return self._runner.run(self._run(load, seed))
 
     def _refuse_oversized(self, load: Load) -> None:
-        """An engine would make them wait for each other, or cut them off."""
+        """Refuse a load that exceeds the engine's capacity: it would delay requests or cut them off."""
         tokens, held = load.prompt_tokens + load.new_tokens, self.capacity
         if tokens > held.max_model_len:
             raise LoadRefused(f"one request has at most {held.max_model_len:,} tokens")
@@ -148,14 +148,14 @@ class PoolTarget:
         try:
             return await self._ask_once(load, seed)
         except LoadRefused:
-            # Not everybody knows this field; answers may then end before they have all their tokens.
+            # Not every API supports this field; without it, answers may end before they have all their tokens.
             if self._refusal is None or self._refusal.param != "ignore_eos":
                 raise
         self._params = replace(self._params, ignore_eos=False)
         return await self._ask_once(load, seed)
 
     async def _ask_once(self, load: Load, seed: int) -> list[_Progress]:
-        """Hand over a load, and wait for its end. Raises LoadRefused, and BenchError where the engine is lost."""
+        """Submit a load, and wait for its end. Raises LoadRefused, and BenchError if the engine dies."""
         source = random.Random(seed)  # noqa: S311 - nothing secret
         requests = [self._request(source, load) for _ in range(load.batch)]
         self._seen = {request.request_id: _Progress(load.prompt_tokens) for request in requests}
@@ -179,7 +179,7 @@ class PoolTarget:
             raise BenchError(str(self._death)) from self._death
 
     async def _cancel_running(self) -> None:
-        """The next load must not run beside it."""
+        """Cancel running requests, so that the next load does not run beside them."""
         if not self._live or self._death is not None:
             return
         for request_id in self._live:
@@ -190,7 +190,7 @@ class PoolTarget:
         except TimeoutError:
             raise BenchError(f"the engine does not cancel a request within {CANCEL_LIMIT_S:g} s") from None
 
-    # --- what comes ---------------------------------------------------------------------------------------------------
+    # --- outputs ------------------------------------------------------------------------------------------------------
 
     async def _read_steps(self) -> None:
         try:
@@ -199,7 +199,7 @@ class PoolTarget:
         except EngineDiedError as error:
             self._death = error
         else:
-            self._death = EngineDiedError("the engine stopped by itself")
+            self._death = EngineDiedError("the engine stopped unexpectedly")
         self._changed.set()
 
     def _receive(self, outputs: Sequence[SequenceOutput]) -> None:
@@ -230,11 +230,11 @@ class PoolTarget:
 
     @property
     def is_an_api(self) -> bool:
-        """Whether it is asked in messages, and so has no memory that a pool could be told of."""
+        """True if it takes messages, and so has no memory that a pool could be configured for."""
         return self._engine.takes == TAKES_MESSAGES
 
     def environment(self) -> dict[str, Any]:
-        """See ``measure.Target``."""
+        """Return the pool's facts for the report."""
         url = getattr(self._settings, "url", "")
         return {
             "pool": self._pool,
@@ -251,7 +251,7 @@ class PoolTarget:
 
 
 def _answer(seen: _Progress) -> Answer:
-    """Where somebody else counts the tokens, each piece has an equal share."""
+    """Build the answer; where the provider counts the tokens, each piece has an equal share."""
     if seen.completion_tokens is None:
         return Answer(seen.prompt_tokens, seen.pieces)
     share = seen.completion_tokens / len(seen.pieces)

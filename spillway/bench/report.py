@@ -1,4 +1,4 @@
-"""The outcome of a bench as a table for people and as JSON for programs."""
+"""The results of a bench as a table and as JSON."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ DIGITS = 4  # of JSON's figures after the point; below that is noise
 def as_json(
     benchmark: str, environment: dict[str, Any], rounds: int, outcomes: Sequence[Row | Skipped]
 ) -> dict[str, Any]:
-    """One object per row, what was skipped and why, and what the figures depend on."""
+    """Return one object per row, the skipped loads with their reasons, and the environment."""
     return {
         "benchmark": benchmark,
         "rounds": rounds,
@@ -30,13 +30,13 @@ def _rounded(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def headline(environment: dict[str, Any]) -> str:
-    """What was measured, on one line."""
+    """Describe the target on one line."""
     if "pool" in environment:
         where = f" at {environment['url']}" if environment["url"] else ""
         length = f"{environment['max_model_len']:,} tokens of context"
         return f"{environment['model']} · pool {environment['pool']} · {environment['kind']}{where} · {length}"
     if "url" in environment:
-        return f"{environment['model']} at {environment['url']}, as a caller sees it"
+        return f"{environment['model']} at {environment['url']}, as clients see it"
     return (
         f"{environment['model'].rsplit('/', maxsplit=1)[-1]} · {environment['parameters'] / 1e6:,.1f} M parameters · "
         f"{environment['quantize'] or environment['dtype']} · {environment['device_name']}"
@@ -46,7 +46,7 @@ def headline(environment: dict[str, Any]) -> str:
 
 
 def as_table(outcomes: Sequence[Row | Skipped]) -> Table:
-    """The measured rows, in the order of measuring."""
+    """Build a table of the measured rows, in the order of measurement."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in (
         "prompt\ntokens",
@@ -85,7 +85,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    """Three figures at least."""
+    """Format a number with at least three digits."""
     if value is None:
         return "-"
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

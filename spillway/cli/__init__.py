@@ -1,4 +1,4 @@
-"""The ``spillway`` command: which commands there are. What they do is in the modules beside this one."""
+"""The ``spillway`` command and its subcommands, which the modules beside this one implement."""
 
 import typer
 
@@ -28,7 +28,7 @@ app.add_typer(limits_app, name="limits")
 
 app.command("audit")(admin.audit)
 
-keys_app = typer.Typer(help="API keys: who may call, and what he may do.", no_args_is_help=True)
+keys_app = typer.Typer(help="API keys and their permissions.", no_args_is_help=True)
 keys_app.command("create")(keys.create)
 keys_app.command("update")(keys.update)
 keys_app.command("rotate")(keys.rotate)
@@ -44,7 +44,7 @@ teams_app.command("list")(teams.list_)
 teams_app.command("show")(teams.show)
 app.add_typer(teams_app, name="teams")
 
-organisations_app = typer.Typer(help="Organisations: who teams belong to.", no_args_is_help=True)
+organisations_app = typer.Typer(help="Organisations: the owners of teams.", no_args_is_help=True)
 organisations_app.command("create")(teams.create_organisation)
 organisations_app.command("rename")(teams.rename_organisation)
 organisations_app.command("list")(teams.list_organisations)
@@ -54,12 +54,12 @@ admin_app = typer.Typer(help="The login to the pages.", no_args_is_help=True)
 admin_app.command("password")(admin.password)
 app.add_typer(admin_app, name="admin")
 
-payloads_app = typer.Typer(help="What was asked and answered, kept by consent.", no_args_is_help=True)
+payloads_app = typer.Typer(help="Requests and answers stored by consent.", no_args_is_help=True)
 payloads_app.command("show")(payloads.show)
 payloads_app.command("delete")(payloads.delete)
 app.add_typer(payloads_app, name="payloads")
 
-export_app = typer.Typer(help="Training sets, from what callers agreed to.", no_args_is_help=True)
+export_app = typer.Typer(help="Training sets from payloads stored by consent.", no_args_is_help=True)
 export_app.command("finetune")(export.finetune)
 app.add_typer(export_app, name="export")
 
@@ -72,7 +72,7 @@ config_app = typer.Typer(help="The configuration file.", no_args_is_help=True)
 config_app.command("check")(setup.config_check)
 app.add_typer(config_app, name="config")
 
-bench_app = typer.Typer(help="Measure how fast an engine or an endpoint is.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure the speed of an engine or an endpoint.", no_args_is_help=True)
 bench_app.command("engine")(bench.engine)
 bench_app.command("pool")(bench_pool.pool)
 app.add_typer(bench_app, name="bench")

@@ -1,4 +1,4 @@
-"""``spillway audit`` and ``spillway admin``: who changed what, and the password of the pages."""
+"""``spillway audit`` and ``spillway admin``: the audit log, and the password of the pages."""
 
 import json
 import sys
@@ -18,25 +18,25 @@ from spillway.cli.policy import local_time, this_actor
 
 def audit(
     subject: Annotated[str | None, typer.Option(help="Only changes of this id (key_…, team_…, org_…).")] = None,
-    actor: Annotated[str | None, typer.Option(help="Only by this one: cli:NAME, user:NAME, key:ID or system.")] = None,
+    actor: Annotated[str | None, typer.Option(help="Only by this actor: cli:NAME, user:NAME, key:ID, system.")] = None,
     since: Annotated[datetime | None, typer.Option(help="From this local time on.")] = None,
     until: Annotated[datetime | None, typer.Option(help="Before this local time.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=MAX_PAGE_ROWS, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=MAX_PAGE_ROWS, help="Maximum number.")] = 50,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Show who changed what about organisations, teams and keys, newest first."""
+    """Show changes to organisations, teams and keys with their actors, newest first."""
     resolved = running_or_config(config, data)
 
     async def main() -> None:
-        wanted = AuditFilter(subject, actor, _unix_ms(since), _unix_ms(until))
+        audit_filter = AuditFilter(subject, actor, _unix_ms(since), _unix_ms(until))
         async with database(resolved) as engine:
-            entries = await list_changes(engine, wanted, limit)
+            entries = await list_changes(engine, audit_filter, limit)
         if as_json:
             out.print_json(json.dumps([audit_view(entry) for entry in entries]))
         else:
-            print_table(("at", "who", "did", "to", "what"), (_cells(entry) for entry in entries))
+            print_table(("at", "actor", "action", "subject", "changes"), (_cells(entry) for entry in entries))
 
     run_async(main)
 
@@ -46,7 +46,7 @@ def password(
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Give the pages' local login (user `admin`) a new password and print it. All its sessions end."""
+    """Set a new password for the pages' local login (user `admin`) and print it. All its sessions end."""
     resolved = running_or_config(config, data)
     chosen = sys.stdin.readline().rstrip("\r\n") if stdin else new_password()
 
@@ -57,7 +57,7 @@ def password(
             out.print(f"the password of {ADMIN_NAME} is changed")
         else:
             out.print(chosen, markup=False)
-            out.print(f"[dim]for user {ADMIN_NAME}: keep it now, it cannot be shown again[/dim]")
+            out.print(f"[dim]for user {ADMIN_NAME}: save it now, it cannot be shown again[/dim]")
 
     run_async(main)
 

@@ -1,4 +1,4 @@
-"""``spillway bench``: tables, JSON and pictures of how fast an engine or an endpoint is."""
+"""``spillway bench``: tables, JSON and charts of the speed of an engine or an endpoint."""
 
 import importlib.util
 import json
@@ -22,14 +22,14 @@ INTERRUPTED: Final = 130  # exit code of a shell's command after Ctrl-C
 MAX_ROUNDS: Final = 1000
 PICTURE_SUFFIXES: Final = (".png", ".svg")
 
-# torch, httpx and matplotlib are imported when they are used, so that no other command waits for them.
+# torch, httpx and matplotlib are imported on use, so that other commands start quickly.
 
 
 def engine(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model folder or Hugging Face name; with --url, its name there. Default: the demo's; the first listed."
+            help="Model folder or Hugging Face name, or with --url its name there. Default: the demo's, or the first."
         ),
     ] = None,
     pool: Annotated[
@@ -37,9 +37,9 @@ def engine(
     ] = None,
     config: ConfigOption = None,
     prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "128,512,1024",
-    batch: Annotated[str, typer.Option(help="Requests handed over at once.")] = "1,8,32",
+    batch: Annotated[str, typer.Option(help="Concurrent requests.")] = "1,8,32",
     new_tokens: Annotated[str, typer.Option(help="Tokens generated for each request.")] = "64",
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_ROUNDS, help="How often each load is run.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_ROUNDS, help="Runs of each load.")] = 3,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads of the engine. Default: all cores but one.")
     ] = None,
@@ -64,22 +64,22 @@ def engine(
 ) -> None:
     """Measure TTFT, TPOT and throughput by prompt length, batch and new tokens.
 
-    Every combination is a load: BATCH requests of PROMPT random tokens at once,
-    each for NEW tokens, greedily and past the model's own ends. No cache knows
-    the prompts. Each load is a row of the table:
+    Every combination is a load: BATCH concurrent requests of PROMPT random
+    tokens, each for NEW tokens, greedily and ignoring end tokens. The prompts
+    are in no cache. Each load is a row of the table:
 
-    prefill   from handing over to the last request's first token
-    decode    from there to the last token; tokens/s: what came in this time
+    prefill   from submission to the last request's first token
+    decode    from there to the last token; tokens/s: generated in this time
     TTFT      of a request: time to first token, waiting included
     TPOT      of a request: time per output token after the first
-    total     from handing over to the last token; tokens/s: prompts and new
+    total     from submission to the last token; tokens/s: prompts and new
 
     Times and rates are medians of the rounds. The engine runs in this process,
-    without gateway and queue; --url measures an endpoint as its callers see it.
+    without gateway and queue; --url measures an endpoint as its clients see it.
     Loads that do not fit the model's context are skipped with a note. Ctrl-C
-    prints what has been measured.
+    prints the results so far.
 
-    Some calls:
+    Example calls:
 
     spillway bench engine --model Qwen/Qwen3-0.6B --batch 1,4
     spillway bench engine --config spillway.toml --pool cheap --picture cheap.png
@@ -113,7 +113,7 @@ def numbers(text: str, option: str) -> list[int]:
     """Read a list of numbers. Raises BadParameter."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r} is no list of whole numbers above 0, such as 1,8,32", param_hint=option)
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers above 0, such as 1,8,32", param_hint=option)
     return list(dict.fromkeys(int(part) for part in parts))
 
 
@@ -121,12 +121,12 @@ def key_and_value(text: str) -> tuple[str, str]:
     """Read one key of an engine's settings. Raises BadParameter."""
     name, equals, value = text.partition("=")
     if not equals or name in {"kind", "path"}:
-        raise typer.BadParameter(f"{text!r} is no KEY=VALUE of an engine's settings", param_hint="--set")
+        raise typer.BadParameter(f"{text!r} is not KEY=VALUE of an engine's settings", param_hint="--set")
     return name, value
 
 
 def check_outputs(json_path: str | None, picture: Path | None) -> None:
-    """Find before measuring what would fail after it."""
+    """Check before the measurement that its results can be written."""
     for option, path in (
         ("--json", None if json_path in {None, "-"} else Path(str(json_path))),
         ("--picture", picture),
@@ -151,7 +151,7 @@ def _settings(
 ) -> LocalEngineSettings:
     if pool is None:
         if config is not None:
-            raise typer.BadParameter("say which pool's engine, with --pool", param_hint="--config")
+            raise typer.BadParameter("name the pool with --pool", param_hint="--config")
         base: dict[str, Any] = {"path": model or str(DEMO_MODEL_PATH)}
     else:
         base = _pool_settings(pool, config) | ({} if model is None else {"path": model})
@@ -165,7 +165,7 @@ def _settings(
 def _pool_settings(name: str, config: Path | None) -> dict[str, Any]:
     pools = resolve_config(config, None).pools
     if name not in pools:
-        raise fail(f"pools.{name}: no such pool; there are: {', '.join(pools) or 'none'}")
+        raise fail(f"pools.{name}: no such pool; defined pools: {', '.join(pools) or 'none'}")
     settings = pools[name].engine
     if not isinstance(settings, LocalEngineSettings):
         raise fail(f"pools.{name}.engine.kind: a {settings.kind!r} engine does not run in this process; use --url")
@@ -188,7 +188,7 @@ def _endpoint(url: str, key: str | None, model: str | None) -> Target:
 
 
 def run_loads(target: Target, loads: Sequence[Load], rounds: int, outcomes: list[Row | Skipped]) -> int:
-    """Add to `outcomes` what is measured, until all is or something stops it; return the exit code."""
+    """Measure all loads into ``outcomes``, until the end or an interruption; return the exit code."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task = progress.add_task("measuring", total=len(loads) * rounds)
@@ -204,18 +204,18 @@ def run_loads(target: Target, loads: Sequence[Load], rounds: int, outcomes: list
 
 
 def report(
-    told: dict[str, Any],
+    result: dict[str, Any],
     outcomes: Sequence[Row | Skipped],
     json_path: str | None,
     picture: Path | None,
     more: Sequence[str] = (),
 ) -> None:
-    """Show the outcome, which ``told`` is for programs; ``more``: lines below the table."""
-    figures, title = json.dumps(told), headline(told["environment"])
+    """Print and write the results; ``result``: as JSON values, ``more``: lines below the table."""
+    figures, title = json.dumps(result), headline(result["environment"])
     if json_path == "-":
         out.print_json(figures)
     else:
-        # A pipe has no width, and a narrow terminal wraps better than rich cuts.
+        # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
         console = Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False)
         console.print(title, markup=False)
         console.print(as_table(outcomes))

@@ -1,4 +1,4 @@
-"""``spillway bench pool``: how fast a pool's engine is, of whatever kind, and which limits follow from that."""
+"""``spillway bench pool``: the speed of a pool's engine, of any kind, and the recommended limits."""
 
 import contextlib
 from pathlib import Path
@@ -15,7 +15,7 @@ from spillway.cli.context import ConfigOption, err, fail, resolve_config
 from spillway.config import Config
 from spillway.pool_section import PoolSettings
 
-# What runs an engine is imported when it is used, as in bench.py.
+# The modules that run an engine are imported on use, as in bench.py.
 
 MAX_SECONDS: Final = 86_400.0
 TOKENS_OF_A_PRICE: Final = 1_000_000
@@ -24,15 +24,15 @@ TOKENS_OF_A_PRICE: Final = 1_000_000
 def pool(
     name: Annotated[str, typer.Argument(metavar="NAME", help="One of the configuration's pools.")],
     config: ConfigOption = None,
-    prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths, as your callers have them.")] = "128,1024",
-    batch: Annotated[str, typer.Option(help="Requests handed over at once.")] = "1,2,4,8,16,32,64",
+    prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths, typical of your clients.")] = "128,1024",
+    batch: Annotated[str, typer.Option(help="Concurrent requests.")] = "1,2,4,8,16,32,64",
     new_tokens: Annotated[str, typer.Option(help="Tokens generated for each request.")] = "64",
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_ROUNDS, help="How often each load is run.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_ROUNDS, help="Runs of each load.")] = 2,
     seconds: Annotated[
-        float, typer.Option(min=1, max=MAX_SECONDS, help="For all loads, from when the engine is ready.")
+        float, typer.Option(min=1, max=MAX_SECONDS, help="Time for all loads, once the engine is ready.")
     ] = 300,
     max_tpot_ms: Annotated[
-        float, typer.Option(min=0.001, help="How long a token may take: the bound of what is recommended.")
+        float, typer.Option(min=0.001, help="Maximum time per token for the recommended limits.")
     ] = 50,
     set_: Annotated[
         list[str] | None,
@@ -51,29 +51,29 @@ def pool(
         Path | None, typer.Option(help="Draw a picture: a .png or .svg file. Needs the extra `bench`.")
     ] = None,
 ) -> None:
-    """Measure a pool's engine, and say which limits to write into its configuration.
+    """Measure a pool's engine, and recommend limits for its configuration.
 
-    Any kind: Spillway's own, a server behind a URL, one that the pool starts by
-    itself (`exec`), a hosted API. It is asked as a worker asks it, from a process
-    of its own: no gateway, no queue. Stop the pool's workers meanwhile, or what
-    they run is measured with it.
+    Any kind: Spillway's own, a server behind a URL, one that the pool starts
+    (`exec`), a hosted API. It is called as by a worker, from this process: no
+    gateway, no queue. Stop the pool's workers first, or their load is measured
+    as well.
 
-    Every combination of lengths and batch is a load of BATCH requests at once,
-    greedily and past the model's own ends where the engine can; the columns are
-    those of `spillway bench engine --help`. What does not fit, or what the time
-    (--seconds) does not allow, is skipped with a note; Ctrl-C prints what has
-    been measured.
+    Every combination of lengths and batch is a load of BATCH concurrent
+    requests, greedily and ignoring end tokens where the engine can; the columns
+    are those of `spillway bench engine --help`. Loads that do not fit, or for
+    which the time (--seconds) is too short, are skipped with a note; Ctrl-C
+    prints the results so far.
 
-    Then come lines to paste:
+    The last lines are for the configuration:
 
-    max_sequences   the most requests at once whose TPOT keeps --max-tpot-ms
-                    (99 of 100 requests) at every length that was measured; and
-                    no more than bring throughput: the others wait better in the
-                    queue, where another pool may take them
-    max_kv_tokens   what the engine's memory holds, where it tells so (vLLM,
-                    SGLang, TGI)
+    max_sequences   the most concurrent requests whose TPOT is within
+                    --max-tpot-ms (for 99 of 100 requests) at every measured
+                    length, and no more than increase throughput: further ones
+                    should wait in the queue, where another pool may take them
+    max_kv_tokens   the size of the engine's KV memory, where it reports this
+                    (vLLM, SGLang, TGI)
 
-    Some calls:
+    Example calls:
 
     spillway bench pool runpod
     spillway bench pool runpod --prompt-tokens 256,4096 --max-tpot-ms 30
@@ -82,7 +82,7 @@ def pool(
     loads = [
         Load(prompt, size, new)
         for new in numbers(new_tokens, "--new-tokens")
-        for size in sorted(numbers(batch, "--batch"))  # if time runs out, every length has its smallest
+        for size in sorted(numbers(batch, "--batch"))  # if time runs out, every length has its smallest batches
         for prompt in numbers(prompt_tokens, "--prompt-tokens")
     ]
     check_outputs(json_path, picture)
@@ -93,15 +93,15 @@ def pool(
     if section.is_hosted and not yes:
         _ask_before_paying(name, section, loads, rounds)
     outcomes: list[Row | Skipped] = []
-    code, told, lines = _measure(name, section, loads, rounds, seconds, max_tpot_ms, outcomes)
-    report(told, outcomes, json_path, picture, lines)
+    code, result, lines = _measure(name, section, loads, rounds, seconds, max_tpot_ms, outcomes)
+    report(result, outcomes, json_path, picture, lines)
     if code:
         raise typer.Exit(code)
 
 
 def _section(name: str, config: Config) -> PoolSettings:
     if name not in config.pools:
-        raise fail(f"pools.{name}: no such pool; there are: {', '.join(config.pools) or 'none'}")
+        raise fail(f"pools.{name}: no such pool; defined pools: {', '.join(config.pools) or 'none'}")
     return config.pools[name]
 
 
@@ -114,8 +114,8 @@ def _ask_before_paying(name: str, section: PoolSettings, loads: list[Load], roun
     price = section.prices.get(section.models[0])
     usd = 0.0 if price is None else (prompt * price.prompt + new * price.completion) / TOKENS_OF_A_PRICE
     cost = f", about {usd:,.2f} USD" if usd else ""
-    err.print(f"pools.{name} is a hosted API: {prompt:,} prompt tokens and {new:,} new ones will be paid for{cost}.")
-    typer.confirm("Ask it?", abort=True, err=True)
+    err.print(f"pools.{name} is a hosted API: you will pay for {prompt:,} prompt tokens and {new:,} new ones{cost}.")
+    typer.confirm("Continue?", abort=True, err=True)
 
 
 def _measure(
@@ -127,7 +127,7 @@ def _measure(
     max_tpot_ms: float,
     outcomes: list[Row | Skipped],
 ) -> tuple[int, dict[str, Any], list[str]]:
-    """Return the exit code, the outcome for programs, and the lines to paste."""
+    """Return the exit code, the result as JSON values, and the lines to paste."""
     from spillway.bench.pool import PoolTarget
 
     settings = _without_own_limits(section.engine, max(load.batch for load in loads))
@@ -148,12 +148,12 @@ def _measure(
         environment = target.environment()
     rows = [outcome for outcome in outcomes if isinstance(outcome, Row)]
     found = recommend(rows, max_tpot_ms, pool=name, memory=memory)
-    told = as_json("pool", environment, rounds, outcomes) | {"recommended": found.as_json()}
-    return code, told, found.as_lines() if rows else []
+    result = as_json("pool", environment, rounds, outcomes) | {"recommended": found.as_json()}
+    return code, result, found.as_lines() if rows else []
 
 
-def _without_own_limits(settings: EngineSettings, most_at_once: int) -> EngineSettings:
-    """Let a server be asked for all that is handed over: what it runs at once is what is to be found out."""
+def _without_own_limits(settings: EngineSettings, batch: int) -> EngineSettings:
+    """Raise a server's limit to the largest batch: the measurement must find how many requests it can run."""
     if isinstance(settings, ConnectionSettings):
-        return settings.model_copy(update={"max_sequences": most_at_once})
+        return settings.model_copy(update={"max_sequences": batch})
     return settings

@@ -1,4 +1,4 @@
-"""What every command shares: options, the resolved configuration, and how errors reach a person."""
+"""Shared parts of all commands: options, the resolved configuration, and error messages."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from spillway.config import DEFAULT_CONFIG_NAME, Config, ConfigError, config_wit
 from spillway.embedded_nats import EmbeddedNatsError
 from spillway.up import UpError, resolved_config_path
 
-CONNECT_LIMIT_S: Final = 5.0  # somebody waits for the command
+CONNECT_LIMIT_S: Final = 5.0  # short: the user is waiting for the command
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -33,7 +33,7 @@ err = Console(stderr=True, highlight=False)
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", "-c", help=f"Configuration file. Default: ./{DEFAULT_CONFIG_NAME} if there, else the demo's."
+        "--config", "-c", help=f"Configuration file. Default: ./{DEFAULT_CONFIG_NAME} if it exists, else the demo's."
     ),
 ]
 DataOption = Annotated[Path | None, typer.Option("--data", "-d", help="Data folder (config key `data_dir`).")]
@@ -41,7 +41,7 @@ ReadyFileOption = Annotated[Path | None, typer.Option("--ready-file", hidden=Tru
 
 
 def fail(message: str) -> typer.Exit:
-    """Print an error for people and return the exception to raise."""
+    """Print an error and return the exception to raise."""
     err.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
     return typer.Exit(1)
 
@@ -53,9 +53,9 @@ def resolve_config(
     *,
     defaults: dict[str, Any] | None = None,
 ) -> Config:
-    """The configuration that a command works with; ends the command with a clear error if it cannot be used.
+    """Return the configuration of a command, or end the command with an error message if it is invalid.
 
-    ``defaults`` are for what it does not say; they also stand in for the demo's where there is no file.
+    ``defaults`` apply to missing keys, and replace the demo's configuration where there is no file.
     """
     overrides = dict(overrides or {})
     if data is not None:
@@ -73,7 +73,7 @@ def resolve_config(
 
 
 def running_or_config(path: Path | None, data: Path | None) -> Config:
-    """Like ``resolve_config``, but prefer what a running ``up`` has resolved (ports, URLs) if there is one."""
+    """Return the configuration that a running ``up`` has resolved (ports, URLs), else that of ``resolve_config``."""
     config = resolve_config(path, data)
     resolved = resolved_config_path(config.data_dir)
     return resolve_config(resolved, data) if path is None and resolved.exists() else config
@@ -95,7 +95,7 @@ EXPECTED_ERRORS: Final = (
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a command's coroutine on uvloop; turn the errors a user can mend into one line each and exit code 1."""
+    """Run a command's coroutine on uvloop; print errors that a user can fix on one line each, with exit code 1."""
     messages: list[str] = []
     try:
         uvloop.run(main())
@@ -114,7 +114,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 @contextlib.asynccontextmanager
 async def database(config: Config) -> AsyncIterator[AsyncEngine]:
-    """The configured database, closed afterwards. SQL's own errors become DatabaseUnavailable with a hint."""
+    """Open the configured database, and close it afterwards. SQL's errors become DatabaseUnavailable with a hint."""
     engine = create_engine(config.database_url)
     try:
         yield engine
@@ -126,9 +126,9 @@ async def database(config: Config) -> AsyncIterator[AsyncEngine]:
 
 @contextlib.asynccontextmanager
 async def queue_server(config: Config, name: str) -> AsyncIterator[Bus]:
-    """A connection called ``name`` to the configured queue server, closed afterwards. Raises BusError.
+    """Connect to the configured queue server as ``name``, and disconnect afterwards. Raises BusError.
 
-    Ends the command with a clear error if there is none.
+    Ends the command with an error message if none is configured.
     """
     if not config.nats.urls:
         raise fail("nats.urls: no queue server is configured, and no `spillway up` is running here")
@@ -140,7 +140,7 @@ async def queue_server(config: Config, name: str) -> AsyncIterator[Bus]:
 
 
 def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
-    """Tell a launcher that this process is ready: a file that appears whole."""
+    """Notify the launcher that this process is ready, by a file that is written atomically."""
     if path is not None:
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps(facts))
@@ -148,5 +148,5 @@ def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
 
 
 def pepper_of(config: Config) -> SecretStr:
-    """The secret that keys are hashed with: configured, or kept in the data folder."""
+    """Return the secret that keys are hashed with: configured, or stored in the data folder."""
     return config.auth.pepper or load_or_create_pepper(config.data_dir)

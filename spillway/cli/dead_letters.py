@@ -21,22 +21,22 @@ TABLE_WIDTH_CHARS: Final = 140
 
 
 class Format(StrEnum):
-    """How the letters are printed."""
+    """The output format of dead letters."""
 
     TABLE = "table"
     JSON = "json"
 
 
 def dead_letters(
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many, newest first.")] = 20,
-    output: Annotated[Format, typer.Option("--format", "-f", help="How to print them.")] = Format.TABLE,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, newest first.")] = 20,
+    output: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.TABLE,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
     """List requests that failed on every worker that tried them, with each attempt's reason.
 
-    Their prompts and answers are not kept. A letter stays for 30 days. The queue server must be running. The table
-    counts each request's attempts by their codes; JSON has every attempt with its worker, reason and tokens.
+    Prompts and answers are not stored. A dead letter is kept for 30 days. The queue server must be running. The table
+    counts each request's attempts by error code; JSON has every attempt with its worker, reason and tokens.
     """
     resolved = running_or_config(config, data)
 
@@ -54,13 +54,13 @@ def _print(letters: Sequence[DeadLetter], output: Format) -> None:
     elif not letters:
         out.print("no dead letters")
     else:
-        # A pipe has no width, and a narrow terminal wraps better than rich cuts.
+        # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
         Console(width=max(out.width, TABLE_WIDTH_CHARS)).print(_table(letters))
 
 
 def _facts(letter: DeadLetter) -> dict[str, Any]:
     facts: dict[str, Any] = msgspec.to_builtins(letter)
-    # Defaults are left out on the wire; scripts want every field.
+    # Defaults are omitted on the wire; scripts expect every field.
     facts["failures"] = [msgspec.structs.asdict(failure) for failure in letter.failures]
     return facts
 

@@ -1,4 +1,4 @@
-"""``spillway export``: training sets from what callers agreed to have kept for that."""
+"""``spillway export``: training sets from payloads whose clients agreed to this use."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -26,21 +26,21 @@ from training.rules import MIN_EXAMPLES
 def finetune(
     folder: Annotated[Path, typer.Option("--out", help="A new folder: nothing is overwritten.")],
     format_: Annotated[str, typer.Option("--format", "-f", help=f"One of: {', '.join(FORMATS)}.")] = "openai",
-    model: Annotated[str | None, typer.Option(help="Answers of this model only.")] = None,
-    team: Annotated[str | None, typer.Option(help="Of this team only: its id or name.")] = None,
-    key: Annotated[str | None, typer.Option(help="Of this API key only: its id or name.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only answers of this model.")] = None,
+    team: Annotated[str | None, typer.Option(help="Only of this team: its id or name.")] = None,
+    key: Annotated[str | None, typer.Option(help="Only of this API key: its id or name.")] = None,
     since: Annotated[datetime | None, typer.Option(help="From this local time on.")] = None,
     until: Annotated[datetime | None, typer.Option(help="Before this local time. Default: now.")] = None,
-    min_turns: Annotated[int, typer.Option(min=1, help="Conversations in which the user spoke so often.")] = 1,
+    min_turns: Annotated[int, typer.Option(min=1, help="Minimum number of user messages in a conversation.")] = 1,
     split: Annotated[str, typer.Option(help="Shares of train, validation and test.")] = "0.9,0.05,0.05",
-    seed: Annotated[int, typer.Option(help="Another seed, another split.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
     keep_failovers: Annotated[
-        bool, typer.Option("--keep-failovers", help="Also answers that several workers made in turn.")
+        bool, typer.Option("--keep-failovers", help="Include answers that several workers generated in turn.")
     ] = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Write conversations as JSON lines for fine-tuning: only those whose callers agreed to it, then and now."""
+    """Write conversations as JSON lines for fine-tuning: only with consent at the time of the request and now."""
     if format_ not in FORMATS:
         raise typer.BadParameter(f"choose from {', '.join(FORMATS)}", param_hint="--format")
     resolved = running_or_config(config, data)
@@ -48,14 +48,14 @@ def finetune(
     async def main() -> None:
         sealer = Sealer(parse_keys(resolved.payload_settings().key))
         async with database(resolved) as engine:
-            wanted = ExportFilter(
+            export_filter = ExportFilter(
                 until_unix_ms=_unix_ms(until) or unix_now_ms(),
                 since_unix_ms=_unix_ms(since),
                 model=model,
                 team_id=await _find_id(engine, TeamRow, team),
                 key_id=await _find_id(engine, ApiKeyRow, key),
             )
-            plan = ExportPlan(wanted, format_, min_turns, _shares(split), seed, keep_failovers, this_actor())
+            plan = ExportPlan(export_filter, format_, min_turns, _shares(split), seed, keep_failovers, this_actor())
             with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err) as progress:
                 bar = progress.add_task("export")
                 manifest = await Exporter(engine, sealer, plan, _tool_version()).write(
@@ -78,7 +78,7 @@ def _shares(text: str) -> tuple[float, ...]:
 
 
 async def _find_id(engine: AsyncEngine, table: type[TeamRow | ApiKeyRow], reference: str | None) -> str | None:
-    """The id of a team or key that is named by id or name. Raises ExportError."""
+    """Return the id of a team or key, given its id or name. Raises ExportError."""
     if reference is None:
         return None
     async with engine.connect() as connection:
@@ -100,10 +100,10 @@ def _tool_version() -> str:
 def _print(manifest: dict[str, Any], folder: Path) -> None:
     for name, file in manifest["files"].items():
         out.print(f"{folder / name}: {file['examples']} examples", markup=False, soft_wrap=True)
-    left_out = ", ".join(f"{count} {reason}" for reason, count in manifest["left_out"].items())
-    out.print(f"{manifest['rows_read']} payloads read; left out: {left_out or 'none'}", markup=False, soft_wrap=True)
+    skipped = ", ".join(f"{count} {reason}" for reason, count in manifest["left_out"].items())
+    out.print(f"{manifest['rows_read']} payloads read; skipped: {skipped or 'none'}", markup=False, soft_wrap=True)
     if (
         manifest["format"] == "openai"
         and manifest["files"].get("train.jsonl", {"examples": 0})["examples"] < MIN_EXAMPLES
     ):
-        err.print(f"note: OpenAI takes files of at least {MIN_EXAMPLES} examples", style="yellow")
+        err.print(f"note: OpenAI requires files of at least {MIN_EXAMPLES} examples", style="yellow")

@@ -1,4 +1,4 @@
-"""``spillway keys``: who may call the gateway, and what he may do."""
+"""``spillway keys``: API keys and their permissions."""
 
 import json
 import logging
@@ -44,24 +44,24 @@ from tokens.settings import canonical_names
 NOTIFY_LIMIT_S: Final = 3.0
 TABLE_WIDTH_CHARS: Final = 140
 
-ReferenceArgument = Annotated[str, typer.Argument(help="The key's id, a unique beginning of it, or its name.")]
+ReferenceArgument = Annotated[str, typer.Argument(help="The key's id, a unique prefix of it, or its name.")]
 TeamOption = Annotated[str | None, typer.Option("--team", "-t", help="Its team, by name or id. `default`: none.")]
 ScopeOption = Annotated[
     list[str] | None,
-    typer.Option("--scope", help=f"What it opens: {', '.join(SCOPES)}. May be given several times."),
+    typer.Option("--scope", help=f"A scope: {', '.join(SCOPES)}. Repeatable."),
 ]
 ModelOption = Annotated[
-    list[str] | None, typer.Option("--model", "-m", help="A model it may name; several times for several. `all`: all.")
+    list[str] | None, typer.Option("--model", "-m", help="A model it may use; repeatable. `all`: all.")
 ]
-ExpiresOption = Annotated[str | None, typer.Option("--expires", help="When it ends: 90d, 12h, 2027-01-31 or never.")]
-StopRunningOption = Annotated[bool, typer.Option("--stop-running", help="End its running requests, too.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, as the admin API answers.")]
+ExpiresOption = Annotated[str | None, typer.Option("--expires", help="Expiry: 90d, 12h, 2027-01-31 or never.")]
+StopRunningOption = Annotated[bool, typer.Option("--stop-running", help="Also end its running requests.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, as in the admin API.")]
 
 log = logging.getLogger(__name__)
 
 
 def create(
-    name: Annotated[str, typer.Argument(help="What the key is for; unique among the active keys.")],
+    name: Annotated[str, typer.Argument(help="The purpose of the key; unique among active keys.")],
     team: TeamOption = None,
     scope: ScopeOption = None,
     model: ModelOption = None,
@@ -81,9 +81,9 @@ def create(
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Create an API key and print it. It is stored as a hash only: this is the one time it can be seen.
+    """Create an API key and print it. Only its hash is stored, so it cannot be shown again.
 
-    Without options it may generate with all models, without bounds of its own. Limits hold on top of its team's.
+    Without options it may generate with all models, without limits of its own. Limits apply in addition to its team's.
     """
     resolved = running_or_config(config, data)
     changes = _key_changes(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
@@ -130,7 +130,7 @@ def update(
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Change an API key: what is not named stays. Running gateways follow at once."""
+    """Change an API key; options not given stay the same. Running gateways apply the change immediately."""
     resolved = running_or_config(config, data)
     changes = _key_changes(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
@@ -152,12 +152,12 @@ def update(
 
 def rotate(
     reference: ReferenceArgument,
-    grace: Annotated[str, typer.Option(help="For how long the old one is accepted too: 24h, 30m, 7d or 0.")] = "24h",
+    grace: Annotated[str, typer.Option(help="How long the old one stays valid: 24h, 30m, 7d or 0.")] = "24h",
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Give an API key a new plaintext and print it. The old one goes on being accepted for a while."""
+    """Give an API key a new plaintext and print it. The old one stays valid for the grace period."""
     resolved = running_or_config(config, data)
     grace_s = duration_s(grace, "--grace")
 
@@ -169,7 +169,7 @@ def rotate(
         if not as_json:
             until = local_time(key.previous_until_unix_ms)
             out.print(
-                f"[dim]the old one is accepted until {until}[/dim]" if until else "[dim]the old one is over[/dim]"
+                f"[dim]the old one is valid until {until}[/dim]" if until else "[dim]the old one is invalid now[/dim]"
             )
 
     run_async(main)
@@ -178,8 +178,8 @@ def rotate(
 def list_(
     config: ConfigOption = None,
     data: DataOption = None,
-    everything: Annotated[bool, typer.Option("--all", help="Revoked keys too.")] = False,
-    team: Annotated[str | None, typer.Option("--team", "-t", help="Only this team's, by its name or id.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Include revoked keys.")] = False,
+    team: Annotated[str | None, typer.Option("--team", "-t", help="Only of this team, by name or id.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List API keys."""
@@ -201,7 +201,7 @@ def list_(
 def show(
     reference: ReferenceArgument, as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None
 ) -> None:
-    """Show all that is known of an API key; the key itself is not."""
+    """Show the details of an API key, without its plaintext, which is not stored."""
     resolved = running_or_config(config, data)
 
     async def main() -> None:
@@ -218,9 +218,9 @@ def revoke(
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Revoke an API key: running gateways refuse it at once, or within half a minute if they cannot be told.
+    """Revoke an API key: running gateways refuse it immediately, or within half a minute if the queue server is down.
 
-    Requests that wait end; running ones go on to their end, or end with --stop-running.
+    Waiting requests end; running ones are completed, unless --stop-running is given.
     """
     resolved = running_or_config(config, data)
 
@@ -234,7 +234,7 @@ def revoke(
 
 
 async def notify_gateways(config: Config) -> None:
-    """Have running gateways load the keys now; without it they do so within half a minute."""
+    """Make running gateways load the keys now; otherwise they do so within half a minute."""
     if not config.nats.urls:
         return
     try:
@@ -246,7 +246,7 @@ async def notify_gateways(config: Config) -> None:
 
 
 def show_facts(view: dict[str, Any], *, as_json: bool) -> None:
-    """Print one thing, all of it as JSON, or what is set as lines."""
+    """Print an object as JSON, or its non-empty fields as lines."""
     if as_json:
         out.print_json(json.dumps(view))
         return
@@ -258,18 +258,18 @@ def show_facts(view: dict[str, Any], *, as_json: bool) -> None:
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print rows of cells under their names."""
+    """Print a table."""
     table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         table.add_row(*row)
-    # A pipe has no width, and a narrow terminal wraps better than rich cuts.
+    # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
     Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False).print(table)
 
 
 def _key_changes(
     config: Config, *, team: str | None, scope: list[str] | None, model: list[str] | None, expires: str | None
 ) -> dict[str, Any]:
-    """What the options of a key name, but its policy."""
+    """Return the changes that a key's options name, except its policy."""
     changes: dict[str, Any] = {}
     if team is not None:
         changes["team"] = team
@@ -291,7 +291,7 @@ def _show_token(key: ApiKey, plaintext: str, *, as_json: bool) -> None:
         out.print_json(json.dumps(key_view(key, plaintext)))
         return
     out.print(plaintext, markup=False, soft_wrap=True)
-    out.print(f"[dim]{key.key_id}: keep it now, it cannot be shown again[/dim]")
+    out.print(f"[dim]{key.key_id}: save it now, it cannot be shown again[/dim]")
 
 
 def _cells(key: ApiKey) -> tuple[str, ...]:

@@ -9,10 +9,10 @@ from spillway.cli.context import ConfigOption, DataOption, database, out, queue_
 
 
 def recount(config: ConfigOption = None, data: DataOption = None) -> None:
-    """Compare what budgets count as spent in their current period with the ledger, and make it right.
+    """Compare the spending that budgets count in their current period with the ledger, and correct it.
 
-    After a gateway was killed, what it held counts as spent until then. The queue server must be running, and the
-    ledger should have written what happened (`spillway usage`). What gateways report meanwhile is not lost.
+    The reservations of a killed gateway count as spent until then. The queue server must be running, and the ledger
+    should have written all usage (`spillway usage`). Spending that gateways report meanwhile is not lost.
     """
     resolved = running_or_config(config, data)
 

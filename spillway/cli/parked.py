@@ -1,4 +1,4 @@
-"""``spillway parked``: usage records that no ledger writer could take yet, and why."""
+"""``spillway parked``: usage records that no ledger writer could store yet, and why."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -14,20 +14,20 @@ from spillway.cli.context import ConfigOption, DataOption, out, queue_server, ru
 
 
 def parked(
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many, oldest first.")] = 20,
-    again: Annotated[bool, typer.Option("--replay", help="Give them to the ledger writers once more.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, oldest first.")] = 20,
+    again: Annotated[bool, typer.Option("--replay", help="Send them to the ledger writers again.")] = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
     """List usage records that were not understood, or that the database has refused.
 
-    A record of a newer release waits here for a ledger writer that understands it, which takes it by itself. The queue
-    server must be running. What cannot be taken after --replay either is parked again.
+    A record of a newer release waits here for a ledger writer that understands it and replays it automatically. The
+    queue server must be running. Records that fail again after --replay are parked again.
     """
     resolved = running_or_config(config, data)
 
     async def main() -> None:
-        table = Table("parked (UTC)", "record", "why", box=SIMPLE_HEAD)
+        table = Table("parked (UTC)", "record", "reason", box=SIMPLE_HEAD)
         async with queue_server(resolved, "spillway parked") as bus:
             async for sequence, record in parked_records(bus):
                 if again:
@@ -37,9 +37,7 @@ def parked(
                     break
         if table.row_count:
             out.print(table)
-        out.print(
-            f"{table.row_count or 'no'} records parked" + (", given to the ledger writers again" if again else "")
-        )
+        out.print(f"{table.row_count or 'no'} records parked" + (", sent to the ledger writers again" if again else ""))
 
     run_async(main)
 
@@ -49,7 +47,7 @@ def _time(record: ParkedUsage) -> str:
 
 
 def _summary(record: ParkedUsage) -> str:
-    """What can be said of one without understanding it."""
+    """Describe a record without understanding it."""
     try:
         fields: Any = msgspec.msgpack.decode(record.message)[0]
         return f"{fields['type']} {fields['request_id']} of {fields.get('key_id', 'unknown')} (protocol {fields['v']})"

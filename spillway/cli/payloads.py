@@ -1,4 +1,4 @@
-"""``spillway payloads``: what was asked and answered, kept by consent."""
+"""``spillway payloads``: requests and answers stored by consent."""
 
 from typing import Annotated
 
@@ -30,13 +30,13 @@ def show(
 
 
 def delete(
-    user: Annotated[str | None, typer.Option(help="All of this end user: the requests' field `user`.")] = None,
+    user: Annotated[str | None, typer.Option(help="All of this end user, as in the requests' field `user`.")] = None,
     key: Annotated[str | None, typer.Option(help="All of this API key: its id or name.")] = None,
-    request: Annotated[str | None, typer.Option(help="That of this request.")] = None,
+    request: Annotated[str | None, typer.Option(help="The one of this request.")] = None,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Delete payloads for good. What requests cost stays known; what was said does not.
+    """Delete payloads permanently. Usage and cost of the requests stay; their content does not.
 
     Payloads of the last seconds may still be on their way into the database: run it again a minute later.
     """

@@ -1,4 +1,4 @@
-"""Options that say what a key or a team may do, and how people write limits, money and times."""
+"""Options for the limits and consents of keys and teams, and parsing of limits, money and times."""
 
 import os
 import pwd
@@ -13,19 +13,19 @@ import typer
 from accounts.principal import Policy
 from db.money import NANO_USD, nano_usd
 
-NONE: Final = "none"  # takes a bound away
+NONE: Final = "none"  # removes a limit
 _BUDGET: Final = re.compile(r"\$?\s*(\d{1,10}(?:\.\d{1,9})?)\s*(?:USD)?\s*[/ ]\s*(day|week|month|total)", re.IGNORECASE)
 _DURATION: Final = re.compile(r"(\d{1,6})\s*([smhd])")
 _UNIT_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 RpmOption = Annotated[
-    str | None, typer.Option("--rpm", metavar="N", help="Requests per minute. `none`: no bound of its own.")
+    str | None, typer.Option("--rpm", metavar="N", help="Requests per minute. `none`: no limit of its own.")
 ]
 TpmOption = Annotated[
     str | None, typer.Option("--tpm", metavar="N", help="Tokens per minute, prompt and completion. Or `none`.")
 ]
 ConcurrentOption = Annotated[
-    str | None, typer.Option("--concurrent", metavar="N", help="Requests admitted and not yet ended. Or `none`.")
+    str | None, typer.Option("--concurrent", metavar="N", help="Concurrent requests. Or `none`.")
 ]
 BudgetOption = Annotated[
     str | None,
@@ -33,23 +33,23 @@ BudgetOption = Annotated[
 ]
 WeightOption = Annotated[
     str | None,
-    typer.Option("--weight", metavar="W", help="Share of the workers against others', while both wait. Or `none`: 1."),
+    typer.Option("--weight", metavar="W", help="Share of the workers relative to others. Or `none`: 1."),
 ]
 BatchOption = Annotated[
     bool | None,
-    typer.Option("--batch-only/--interactive", help="Serve all its requests from what interactive ones leave."),
+    typer.Option("--batch-only/--interactive", help="Serve all its requests with capacity left by interactive ones."),
 ]
 LogPayloadOption = Annotated[
-    bool | None, typer.Option("--log-payload/--no-log-payload", help="Keep prompts and answers. Default: no.")
+    bool | None, typer.Option("--log-payload/--no-log-payload", help="Store prompts and answers. Default: no.")
 ]
 TrainOption = Annotated[
-    bool | None, typer.Option("--train-ok/--no-train-ok", help="Training sets may be made of them. Default: no.")
+    bool | None, typer.Option("--train-ok/--no-train-ok", help="Allow training sets from them. Default: no.")
 ]
 RedactOption = Annotated[
-    bool | None, typer.Option("--redact/--no-redact", help="Strip personal data before they are kept. Default: yes.")
+    bool | None, typer.Option("--redact/--no-redact", help="Redact personal data before they are stored. Default: yes.")
 ]
 RetentionOption = Annotated[
-    str | None, typer.Option("--retention-days", metavar="N", help="How long they are kept. Or `none`: the usual time.")
+    str | None, typer.Option("--retention-days", metavar="N", help="How long they are stored. Or `none`: the default.")
 ]
 
 HostedOption = Annotated[
@@ -57,8 +57,8 @@ HostedOption = Annotated[
     typer.Option(
         "--allow-hosted",
         metavar="PROVIDER[/MODEL]",
-        help="A hosted API that prompts may go to, such as openai or openai/gpt-*; several times for several. "
-        "`never`: none. `none`: as the team, or else the configuration says.",
+        help="A hosted API that prompts may be sent to, such as openai or openai/gpt-*; repeatable. "
+        "`never`: none. `none`: the team's setting, or else the configuration's.",
     ),
 ]
 NEVER: Final = "never"
@@ -78,7 +78,7 @@ def policy_changes(
     retention_days: str | None,
     allow_hosted: list[str] | None,
 ) -> dict[str, Any]:
-    """The fields of Policy that the options name. Raises BadParameter."""
+    """Return the fields of Policy that the options name. Raises BadParameter."""
     counts = {
         "requests_per_minute": ("--rpm", rpm),
         "tokens_per_minute": ("--tpm", tpm),
@@ -107,7 +107,7 @@ def _hosted_grant(words: list[str]) -> tuple[str, ...] | None:
 
 
 def expiry_unix_ms(text: str) -> int | None:
-    """When something ends: ``90d`` (h, m, s) from now, ``2027-01-31`` in local time, ``never``. Raises BadParameter."""
+    """Parse an expiry: ``90d`` (h, m, s) from now, ``2027-01-31`` in local time, ``never``. Raises BadParameter."""
     if text == "never":
         return None
     after = _DURATION.fullmatch(text)
@@ -120,7 +120,7 @@ def expiry_unix_ms(text: str) -> int | None:
 
 
 def duration_s(text: str, option: str) -> int:
-    """Seconds of ``24h``, ``30m``, ``7d`` or ``0``. Raises BadParameter."""
+    """Parse ``24h``, ``30m``, ``7d`` or ``0`` into seconds. Raises BadParameter."""
     if text == "0":
         return 0
     found = _DURATION.fullmatch(text)
@@ -130,13 +130,13 @@ def duration_s(text: str, option: str) -> int:
 
 
 def limits_text(policy: Policy) -> str:
-    """A policy's bounds in a few words."""
+    """Summarise a policy's limits."""
     words = [
         f"{value:,} {unit}"
         for value, unit in (
             (policy.requests_per_minute, "rpm"),
             (policy.tokens_per_minute, "tpm"),
-            (policy.max_concurrent, "at once"),
+            (policy.max_concurrent, "concurrent"),
         )
         if value is not None
     ]
@@ -152,12 +152,12 @@ def limits_text(policy: Policy) -> str:
 
 
 def local_time(unix_ms: int | None) -> str:
-    """A moment in this machine's time zone; empty if there is none."""
+    """Format a moment in this machine's time zone; empty if there is none."""
     return "" if unix_ms is None else f"{datetime.fromtimestamp(unix_ms / 1000).astimezone():%Y-%m-%d %H:%M}"
 
 
 def this_actor() -> str:
-    """Who runs this command, as the audit log calls him."""
+    """Return the user of this command as an actor of the audit log."""
     try:
         return f"cli:{pwd.getpwuid(os.getuid()).pw_name}"
     except KeyError:
@@ -170,7 +170,7 @@ def _number(text: str, option: str, kind: type[int] | type[float]) -> float | No
     try:
         return kind(text.replace("_", ""))
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no number, and not `none`", param_hint=option) from error
+        raise typer.BadParameter(f"{text!r} is neither a number nor `none`", param_hint=option) from error
 
 
 def _budget(text: str) -> dict[str, Any]:

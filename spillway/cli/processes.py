@@ -1,4 +1,4 @@
-"""``spillway up``, ``gateway``, ``ledger``: commands that run until they are told to stop."""
+"""``spillway up``, ``gateway``, ``ledger``: commands that run until they are stopped."""
 
 import json
 import os
@@ -30,9 +30,9 @@ from spillway.config import DEMO_MODEL_NAME, DEMO_MODEL_PATH, Config, default_co
 from spillway.up import Running
 from spillway.up import up as run_up
 
-# Each process imports its own part when it runs, so that no command waits for what it does not use (torch above all).
+# Each command imports its own parts on use, so that it does not wait for unused ones (above all torch).
 
-LEDGER_NICENESS: Final = 10  # beside a gateway: those who wait for an answer come before the rows of those who have one
+LEDGER_NICENESS: Final = 10  # beside a gateway: requests come before the rows of completed requests
 _EXAMPLES: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # by task: the path under /v1, and the body but the model
     "generate": ("chat/completions", {"stream": True, "messages": [{"role": "user", "content": "What is Spillway?"}]}),
     "embed": ("embeddings", {"input": ["a dam", "a river"]}),
@@ -51,7 +51,7 @@ def up(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=0, max=64, help="Workers per pool on this machine.")] = None,
 ) -> None:
-    """Run all of Spillway on this machine: NATS, gateway, ledger and workers. Ctrl-C ends it in order."""
+    """Run all of Spillway on this machine: NATS, gateway, ledger and workers. Ctrl-C shuts it down in order."""
     logs.configure("up")
     overrides: dict[str, Any] = {} if port is None else {"gateway": {"port": port}}
     resolved = resolve_config(config, data, overrides)
@@ -74,12 +74,12 @@ def up(
 
 
 def serve_model(config: Config, model: str) -> Config:
-    """Replace the configured models and pools by one pool that serves ``model``."""
+    """Replace the configured models and pools with one pool that serves ``model``."""
     return default_config(overrides=config.model_dump(exclude={"models", "pools"}, exclude_unset=True), model=model)
 
 
 def check_local_engines(config: Config) -> None:
-    """Find a missing model folder, and missing torch, before anything is started."""
+    """Check for missing model folders and missing torch, before anything is started."""
     for name, pool in config.pools.items():
         path = getattr(pool.engine, "path", "")
         if path.startswith((".", "/", "~")) and path != str(DEMO_MODEL_PATH) and not Path(path).is_dir():
@@ -91,12 +91,12 @@ def check_local_engines(config: Config) -> None:
 
 
 def banner(running: Running) -> str:
-    """What a newcomer needs to know, as rich markup."""
+    """Return the facts for a new user, as rich markup."""
     command = command_name()
-    key = running.api_key or f"(made earlier; `{command} keys create NAME` makes another)"
-    password = f"{running.admin_password}  (shown this once)"
+    key = running.api_key or f"(created earlier; `{command} keys create NAME` creates another)"
+    password = f"{running.admin_password}  (shown only once)"
     if not running.admin_password:
-        password = f"(made earlier; `{command} admin password` makes another)"
+        password = f"(set earlier; `{command} admin password` sets a new one)"
     return (
         f"[bold]Endpoint[/bold]  {running.base_url}/v1\n"
         f"[bold]API key[/bold]   {key}\n"
@@ -109,7 +109,7 @@ def banner(running: Running) -> str:
 
 
 def command_name() -> str:
-    """How the user can call this program: by its name, or by its path where that is not on PATH."""
+    """Return the command to call this program: its name, or its path where that is not on PATH."""
     beside = Path(sys.executable).with_name("spillway")
     if shutil.which("spillway") or not beside.exists():
         return "spillway"
@@ -117,7 +117,7 @@ def command_name() -> str:
 
 
 def curl_command(running: Running) -> str:
-    """A curl that asks the model for what it can do; answers in words are streamed."""
+    """Return a curl command with an example request for the model's task; text is streamed."""
     path, body = _EXAMPLES[running.task]
     key = running.api_key or "$SPILLWAY_API_KEY"
     return (
@@ -142,7 +142,7 @@ def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: Re
 
 
 def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
-    """Run one ledger writer: usage records from the queue into SQL. Several may run side by side."""
+    """Run one ledger writer: usage records from the queue into SQL. Several may run at the same time."""
     from ledger.main import run
 
     logs.configure("ledger")

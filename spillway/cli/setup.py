@@ -13,8 +13,8 @@ from spillway.config import DEFAULT_CONFIG_NAME
 
 
 def db_upgrade(config: ConfigOption = None, data: DataOption = None) -> None:
-    """Bring the database to this version's schema. Safe to run again, and at several places at once."""
-    from migrations import current, head, upgrade  # noqa: PLC0415 - brings Alembic, which other commands do without
+    """Upgrade the database to this version's schema. Safe to run again, and concurrently on several machines."""
+    from migrations import current, head, upgrade  # noqa: PLC0415 - imports Alembic, which other commands do not need
 
     resolved = running_or_config(config, data)
 
@@ -29,12 +29,12 @@ def db_upgrade(config: ConfigOption = None, data: DataOption = None) -> None:
 
 
 def db_check_rollups(
-    repair: Annotated[bool, typer.Option("--repair", help="Make anew the days that differ.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Rebuild the days that differ.")] = False,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Compare rollups with what the requests add up to; with --repair also once after an upgrade from before 0006."""
-    from ledger.check import check_rollups  # noqa: PLC0415 - brings numpy, which workers do without
+    """Compare rollups with the sums of the requests. Run it with --repair once after an upgrade from before 0006."""
+    from ledger.check import check_rollups  # noqa: PLC0415 - imports numpy, which workers do not need
 
     resolved = running_or_config(config, data)
 
@@ -46,7 +46,7 @@ def db_check_rollups(
         wrong = [day for day in days if day.wrong]
         for day in wrong:
             name = datetime.fromtimestamp(day.begin_unix_ms / 1000, UTC).date()
-            out.print(f"{name}: {day.wrong} rollups {'made anew' if repair else 'are wrong'}, {day.requests} requests")
+            out.print(f"{name}: {day.wrong} rollups {'rebuilt' if repair else 'are wrong'}, {day.requests} requests")
         out.print(
             f"{sum(day.requests for day in days):,} requests of {len(days)} days checked, {len(wrong)} days differed"
         )
@@ -59,7 +59,7 @@ def db_check_rollups(
 def config_check(
     path: Annotated[Path | None, typer.Argument(help=f"Default: ./{DEFAULT_CONFIG_NAME}")] = None,
 ) -> None:
-    """Validate a configuration with the environment laid over it; name every key at fault."""
+    """Validate a configuration together with the environment; report every invalid key."""
     resolved = resolve_config(path or Path(DEFAULT_CONFIG_NAME), None)
     unserved = [name for name in resolved.models if not any(name in pool.models for pool in resolved.pools.values())]
     out.print(f"ok: {len(resolved.models)} model(s), {len(resolved.pools)} pool(s)")

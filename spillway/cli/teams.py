@@ -1,4 +1,4 @@
-"""``spillway teams`` and ``spillway organisations``: who shares limits, and who pays."""
+"""``spillway teams`` and ``spillway organisations``: shared limits, and their payers."""
 
 import json
 from typing import Annotated
@@ -28,8 +28,8 @@ from spillway.cli.policy import (
     this_actor,
 )
 
-ReferenceArgument = Annotated[str, typer.Argument(help="Its id or name.")]
-OrganisationOption = Annotated[str | None, typer.Option("--organisation", "-o", help="Whose it is, by name or id.")]
+ReferenceArgument = Annotated[str, typer.Argument(help="The team's or organisation's id or name.")]
+OrganisationOption = Annotated[str | None, typer.Option("--organisation", "-o", help="Its organisation's name or id.")]
 
 
 def create(
@@ -50,7 +50,7 @@ def create(
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Create a team. Its limits hold for all its keys together; its weight is its share against other teams."""
+    """Create a team. Its limits apply to all its keys together; its weight is its share relative to other teams."""
     resolved = running_or_config(config, data)
     changes = policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
@@ -86,7 +86,7 @@ def update(
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Change a team: what is not named stays. Running gateways follow at once, for all its keys."""
+    """Change a team; options not given stay the same. Running gateways apply the change to all its keys immediately."""
     resolved = running_or_config(config, data)
     changes = policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
@@ -126,7 +126,7 @@ def list_(as_json: JsonOption = False, config: ConfigOption = None, data: DataOp
 def show(
     reference: ReferenceArgument, as_json: JsonOption = False, config: ConfigOption = None, data: DataOption = None
 ) -> None:
-    """Show all that is known of a team."""
+    """Show the details of a team."""
     resolved = running_or_config(config, data)
 
     async def main() -> None:
@@ -143,7 +143,7 @@ def create_organisation(
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
-    """Create an organisation, to put teams into."""
+    """Create an organisation."""
     resolved = running_or_config(config, data)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""``spillway usage``: what was asked, answered and waited for."""
+"""``spillway usage``: requests, tokens and latencies."""
 
 import csv
 import dataclasses
@@ -23,7 +23,7 @@ GROUPS: Final[dict[str, GroupBy]] = {"model": "model", "key": "key", "day": "day
 
 
 class Format(StrEnum):
-    """How the report is printed."""
+    """The output format of the report."""
 
     TABLE = "table"
     JSON = "json"
@@ -39,7 +39,7 @@ def usage(
     timezone: Annotated[
         str | None, typer.Option(help="Days and times of this zone, such as Asia/Kolkata. Default: this machine's.")
     ] = None,
-    output: Annotated[Format, typer.Option("--format", "-f", help="How to print it.")] = Format.TABLE,
+    output: Annotated[Format, typer.Option("--format", "-f", help="Output format.")] = Format.TABLE,
     config: ConfigOption = None,
     data: DataOption = None,
 ) -> None:
@@ -104,7 +104,7 @@ def _print(rows: Sequence[UsageRow], groups: Sequence[GroupBy], output: Format) 
     elif not rows:
         out.print("no requests in this time")
     else:
-        # A pipe has no width, and a narrow terminal wraps better than rich cuts.
+        # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
         Console(width=max(out.width, TABLE_WIDTH_CHARS)).print(_table(rows, groups))
 
 

@@ -1,6 +1,6 @@
 """``spillway worker``: one worker of a pool, described by the configuration, by options, or by both.
 
-Options win over the environment's keys, these over the file. Beside an inference server (a side-car) no file is needed.
+Options take precedence over environment variables, and these over the file. A sidecar of a server needs no file.
 """
 
 from pathlib import Path
@@ -13,20 +13,20 @@ from spillway import logs
 from spillway.cli.context import ConfigOption, DataOption, ReadyFileOption, resolve_config, run_async, write_ready
 from spillway.config import Config
 
-SERVER: Final = "An inference server beside the worker"
+SERVER: Final = "An inference server beside the worker (sidecar)"
 POOL: Final = "The pool, where no configuration describes it"
 LOCAL_URL: Final = f"http://127.0.0.1:{PORT_PLACE}"
 
 
 def worker(
-    pool: Annotated[str, typer.Option(envvar="SPILLWAY_POOL", help="Which pool this worker belongs to.")],
+    pool: Annotated[str, typer.Option(envvar="SPILLWAY_POOL", help="The pool of this worker.")],
     config: ConfigOption = None,
     data: DataOption = None,
     engine_url: Annotated[
         str | None,
         typer.Option(
             envvar="SPILLWAY_ENGINE_URL",
-            help="Where the server listens: http://localhost:8000.",
+            help="The server's address: http://localhost:8000.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -34,7 +34,7 @@ def worker(
         str | None,
         typer.Option(
             envvar="SPILLWAY_ENGINE_KIND",
-            help="What it is: vllm, sglang, llamacpp, … Default: the pool's; else the server is asked.",
+            help="Its kind: vllm, sglang, llamacpp, … Default: the pool's, else detected.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -44,7 +44,7 @@ def worker(
             "--exec",
             metavar="COMMAND",
             envvar="SPILLWAY_EXEC",
-            help="Start the server, too, and own its life. {port} becomes a free port, here and in --engine-url.",
+            help="Start and supervise the server. {port} becomes a free port, here and in --engine-url.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -60,7 +60,7 @@ def worker(
         list[str] | None,
         typer.Option(
             envvar="SPILLWAY_MODEL",
-            help="What callers ask for; the gateway must know it, too. Repeatable.",
+            help="The model's public name, which the gateway must also have. Repeatable.",
             rich_help_panel=POOL,
         ),
     ] = None,
@@ -84,15 +84,15 @@ def worker(
     ] = None,
     ready_file: ReadyFileOption = None,
 ) -> None:
-    """Run one worker of a pool: pulls jobs, runs the pool's engine. Needs an outbound connection to NATS only.
+    """Run one worker of a pool, which pulls jobs for its engine. Only needs an outbound connection to NATS.
 
-    Beside an inference server that runs already (a side-car):
+    Beside a running inference server (sidecar):
 
     spillway worker --pool runpod --engine-url http://localhost:8000
 
-    With the server's life in its hands: it is started, its log is copied, it is
-    started again when it dies or hangs (jobs are handed back meanwhile), and it
-    ends after the last job of a drain:
+    Supervising the server: the worker starts it, copies its log, restarts it
+    when it dies or hangs (jobs are handed back meanwhile), and ends it after
+    the last job of a drain:
 
     spillway worker --pool runpod --exec "vllm serve /model --port {port}"
 
@@ -102,11 +102,11 @@ def worker(
     --pool laptop --model llama-8b --tokenizer /models/llama-8b
     --engine-url http://localhost:8080
 
-    SIGTERM and SIGINT drain: running jobs end or are handed back; a second one
-    hands them back at once. Exit code 1: the engine is lost, and its jobs have
-    been handed back; whatever runs this should start it again.
+    SIGTERM and SIGINT drain: running jobs end or are handed back; a second
+    signal hands them back immediately. Exit code 1: the engine is lost, and its
+    jobs have been handed back; the supervisor should restart the worker.
     """
-    from pool_worker.main import run  # noqa: PLC0415 - brings the engines' plug point
+    from pool_worker.main import run  # noqa: PLC0415 - imports all engine adapters
 
     logs.configure(f"worker {pool}")
     engine = {"url": engine_url, "kind": engine_kind, "exec": exec_, "tokenizer": tokenizer}
@@ -120,34 +120,34 @@ def worker(
 
 
 def _of_pool(engine: dict[str, str | None], models: list[str], settings: list[str]) -> dict[str, Any]:
-    """What the options say of the pool."""
-    said: dict[str, Any] = {"engine": {name: value for name, value in engine.items() if value is not None}}
+    """Return the pool's settings that the options name."""
+    given: dict[str, Any] = {"engine": {name: value for name, value in engine.items() if value is not None}}
     if models:
-        said["models"] = models
+        given["models"] = models
     for text in settings:
         path, equals, value = text.partition("=")
         *sections, key = path.split(".")
         if not equals or not all((*sections, key)):
-            raise typer.BadParameter(f"{text!r} is no KEY=VALUE of a pool's settings", param_hint="--set")
-        place = said
+            raise typer.BadParameter(f"{text!r} is not KEY=VALUE of a pool's settings", param_hint="--set")
+        target = given
         for section in sections:
-            place = place.setdefault(section, {})
-        place[key] = value
-    return {name: value for name, value in said.items() if value}
+            target = target.setdefault(section, {})
+        target[key] = value
+    return {name: value for name, value in given.items() if value}
 
 
 def _resolve(
-    config: Path | None, data: Path | None, pool: str, said: dict[str, Any], models: list[str], nats_urls: list[str]
+    config: Path | None, data: Path | None, pool: str, given: dict[str, Any], models: list[str], nats_urls: list[str]
 ) -> Config:
-    overrides: dict[str, Any] = {"pools": {pool: said}} if said else {}
+    overrides: dict[str, Any] = {"pools": {pool: given}} if given else {}
     if nats_urls:
         overrides["nats"] = {"urls": nats_urls}
-    engine = said.get("engine", {})
+    engine = given.get("engine", {})
     if not {"url", "exec"} & set(engine):
         return resolve_config(config, data, overrides)
-    # What neither the options nor the configuration says of a server.
-    unsaid = {"kind": DETECTED}
+    # Defaults of a server, for keys that neither the options nor the configuration have.
+    server = {"kind": DETECTED}
     if PORT_PLACE in engine.get("exec", ""):
-        unsaid["url"] = LOCAL_URL
-    defaults = {"models": {name: {} for name in models}, "pools": {pool: {"engine": unsaid}}}
+        server["url"] = LOCAL_URL
+    defaults = {"models": {name: {} for name in models}, "pools": {pool: {"engine": server}}}
     return resolve_config(config, data, overrides, defaults=defaults)

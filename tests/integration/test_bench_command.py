@@ -120,7 +120,7 @@ def test_a_pools_own_settings_are_measured(tiny: Path, tmp_path: Path) -> None:
 
     unknown = bench("--config", config, "--pool", "dear")
     assert unknown.exit_code == 1
-    assert "pools.dear: no such pool; there are: cheap, fake" in words(unknown.stderr)
+    assert "pools.dear: no such pool; defined pools: cheap, fake" in words(unknown.stderr)
     scripted = bench("--config", config, "--pool", "fake")
     assert scripted.exit_code == 1
     assert "pools.fake.engine.kind" in words(scripted.stderr)

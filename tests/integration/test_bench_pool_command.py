@@ -131,7 +131,7 @@ def test_an_api_is_asked_in_messages_and_counts_itself(configured: Callable[...,
         unpaid = bench(*asked, *SMALL, answer="n\n")
         assert unpaid.exit_code == 1
         assert replay.bodies == []
-        assert "pools.p is a hosted API: 224 prompt tokens and 80 new ones will be paid for" in words(unpaid.stderr)
+        assert "pools.p is a hosted API: you will pay for 224 prompt tokens and 80 new ones" in words(unpaid.stderr)
         done = bench(*asked, *SMALL, "--yes", "--json", "-")
         assert done.exit_code == 0, done.output
         assert {body["model"] for body in replay.bodies} == {"m-1"}
@@ -208,7 +208,7 @@ def test_a_server_that_fails_a_load_is_measured_on(configured: Callable[..., lis
             },
             "the server ended with exit code 3; its last words: no such model",
         ),
-        ({"kind": "scripted", "task": "embed"}, "pools.p: makes vectors"),
+        ({"kind": "scripted", "task": "embed"}, "pools.p: serves embeddings"),
         ({"kind": "spillway", "path": "./nowhere"}, "pools.p: "),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_pool_that_is_not_there_is_named_beside_those_that_are(configured: Cal
     _, *config = configured(kind="scripted")
     done = bench("q", *config)
     assert done.exit_code == 1
-    assert "pools.q: no such pool; there are: p" in words(done.stderr)
+    assert "pools.q: no such pool; defined pools: p" in words(done.stderr)
 
 
 @pytest.mark.parametrize(

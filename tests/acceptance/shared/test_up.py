@@ -47,7 +47,7 @@ def test_usage_keys_and_the_password_survive_a_restart_and_ctrl_c_ends_every_chi
 
 def check_the_login(system: System) -> str:
     """Log in with the password that was printed, and with a new one; return the first."""
-    found = re.search(r"Login +admin +(\w{20}) +\(shown this once\)", system.output)
+    found = re.search(r"Login +admin +(\w{20}) +\(shown only once\)", system.output)
     assert found is not None, system.output
     with httpx.Client(base_url=system.base_url, timeout=HANGS_S) as browser:
         right = {"name": "admin", "password": found[1]}
@@ -142,7 +142,7 @@ def test_a_missing_model_folder_and_an_unwritable_data_folder_are_told_at_once(t
     said = refused_up("--port", "0", "--data", str(tmp_path / "data"), "--model", "/no/such/folder")
     assert "/no/such/folder: no such model folder" in said
     said = refused_up("--port", "0", "--data", str(occupied / "data"), "--model", "scripted")
-    assert f"{occupied}/data cannot be written" in said
+    assert f"cannot write to the data folder {occupied}/data" in said
 
 
 def test_a_taken_port_is_told(scripted: System, tmp_path: Path) -> None:

@@ -84,9 +84,9 @@ def test_what_a_gateway_knows_of_a_hosted_pool(tmp_path: Path) -> None:
     assert config.worker_settings("cheap").lanes == ("hosted-cheap",)
     assert load(tmp_path, GOOD, env).gateway_settings(SecretStr("p")).hosted == {}
     for text, words in (
-        (hosted, r"usd_per_day: cannot be kept without prices\.small"),
-        (hosted.replace('"hosted"', '"spot"'), "usd_per_day: only pools of tier"),
-        (GOOD.replace('"spot"', '"hosted"') + "[pools.cheap.gate]\nbacklog_jobs = 1\n", "gate: a hosted pool"),
+        (hosted, r"usd_per_day: cannot be enforced without prices\.small"),
+        (hosted.replace('"hosted"', '"spot"'), "usd_per_day: only for pools of tier"),
+        (GOOD.replace('"spot"', '"hosted"') + "[pools.cheap.gate]\nbacklog_jobs = 1\n", "gate: not for hosted pools"),
         (GOOD + '[tenants.a]\nallow_hosted = ["openai/"]\n', r"tenants\.a\.allow_hosted\.0"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -117,7 +117,7 @@ def test_what_a_gateway_knows_of_pools_that_take_messages(tmp_path: Path) -> Non
     only = without_length[: without_length.index("[pools")].replace("[models.small]", "[models.small]\ntokenizer = 't'")
     assert told(only + CHAT_POOL) == (small, small, 9000)
     assert told(only.replace("tokenizer", "context_length = 5\ntokenizer") + CHAT_POOL) == (small, small, 5)
-    with pytest.raises(ConfigError, match=r"models\.small\.tokenizer: required to count by"):
+    with pytest.raises(ConfigError, match=r"models\.small\.tokenizer: required to count tokens"):
         load(tmp_path, only.replace("tokenizer = 't'", "") + CHAT_POOL)
 
 
@@ -178,11 +178,11 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         ),
         (
             ('path = "org/small"', 'pathh = "x"'),
-            "pools.cheap.engine.pathh: there is no such key; there are: kind, path, task,",
+            "pools.cheap.engine.pathh: unknown key; valid keys: kind, path, task,",
         ),
         (
             ('path = "org/small"', 'path = "org/small"\nadapters = { support-bot = "org/support" }'),
-            "pools.cheap.engine.adapters: 'support-bot' is a model of its own, but not one of pools.cheap.models",
+            "pools.cheap.engine.adapters: 'support-bot' is served as a model, but is not one of pools.cheap.models",
         ),
         (
             ('path = "org/small"', 'path = "org/small"\nadapters = { small = 3 }'),
@@ -194,7 +194,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         ),
         (
             ("usd_per_hour = 0.4", "prices = { small = { input = 1 } }"),
-            "pools.cheap.prices.small.input: there is no such key; there are: prompt, cached, completion",
+            "pools.cheap.prices.small.input: unknown key; valid keys: prompt, cached, completion",
         ),
         (
             ("usd_per_hour = 0.4", "prices = { small = { prompt = -1 } }"),
@@ -203,22 +203,22 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         (('kind = "spillway"', ""), "pools.cheap.engine: 'kind' is required: spillway, scripted"),
         (
             ("usd_per_hour = 0.4", "gate = { backlog = 3 }"),
-            "pools.cheap.gate.backlog: there is no such key; there are: backlog_jobs, oldest_s",
+            "pools.cheap.gate.backlog: unknown key; valid keys: backlog_jobs, oldest_s",
         ),
         (
             ("[nats]", "[tenants.shop]\nwieght = 1\n[nats]"),
-            "tenants.shop.wieght: there is no such key; there are: weight, max_in_flight, max_queued",
+            "tenants.shop.wieght: unknown key; valid keys: weight, max_in_flight, max_queued",
         ),
         (('kind = "spillway"', 'kind = "magic"'), "pools.cheap.engine"),
         (('models = ["small"]', 'models = ["large"]'), "pools.cheap.models: 'large' is not one of [models]: small"),
-        (('aliases = ["gpt-4o-mini"]', 'aliases = ["small"]'), "models: small is named twice"),
+        (('aliases = ["gpt-4o-mini"]', 'aliases = ["small"]'), "models: small is defined twice"),
         (
             ("context_length = 2048", "context_length = -1"),
             "models.small.context_length: Input should be greater than 0",
         ),
         (
             ("context_length = 2048", "context_lenght = 1"),
-            "models.small.context_lenght: there is no such key; there are: context_length, ",
+            "models.small.context_lenght: unknown key; valid keys: context_length, ",
         ),
         (
             ("context_length = 2048", 'tool_parser = "hermits"'),
@@ -241,7 +241,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
             ("usd_per_hour = 0.4", "drain_s = inf"),
             "pools.cheap.drain_s: Input should be less than or equal to",
         ),
-        (("[nats]", "[natz]"), "natz: there is no such key; there are: data_dir, gateway, nats, "),
+        (("[nats]", "[natz]"), "natz: unknown key; valid keys: data_dir, gateway, nats, "),
         (("data_dir =", "data_dir"), "spillway.toml"),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_pool_may_be_named_like_an_engine(tmp_path: Path) -> None:
 def test_missing_file_and_missing_pool_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "none.toml", env={})
-    with pytest.raises(ConfigError, match="pools.dear: no such pool; there are: cheap"):
+    with pytest.raises(ConfigError, match="pools.dear: no such pool; defined pools: cheap"):
         load(tmp_path, GOOD).worker_settings("dear")
 
 

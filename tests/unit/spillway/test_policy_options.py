@@ -72,5 +72,5 @@ def test_times() -> None:
 
 def test_limits_are_told_in_a_few_words() -> None:
     policy = Policy(60, 50_000, 4, 2_500_000_000, "day", 3.0, "batch")
-    assert limits_text(policy) == "60 rpm, 50,000 tpm, 4 at once, 2.5 USD/day, weight 3, batch only"
+    assert limits_text(policy) == "60 rpm, 50,000 tpm, 4 concurrent, 2.5 USD/day, weight 3, batch only"
     assert limits_text(Policy()) == ""

@@ -70,5 +70,5 @@ KINDS = sorted({kind for path in FILES for kind in re.findall(r'^kind = "(\w+)"'
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unknown_key_is_found_and_named(kind: str) -> None:
     engine = {"kind": kind, "url": "http://h", "tokenizer": "t", "model": "m", "colour": 1}
-    with pytest.raises(ConfigError, match=r"pools\.p\.engine\.colour: there is no such key; there are: "):
+    with pytest.raises(ConfigError, match=r"pools\.p\.engine\.colour: unknown key; valid keys: "):
         config_without_file({"models": {"m": {}}, "pools": {"p": {"models": ["m"], "engine": engine}}}, env={})
