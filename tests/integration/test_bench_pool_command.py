@@ -56,7 +56,7 @@ def of_server(replay: Replay, **more: Any) -> dict[str, Any]:
 
 def pasted(stdout: str) -> dict[str, Any]:
     """The lines to paste, read as TOML."""
-    engine: dict[str, Any] = tomllib.loads(stdout[stdout.index("# Requests at once") :])["pools"]["p"]["engine"]
+    engine: dict[str, Any] = tomllib.loads(stdout[stdout.index("# Concurrent requests") :])["pools"]["p"]["engine"]
     return engine
 
 
@@ -101,7 +101,7 @@ def test_a_servers_own_limits_are_kept_and_told(configured: Callable[..., list[s
     assert done.exit_code == 0
     assert f"skipped: 8 + 4 tokens, batch {SLOTS + 1}: the engine runs {SLOTS} at once" in words(done.stderr)
     assert f"batch {SLOTS}:" not in words(done.stderr)
-    assert "max_kv_tokens: the server does not tell" in done.stdout
+    assert "max_kv_tokens: the server does not report" in done.stdout
 
 
 class RememberingReplay(Replay):
