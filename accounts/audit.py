@@ -43,7 +43,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class AuditFilter:
-    """Which entries; what is None does not matter."""
+    """Filter of entries; fields that are None match all."""
 
     subject_id: str | None = None
     actor: str | None = None

@@ -1,4 +1,4 @@
-"""What organisations, teams and keys may be told: each refusal names its field."""
+"""Checks of the fields of organisations, teams and keys: each error names its field."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, get_args
@@ -75,7 +75,7 @@ def check_models(models: Iterable[str] | None, names: Mapping[str, str]) -> tupl
 
 
 def checked_grant(changes: Mapping[str, Any], names: Mapping[str, str], now_unix_ms: int) -> dict[str, Any]:
-    """What somebody asks for a key: models that are there, by their canonical names, and an end that lies ahead.
+    """Return a checked grant: models that exist, by their canonical names, and an expiry in the future.
 
     Raises InvalidField.
     """

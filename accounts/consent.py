@@ -1,4 +1,4 @@
-"""What a caller agreed to: read from the policies when a request arrives, and kept with its payload."""
+"""Consent to keep payloads: read from the policies when a request arrives, and kept with its payload."""
 
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ def consent_of(principal: Principal) -> Consent | None:
 
 
 def may_train(key: Policy, team: Policy) -> bool:
-    """Whether training sets may be made of the key's payloads."""
+    """Return whether training sets may be made from the key's payloads."""
     return bool(_first(key.train_ok, team.train_ok))
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong with keys and those who have them.
+"""Errors of keys and principals.
 
 PrincipalError             refused; the message is for the operator
 ├── InvalidField           a field cannot have this value
@@ -75,7 +75,7 @@ class TooManyLogins(LoginError):
 
 
 class BadPassword(LoginError):
-    """It is too short or too long to become a password."""
+    """Raised for a password that is too short or too long."""
 
 
 class OidcError(LoginError):

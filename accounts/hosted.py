@@ -1,4 +1,4 @@
-"""Whose prompts may go to a hosted API, of which provider and for which model: nobody's, unless somebody has said so.
+"""Permissions for hosted APIs, by provider and model: none, unless a key, team or configuration gives them.
 
 A leave is ``provider`` or ``provider/model``, both with ``*`` as in file names: ``openai``, ``openai/gpt-*``, ``*``.
 
@@ -19,7 +19,7 @@ Leaves = tuple[str, ...]  # empty: none
 
 
 def why_no_leave(text: str) -> str | None:
-    """What is wrong with the words of a leave; None: nothing."""
+    """Return what is wrong with an ``allow_hosted`` permission, or None."""
     provider, slash, model = text.partition("/")
     if not provider or (slash and not model) or len(text) > MAX_LEAVE_CHARS or not text.isprintable() or " " in text:
         return f"{text[:MAX_LEAVE_CHARS]!r} is not provider or provider/model, such as openai or openai/gpt-*"
@@ -29,7 +29,7 @@ def why_no_leave(text: str) -> str | None:
 def allowed_providers(
     principal: Principal, configured: Leaves | None, providers: Iterable[str], model: str
 ) -> tuple[str, ...]:
-    """Those of ``providers`` to which the caller's prompts for a model may go.
+    """Return those of ``providers`` to which the client's prompts for a model may go.
 
     ``configured``: what the configuration says of the tenant; None: nothing.
     """

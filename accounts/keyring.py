@@ -40,17 +40,17 @@ class KeyRing:
         self._revoked: frozenset[str] = frozenset()  # ids of keys that were active here
         self._stopped: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
-        self._changes_told = 0
+        self._changes_announced = 0
         self._changes_loaded = 0
         self._failing = False
 
     @property
     def may_be_old(self) -> bool:
-        """Whether a key may have been made or changed that is not known here yet."""
-        return self._failing or self._changes_loaded < self._changes_told
+        """True if a key may have been created or changed that is not loaded yet."""
+        return self._failing or self._changes_loaded < self._changes_announced
 
     def authenticate(self, token: str) -> Principal | None:
-        """Whose key this is; None: nobody's, or a revoked or expired one. From memory, about 2 µs.
+        """Return the principal of a key; None: unknown, revoked or expired. From memory, about 2 µs.
 
         How long the lookup takes may depend on the token's HMAC, but says nothing about it to somebody without the
         pepper: he cannot choose tokens whose HMACs share a beginning with a stored one. So no comparison needs to
@@ -64,11 +64,11 @@ class KeyRing:
         return principal
 
     def holder_of(self, key_id: str) -> Principal | None:
-        """Whose key this is, as it stands now; None: it is no longer accepted. From memory."""
+        """Return the current principal of a key id; None: no longer accepted. From memory."""
         return self._by_key.get(key_id)
 
     def is_revoked(self, key_id: str) -> bool:
-        """Whether a key has been revoked that was accepted here before."""
+        """Return whether a key has been revoked that was accepted here before."""
         return key_id in self._revoked
 
     async def start(self) -> None:
@@ -105,7 +105,7 @@ class KeyRing:
             return
 
     async def _load(self) -> None:
-        changes_told = self._changes_told
+        changes_announced = self._changes_announced
         async with self._engine.connect() as connection:
             principals, stopped = await load_principals(connection), await load_stopped(connection)
         gone = _key_ids(self._principals) - _key_ids(principals)
@@ -113,16 +113,16 @@ class KeyRing:
         self._principals, self._stopped = principals, stopped
         self._by_key = {principal.key_id: principal for principal in principals.values()}
         self._revoked |= gone
-        self._changes_loaded = changes_told
+        self._changes_loaded = changes_announced
         if (gone or newly_stopped) and self.on_revoked is not None:
             self.on_revoked(gone, newly_stopped)
 
     async def _on_changed(self, _message: Msg) -> None:
-        self._changes_told += 1
+        self._changes_announced += 1
         self._changed.set()
 
     async def _on_reconnected(self) -> None:
-        self._changes_told += 1  # a message may have been missed
+        self._changes_announced += 1  # a message may have been missed
         self._changed.set()
 
     def _note_failure(self, error: Exception) -> None:

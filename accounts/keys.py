@@ -28,7 +28,7 @@ _KEYS: Final = ApiKeyRow.__table__
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What is known about a key; the key itself is not."""
+    """A key's record; it does not hold the key itself."""
 
     key_id: str
     name: str
@@ -46,7 +46,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a new key may do; see db.models.ApiKeyRow."""
+    """Rights of a new key; see db.models.ApiKeyRow."""
 
     team_id: str = DEFAULT_TEAM_ID  # or its name
     scopes: tuple[str, ...] = (INFERENCE,)
@@ -230,7 +230,7 @@ def _taken(name: str | None) -> str:
 
 
 def _settings(key: ApiKey) -> dict[str, Any]:
-    """What can be changed of a key, by column."""
+    """Columns of a key that can be changed."""
     return {
         "name": key.name,
         "team_id": key.team_id,

@@ -1,4 +1,4 @@
-"""Who a request comes from, and what he may do."""
+"""The client behind an API key, and its rights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -42,7 +42,7 @@ def policy_of(values: Mapping[Any, Any]) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The caller that an API key stands for."""
+    """The client behind an API key."""
 
     key_id: str  # ApiKeyRow.id
     key_name: str
@@ -66,13 +66,13 @@ class Principal:
 
     @property
     def is_batch_only(self) -> bool:
-        """Whether its requests take what interactive ones leave, as the key or else the team says."""
+        """True if its requests take what interactive ones leave, as the key or else the team says."""
         return (self.key_policy.priority or self.team_policy.priority) == "batch"
 
     def has_expired(self, now_unix_ms: int) -> bool:
-        """Whether the key is over."""
+        """Return whether the key has expired."""
         return self.expires_unix_ms is not None and now_unix_ms >= self.expires_unix_ms
 
     def may_use(self, model: str) -> bool:
-        """Whether it may name this model."""
+        """Return whether it may use this model."""
         return self.models is None or model in self.models

@@ -26,7 +26,7 @@ _TEAMS: Final = TeamRow.__table__
 
 @dataclass(frozen=True, slots=True)
 class Organisation:
-    """Who pays."""
+    """A key or team with a budget."""
 
     organisation_id: str
     name: str
@@ -35,7 +35,7 @@ class Organisation:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Who shares limits, and a place among the tenants."""
+    """A team: keys that share limits and a place among the tenants."""
 
     team_id: str
     name: str
@@ -172,7 +172,7 @@ def changed_policy(policy: Policy, changes: Mapping[str, Any]) -> Policy:
 
 @asynccontextmanager
 async def writing(engine: AsyncEngine, name_is_taken: str = "") -> AsyncIterator[AsyncConnection]:
-    """See ``changing``. Raises NameTaken, saying so, where a name would not be unique."""
+    """Like ``changing``. Raises NameTaken where a name would not be unique."""
     try:
         async with changing(engine) as connection:
             yield connection
@@ -208,5 +208,5 @@ def _team(row: RowMapping) -> Team:
 
 
 def _settings(team: Team) -> dict[str, Any]:
-    """What can be changed of a team, by column."""
+    """Columns of a team that can be changed."""
     return {"name": team.name, "organisation_id": team.organisation_id, **asdict(team.policy)}

@@ -30,7 +30,7 @@ def new_id(prefix: str) -> str:
 
 
 def hash_token(token: str, pepper: SecretStr) -> str:
-    """What is stored of a key: its HMAC-SHA-256 (RFC 2104) under the pepper, in hex.
+    """Return the stored form of a key: its HMAC-SHA-256 (RFC 2104) under the pepper, in hex.
 
     A slow password hash would add nothing: the key is random, not chosen by a person. The pepper keeps a stolen
     database from being of use for recognising keys.

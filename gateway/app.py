@@ -18,7 +18,7 @@ from gateway.api.endpoint import HotRoute
 from gateway.api.generation import GenerationEndpoint
 from gateway.api.metrics import metrics_router
 from gateway.api.openapi import add_openapi
-from gateway.api.pooling import PoolingEndpoint, VectorRoom
+from gateway.api.pooling import PoolingEndpoint, VectorBudget
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.prompts import CompletionsEndpoint
 from gateway.api.routes import VERSION, health_router, models_router, root_router, tokenize_router
@@ -55,7 +55,7 @@ def build_app(services: Services, console: ConsoleServices) -> Application:
     add_admin_answers(slow)
     add_openapi(slow, ADMIN_BODIES)
     add_documentation(slow)
-    room = VectorRoom(services.settings.limits.max_vector_bytes)
+    room = VectorBudget(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
     hot: dict[str, HotRoute] = {
         "/v1/chat/completions": GenerationEndpoint(services, ChatCall),

@@ -24,7 +24,7 @@ from console.settings import ConsoleSettings
 from db.engine import create_engine
 from gateway.admission.control import AdmissionControl
 from gateway.admission.registry import WorkerRegistry
-from gateway.api.hosted import still_allowed
+from gateway.api.hosted import providers_still_allowed
 from gateway.api.keyed import KeyedRequests
 from gateway.api.services import Services
 from gateway.app import Application, build_app
@@ -104,7 +104,7 @@ async def run(
         series = RequestSeries(prices)
         quotas = Quotas(bus, settings.gateway_id, RollupLedger(database))
         hosted = HostedPools(settings.hosted, admission_control.capacity, quotas, prices)
-        allowed = partial(still_allowed, keys, admission_control)
+        allowed = partial(providers_still_allowed, keys, admission_control)
         overflow = Overflow(hosted, admission_control, registry, settings, allowed)
         failovers = RecentFailovers()
         observers = [series, RequestLog(), failovers, *([] if traces is None else [traces])]

@@ -1,4 +1,4 @@
-"""What a gateway is told: frozen, validated, passed down. Nothing below reads the environment."""
+"""The gateway's settings: frozen, validated, passed down. Nothing below reads the environment."""
 
 import ipaddress
 from pathlib import Path
@@ -19,7 +19,7 @@ Usd = Annotated[float, Field(ge=0, le=1_000_000)]
 
 
 class PriceSettings(Settings):
-    """What tokens cost, in USD for a million. Cached tokens are a part of prompt tokens."""
+    """Token prices in USD per million. Cached tokens are a part of prompt tokens."""
 
     prompt: Usd = 0.0
     cached: Usd | None = None  # default: like other prompt tokens
@@ -27,7 +27,7 @@ class PriceSettings(Settings):
 
     @property
     def tokens(self) -> TokenPrice:
-        """As the price book has it."""
+        """Return the price as the price book has it."""
         cached = self.prompt if self.cached is None else self.cached
         return TokenPrice(*(nano_usd(usd) for usd in (self.prompt, cached, self.completion)))
 
@@ -39,7 +39,7 @@ class ModelSettings(ModelTokenSettings):
 
 
 class LimitSettings(Settings):
-    """What one gateway refuses before it costs anything."""
+    """Limits of one gateway, checked before a request costs anything."""
 
     max_body_bytes: PositiveInt = 4 * 1024 * 1024
     # Of all bodies that are being read. No tenant holds more of it than they leave; what finds no room waits.
@@ -67,7 +67,7 @@ LEAVE_S: Final = 5.0  # longer than a load balancer takes that looks every two s
 
 
 class TimeoutSettings(Settings):
-    """How long a request may take in each state; each has its own error."""
+    """Time limits of a request in each state; each has its own error."""
 
     body_s: PositiveSeconds = 60.0  # headers → the whole request body
     queue_wait_s: PositiveSeconds = 600.0
@@ -100,7 +100,7 @@ def _is_network(text: str) -> str:
 
 
 class ConnectionSettings(Settings):
-    """What is asked of a connection before anything is known about its client. Nothing in front is needed for it."""
+    """Limits of a connection before its client is known. They need no proxy in front."""
 
     # Of one gateway; past it the one that has been idle for longest is closed, or else the new one gets a 503.
     max_total: PositiveInt = 16_000
@@ -125,7 +125,7 @@ def _is_leave(text: str) -> str:
 
 
 class TenantSettings(Settings):
-    """What one tenant may take of each gateway. Tenants that are not named have weight 1 and no bounds of their own.
+    """Bounds of one tenant at each gateway. Tenants that are not named have weight 1 and no bounds of their own.
 
     A weight that a team or a key has of its own comes first.
     """
@@ -138,7 +138,7 @@ class TenantSettings(Settings):
 
 
 class HostedPoolSettings(Settings):
-    """What a gateway must know of a pool of tier "hosted" before it sends anything there (docs/HOSTED.md)."""
+    """The gateway's settings of a pool of tier "hosted" (docs/HOSTED.md)."""
 
     provider: str
     models: tuple[str, ...]
@@ -201,7 +201,7 @@ class GatewaySettings(Settings):
 
     @property
     def prices(self) -> dict[tuple[str, str], TokenPrice]:
-        """What tokens cost, by model and who is paid: us by callers, or a hosted pool by us."""
+        """Token prices by model and payee: us by clients, or a hosted pool by us."""
         callers = {(name, CLIENTS): model.price.tokens for name, model in self.models.items() if model.price}
         pools = {
             (model, pool): price.tokens

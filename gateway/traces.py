@@ -89,7 +89,7 @@ class RequestTrace:
 
     @property
     def traceparent(self) -> str:
-        """What the current attempt's job tells its worker."""
+        """Trace context of the current attempt's job."""
         return traceparent_of(self._queue or self._span)
 
     def part(self, request_id: str) -> "RequestTrace":
@@ -102,7 +102,7 @@ class RequestTrace:
     # --- what happens, in this order ----------------------------------------------------------------------------------
 
     def refused(self, status: int | None, error: ApiError | None) -> None:
-        """It was not admitted; ``error`` is None where the caller left before."""
+        """End the trace of a refused request; ``error`` is None where the client disconnected before."""
         if status is not None:
             self._span.set_attribute(names.HTTP_STATUS, status)
         if error is not None:
@@ -120,7 +120,7 @@ class RequestTrace:
         self._span.end()
 
     def admitted(self, admission: Admission) -> None:
-        """It will be answered."""
+        """Begin the spans of an admitted request."""
         model = admission.model
         self._span.set_attributes(
             {
@@ -172,7 +172,7 @@ class RequestTrace:
             self._queue.end()
 
     def ended(self, request: OpenRequest, record: RequestRecord) -> None:
-        """It is over, and this is its record."""
+        """End the spans with the request's record."""
         self._tell_failures(request)
         self._end_queue(record.error_code or record.outcome)
         self._span.set_attributes(_result(request, record))

@@ -45,12 +45,12 @@ class WatchedGateway:
 
     @property
     def draining(self) -> bool:
-        """Whether it is about to end."""
+        """True once it is shutting down."""
         return self._dispatcher.draining
 
     @property
     def clock_skew_s(self) -> float:
-        """How far its clock is ahead of the queue server's."""
+        """Seconds that its clock is ahead of the queue server's."""
         return self._dispatcher.clock_skew_s
 
     @property

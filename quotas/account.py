@@ -28,7 +28,7 @@ EMPTY: Final = Account(v=PROTOCOL_VERSION)
 
 
 class Report(Struct, frozen=True):
-    """What a gateway tells of its slice, and what it asks for."""
+    """A gateway's report of its slice, and what it asks for."""
 
     used: tuple[dict[int, int], dict[int, int]]  # of RATES, since its last report; may be negative: refunded
     spent_nano_usd: int  # in ``period``, since its last report
@@ -40,7 +40,7 @@ class Report(Struct, frozen=True):
 
 
 class Exchanged(Struct, frozen=True):
-    """What came of a report."""
+    """Result of a report."""
 
     account: Account
     granted: Amounts
@@ -103,13 +103,13 @@ def merged(account: Account, known: Account) -> Account:
 
 
 def used_amounts(account: Account) -> Amounts:
-    """What counts as used now, as far as the account has been told."""
+    """Return what counts as used now, as far as it was reported to the account."""
     requests, tokens = (sum(seconds.values()) for seconds in account.used)
     return requests, tokens, 0, account.spent_nano_usd
 
 
 def free_amounts(account: Account, limits: LimitValues, held_besides: Amounts = NOTHING) -> Amounts:
-    """What nobody has used and nobody holds; 0 of what has no limit."""
+    """Return what is neither used nor held; 0 of what has no limit."""
     used = used_amounts(account)
     held = [held_besides, *(lease.held for lease in account.leases.values())]
 
@@ -121,7 +121,7 @@ def free_amounts(account: Account, limits: LimitValues, held_besides: Amounts = 
 
 
 def _granted(free: Amounts, idle: Amounts, report: Report, limits: LimitValues) -> Amounts:
-    """As many of those that wait as find enough of everything, in order; then something ahead of what will come."""
+    """Grant those that wait, in order, as far as all suffices; then something ahead of what will come."""
     covered = [0, 0, 0, 0]
     for needs in report.needs:
         if all(covered[kind] + needs[kind] <= idle[kind] + free[kind] for kind in KINDS if needs[kind]):

@@ -1,4 +1,4 @@
-"""What a policy limits, and what one request needs of it."""
+"""Limits of a policy, and the needs of one request."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Final
@@ -20,7 +20,7 @@ class Limits(Struct, frozen=True):
     budget_period: BudgetPeriod = TOTAL
 
     def needs(self, amounts: Amounts) -> Amounts:
-        """Of what a request needs, what is limited here."""
+        """Return those of a request's needs that are limited here."""
         if None not in self.limits:
             return amounts
         requests, tokens, concurrent, money = self.limits
@@ -51,7 +51,7 @@ def period_at(budget_period: BudgetPeriod, unix_s: float) -> str:
 
 
 def is_later(period: str, other: str) -> bool:
-    """Whether a period follows the other one; one of another kind always does: the policy has changed.
+    """Return whether a period follows the other one; one of another kind always does: the policy has changed.
 
     A gateway whose clock is behind at midnight must not begin the old day anew.
     """
@@ -59,12 +59,12 @@ def is_later(period: str, other: str) -> bool:
 
 
 def period_start_s(budget_period: BudgetPeriod, unix_s: float) -> float:
-    """When that period began, in seconds since 1970."""
+    """Return the start of that period, in seconds since 1970."""
     return 0.0 if budget_period == TOTAL else _first_day(budget_period, unix_s).timestamp()
 
 
 def period_end_s(budget_period: BudgetPeriod, unix_s: float) -> float | None:
-    """When that period ends, in seconds since 1970; None: never."""
+    """Return the end of that period, in seconds since 1970; None: never."""
     if budget_period == TOTAL:
         return None
     first = _first_day(budget_period, unix_s)

@@ -1,4 +1,4 @@
-"""One account's books at this gateway: the slice, what is known of the account, and who waits."""
+"""One account's local_accounts at this gateway: the slice, what is known of the account, and who waits."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from quotas.seeds import Seed, Unseeded
 from quotas.slices import Slice
 
 MAX_TRIES: Final = 16  # of one exchange, while other gateways change the same account
-MAX_NEEDS_TOLD: Final = 1024  # requests whose needs one exchange looks at
+MAX_NEEDS_REPORTED: Final = 1024  # requests whose needs one exchange looks at
 FRESH_S: Final = 0.05  # so long after an exchange, what it has found may refuse requests without another one
 
 
@@ -89,7 +89,7 @@ class LocalAccount:
         return self.slice.with_unreported(self.account)
 
     def rate_status(self, kind: Kind, now_s: float) -> RateStatus | None:
-        """How far a rate is used."""
+        """Use of a rate limit."""
         account = self.slice.with_unreported(self.account)
         return rate_status(account, self.terms, kind, self._gateway_id, now_s)
 
@@ -124,7 +124,7 @@ class LocalAccount:
             self.slice.presumed_dead(keeps_money=gone is not None)  # again and again until our next report is stored
 
     def _restored(self) -> Account:
-        """What stands for an account that is not there. Raises Unseeded."""
+        """Return the initial state of a missing account. Raises Unseeded."""
         now_s = self.clock.now_s()
         needs_ledger = self.terms.limits[Kind.MONEY] is not None
         if (needs_ledger or self.account is EMPTY) and (self.seed is None or now_s - self.seed.at_s > SEED_FRESH_S):
@@ -134,9 +134,9 @@ class LocalAccount:
         return replace(account, spent_nano_usd=max(account.spent_nano_usd, spent))
 
     async def _write(self, store: AccountStore, *, keep_idle: bool) -> bool:
-        """Whether the account has been changed; False: somebody else was quicker."""
+        """Return whether the account was changed; False: another gateway was quicker."""
         now_s = self.clock.now_s()
-        needs = tuple(list(self.waiting.values())[:MAX_NEEDS_TOLD])
+        needs = tuple(list(self.waiting.values())[:MAX_NEEDS_REPORTED])
         self._number += 1
         report, given_back = self.slice.begin_report(self.terms, needs, now_s, keep_idle=keep_idle)
         exchanged = exchange(self.account, self._gateway_id, report, self.terms, number=self._number, now_s=now_s)

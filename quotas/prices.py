@@ -1,4 +1,4 @@
-"""What tokens cost callers now, in memory: budgets are counted by the same price book as the ledger's charges."""
+"""Current prices in memory: budgets are counted by the same price book as the ledger's charges."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ class CurrentPrices:
         self._configured = configured
 
     def of(self, model: str, unix_ms: int, pool: str = CLIENTS) -> TokenPrice | None:
-        """What a model's tokens cost callers at a moment, or us at a hosted pool; None: nothing."""
+        """Return the price of a model's tokens at a time, for clients or for us at a hosted pool; None: free."""
         price = self._book.at(model, pool, unix_ms)
         if price is not None:
             return price.tokens

@@ -36,7 +36,7 @@ REPORT_PERIOD_S: Final = 1.0  # how old what others know of our use may be; a pa
 RENEW_S: Final = LEASE_S / 3
 TICK_S: Final = 0.25
 KEEP_PERIOD_S: Final = 10.0  # how old what is known of a kept account may be while nobody asks for it here
-FORGET_S: Final = 120.0  # books that nobody has asked for and that hold nothing
+FORGET_S: Final = 120.0  # local_accounts that nobody has asked for and that hold nothing
 MAX_SEEDS: Final = 4  # accounts that the ledger is asked about at once
 SEED_LIMIT_S: Final = 5.0
 MAX_EXCHANGES: Final = 32  # at once, over all accounts
@@ -48,14 +48,14 @@ log = logging.getLogger(__name__)
 class Refused(Exception):
     """A limit refuses the request."""
 
-    def __init__(self, refusal: Refusal, books: tuple[LocalAccount, ...]) -> None:
+    def __init__(self, refusal: Refusal, local_accounts: tuple[LocalAccount, ...]) -> None:
         super().__init__(refusal)
         self.refusal = refusal
-        self.books = books
+        self.local_accounts = local_accounts
 
 
 class Unavailable(Exception):
-    """What is left of a limit cannot be asked at the moment: the queue server is away."""
+    """Raised where the rest of a limit is unknown: the queue server is away."""
 
 
 class Quotas:
@@ -71,7 +71,7 @@ class Quotas:
         self._clock = bus.clock
         self._gateway_id = gateway_id
         self._account_store = AccountStore(bus)
-        self._books: dict[str, LocalAccount] = {}
+        self._local_accounts: dict[str, LocalAccount] = {}
         self._asked_s: dict[str, float] = {}  # by account, when a request last needed it (monotonic clock)
         self._exchanging: dict[str, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(MAX_EXCHANGES)
@@ -95,48 +95,51 @@ class Quotas:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            for book in list(self._books.values()):
-                if book.slice.is_empty and book.account_id not in self._kept:
-                    self._forget_if_old(book, now_s)
-                elif book.slice.is_empty:
-                    if now_s - book.exchanged_s >= KEEP_PERIOD_S:
-                        self._exchange_soon(book)
-                elif now_s - book.exchanged_s >= (REPORT_PERIOD_S if book.slice.is_changed else RENEW_S):
-                    self._exchange_soon(book)
+            for local in list(self._local_accounts.values()):
+                if local.slice.is_empty and local.account_id not in self._kept:
+                    self._forget_if_old(local, now_s)
+                elif local.slice.is_empty:
+                    if now_s - local.exchanged_s >= KEEP_PERIOD_S:
+                        self._exchange_soon(local)
+                elif now_s - local.exchanged_s >= (REPORT_PERIOD_S if local.slice.is_changed else RENEW_S):
+                    self._exchange_soon(local)
 
-    def _forget_if_old(self, book: LocalAccount, now_s: float) -> None:
-        account_id = book.account_id
+    def _forget_if_old(self, local: LocalAccount, now_s: float) -> None:
+        account_id = local.account_id
         if now_s - self._asked_s[account_id] > FORGET_S and account_id not in self._exchanging:
-            del self._books[account_id], self._asked_s[account_id]
+            del self._local_accounts[account_id], self._asked_s[account_id]
 
     def keep(self, whose: str, account_id: str, terms: Limits) -> None:
         """Know an account from now on, and what is used of it, also while nobody asks for it here."""
         self._kept.add(account_id)
-        self._book(account_id, whose, terms)
+        self._local_account(account_id, whose, terms)
 
     def kept_uses(self) -> dict[str, tuple[LimitUsage, ...]]:
-        """How much is used of the accounts that are kept, as far as this gateway has heard; by their ids."""
-        now_s, books = self._clock.now_s(), [self._books[account_id] for account_id in sorted(self._kept)]
+        """Return the use of the watched accounts by id, as far as this gateway has received it."""
+        now_s, local_accounts = (
+            self._clock.now_s(),
+            [self._local_accounts[account_id] for account_id in sorted(self._kept)],
+        )
         return {
-            book.account_id: uses(book.terms, taken_amounts(book.known_account(), book.terms, now_s), now_s)
-            for book in books
-            if book.exchanged_s > float("-inf")
+            local.account_id: uses(local.terms, taken_amounts(local.known_account(), local.terms, now_s), now_s)
+            for local in local_accounts
+            if local.exchanged_s > float("-inf")
         }
 
     async def _on_reconnected(self) -> None:
         # The bucket may have been lost: what we know of it is to be there again before others begin without.
-        for book in self._books.values():
-            if not book.slice.is_empty:
-                self._exchange_soon(book)
+        for local in self._local_accounts.values():
+            if not local.slice.is_empty:
+                self._exchange_soon(local)
 
     async def close(self) -> None:
         """Report everything and give back what is idle, within ``CLOSE_LIMIT_S``; what is not ends with its lease."""
         try:
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await asyncio.gather(*self._exchanging.values(), return_exceptions=True)
-                for book in self._books.values():
-                    if not book.slice.is_empty:
-                        await book.exchange(self._account_store, keep_idle=False)
+                for local in self._local_accounts.values():
+                    if not local.slice.is_empty:
+                        await local.exchange(self._account_store, keep_idle=False)
         except (TimeoutError, BusError, ProtocolError, Unseeded) as error:
             log.warning("limits are not given back; they return when their leases end: %s", error or "too slow")
         finally:
@@ -162,16 +165,16 @@ class Quotas:
         accounts = (("key", principal.key_id, key), ("team", principal.team_id, team))
         claims = self._claims(accounts, reduce(plus, amounts))
         now_s = await self._until_held(claims)
-        books = [book for book, _ in claims]
+        local_accounts = [local for local, _ in claims]
         reservations = [] if held is None else [held]
         for one, estimate in zip(amounts, estimates, strict=True):
-            taken = [(book, book.slice.take(book.terms.needs(one), now_s)) for book in books]
+            taken = [(local, local.slice.take(local.terms.needs(one), now_s)) for local in local_accounts]
             if held is not None:
                 held.enlarge(one, taken, estimate.price)
                 held = None
             else:
                 reservations.append(Reservation(one, taken, estimate.price))
-        self._refill(books)
+        self._refill(local_accounts)
         return reservations
 
     async def reserve_money(
@@ -184,48 +187,50 @@ class Quotas:
         amounts = (0, 0, 0, nano_usd)
         claims = self._claims([(POOL, account_id, terms) for account_id, terms in accounts], amounts)
         now_s = await self._until_held(claims)
-        reservation = Reservation(amounts, [(book, book.slice.take(needs, now_s)) for book, needs in claims], price)
-        self._refill(reservation.books)
+        reservation = Reservation(amounts, [(local, local.slice.take(needs, now_s)) for local, needs in claims], price)
+        self._refill(reservation.local_accounts)
         return reservation
 
     async def _until_held(self, claims: list[tuple[LocalAccount, Amounts]]) -> float:
         """Return the time when all slices hold enough at once, usually now. Raises Refused or Unavailable."""
         now_s = self._clock.now_s()
-        if all(book.slice.has(needs, now_s) for book, needs in claims):
+        if all(local.slice.has(needs, now_s) for local, needs in claims):
             return now_s
         await self._wait_for_slices(claims)
         return self._clock.now_s()
 
-    def _refill(self, books: Iterable[LocalAccount]) -> None:
-        for book in books:
-            if book.slice.is_low:
-                self._exchange_soon(book)
+    def _refill(self, local_accounts: Iterable[LocalAccount]) -> None:
+        for local in local_accounts:
+            if local.slice.is_low:
+                self._exchange_soon(local)
 
     def _claims(
         self, accounts: Iterable[tuple[str, str, Limits | None]], amounts: Amounts
     ) -> list[tuple[LocalAccount, Amounts]]:
-        """The books that a request needs something of, of (whose, account, limits).
+        """The local_accounts that a request needs something of, of (whose, account, limits).
 
         Raises Refused for what is more than a limit by itself.
         """
         claims = []
         for whose, account_id, terms in accounts:
             if terms is not None:
-                book = self._book(account_id, whose, terms)
-                claims.append((book, terms.needs(amounts)))
-        for book, needs in claims:
-            refusal = too_large(book.terms, book.whose, needs)
+                local = self._local_account(account_id, whose, terms)
+                claims.append((local, terms.needs(amounts)))
+        for local, needs in claims:
+            refusal = too_large(local.terms, local.whose, needs)
             if refusal is not None:
                 raise Refused(refusal, tuple(one for one, _ in claims))
         return claims
 
-    def _book(self, account_id: str, whose: str, terms: Limits) -> LocalAccount:
-        book = self._books.get(account_id)
-        if book is None:
-            book = self._books[account_id] = LocalAccount(account_id, whose, self._gateway_id, terms, self._clock)
-        book.terms = terms
+    def _local_account(self, account_id: str, whose: str, terms: Limits) -> LocalAccount:
+        local = self._local_accounts.get(account_id)
+        if local is None:
+            local = self._local_accounts[account_id] = LocalAccount(
+                account_id, whose, self._gateway_id, terms, self._clock
+            )
+        local.terms = terms
         self._asked_s[account_id] = time.monotonic()
-        return book
+        return local
 
     async def _wait_for_slices(self, claims: list[tuple[LocalAccount, Amounts]]) -> None:
         """Return when all slices hold enough at once. Raises Refused or Unavailable."""
@@ -241,24 +246,24 @@ class Quotas:
                 if self._failing:
                     break
         finally:
-            for book, _ in claims:
-                book.waiting.pop(changed, None)
+            for local, _ in claims:
+                local.waiting.pop(changed, None)
         raise Unavailable
 
     async def _until_enough(self, claims: list[tuple[LocalAccount, Amounts]], changed: asyncio.Event) -> None:
         while short := self._short_ones(claims):
             changed.clear()
-            for book, needs in short:
-                book.waiting[changed] = needs
-                self._exchange_soon(book)
+            for local, needs in short:
+                local.waiting[changed] = needs
+                self._exchange_soon(local)
             await changed.wait()
 
     def _short_ones(self, claims: list[tuple[LocalAccount, Amounts]]) -> list[tuple[LocalAccount, Amounts]]:
-        """Those whose slices do not hold enough. Raises Refused where an account has nothing more."""
+        """Return the accounts whose slices do not hold enough. Raises Refused where an account has nothing more."""
         now_s = self._clock.now_s()
-        short = [(book, needs) for book, needs in claims if not book.slice.has(needs, now_s)]
-        for book, needs in short:
-            refusal = book.shortage(needs, now_s)
+        short = [(local, needs) for local, needs in claims if not local.slice.has(needs, now_s)]
+        for local, needs in short:
+            refusal = local.shortage(needs, now_s)
             if refusal is not None:
                 raise Refused(refusal, tuple(one for one, _ in claims))
         return short
@@ -266,37 +271,37 @@ class Quotas:
     def _refuse_late(self, claims: list[tuple[LocalAccount, Amounts]]) -> None:
         """Nothing came in time. Raises Refused, where it is known that something is missing still."""
         now_s = self._clock.now_s()
-        for book, needs in claims:
-            refusal = None if book.slice.has(needs, now_s) else book.last_known_shortage(needs, now_s)
+        for local, needs in claims:
+            refusal = None if local.slice.has(needs, now_s) else local.last_known_shortage(needs, now_s)
             if refusal is not None:
                 raise Refused(refusal, tuple(one for one, _ in claims))
 
     # --- exchanges ----------------------------------------------------------------------------------------------------
 
-    def _exchange_soon(self, book: LocalAccount) -> None:
-        if book.account_id not in self._exchanging:
-            task = asyncio.create_task(self._exchange_until_served(book))
-            self._exchanging[book.account_id] = task
-            task.add_done_callback(lambda _: self._exchanging.pop(book.account_id, None))
+    def _exchange_soon(self, local: LocalAccount) -> None:
+        if local.account_id not in self._exchanging:
+            task = asyncio.create_task(self._exchange_until_served(local))
+            self._exchanging[local.account_id] = task
+            task.add_done_callback(lambda _: self._exchanging.pop(local.account_id, None))
 
-    async def _exchange_until_served(self, book: LocalAccount) -> None:
+    async def _exchange_until_served(self, local: LocalAccount) -> None:
         while True:
-            await asyncio.sleep(max(0.0, book.exchanged_s + EXCHANGE_GAP_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, local.exchanged_s + EXCHANGE_GAP_S - time.monotonic()))
             async with self._places:
-                if not await self._exchange(book):
+                if not await self._exchange(local):
                     return
-            book.wake()
+            local.wake()
             await asyncio.sleep(0)  # they look
-            if book.waiting:
-                await self._tell_wanted(book)
-            elif not book.is_wanted:
+            if local.waiting:
+                await self._tell_wanted(local)
+            elif not local.is_wanted:
                 return
 
-    async def _exchange(self, book: LocalAccount) -> bool:
+    async def _exchange(self, local: LocalAccount) -> bool:
         try:
-            await book.exchange(self._account_store)
+            await local.exchange(self._account_store)
         except Unseeded:
-            self._seed_soon(book)
+            self._seed_soon(local)
             return False
         except (BusError, ProtocolError) as error:
             if not self._failing:
@@ -306,38 +311,38 @@ class Quotas:
         self._failing = False
         return True
 
-    def _seed_soon(self, book: LocalAccount) -> None:
-        if book.account_id not in self._seeding:
-            task = asyncio.create_task(self._seed(book))
-            self._seeding[book.account_id] = task
-            task.add_done_callback(lambda _: self._seeding.pop(book.account_id, None))
+    def _seed_soon(self, local: LocalAccount) -> None:
+        if local.account_id not in self._seeding:
+            task = asyncio.create_task(self._seed(local))
+            self._seeding[local.account_id] = task
+            task.add_done_callback(lambda _: self._seeding.pop(local.account_id, None))
 
-    async def _seed(self, book: LocalAccount) -> None:
+    async def _seed(self, local: LocalAccount) -> None:
         """Find out what an account that is not there must begin with. It keeps nobody else waiting."""
         now_s, spent = self._clock.now_s(), 0
         try:
             async with self._seed_places, asyncio.timeout(SEED_LIMIT_S):
-                if book.account is EMPTY:
+                if local.account is EMPTY:
                     await check_nobody_holds(self._bus, self._started_s)
-                if book.terms.limits[Kind.MONEY] is not None:
+                if local.terms.limits[Kind.MONEY] is not None:
                     await until_ledger_is_current(self._bus)
-                    terms = book.terms.budget_period
-                    spent = await self._ledger.spent_nano_usd(book.account_id, book.whose, terms, now_s)
+                    terms = local.terms.budget_period
+                    spent = await self._ledger.spent_nano_usd(local.account_id, local.whose, terms, now_s)
         except (BusError, DatabaseUnavailable, TimeoutError) as error:
-            log.warning("limits of %s are not known yet: %s", book.account_id, error or "the ledger is too slow")
+            log.warning("limits of %s are not known yet: %s", local.account_id, error or "the ledger is too slow")
             return
-        book.seed = Seed(now_s, spent)
-        self._exchange_soon(book)
+        local.seed = Seed(now_s, spent)
+        self._exchange_soon(local)
 
-    async def _tell_wanted(self, book: LocalAccount) -> None:
+    async def _tell_wanted(self, local: LocalAccount) -> None:
         try:
-            await self._bus.publish(subjects.QUOTA_WANTED, f"{self._gateway_id} {book.account_id}".encode())
+            await self._bus.publish(subjects.QUOTA_WANTED, f"{self._gateway_id} {local.account_id}".encode())
         except BusError as error:  # who waits is refused soon
             log.debug("that a limit is wanted could not be told: %s", error)
 
     async def _on_wanted(self, message: Msg) -> None:
         sender, _, account_id = message.data.decode("utf-8", "replace").partition(" ")
-        book = self._books.get(account_id)
-        if book is not None and sender != self._gateway_id and any(book.slice.idle) and not book.waiting:
-            book.is_wanted = True
-            self._exchange_soon(book)
+        local = self._local_accounts.get(account_id)
+        if local is not None and sender != self._gateway_id and any(local.slice.idle) and not local.waiting:
+            local.is_wanted = True
+            self._exchange_soon(local)

@@ -19,7 +19,7 @@ MAX_TRIES: Final = 100  # while gateways change the account
 
 
 class Recount(Struct, frozen=True):
-    """What a budget's account said, and what it says now."""
+    """A budget's account before and after a recount."""
 
     account_id: str
     name: str

@@ -1,4 +1,4 @@
-"""Which limit refuses a request and when it may be tried again; and how far each rate is used. No I/O here."""
+"""Refusals by a limit, with when to retry; and the use of each rate. No I/O here."""
 
 from msgspec import Struct
 
@@ -10,7 +10,7 @@ SOON_S = 1.0  # where running requests hold what is missing: nobody knows how lo
 
 
 class Refusal(Struct, frozen=True):
-    """Why a request is not admitted."""
+    """A refusal by a limit."""
 
     kind: Kind
     whose: str  # "key" | "team"
@@ -21,12 +21,12 @@ class Refusal(Struct, frozen=True):
 
     @property
     def is_too_large(self) -> bool:
-        """Whether the request alone is more than the limit."""
+        """True if the request alone is more than the limit."""
         return self.needed > self.limit
 
 
 class RateStatus(Struct, frozen=True):
-    """How far a rate is used."""
+    """Use of a rate limit."""
 
     limit: int
     remaining: int
@@ -72,7 +72,7 @@ def _retry_after_s(account: Account, limits: LimitValues, kind: Kind, needs: Amo
 
 
 def rate_status(account: Account, terms: Limits, kind: Kind, gateway_id: str, now_s: float) -> RateStatus | None:
-    """How far a rate is used, as far as this gateway knows; None: it has no limit."""
+    """Return how far a rate is used, as far as this gateway knows; None: it has no limit."""
     limit = terms.limits[kind]
     if limit is None:
         return None

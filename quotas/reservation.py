@@ -1,4 +1,4 @@
-"""What one admitted request has reserved: its duty is to be settled, or refunded, once."""
+"""The reservation of one admitted request; it must be settled or refunded once."""
 
 from msgspec import Struct
 
@@ -18,7 +18,7 @@ class Estimate(Struct, frozen=True):
 
     @property
     def amounts(self) -> Amounts:
-        """What to reserve. The cache's discount is not sure before the end."""
+        """Amounts to reserve. The cache's discount is not sure before the end."""
         tokens = self.prompt_tokens + self.completion_tokens
         return 1, tokens, 1, charge_of(self.price, self.prompt_tokens, 0, self.completion_tokens)
 
@@ -26,11 +26,11 @@ class Estimate(Struct, frozen=True):
 class Reservation:
     """Its methods may be called again: only the first ``settle`` or ``refund`` counts."""
 
-    __slots__ = ("_is_open", "_more", "_price", "_taken", "amounts", "books")
+    __slots__ = ("_is_open", "_more", "_price", "_taken", "amounts", "local_accounts")
 
     def __init__(self, amounts: Amounts, taken: list[tuple[LocalAccount, Taken]], price: TokenPrice | None) -> None:
         self.amounts = amounts
-        self.books = tuple(book for book, _ in taken)
+        self.local_accounts = tuple(local for local, _ in taken)
         self._taken = taken
         self._more: list[tuple[LocalAccount, Taken]] = []  # what was reserved later
         self._price = price
@@ -39,15 +39,15 @@ class Reservation:
     def enlarge(self, amounts: Amounts, taken: list[tuple[LocalAccount, Taken]], price: TokenPrice | None) -> None:
         """Add what is reserved now that more is known of the request."""
         self.amounts = plus(self.amounts, amounts)
-        self.books = tuple(book for book, _ in taken)
+        self.local_accounts = tuple(local for local, _ in taken)
         self._more += taken
         self._price = price
 
     def release_place(self) -> None:
         """The request no longer takes up anything; what it has used is told later."""
-        for book, taken in (*self._taken, *self._more):
-            book.slice.release_place(taken)
-            book.wake()
+        for local, taken in (*self._taken, *self._more):
+            local.slice.release_place(taken)
+            local.wake()
 
     def settle(self, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
         """The request has ended, and this is what it used."""
@@ -66,12 +66,12 @@ class Reservation:
         if not self._is_open:
             return
         self._is_open = False
-        for book, taken in self._taken:
-            book.slice.settle(taken, book.terms.needs(actual), book.clock.now_s())
-            book.wake()
-        for book, taken in self._more:  # what was used is told above
-            book.slice.settle(taken, NOTHING, book.clock.now_s())
-            book.wake()
+        for local, taken in self._taken:
+            local.slice.settle(taken, local.terms.needs(actual), local.clock.now_s())
+            local.wake()
+        for local, taken in self._more:  # what was used is told above
+            local.slice.settle(taken, NOTHING, local.clock.now_s())
+            local.wake()
 
 
 def charge_of(price: TokenPrice | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:

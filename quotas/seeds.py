@@ -1,4 +1,4 @@
-"""What an account that is not there must begin with: it may be a new one, or the bucket may have been lost.
+"""Initial amounts of a missing account, which may be new, or lost with its bucket.
 
     no entry ──this gateway has a copy──> the copy, a second or two old, with what others hold by it
              ──it has none──────────────> with a budget: what the ledger says was spent in this period; else nothing
@@ -35,7 +35,7 @@ DAY_S: Final = 86_400
 
 
 class Seed(Struct, frozen=True):
-    """What one account begins with."""
+    """Initial amounts of one account."""
 
     at_s: float  # by the queue server's clock
     spent_nano_usd: int
@@ -46,10 +46,10 @@ class Unseeded(Exception):
 
 
 class Ledger(Protocol):
-    """Whoever knows what was spent."""
+    """Source of what was spent."""
 
     async def spent_nano_usd(self, account_id: str, whose: str, budget_period: BudgetPeriod, now_s: float) -> int:
-        """In the current period. Raises DatabaseUnavailable."""
+        """Return what was spent in the current period. Raises DatabaseUnavailable."""
         ...
 
 
@@ -60,7 +60,7 @@ class RollupLedger:
         self._database = database
 
     async def spent_nano_usd(self, account_id: str, whose: str, budget_period: BudgetPeriod, now_s: float) -> int:
-        """See Ledger."""
+        """Implement ``Ledger``."""
         if whose == POOL:
             return await self._spent_at_pool(account_id, budget_period, now_s)
         column = SliceRow.key_id if whose == "key" else SliceRow.team_id

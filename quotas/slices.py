@@ -1,4 +1,4 @@
-"""What this gateway holds of one account: requests are admitted from it by memory alone. No I/O here.
+"""The slice of one account that this gateway holds: requests are admitted from it by memory alone. No I/O here.
 
     idle ──take──> busy (concurrency, money) ──settle──> idle, and what was used is told with the next report
          ──take──> used (rates) ─────────────settle──> the part that was not needed, back to idle
@@ -24,7 +24,7 @@ LONG_S: Final = 1.0
 
 
 class Taken:
-    """What one request took from one slice. To be settled once."""
+    """A request's amounts from one slice. To be settled once."""
 
     __slots__ = ("amounts", "at_s", "holds_place", "period")
 
@@ -52,17 +52,17 @@ class Slice:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held and nothing is left to report."""
+        """True if nothing is held and nothing is left to report."""
         return not (self.is_changed or any(self.idle) or any(self._busy))
 
     @property
     def busy(self) -> Amounts:
-        """What running requests take up, of CONCURRENT and MONEY."""
+        """Return what running requests hold of CONCURRENT and MONEY."""
         return (0, 0, self._busy[Kind.CONCURRENT], self._busy[Kind.MONEY])
 
     @property
     def is_low(self) -> bool:
-        """Whether less than half of what will soon be needed is left."""
+        """Return whether less than half of what will soon be needed is left."""
         return any(2 * idle < usual for idle, usual in zip(self.idle, self._usual, strict=True))
 
     def with_unreported(self, account: Account) -> Account:
@@ -77,7 +77,7 @@ class Slice:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def has(self, needs: Amounts, now_s: float) -> bool:
-        """Whether a request could be admitted now."""
+        """Return whether a request could be admitted now."""
         return now_s < self.expires_s and all(
             not need or need <= idle for need, idle in zip(needs, self.idle, strict=True)
         )
@@ -126,7 +126,7 @@ class Slice:
     def begin_report(
         self, terms: Limits, needs: tuple[Amounts, ...], now_s: float, *, keep_idle: bool
     ) -> tuple[Report, Amounts]:
-        """What to tell now, and what of the idle part is given back with it. ``end_report`` or ``undo_report`` follows.
+        """Begin a report; return it with the idle part given back. ``end_report`` or ``undo_report`` must follow.
 
         Requests may go on taking and settling in between: it is told with the next one.
         """
@@ -155,7 +155,7 @@ class Slice:
         return report, given_back
 
     def _taken_soon(self, now_s: float) -> Amounts:
-        """What requests will take in ``AHEAD_S``, if they go on as since the last report."""
+        """Return what requests will take in ``AHEAD_S`` at the rate since the last report."""
         share = AHEAD_S / min(LONG_S, max(SHORT_S, now_s - self._told_s))
         soon = [math.ceil(taken * share) for taken in self._taken]
         return soon[0], soon[1], soon[2], soon[3]
@@ -188,7 +188,7 @@ class Slice:
         self.is_changed = True
 
     def drop_idle(self) -> None:
-        """What we hold without need may be somebody else's: the account has been made anew."""
+        """Forget what is held without need: the account was created again."""
         self.idle = [0, 0, 0, 0]
         self.is_changed = True
 

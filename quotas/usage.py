@@ -1,4 +1,4 @@
-"""How much of each limit is used at this moment, by the accounts that the gateways share: no SQL."""
+"""Use of each limit now, from the accounts that the gateways share: no SQL."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ MAX_READS: Final = 32  # at once
 
 
 class LimitUsage(Struct, frozen=True):
-    """How much of one limit is used."""
+    """Use of one limit."""
 
     kind: Kind
     limit: int
@@ -26,7 +26,7 @@ class LimitUsage(Struct, frozen=True):
 
     @property
     def left(self) -> int | None:
-        """What a request could still have; never negative, though a limit may have been lowered."""
+        """Return what a request could still have; never negative, though a limit may have been lowered."""
         return None if self.used is None else max(0, self.limit - self.used)
 
 
@@ -42,7 +42,7 @@ def uses(terms: Limits, used: Iterable[int | None], now_s: float) -> tuple[Limit
 
 
 def taken_amounts(account: Account, terms: Limits, now_s: float) -> Amounts:
-    """What is used now, and what running requests have reserved: what gateways hold ahead of requests is not."""
+    """Return what is used now or reserved by running requests, without what gateways hold ahead of requests."""
     account = as_of(account, terms, now_s)
     taken = used_amounts(account)
     for lease in account.leases.values():
@@ -53,7 +53,7 @@ def taken_amounts(account: Account, terms: Limits, now_s: float) -> Amounts:
 async def load_usage(
     store: AccountStore, wanted: Mapping[str, Limits], now_s: float
 ) -> dict[str, tuple[LimitUsage, ...]]:
-    """How much of their limits keys and teams have used, by their ids; gateways report within a second.
+    """Return the use of limits by the ids of keys and teams; gateways report within a second.
 
     Raises BusError and ProtocolError, also where the queue server takes longer than ``READ_LIMIT_S``.
     """

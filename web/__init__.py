@@ -1,1 +1,1 @@
-"""What every HTTP edge needs: errors in OpenAI's envelope, bodies within limits, whole answers."""
+"""Common parts of every HTTP edge: errors in OpenAI's envelope, bodies within limits, complete answers."""

@@ -1,4 +1,4 @@
-"""Whole answers of the routes that FastAPI serves, and every error in OpenAI's envelope."""
+"""Complete answers of the routes that FastAPI serves, and every error in OpenAI's envelope."""
 
 import logging
 from typing import Any, Final, Protocol
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 
 class Exchange(Protocol):
-    """One HTTP exchange, as far as these routes know it; the gateway's own is ``gateway.http.exchange``."""
+    """The interface of one HTTP exchange for these routes; ``gateway.http.exchange`` implements it."""
 
     headers: dict[bytes, bytes]
     refusal: ApiError | None  # what was answered instead of what was asked for
 
     def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
-        """Return whose key this is. Raises InvalidApiKey, MissingScope, LedgerUnavailable."""
+        """Return the principal of the request's key. Raises InvalidApiKey, MissingScope, LedgerUnavailable."""
         ...
 
 
@@ -51,7 +51,7 @@ def exchange_of(request: Request) -> Exchange:
 
 
 def body_schema(name: str) -> dict[str, Any]:
-    """A route's extra for OpenAPI: which body it takes."""
+    """Return a route's OpenAPI extra: the body it takes."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     return {"requestBody": {"required": True, "content": content}}
 

@@ -1,4 +1,4 @@
-"""Everything that can go wrong with a request, as the caller sees it; statuses and types are given here alone.
+"""Errors of the API as the client sees them; statuses and types are defined here alone.
 
 ApiError                     500  server_error
 ├── BadRequest               400  invalid_request_error
@@ -51,7 +51,7 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 def _spread_s(wait_s: float) -> float:
-    """A little more than ``wait_s``, and different for each caller: those refused together must not return together."""
+    """Return a little more than ``wait_s``, different each time: clients refused together must not return together."""
     latest_s = min(LONGEST_RETRY_S, wait_s * RETRY_SPREAD)
     return random.uniform(latest_s / RETRY_SPREAD, latest_s)  # noqa: S311
 
@@ -78,7 +78,7 @@ class ApiError(Exception):
         return _encode_json({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What tells the client whether and when to try again."""
+        """Headers that tell the client whether and when to retry."""
         headers: list[tuple[bytes, bytes]] = []
         if self.should_retry is not None:
             headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
@@ -208,7 +208,7 @@ class MethodNotAllowed(ApiError):
         self._allow = allow
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """See ApiError."""
+        """Add to the headers of ``ApiError``."""
         return [*super().headers(), (b"allow", self._allow.encode())]
 
 

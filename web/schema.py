@@ -1,4 +1,4 @@
-"""Request bodies: what they have in common, and how the first thing wrong with one is told."""
+"""Request bodies: their base class, and the error for the first field that is wrong."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar

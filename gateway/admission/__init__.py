@@ -1,4 +1,4 @@
-"""Who may wait, in which lane, and for how long: decided from memory, in a few microseconds a request.
+"""Admission control: decides from memory, in a few microseconds, which requests may wait, in which lane and how long.
 
 heartbeats ──> capacity ──┐
 stream info ─> backlog ───┼──> control ──> refusal, or a ticket with its lane and place

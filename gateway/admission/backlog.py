@@ -1,4 +1,4 @@
-"""How many jobs wait per model and lane, over all gateways.
+"""Jobs that wait per model and lane, over all gateways.
 
 The stream tells it when asked (``STREAM.INFO`` with a subject filter: 0.4 ms at the server). Between two answers this
 gateway adds its own jobs that came and takes off those that left. What it holds itself it knows exactly.
@@ -41,7 +41,7 @@ class LaneBacklog:
         self._changed += 1
 
     def oldest_wait_s(self, now_s: float) -> float:
-        """How long this gateway's oldest job has waited; 0 if none waits."""
+        """Return the wait of this gateway's oldest job in seconds; 0 if none waits."""
         return now_s - next(iter(self.here.values()), now_s)
 
     def leave(self, request_id: str) -> None:
@@ -92,7 +92,7 @@ class Backlog:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of all jobs in the stream, of all models and gateways."""
+        """Bytes of all jobs in the stream, of all models and gateways."""
         return max(self._here_bytes, self._polled_bytes + self._changed_bytes)
 
     def add_bytes(self, job_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What the workers of each model can take, from their heartbeats.
+"""Capacity of each model's workers, from their heartbeats.
 
 The rate of service is measured only while jobs wait: an idle worker's rate says how much is asked of it, not how much
 it could do. It is kept per worker, so that it outlives a lull, and follows when workers come and go. What counts is
@@ -40,7 +40,7 @@ class ModelCapacity:
 
     @property
     def jobs_per_s(self) -> float | None:
-        """How fast a queue is served; None while that is unknown, or nobody serves it."""
+        """Jobs per second at which a queue is served; None while that is unknown, or no worker serves it."""
         if not self.workers or self._served_jobs < max(MIN_SERVED_JOBS, self.running * MIN_TURNOVER):
             return None
         return self._served_jobs / self._worker_s * self.workers

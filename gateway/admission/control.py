@@ -1,4 +1,4 @@
-"""Who is admitted: bounds on what waits, the estimated wait, and each tenant's own bounds.
+"""Admission: bounds on what waits, the estimated wait, and each tenant's own bounds.
 
 Every refusal that follows from the state of the workers is "contended" (429) where some are alive and "no capacity"
 (503) where none is. A model without workers is not an error: its requests wait, within a bound of their own.
@@ -86,7 +86,7 @@ class AdmissionControl:
                 yield LaneInUse(tenant, model, lane)
 
     def waiting_jobs(self) -> Iterator[tuple[str, str, int]]:
-        """How many jobs wait for a worker, of all gateways: model, lane, jobs."""
+        """Iterate over (model, lane, jobs that wait for a worker), of all gateways."""
         for model in self._backlog.models:
             for lane in subjects.LANES:
                 yield model, lane, self._backlog.lane(model, lane).waiting
@@ -96,11 +96,11 @@ class AdmissionControl:
         return {lane: self._backlog.lane(model, lane).waiting for lane in subjects.LANES}
 
     def jobs_per_s(self, model: str) -> float | None:
-        """How fast a configured model's queue is served; None while that is unknown."""
+        """Return how fast a configured model's queue is served, in jobs/s; None while that is unknown."""
         return self.capacity.of(model).jobs_per_s
 
     def oldest_waits_s(self) -> Iterator[tuple[str, float]]:
-        """How long the oldest job of this gateway has waited for its first worker: model, seconds."""
+        """Iterate over models with the wait in seconds of this gateway's oldest job without a worker."""
         now_s = time.monotonic()
         for model in self._backlog.models:
             yield model, max(self._backlog.lane(model, lane).oldest_wait_s(now_s) for lane in subjects.LANES)
@@ -114,11 +114,11 @@ class AdmissionControl:
         return self._settings_of(principal.tenant, principal.key_name).weight
 
     def hosted_leaves(self, principal: Principal) -> tuple[str, ...] | None:
-        """What the configuration says of the hosted APIs that the caller's prompts may go to; None: nothing."""
+        """Return the configuration's ``allow_hosted`` of the client's tenant; None: not set."""
         return self._settings_of(principal.tenant, principal.key_name).allow_hosted
 
     def refusal(self, admission: Admission) -> Failure | None:
-        """Why this request cannot be admitted just now; None if it can. From memory, a few microseconds."""
+        """Return why this request cannot be admitted now, or None. From memory, a few microseconds."""
         refusal = self._in_flight_refusal(admission)
         if refusal is not None:
             return refusal
@@ -177,7 +177,7 @@ class AdmissionControl:
         return None
 
     def _too_many_bytes(self, admission: Admission, of_model: int) -> str | None:
-        """Why a job has too many bytes to wait with the others; None: it has not.
+        """Return why a job has too many bytes to wait with the others, or None.
 
         The stream is one for all models, tenants and gateways. No model may hold more of it here than is free, and no
         tenant more than its model may still add: so whoever comes next finds room. These are the dynamic thresholds of
@@ -206,7 +206,7 @@ class AdmissionControl:
         return Failure(code, message, retry_after_s=retry_after_s, is_wanted=admission.do_not_queue)
 
     def retry_after_s(self, admission: Admission) -> int:
-        """When a place may be free for such a request, in whole seconds from 1 to 60."""
+        """Return when a slot may be free for such a request, in whole seconds from 1 to 60."""
         eta_s = self._place_of_next(admission).eta_s
         return UNKNOWN_RETRY_AFTER_S if eta_s is None else max(1, min(MAX_RETRY_AFTER_S, math.ceil(eta_s)))
 
@@ -215,16 +215,16 @@ class AdmissionControl:
         return settings or self._tenant_settings.get(key_name, _NOBODY_IN_PARTICULAR)
 
     def has_workers(self, model: str) -> bool:
-        """Whether a worker of a configured model is alive, hosted ones aside."""
+        """Return whether a worker of a configured model is alive, hosted ones aside."""
         return self.capacity.of(model).workers > 0
 
     def has_room(self, admission: Admission) -> bool:
-        """Whether workers, hosted ones aside, have places for an interactive request and for all that wait already."""
+        """Return whether our workers have free sequences for an interactive request and all that wait already."""
         waiting = self._backlog.interactive(admission.model)
         return self.capacity.of(admission.model).free_sequences >= waiting + admission.sampling.n
 
     def would_wait(self, admission: Admission, limit_s: float) -> bool:
-        """Whether a new interactive request would wait for longer for a worker, as far as that is known."""
+        """Return whether a new interactive request would wait longer for a worker, as far as that is known."""
         if not self.has_workers(admission.model):
             return True
         eta_s = None if self.has_room(admission) else self._place_of_next(admission).eta_s
@@ -241,7 +241,7 @@ class AdmissionControl:
         return choose_lane(candidates, (first, second), current)
 
     def _lane_in_use(self, admission: Admission, candidates: tuple[str, str]) -> str | None:
-        """Where the tenant's jobs wait, here or at another gateway; all gateways go by the same order."""
+        """Return the lane in which the tenant's jobs wait, here or elsewhere; all gateways use the same order."""
         tenant, model, use = admission.principal.tenant, admission.model, self._tenants.get(admission.principal.tenant)
         for lane in candidates:
             if (use is not None and use.uses(model, lane)) or self._elsewhere.use(tenant, model, lane):
@@ -287,7 +287,7 @@ class AdmissionControl:
         self._tenants[admission.principal.tenant].enter_queue(admission.model, ticket.lane, ticket.job_bytes)
 
     def place(self, ticket: Ticket) -> QueuePosition:
-        """Where a waiting request stands now."""
+        """Return the queue position of a waiting request."""
         admission = ticket.admission
         backlog = self._backlog.lane(admission.model, ticket.lane)
         return self._place(admission.model, ticket.lane, backlog.ahead_of(admission.request_id, time.monotonic()))

@@ -1,4 +1,4 @@
-"""When a waiting job's turn comes: pure arithmetic."""
+"""Estimates of a waiting job's turn: pure arithmetic."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""In which lanes tenants have jobs waiting at other gateways: heard from these, and told to them."""
+"""Lanes in which tenants have jobs waiting at other gateways, as gateways report them to each other."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class PeerLanes:
-    """What the other gateways have lately told."""
+    """Recent reports of the other gateways."""
 
     def __init__(self, bus: Bus, gateway_id: str) -> None:
         self._bus = bus
@@ -29,7 +29,7 @@ class PeerLanes:
         self._has_told = False
 
     async def start(self) -> None:
-        """Listen. Raises BusError."""
+        """Subscribe. Raises BusError."""
         await self._bus.subscribe(subjects.LANES_IN_USE, self._on_message)
 
     async def _on_message(self, message: Msg) -> None:
@@ -52,7 +52,7 @@ class PeerLanes:
         self._has_told = bool(lanes)
 
     def use(self, tenant: str, model: str, lane: str) -> bool:
-        """Whether one of the others has jobs of this tenant waiting there."""
+        """Return whether another gateway has jobs of this tenant waiting in the lane."""
         if not self._heard:
             return False
         in_use = LaneInUse(tenant, model, lane)

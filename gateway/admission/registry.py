@@ -1,4 +1,4 @@
-"""Which workers are alive: by their heartbeats, and by what others find out about them."""
+"""The registry of live workers: by heartbeats, and by what the loss detector finds out."""
 
 import logging
 import time
@@ -42,16 +42,16 @@ class WorkerRegistry:
         self._heard_s[worker_id] = now_s
 
     def knows(self, worker_id: str) -> bool:
-        """Whether it has been heard of, and not been lost since."""
+        """Return whether it has sent a heartbeat and has not been lost since."""
         return worker_id in self._heard_s
 
     def last_beat(self, worker_id: str) -> Heartbeat | None:
-        """What it last told of itself, alive or not."""
+        """Return its last heartbeat, alive or not."""
         _, beat = self._beats.get(worker_id, (0.0, None))
         return beat
 
     def live_beats(self, now_s: float) -> list[Heartbeat]:
-        """What each live worker last told of itself."""
+        """Return the last heartbeat of each live worker."""
         return [
             beat
             for worker_id, (_, beat) in self._beats.items()
@@ -62,7 +62,7 @@ class WorkerRegistry:
         """For how long it has not been heard of."""
         return now_s - self._heard_s.get(worker_id, float("-inf"))
 
-    def forgive(self, now_s: float) -> None:
+    def reset_silence(self, now_s: float) -> None:
         """Judge nobody for a while: silence was ours or the queue server's, not the workers'."""
         self._forgiven_until_s = now_s + FORGIVENESS_S
 
@@ -74,7 +74,7 @@ class WorkerRegistry:
         return now_s < max(self._forgiven_until_s, self._excused_until_s.get(worker_id, float("-inf")))
 
     def alive(self, worker_id: str, now_s: float) -> bool:
-        """Whether the worker has been heard of within ``HEARTBEAT_LIMIT_S``, or is being forgiven."""
+        """Return whether the worker has sent something within ``HEARTBEAT_LIMIT_S``, or its silence is excused."""
         return self._is_excused(worker_id, now_s) or self.silence_s(worker_id, now_s) <= HEARTBEAT_LIMIT_S
 
     def lose(self, worker_id: str, code: ErrorCode, reason: str, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Which high lane a tenant's jobs go to: shuffle sharding.
+"""Shuffle sharding: the high lane of a tenant's jobs.
 
 Each tenant has two candidate lanes, the same at all gateways. Workers share themselves fairly among the lanes, so a
 tenant with a backlog slows down only those who find both of their candidates crowded.

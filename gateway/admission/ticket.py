@@ -1,4 +1,4 @@
-"""What an admitted request holds: its lane, its place, and the duty to give back what it takes up."""
+"""The ticket of an admitted request: its lane, its queue position, and what it must give back."""
 
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ class Ticket:
         self._is_open = True
 
     def place(self) -> QueuePosition | None:
-        """Where the request stands now; None once it no longer waits for its first worker."""
+        """Return the queue position; None once it no longer waits for its first worker."""
         return self._control.place(self) if self._waits else None
 
     def accepted(self, worker_id: str) -> None:

@@ -1,4 +1,4 @@
-"""What the admitted requests take up at this gateway, counted per model and per tenant."""
+"""Requests and jobs held at this gateway, counted per model and per tenant."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -60,7 +60,7 @@ class TenantUsage:
             del self._queued[model, lane]
 
     def uses(self, model: str, lane: str) -> bool:
-        """Whether the tenant has a job of this model waiting in this lane."""
+        """Return whether the tenant has a job of this model waiting in this lane."""
         return (model, lane) in self._queued
 
     def lanes(self) -> Iterable[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a caller may ask to be told beside the text of an answer."""
+"""Options of an answer: what the client may request beside its text."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -9,7 +9,7 @@ from gateway.api.schema import CompletionRequest, GenerationRequest
 
 
 class AnswerOptions(Struct, frozen=True):
-    """One request's wishes; each is off by default."""
+    """Options of one request; each is off by default."""
 
     service_tier: str | None = None  # the one it is served in, where the caller has named one
     tokens_as_ids: bool = False  # in logprobs, tokens are called "token_id:5" instead of by their text
@@ -27,7 +27,7 @@ DEFAULT_OPTIONS: Final = AnswerOptions()
 def details_of(
     request: GenerationRequest, prompt_ids: Sequence[int], echo: str = "", *, first_index: int = 0
 ) -> AnswerOptions:
-    """What a request's fields ask for."""
+    """Return the options that a request's fields ask for."""
     echo_logprobs = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
     return AnswerOptions(
         service_tier=None if request.service_tier is None else "flex" if request.is_batch else "default",

@@ -1,4 +1,4 @@
-"""Whole answers, for callers that do not stream.
+"""Complete answers, for clients that do not stream.
 
 Log-probabilities may be a thousand times as large as the text. Until the answer is written they stay as the bytes in
 which they came, and are written piece by piece, so that others' requests go on meanwhile.
@@ -27,7 +27,7 @@ _LOGPROBS_HERE: Final = msgspec.Raw(_MARK)
 
 
 class ChoiceContent(NamedTuple):
-    """What a choice says: as text that engines have made, then in parts that came of a pool which takes messages."""
+    """Content of a choice: text from engines that make tokens, then parts from pools that take messages."""
 
     text: str
     finish_reason: str | None
@@ -47,7 +47,7 @@ class CompleteAnswer(NamedTuple):
         return self.marked.replace(_MARK, b"null") if self.logprobs else self.marked
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The whole body. Others' requests get their turn after every piece."""
+        """Iterate over the body. Other requests get their turn after every piece."""
         *heads, end = self.marked.split(_MARK)
         for head, logprobs in zip(heads, self.logprobs, strict=True):
             yield head
@@ -58,7 +58,7 @@ class CompleteAnswer(NamedTuple):
 
 
 class CollectedChoice:
-    """The frames of one choice, put together."""
+    """The frames of one choice, joined."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -71,7 +71,7 @@ class CollectedChoice:
         self.finish_reason: str | None = None
 
     def add(self, frame: AnyTokens) -> None:
-        """Take the next one."""
+        """Add the next frame."""
         if isinstance(frame, Deltas):
             self.parts += frame.parts
             self.reasoning_tokens += 0 if frame.usage is None else frame.usage.reasoning_tokens
@@ -88,11 +88,11 @@ class CollectedChoice:
 
     @property
     def told(self) -> ChoiceContent:
-        """What it says."""
+        """The choice's content."""
         return ChoiceContent("".join(self.texts), self.finish_reason, self.parts)
 
     def token_logprobs(self) -> Iterator[TokenLogprob]:
-        """Those of its tokens."""
+        """Log-probabilities of the generated tokens."""
         for held in self.logprobs:
             yield from read_logprobs(held)
 
@@ -137,7 +137,7 @@ def chat_answer(
 
 
 def choice_object(told: ChoiceContent, parser: AnswerParser | None) -> dict[str, Any]:
-    """What a choice of a chat says, and why it ended; ``parser``: a new one, where answers are more than text."""
+    """Return the choice object of a chat; ``parser``: a new one, where answers are more than text."""
     if parser is None:
         message = {"role": "assistant", "content": told.text, "refusal": None}
     else:
@@ -165,7 +165,7 @@ def _own_token_ids(choice: CollectedChoice, details: AnswerOptions) -> dict[str,
 
 
 def _of_prompt(first: CollectedChoice, details: AnswerOptions) -> dict[str, Any]:
-    """What is told about the prompt, which is known with the first choice."""
+    """Return the fields about the prompt, which come with the first choice."""
     told: dict[str, Any] = {}
     if details.prompt_ids is not None:
         told["prompt_token_ids"] = details.prompt_ids

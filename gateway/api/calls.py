@@ -23,8 +23,8 @@ from gateway.api.form import (
     form_of_parts,
     grammar_of,
     template_variables,
+    tools_for_prompt,
     tools_for_template,
-    tools_told,
 )
 from gateway.api.job_call import JobCall
 from gateway.api.parsed import ParsedChatChunks
@@ -52,7 +52,7 @@ from web.errors import InvalidParameter
 
 
 class AnswerEncoder(Protocol):
-    """What makes an answer of frames."""
+    """Encodes frames as an answer."""
 
     @property
     def request(self) -> GenerationRequest:
@@ -60,7 +60,7 @@ class AnswerEncoder(Protocol):
         ...
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
-        """What makes the events of a streamed answer."""
+        """Return the encoder of a streamed answer's events."""
         ...
 
     async def whole(
@@ -79,12 +79,12 @@ class Call(AnswerEncoder, Protocol):
     is_counted_only: bool  # the prompt's token ids, once encoded, mean nothing to who answers
 
     def serve_as_batch(self) -> None:
-        """See JobCall."""
+        """Like ``JobCall``."""
         ...
 
     @property
     def message_count(self) -> int:
-        """How many messages it holds."""
+        """Number of messages."""
         ...
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
@@ -92,15 +92,15 @@ class Call(AnswerEncoder, Protocol):
         ...
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """How to choose tokens, once the prompt is known. Raises InvalidParameter."""
+        """Return the sampling parameters, once the prompt is known. Raises InvalidParameter."""
         ...
 
     def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
-        """What pools that take messages are sent, once the prompt is encoded. Raises InvalidParameter."""
+        """Build the conversation for pools that take messages, once the prompt is encoded. Raises InvalidParameter."""
         ...
 
     def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
-        """See gateway.payloads.answers.ChoiceEncoder."""
+        """Implement ``gateway.payloads.answers.ChoiceEncoder``."""
         ...
 
 
@@ -117,22 +117,22 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         self.is_counted_only = False
         self._details = DEFAULT_OPTIONS
         self._form: AnswerForm | None = None  # of answers that engines make, where these are more than text
-        self._told_form: AnswerForm | None = None  # of all answers, where some may come in parts
+        self._parts_form: AnswerForm | None = None  # of all answers, where some may come in parts
         self._check: SchemaCheck | None = None  # where what no grammar enforces is left out
 
     @property
     def message_count(self) -> int:
-        """See Call."""
+        """Implement ``Call``."""
         return len(self.request.messages)
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
-        """See Call."""
+        """Implement ``Call``."""
         request = self.request
         prompt_ids = await tokens.encode_chat(
             [message.for_template() for message in request.messages],
             add_generation_prompt=request.adds_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
-            tools=tools_for_template(tokens, tools_told(request)),
+            tools=tools_for_template(tokens, tools_for_prompt(request)),
             variables=template_variables(tokens, request),
             within_context=self.prompt_param if request.truncate_prompt_tokens is None else None,
         )
@@ -140,18 +140,18 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         self._details = details_of(request, prompt_ids)
         self.is_counted_only = tokens.counts_chats
         self._form = None if tokens.counts_chats else answer_form(tokens, request, prompt_ids)
-        self._told_form = form_of_parts(request) if tokens.takes_messages and self._form is None else self._form
+        self._parts_form = form_of_parts(request) if tokens.takes_messages and self._form is None else self._form
         self._check = SchemaCheck() if tokens.lenient_schemas and not tokens.counts_chats else None
         return prompt_ids
 
     def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
-        """See Call."""
+        """Implement ``Call``."""
         return conversation_of(
             self.request, tokens, max_tokens=max_tokens, prompt_tokens=prompt_tokens, is_text=self._form is None
         )
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """See Call."""
+        """Implement ``Call``."""
         if self.is_counted_only:  # what a schema may hold is the API's business
             return replace(sampling_of(self.request, max_tokens, SchemaCheck()), grammar=None)
         sampling = sampling_of(self.request, max_tokens, self._check)
@@ -163,7 +163,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         return replace(sampling, grammar=grammar, skip_special_tokens=skip_special_tokens)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
-        """See Call."""
+        """Implement ``Call``."""
         request = self.request
         choices = request.n or 1
         answer_id = f"chatcmpl-{answer_id}"
@@ -174,8 +174,8 @@ class ChatCall(JobCall[ChatCompletionRequest]):
         }
         chunks: Chunks = (
             ChatChunks(answer_id, created, request.model, **shape)
-            if self._told_form is None
-            else ParsedChatChunks(answer_id, created, request.model, form=self._told_form, **shape)
+            if self._parts_form is None
+            else ParsedChatChunks(answer_id, created, request.model, form=self._parts_form, **shape)
         )
         chunks = with_running_usage(chunks, request, self._details)
         if self._check:
@@ -185,7 +185,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
     ) -> CompleteAnswer:
-        """See Call."""
+        """Implement ``Call``."""
         return chat_answer(
             f"chatcmpl-{answer_id}",
             created,
@@ -193,13 +193,13 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             await gather(frames, self.request.n or 1),
             usage=usage,
             details=self._details,
-            form=self._told_form,
+            form=self._parts_form,
             check=self._check,
         )
 
     def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
-        """See Call."""
-        form = self._told_form
+        """Implement ``Call``."""
+        form = self._parts_form
         return choice_object(ChoiceContent(text, finish_reason, parts), form.parser() if form else None)
 
 
@@ -231,7 +231,7 @@ class CompletionCall(JobCall[CompletionRequest]):
         return part
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
-        """See Call."""
+        """Implement ``Call``."""
         if tokens.tokenizer == NO_TOKENIZER:
             text = f"The model {tokens.model} is served by APIs that take messages alone: use /v1/chat/completions."
             raise InvalidParameter(text, param="model")
@@ -254,11 +254,11 @@ class CompletionCall(JobCall[CompletionRequest]):
         return prompt_ids
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """See Call."""
+        """Implement ``Call``."""
         return sampling_of(self.request, max_tokens, self._check)
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
-        """See Call."""
+        """Implement ``Call``."""
         request = self.request
         choices = request.n or 1
         chunks: Chunks = CompletionChunks(
@@ -277,14 +277,14 @@ class CompletionCall(JobCall[CompletionRequest]):
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
     ) -> CompleteAnswer:
-        """See Call."""
-        return self.whole_of(answer_id, created, [await self.rows(frames)], usage)
+        """Implement ``Call``."""
+        return self.answer_body(answer_id, created, [await self.rows(frames)], usage)
 
     async def rows(self, frames: Iterable[AnyTokens]) -> CompletionRows:
         """The choices of an answer that is not streamed."""
         return completion_rows(await gather(frames, self.request.n or 1), self._details, self._check)
 
-    def whole_of(
+    def answer_body(
         self, answer_id: str, created: int, prompts: Sequence[CompletionRows], usage: dict[str, Any]
     ) -> CompleteAnswer:
         """The body of an answer with the choices of these prompts."""
@@ -293,12 +293,12 @@ class CompletionCall(JobCall[CompletionRequest]):
         )
 
     def conversation(self, tokens: ModelTokens, max_tokens: int, prompt_tokens: int) -> Conversation | None:
-        """See Call: a prompt that is no conversation goes to nobody who takes messages."""
+        """Return None: a plain prompt never goes to pools that take messages."""
         del tokens, max_tokens, prompt_tokens
         return None
 
     def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
-        """See Call."""
+        """Implement ``Call``."""
         del parts
         return {"text": text, "finish_reason": finish_reason}
 

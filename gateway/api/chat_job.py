@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from gateway.api.conversation import Message
-from gateway.api.form import tools_told
+from gateway.api.form import tools_for_prompt
 from gateway.api.schema import ChatCompletionRequest
 from gateway.api.tool_fields import NamedTool, ToolDefinition
 from gateway.request.conversation import Conversation
@@ -24,7 +24,7 @@ _SCHEMA_KINDS: Final = frozenset({"json_schema", "json_object"})
 def conversation_of(
     request: ChatCompletionRequest, tokens: ModelTokens, *, max_tokens: int, prompt_tokens: int, is_text: bool
 ) -> Conversation | None:
-    """What pools that take messages are sent; None where the model has none, or they cannot honour the body.
+    """Build the conversation for pools that take messages; None where there are none, or they cannot honour the body.
 
     ``is_text``: what engines make of its answer is what is told of it. Raises InvalidParameter where only such pools
     serve the model.
@@ -49,7 +49,7 @@ def conversation_of(
 
 
 def encoder_of(tokens: ModelTokens) -> Callable[[str], Awaitable[list[int] | None]]:
-    """What makes the token ids of a part of an answer; None where the tokenizer or a full gateway does not."""
+    """Return what encodes a part of an answer; it gives None where that is impossible or the gateway is full."""
     return partial(_encoded, tokens)
 
 
@@ -78,7 +78,7 @@ def _not_honoured(request: ChatCompletionRequest) -> str | None:
 def chat_of(request: ChatCompletionRequest, *, is_limited: bool) -> Chat:
     """The wire form. ``is_limited``: see Chat."""
     choice = request.tool_choice
-    tools = tools_told(request)
+    tools = tools_for_prompt(request)
     return Chat(
         turns=tuple(map(_turn, request.messages)),
         tools=tuple(map(_tool, tools)),

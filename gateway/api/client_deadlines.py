@@ -1,4 +1,4 @@
-"""How long a caller waits, by its headers."""
+"""Deadlines of the client, by its headers."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ MAX_DEADLINE_DIGITS: Final = 12
 
 
 def deadline_s(exchange: Exchange) -> float:
-    """When the answer is worth nothing any more (monotonic clock; infinity: never). Raises InvalidParameter."""
+    """Return the client's deadline (monotonic clock; infinity: none). Raises InvalidParameter."""
     text = exchange.header_text(DEADLINE_HEADER.encode())
     if text is None:
         return float("inf")
@@ -22,7 +22,7 @@ def deadline_s(exchange: Exchange) -> float:
 
 
 def queue_wait_s(exchange: Exchange, deadline_s: float, limit_s: float) -> float:
-    """How long the request may wait for a worker: until the caller's deadline, or else as long as its SDK waits."""
+    """Return how long the request may wait for a worker: until its deadline, or else as long as its SDK waits."""
     if deadline_s != float("inf"):
         return min(limit_s, deadline_s - exchange.received_s)
     try:

@@ -53,7 +53,7 @@ class Message(Body):
 
     @property
     def called(self) -> list[CalledFunction]:
-        """What it calls."""
+        """The calls of tools."""
         legacy = [] if self.function_call is None else [self.function_call]
         return [call.function for call in self.tool_calls] if self.tool_calls else legacy
 

@@ -1,4 +1,4 @@
-"""What all hot routes share, in plain ASGI: a body becomes a job, and the job's frames an answer.
+"""Base of the hot routes, in plain ASGI: a body becomes a job, and the job's frames an answer.
 
 authenticate → refuse if full → read the body → validate → count the prompt → check limits → open → answer
 """
@@ -53,7 +53,7 @@ class AnyCall(Protocol):
         ...
 
     def serve_as_batch(self) -> None:
-        """See JobCall."""
+        """Like ``JobCall``."""
         ...
 
 
@@ -72,7 +72,7 @@ class CallFactory(Protocol[_Made_co]):
 
 
 class JobSpec(Struct, frozen=True):
-    """What a call asks of a worker."""
+    """A call's demand on a worker."""
 
     prompt_ids: bytes  # packed; empty: see Admission
     prompt_tokens: int
@@ -154,7 +154,7 @@ class Endpoint(ABC, Generic[_Call]):
     # --- until the request is admitted --------------------------------------------------------------------------------
 
     async def _receive(self, exchange: Exchange) -> Answering:
-        """Authenticate, read and admit; return what then answers. Raises ApiError or ClientDisconnected."""
+        """Authenticate, read and admit a request; return what answers it. Raises ApiError or ClientDisconnected."""
         services = self._services
         if exchange.method != "POST":
             raise MethodNotAllowed(f"Use POST, not {exchange.method}.", allow="POST")
@@ -305,6 +305,6 @@ class Endpoint(ABC, Generic[_Call]):
 
 
 def may_be_large(exchange: Exchange) -> bool:
-    """Whether the body is, or may be, too large to be read in passing."""
+    """Return whether the body is, or may be, too large to be read in passing."""
     length = exchange.headers.get(b"content-length")
     return length is None or not length.isdigit() or int(length) > LARGE_BODY_BYTES

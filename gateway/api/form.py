@@ -1,4 +1,4 @@
-"""From a chat body and what is known of its model: what the prompt is told of tools, and how answers are read."""
+"""Tools in the prompt and the parsing of answers, from a chat body and its model's dialect."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ _UNSUPPORTED: Final = "unsupported_parameter"
 
 
 def tools_for_template(tokens: ModelTokens, tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
-    """The tools as the model's chat template expects them. Raises InvalidParameter if it knows none."""
+    """Return the tools as the model's chat template expects them. Raises InvalidParameter if it knows none."""
     if tools and not tokens.template_reads("tools"):
         text = f"The model {tokens.model} was not made for tools: its chat template does not know them."
         raise InvalidParameter(text, param="tools", code=_UNSUPPORTED)
     return [tool.for_template() for tool in tools]
 
 
-def tools_told(request: ChatCompletionRequest) -> Sequence[ToolDefinition]:
-    """The tools that the model is told of: none where it must not call any."""
+def tools_for_prompt(request: ChatCompletionRequest) -> Sequence[ToolDefinition]:
+    """Return the tools for the prompt: none where the model must not call any."""
     return () if request.tool_choice == "none" else request.tools or ()
 
 
@@ -46,8 +46,8 @@ def template_variables(tokens: ModelTokens, request: ChatCompletionRequest) -> d
 
 
 def answer_form(tokens: ModelTokens, request: ChatCompletionRequest, prompt_ids: list[int]) -> AnswerForm | None:
-    """How the answers are to be read; None where they are mere text. Raises InvalidParameter for tools in vain."""
-    tools, dialect = tools_told(request), tokens.dialect
+    """Return how to parse the answers; None for plain text. Raises InvalidParameter for tools that cannot be called."""
+    tools, dialect = tools_for_prompt(request), tokens.dialect
     if tools and (dialect is None or not dialect.takes_tools):
         text = f"How the model {tokens.model} writes calls is not known (models.{tokens.model}.tool_parser)."
         raise InvalidParameter(text, param="tools", code=_UNSUPPORTED)
@@ -63,7 +63,7 @@ def answer_form(tokens: ModelTokens, request: ChatCompletionRequest, prompt_ids:
 
 
 def form_of_parts(request: ChatCompletionRequest) -> AnswerForm:
-    """How answers are told that come in parts, or as mere text."""
+    """Return the form of answers that come in parts, or as plain text."""
     is_single_call = isinstance(request.tool_choice, NamedTool) or request.parallel_tool_calls is False
     return AnswerForm(PLAIN, (), is_single_call=is_single_call, is_legacy=request.is_legacy)
 

@@ -126,7 +126,7 @@ class GenerationEndpoint(Endpoint[_Call]):
 
 
 def capture_of(call: Call, request: OpenRequest, consent: Consent, answer: RecordedAnswer) -> Capture:
-    """What is kept of a request that was answered."""
+    """Return the payload of an answered request."""
     admission = request.admission
     return Capture(
         request_id=admission.request_id,

@@ -1,4 +1,4 @@
-"""To which hosted APIs a request may go: what its key and team allow, unless it says itself that it must not."""
+"""Hosted APIs that a request may go to: what its key and team allow, unless the request forbids it."""
 
 from accounts.hosted import Leaves, allowed_providers
 from accounts.keyring import KeyRing
@@ -12,7 +12,7 @@ from web.errors import HostedNotAllowed
 def providers_for(
     settings: GatewaySettings, principal: Principal, configured: Leaves | None, model: str, *, asked: bool | None
 ) -> tuple[str, ...]:
-    """The providers of hosted pools to which this request for a model may go. Raises HostedNotAllowed.
+    """Return the providers of hosted pools to which this request for a model may go. Raises HostedNotAllowed.
 
     ``configured``: what the configuration says of the tenant; ``asked``: what the request says.
     """
@@ -25,8 +25,8 @@ def providers_for(
     return allowed
 
 
-def still_allowed(keys: KeyRing, control: AdmissionControl, admission: Admission) -> tuple[str, ...]:
-    """Those of a request's providers to which it may go by what its key, team and configuration say now."""
+def providers_still_allowed(keys: KeyRing, control: AdmissionControl, admission: Admission) -> tuple[str, ...]:
+    """Return those of a request's providers that its key, team and configuration allow now."""
     principal = keys.holder_of(admission.principal.key_id)
     if principal is None:
         return ()

@@ -1,4 +1,4 @@
-"""What the calls of all hot routes share."""
+"""Base of the calls of all hot routes."""
 
 from typing import Generic, TypeVar
 
@@ -8,10 +8,10 @@ _Request = TypeVar("_Request", bound=JobRequest)
 
 
 class JobCall(Generic[_Request]):
-    """A call whose body is here."""
+    """A call with its validated body."""
 
     request: _Request
 
     def serve_as_batch(self) -> None:
-        """Have it take what interactive requests leave, whatever the caller asked: his key may have no more."""
+        """Serve the request as batch, whatever the client asked: its key allows no more."""
         self.request = self.request.model_copy(update={"service_tier": "flex"})

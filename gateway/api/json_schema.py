@@ -1,4 +1,4 @@
-"""What of a JSON schema no grammar can enforce: refused by name, or left for later where settings are lenient."""
+"""Keywords of a JSON schema that no grammar can enforce: refused by name, or checked at the end if lenient."""
 
 import json
 import re

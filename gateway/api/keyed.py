@@ -1,4 +1,4 @@
-"""Requests with an ``Idempotency-Key``: see ``gateway.idempotency`` for what becomes of them.
+"""Requests with an ``Idempotency-Key``; ``gateway.idempotency`` keeps their runs and answers.
 
 The first of them runs apart from its connection, into a recording; it and all later ones read from that, from the
 first byte on. A caller whose connection broke in mid-stream sends the same again and gets the whole answer again.
@@ -44,7 +44,7 @@ NextPart = Callable[[int], Awaitable[Part]]
 
 
 class KeyedRequest(Struct, frozen=True):
-    """What is asked, and under which key."""
+    """A request with its idempotency key."""
 
     name: str  # of the key and whose it is, as everybody else sees them: a hash
     fingerprint: str  # of path and body
@@ -53,7 +53,7 @@ class KeyedRequest(Struct, frozen=True):
 
 
 class RecordedExchange(Exchange):
-    """An exchange with nobody in particular: what is sent is recorded, and no reader for too long means he has left."""
+    """An exchange whose output is recorded; without a reader for too long, its client counts as disconnected."""
 
     def __init__(self, question: KeyedRequest, run: Run) -> None:
         scope = {name: value for name, value in question.scope.items() if name != ABORT_KEY}
@@ -69,12 +69,12 @@ class RecordedExchange(Exchange):
         return {"type": "http.disconnect"}
 
     def seen(self, status: int | None) -> int | None:
-        """See Exchange."""
+        """Override of ``Exchange``."""
         return status if self._run.readers else None
 
 
 class KeyedRequests:
-    """Finds or begins the run of each request with a key, and gives its caller the answer."""
+    """Finds or begins the run of each request with a key, and sends its answer to the client."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings, keys: KeyRing) -> None:
         self._bus = bus
@@ -86,7 +86,7 @@ class KeyedRequests:
         self._running: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Let other gateways ask. Raises BusError."""
+        """Answer other gateways' questions. Raises BusError."""
         await self._server.start()
         self._bus.on_reconnect(self._claim_again)
 
@@ -101,7 +101,7 @@ class KeyedRequests:
                 self._runs.claimed(run, claim.sequence)
 
     async def serve(self, exchange: Exchange, scope: Scope, read_body: ReadBody, application: Application) -> None:
-        """Answer one request that has a key; ``application`` makes the answer if nobody has it."""
+        """Answer one request that has a key; ``application`` makes the answer if no gateway has it."""
         try:
             question = await self._question(exchange, scope, read_body)
             await _while_connected(exchange, self._answer(exchange, question, application))
@@ -169,7 +169,7 @@ class KeyedRequests:
             self._runs.ended(run)
 
     async def _read(self, exchange: Exchange, run: Run, standing: ClaimState | None) -> None:
-        """Give the caller a run's answer; ``standing`` is None for the run's own caller."""
+        """Send a run's answer; ``standing`` is None for the client that began the run."""
         if standing is ClaimState.REUSED:
             raise IdempotencyKeyReused
         with run.reading():
@@ -177,7 +177,7 @@ class KeyedRequests:
             await _pass_on(exchange, lambda position: part_of(run, sure, position), is_first=standing is None)
 
     async def _read_from(self, gateway_id: str, exchange: Exchange, question: KeyedRequest) -> None:
-        """Give the caller the answer that another gateway has. Raises OwnerNotFound while nothing has been sent."""
+        """Send the answer that another gateway has. Raises OwnerNotFound while nothing has been sent."""
 
         async def next_part(position: int) -> Part:
             return await ask(self._bus, gateway_id, AnswerPartRequest(question.name, question.fingerprint, position))
@@ -221,7 +221,7 @@ async def _pass_on(exchange: Exchange, next_part: NextPart, *, is_first: bool) -
 
 
 async def _while_connected(exchange: Exchange, answering: Awaitable[None]) -> None:
-    """Await ``answering``, but not longer than the caller stays."""
+    """Await ``answering``, but not longer than the client stays connected."""
     answer = asyncio.ensure_future(answering)
     gone = asyncio.create_task(exchange.wait_until_gone())
     try:

@@ -1,4 +1,4 @@
-"""What an answer must look like: OpenAI's ``response_format``, and vLLM's ``structured_outputs`` for all else.
+"""Output formats: OpenAI's ``response_format``, and vLLM's ``structured_outputs`` for all else.
 
 Whether a schema, pattern or grammar is a valid one, the worker's engine says: it has the compiler.
 """

@@ -1,4 +1,4 @@
-"""Chat answers in which calls of tools and reasoning are told from content, streamed and whole."""
+"""Chat answers in which tool calls and reasoning are separated from content, streamed and complete."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -38,7 +38,7 @@ def finish_reason_of(reason: str | None, message: Collection[str]) -> str | None
 
 
 def reasoning_tokens(reasoning: Sequence[tuple[int, int]], frames: Iterable[tuple[int, int]]) -> int:
-    """How many tokens an answer spent on reasoning: those of frames that have brought some of it; its marks are not.
+    """Count of reasoning tokens: those of frames that brought some reasoning, without its marks.
 
     ``reasoning``: see AnswerParser. ``frames``: characters and tokens of each, in order.
     """
@@ -53,12 +53,12 @@ def reasoning_tokens(reasoning: Sequence[tuple[int, int]], frames: Iterable[tupl
 
 
 def with_reasoning_tokens(usage: dict[str, Any], count: int) -> dict[str, Any]:
-    """A public ``usage`` that tells them too."""
+    """Return a public ``usage`` with reasoning tokens."""
     return {**usage, "completion_tokens_details": {"reasoning_tokens": count}}
 
 
 def pieces_of(parts: Iterable[Part], *, calls_before: int, is_single_call: bool) -> Iterator[Piece]:
-    """What pools that take messages have told, as what is read of a text. ``is_single_call``: see AnswerForm."""
+    """Turn parts of pools that take messages into parsed pieces. ``is_single_call``: see AnswerForm."""
     calls = calls_before
     for part in parts:
         calls += part.kind == "call"
@@ -67,7 +67,7 @@ def pieces_of(parts: Iterable[Part], *, calls_before: int, is_single_call: bool)
 
 
 class _StreamedChoice:
-    """What was sent of one choice."""
+    """State of one choice's stream."""
 
     def __init__(self, form: AnswerForm) -> None:
         self.parser: AnswerParser = form.parser()
@@ -79,7 +79,7 @@ class _StreamedChoice:
         self._has_started = False
 
     def deltas(self, frame: Tokens | Deltas) -> list[dict[str, Any]]:
-        """The deltas that tell what a frame has brought."""
+        """Return the deltas for a frame."""
         deltas = [self._delta(piece) for piece in self._pieces(frame)]
         if self._has_started or not (deltas or frame.logprobs or frame.finish_reason):
             return deltas
@@ -98,11 +98,11 @@ class _StreamedChoice:
         return list(pieces_of(frame.parts, calls_before=calls_before, is_single_call=self._form.is_single_call))
 
     def finish_reason(self, reason: str) -> str | None:
-        """Why it ended, as callers know it."""
+        """The public finish reason."""
         return finish_reason_of(reason, (CALLS[self._form.is_legacy],) if self.calls else ())
 
     def reasoning_tokens(self) -> int:
-        """How many tokens were reasoning."""
+        """Number of reasoning tokens."""
         return self._reasoning_tokens + reasoning_tokens(self.parser.reasoning, self._frames)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class ParsedChatChunks:
         self._choices = [_StreamedChoice(form) for _ in range(choices)]
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         choice = self._choices[frame.index]
         deltas = choice.deltas(frame)
         logprobs = None
@@ -162,7 +162,7 @@ class ParsedChatChunks:
         return events
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         count = sum(choice.reasoning_tokens() for choice in self._choices)
         if self._has_reasoning or count:
             usage = with_reasoning_tokens(usage, count)
@@ -174,7 +174,7 @@ class ParsedChatChunks:
 
 
 def parsed_message(text: str, parser: AnswerParser, parts: Sequence[Part] = ()) -> dict[str, Any]:
-    """The message of a choice that is not streamed: its text as engines have made it, then what was told in parts."""
+    """Return the message of a choice that is not streamed, from its text and its parts."""
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     calls: list[dict[str, Any]] = []
     texts: dict[Kind, list[str]] = {}

@@ -21,16 +21,16 @@ from web.errors import ContextLengthExceeded, InvalidParameter, Overloaded
 FLOAT_BYTES: Final = 4
 
 
-class VectorRoom:
-    """How many bytes of vectors this gateway may hold: those it waits for and those it is sending."""
+class VectorBudget:
+    """Bounds the bytes of vectors that this gateway waits for and sends."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._taken_bytes = 0
 
     def has(self, wanted_bytes: int) -> bool:
-        """Whether so many more fit; more than fit at all are let in when there are no others."""
-        return not self._taken_bytes or self._taken_bytes + wanted_bytes <= self._most_bytes
+        """Return whether so many more fit; more than fit at all are let in when there are no others."""
+        return not self._taken_bytes or self._taken_bytes + wanted_bytes <= self._max_bytes
 
     @contextmanager
     def holding(self, count_bytes: int) -> Iterator[None]:
@@ -45,7 +45,7 @@ class VectorRoom:
 class PoolingEndpoint(Endpoint[PoolingCall]):
     """An ASGI application for one of the pooling routes."""
 
-    def __init__(self, services: Services, call_of: CallFactory[PoolingCall], room: VectorRoom) -> None:
+    def __init__(self, services: Services, call_of: CallFactory[PoolingCall], room: VectorBudget) -> None:
         super().__init__(services, call_of)
         self._room = room
 

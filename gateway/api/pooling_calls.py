@@ -31,7 +31,7 @@ TEXTS_AT_ONCE: Final = 32  # are compared before others' requests get their turn
 
 
 class Inputs(Struct, frozen=True):
-    """What a call asks a model to make vectors of."""
+    """Inputs of a call for vectors."""
 
     token_ids: Sequence[Sequence[int]]
     task: str  # the model's: "embed" | "score"
@@ -51,7 +51,7 @@ class PoolingCall(Protocol):
         ...
 
     def serve_as_batch(self) -> None:
-        """See JobCall."""
+        """Like ``JobCall``."""
         ...
 
     async def encode(self, tokens: ModelTokens) -> Inputs:
@@ -82,7 +82,7 @@ class EmbeddingsCall(JobCall[EmbeddingRequest]):
         self.request = parse_embedding(body)
 
     async def encode(self, tokens: ModelTokens) -> Inputs:
-        """See PoolingCall."""
+        """Implement ``PoolingCall``."""
         request = self.request
         card = _pooling_of(tokens, ("embed",), "makes no embeddings")
         _check_dimensions(request.dimensions, card)
@@ -100,7 +100,7 @@ class EmbeddingsCall(JobCall[EmbeddingRequest]):
     async def pieces(
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]
     ) -> AsyncIterator[bytes]:
-        """See PoolingCall."""
+        """Implement ``PoolingCall``."""
         del answer_id, created  # OpenAI's answer has neither
         as_base64 = self.request.encoding_format == "base64"
         yield b'{"object":"list","data":['
@@ -111,7 +111,7 @@ class EmbeddingsCall(JobCall[EmbeddingRequest]):
 
 
 class _ScoringCall:
-    """What the score and the rerank of pairs share.
+    """Base of the score and rerank calls.
 
     A cross-encoder reads each pair as a whole. With an embedding model each text has its own vector, and the score of a
     pair is the cosine of their angle.
@@ -165,13 +165,13 @@ class ScoreCall(_ScoringCall, JobCall[ScoreRequest]):
         super().__init__(self.request.text_1, self.request.text_2)
 
     async def encode(self, tokens: ModelTokens) -> Inputs:
-        """See PoolingCall."""
+        """Implement ``PoolingCall``."""
         return await self._encode(tokens, self.request.most_tokens(tokens.context_length))
 
     async def pieces(
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]
     ) -> AsyncIterator[bytes]:
-        """See PoolingCall."""
+        """Implement ``PoolingCall``."""
         scores = await self._scores(vectors)
         rows = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         head = {"id": f"score-{answer_id}", "object": "list", "created": created, "model": self.request.model}
@@ -190,13 +190,13 @@ class RerankCall(_ScoringCall, JobCall[RerankRequest]):
         super().__init__([self.request.query], self.request.documents)
 
     async def encode(self, tokens: ModelTokens) -> Inputs:
-        """See PoolingCall."""
+        """Implement ``PoolingCall``."""
         return await self._encode(tokens, self.request.most_tokens(tokens.context_length))
 
     async def pieces(
         self, answer_id: str, created: int, vectors: Sequence[bytes], usage: dict[str, Any]
     ) -> AsyncIterator[bytes]:
-        """See PoolingCall."""
+        """Implement ``PoolingCall``."""
         del created  # neither Jina nor Cohere have it
         request = self.request
         scores = await self._scores(vectors)

@@ -76,12 +76,12 @@ Texts = Annotated[list[str], BeforeValidator(_texts), Field(min_length=1)]
 
 
 class PoolingBody(JobRequest):
-    """What all requests for vectors share."""
+    """Base of requests for vectors."""
 
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None  # -1: to what the model takes
 
     def most_tokens(self, context_length: int) -> int | None:
-        """How many tokens of an input are kept; None: all. Raises InvalidParameter."""
+        """Return how many tokens of an input are kept; None: all. Raises InvalidParameter."""
         most = self.truncate_prompt_tokens
         if most == 0 or (most or 0) > context_length:
             raise InvalidParameter(

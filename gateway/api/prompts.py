@@ -139,7 +139,7 @@ class Part(NamedTuple):
 
 
 class MultiPromptAnswer:
-    """See ``gateway.api.calls.AnswerEncoder``: makes the one answer to several prompts."""
+    """Encodes the one answer to several prompts."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
         """``parts``: by the ids of their requests, in the order of the prompts."""
@@ -152,13 +152,13 @@ class MultiPromptAnswer:
         return self._first.request
 
     def chunks(self, answer_id: str, created: int) -> Chunks:
-        """See AnswerEncoder."""
+        """Implement ``AnswerEncoder``."""
         return MultiPromptChunks({name: _chunks(part, answer_id, created) for name, part in self._parts.items()})
 
     async def whole(
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
     ) -> CompleteAnswer:
-        """See AnswerEncoder."""
+        """Implement ``AnswerEncoder``."""
         by_request: dict[str, list[AnyTokens]] = {name: [] for name in self._parts}
         for frame in frames:
             by_request[frame.request_id].append(frame)
@@ -167,7 +167,7 @@ class MultiPromptAnswer:
             prompts.append(await call.rows(by_request.pop(name)))
             if answer is not None:
                 answer.add_whole(prompts[-1].told, b"")  # a completion calls no tools
-        return self._first.whole_of(answer_id, created, prompts, usage)
+        return self._first.answer_body(answer_id, created, prompts, usage)
 
 
 def _chunks(part: Part, answer_id: str, created: int) -> Chunks:
@@ -184,5 +184,5 @@ class MultiPromptChunks:
         self._chunks = chunks
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         return self._chunks[frame.request_id].of(frame)

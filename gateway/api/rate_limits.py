@@ -34,7 +34,7 @@ _HEADERS: Final = {
 
 
 class RequestedTokens(Protocol):
-    """What is asked of a worker."""
+    """A request's demand for tokens."""
 
     @property
     def prompt_tokens(self) -> int: ...  # noqa: D102
@@ -99,13 +99,13 @@ async def _reserve(
     try:
         reservations = await quotas.reserve(principal, estimates, held)
     except Refused as refused:
-        exchange.limit_headers = _limit_headers(refused.books)
+        exchange.limit_headers = _limit_headers(refused.local_accounts)
         raise _error_of(refused.refusal) from refused
     except Unavailable as error:
         raise LimitsUnavailable from error
     if reservations is None:
         return [None] * len(estimates)
-    exchange.limit_headers = _limit_headers(reservations[0].books)
+    exchange.limit_headers = _limit_headers(reservations[0].local_accounts)
     return reservations
 
 
@@ -114,10 +114,12 @@ def _estimate(work: RequestedTokens, price: TokenPrice | None) -> Estimate:
     return Estimate(work.prompt_tokens, completion_tokens, price)
 
 
-def _limit_headers(books: tuple[LocalAccount, ...]) -> list[tuple[bytes, bytes]]:
+def _limit_headers(local_accounts: tuple[LocalAccount, ...]) -> list[tuple[bytes, bytes]]:
     headers: list[tuple[bytes, bytes]] = []
     for kind in RATES:
-        known = [status for book in books if (status := book.rate_status(kind, book.clock.now_s())) is not None]
+        known = [
+            status for local in local_accounts if (status := local.rate_status(kind, local.clock.now_s())) is not None
+        ]
         if known:
             tightest = min(known, key=lambda status: status.remaining)
             limit, remaining, reset = _HEADERS[kind]

@@ -1,4 +1,4 @@
-"""The routes that nobody is in a hurry for: what is here, models, tokenize, health."""
+"""The routes off the hot path: overview, models, tokenize, health."""
 
 import logging
 from functools import partial
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 def root_router() -> APIRouter:
-    """What somebody finds who knows only the address; without a key."""
+    """The overview at ``/``; needs no key."""
     router = APIRouter(tags=["about"])
 
     @router.get("/")
     async def root() -> Response:
-        """Where is what."""
+        """List the routes."""
         return json_answer(
             {
                 "name": "Spillway",
@@ -45,30 +45,30 @@ def root_router() -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        """Which release this is."""
+        """Report the release."""
         return json_answer({"version": VERSION})
 
     return router
 
 
 def health_router(services: Services) -> APIRouter:
-    """Liveness, readiness and start-up, as Kubernetes asks for them; without a key."""
+    """Liveness, readiness and start-up probes, as Kubernetes sends them; need no key."""
     router = APIRouter(tags=["health"])
 
     @router.get("/livez")
     async def livez() -> Response:
-        """The process answers."""
+        """Report that the process answers."""
         return json_answer({"status": "ok"})
 
     @router.get("/startupz")
     async def startupz() -> Response:
-        """The process has started: this answers only once it has."""
+        """Report that the process has started: this answers only once it has."""
         return json_answer({"status": "ok"})
 
     @router.get("/health")
     @router.get("/readyz")
     async def readyz() -> Response:
-        """Requests may be sent here: 200, also while the queue is away or the gateway full; 503 once it is leaving.
+        """Report whether to send requests here: 200, also while the queue is away or the gateway full; 503 at shutdown.
 
         What it admits it holds until the queue is back, and what it cannot hold it refuses with a ``Retry-After``:
         taken out of a load balancer for that, callers would meet a failure instead. ``status`` is "ok", "degraded"
@@ -92,7 +92,7 @@ def health_router(services: Services) -> APIRouter:
 
 
 def missing_parts(services: Services) -> list[str]:
-    """What keeps a request from going into the queue at once."""
+    """List what keeps a request from being published immediately."""
     missing = [] if services.bus.connected else ["nats"]
     failure = services.dispatcher.refusal()
     return missing if failure is None else [*missing, failure.code.value]
@@ -113,14 +113,14 @@ def models_router(services: Services) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models(request: Request) -> Response:
-        """All models that the caller may name."""
+        """List the models that the key may use."""
         principal = exchange_of(request).authenticate(services.keys)
         names = [name for name in services.catalog.models if principal.may_use(name)]
         return json_answer({"object": "list", "data": [row(name) for name in names]})
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(request: Request, name: str) -> Response:
-        """One model, by its name or an alias."""
+        """Return one model, by its name or an alias."""
         principal = exchange_of(request).authenticate(services.keys)
         return json_answer(row(services.catalog.canonical_name(name, principal)))
 
@@ -128,12 +128,12 @@ def models_router(services: Services) -> APIRouter:
 
 
 def tokenize_router(services: Services) -> APIRouter:
-    """Counting tokens without generating any."""
+    """The route that counts tokens without generating any."""
     router = APIRouter(tags=["tokenize"])
 
     @router.post("/tokenize", openapi_extra=body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
-        """Token ids of a prompt or a conversation, exactly as a generating call would count them."""
+        """Return the token ids of a prompt or a conversation, exactly as a generating call counts them."""
         exchange = exchange_of(request)
         principal = exchange.authenticate(services.keys)
         reservation = await reserve_place(services.quotas, exchange, principal)
@@ -169,7 +169,7 @@ def _read_tokenize(body: bytes) -> TokenizeRequest:
 
 
 def _model_named(services: Services, body: TokenizeRequest, principal: Principal) -> str:
-    """The model that is asked for, or else the first that the caller may use."""
+    """Return the model named, or else the first that the key may use."""
     usable = (name for name in services.catalog.models if principal.may_use(name))
     return services.catalog.canonical_name(body.model or next(usable, ""), principal)
 

@@ -30,7 +30,7 @@ class WithRunningUsage:
         self._completion_tokens = 0
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         self._completion_tokens += len(frame.token_ids) if isinstance(frame, Tokens) else frame.tokens
         usage = usage_fields(self._prompt_tokens, _NO_CACHE_KNOWN, self._completion_tokens)
         # In texts, these characters are escaped.

@@ -1,4 +1,4 @@
-"""From the public request fields to the wire's Sampling; what the caller left out keeps Sampling's own defaults."""
+"""Sampling parameters from the public request fields; what the client left out keeps Sampling's defaults."""
 
 from typing import Any
 
@@ -25,14 +25,14 @@ _SAME_NAME = (
 
 
 def requested_max_tokens(request: GenerationRequest) -> tuple[str, int] | None:
-    """The field that limits the output, and its value; None if the caller named none."""
+    """Return the field that limits the output, and its value; None if the client named none."""
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         return "max_completion_tokens", request.max_completion_tokens
     return None if request.max_tokens is None else ("max_tokens", request.max_tokens)
 
 
 def sampling_of(request: GenerationRequest, max_tokens: int, check: SchemaCheck | None = None) -> Sampling:
-    """The wire form of a request's sampling fields. ``check``: see ``json_schema``; raises as it does."""
+    """Return the wire form of a request's sampling fields. ``check``: see ``json_schema``; raises as it does."""
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     if request.top_k is not None and request.top_k > 0:
         given["top_k"] = request.top_k
@@ -54,7 +54,7 @@ def sampling_of(request: GenerationRequest, max_tokens: int, check: SchemaCheck 
 
 
 def wanted_of_prompt(request: GenerationRequest) -> int | None:
-    """How many candidates' logprobs are wanted for each prompt token; None: not even its own."""
+    """Return how many candidates' logprobs are requested for each prompt token; None: none at all."""
     wanted = [request.prompt_logprobs]
     if isinstance(request, CompletionRequest) and request.echo:
         wanted.append(request.logprobs)

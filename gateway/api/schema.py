@@ -135,14 +135,14 @@ MaxTokens = Annotated[int | None, AfterValidator(_some_tokens)]
 
 
 class StreamOptions(Body):
-    """What a stream tells beside its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # each chunk tells the usage so far
 
 
 class JobRequest(Body):
-    """What all requests that become jobs share. ``None`` is everywhere the same as leaving the field out."""
+    """Base of requests that become jobs. ``None`` is everywhere the same as leaving the field out."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     user: str | None = None
@@ -152,12 +152,12 @@ class JobRequest(Body):
 
     @property
     def is_batch(self) -> bool:
-        """Whether the request takes what interactive ones leave."""
+        """True if the request takes what interactive ones leave."""
         return self.service_tier == "flex"
 
 
 class GenerationRequest(JobRequest):
-    """What chat and plain completions share."""
+    """Base of chat and plain completions."""
 
     max_tokens: MaxTokens = None
     min_tokens: Annotated[int | None, Field(ge=0)] = None
@@ -199,7 +199,7 @@ class GenerationRequest(JobRequest):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What every answer must look like; None: anything."""
+        """The required output format; None: any."""
         for field, kind in GUIDED.items():
             if (value := getattr(self, field)) is not None:
                 return grammar_of(kind, value, field)
@@ -208,7 +208,7 @@ class GenerationRequest(JobRequest):
 
     @property
     def include_usage(self) -> bool:
-        """Whether the stream ends with a chunk of usage."""
+        """True if the stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -232,12 +232,12 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def is_legacy(self) -> bool:
-        """Whether the answer shall tell calls as ``function_call``, for callers from before there were tools."""
+        """True if the answer reports calls as ``function_call``, for clients from before there were tools."""
         return bool(self.functions)
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """Whether the prompt ends with the beginning of a new turn."""
+        """True if the prompt ends with the beginning of a new turn."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
@@ -254,7 +254,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """What is asked, one by one; nearly always one."""
+        """The prompts; nearly always one."""
         return self.prompt if _are_several(self.prompt) else [self.prompt]  # type: ignore[list-item]
 
 
@@ -299,7 +299,7 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
 
 
 def _with_tools(request: ChatCompletionRequest) -> ChatCompletionRequest:
-    """The same, its legacy functions being tools. Raises InvalidParameter where it has both."""
+    """Return the body with its legacy functions as tools. Raises InvalidParameter where it has both."""
     if not request.functions:
         return request
     for name in ("tools", "tool_choice"):

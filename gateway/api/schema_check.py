@@ -33,7 +33,7 @@ class SchemaCheck:
         self._tools: dict[str, _Checked] = {}  # by name
 
     def __bool__(self) -> bool:
-        """Whether there is anything to check."""
+        """True if there is anything to check."""
         return self._content is not None or bool(self._tools)
 
     def add(self, schema: Any, tool: str | None) -> None:  # noqa: ANN401  # a schema, as it came
@@ -76,7 +76,7 @@ class _Checked:
         self._validator: Any = None
 
     def errors(self, text: str) -> list[str] | None:
-        """What is wrong with a value, for the client to read; None where that cannot be said."""
+        """Return what is wrong with a value, for the client to read, or None."""
         if not self._is_bounded or self._chars * len(text) > MAX_WORK:
             return None
         try:
@@ -125,7 +125,7 @@ class CheckedChunks:
         self._calls: list[list[dict[str, Any]]] = [[] for _ in range(choices)]
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         return b"".join(self._completed(body, frame.index) for body in decoded(self._inner.of(frame)))
 
     def _completed(self, body: dict[str, Any], choice: int) -> bytes:

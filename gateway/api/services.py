@@ -1,4 +1,4 @@
-"""What the HTTP side works with."""
+"""Parts of the gateway that the HTTP edge works with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

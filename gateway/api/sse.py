@@ -35,17 +35,17 @@ def error_event(error: ApiError) -> bytes:
 
 
 def decoded(events: bytes) -> list[dict[str, Any]]:
-    """The bodies of events that others have made: for what is told more rarely than tokens."""
+    """Return the bodies of encoded events, to add fields that are rarer than tokens."""
     return [msgspec.json.decode(event.removeprefix(_EVENT_START)) for event in events.split(_EVENT_END)[:-1]]
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One of them, written again."""
+    """Encode one of them again."""
     return _EVENT_START + encode_json(body) + _EVENT_END
 
 
 def usage_fields(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """The public ``usage`` object."""
+    """Return the public ``usage`` object."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -55,7 +55,7 @@ def usage_fields(prompt_tokens: int, cached_tokens: int, completion_tokens: int)
 
 
 def answer_head(answer_id: str, kind: str, created: int, model: str, details: AnswerOptions) -> dict[str, Any]:
-    """The first fields of every answer and every chunk."""
+    """Return the first fields of every answer and every chunk."""
     head = {"id": answer_id, "object": kind, "created": created, "model": model}
     return head if details.service_tier is None else {**head, "service_tier": details.service_tier}
 
@@ -75,7 +75,7 @@ class ChunkEnvelope:
         self.heads = [self._envelope + b'{"index":%d,' % (first_index + index) for index in range(choices)]
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         rescue = b',"spillway":{"attempts":%d}' % attempts if attempts > 1 else b""
         return self._envelope + b'],"usage":' + encode_json(usage) + rescue + b"}\n\n"
 
@@ -104,7 +104,7 @@ class ChatChunks:
         self._started = [False] * choices
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         index = frame.index
         if self._started[index] and frame.finish_reason is None and frame.logprobs is None:  # nearly always
             if not frame.text:
@@ -163,7 +163,7 @@ class CompletionChunks:
         self._waiting: list[Tokens | Deltas] = []
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         if self._missing_prompt_tokens:
             return self._take_of_prompt(frame)
         index = frame.index

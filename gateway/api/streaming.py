@@ -25,18 +25,18 @@ LAST_WORDS_LIMIT_S: Final = 30.0  # how long a client may take to read the end o
 
 
 def usage_of(request: Answered) -> dict[str, Any]:
-    """The public usage of what has ended well."""
+    """Return the public usage of a request that ended well."""
     return usage_fields(request.prompt_tokens, request.cached_tokens, request.completion_tokens)
 
 
 def _last_moment_s(end: Ended) -> float:
-    """When to stop waiting for a client that does not read (the loop's clock)."""
+    """Return when to stop waiting for a client that does not read (the loop's clock)."""
     has_not_read = end.failure is not None and end.failure.code is ErrorCode.SLOW_CLIENT
     return asyncio.get_running_loop().time() + (0 if has_not_read else LAST_WORDS_LIMIT_S)
 
 
 class StreamWriter:
-    """From one request's mailbox to its socket."""
+    """Writes one request's mailbox to its socket."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class StreamWriter:
         timeouts: TimeoutSettings,
         answer: RecordedAnswer | None = None,
     ) -> None:
-        """``answer``: what remembers it, where it is to be kept."""
+        """``answer``: records the answer, where it is to be kept."""
         self._exchange = exchange
         self._request = request
         self._timeouts = timeouts
@@ -56,7 +56,7 @@ class StreamWriter:
         self._chunks = chunks if answer is None else RecordedChunks(chunks, answer)
 
     async def write(self) -> None:
-        """Send the whole answer; returns early, leaving the response incomplete, where it cannot be completed.
+        """Send the complete answer; return early, leaving the response incomplete, where it cannot be completed.
 
         The server breaks the connection of an incomplete response off.
         """

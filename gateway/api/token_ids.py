@@ -11,7 +11,7 @@ from protocol.messages import Tokens
 
 
 def with_token_ids(chunks: Chunks, details: AnswerOptions, *, choices: int, prompt_in_choice: bool) -> Chunks:
-    """The same chunks, with token ids in them where these are wanted."""
+    """Return the chunks, with token ids in them where requested."""
     if details.prompt_ids is None:
         return chunks
     return WithTokenIds(
@@ -24,12 +24,12 @@ def with_token_ids(chunks: Chunks, details: AnswerOptions, *, choices: int, prom
 
 
 class WithTokenIds:
-    """``Chunks`` that tell token ids too (vLLM's ``return_token_ids``): put into the events that others have made."""
+    """``Chunks`` with token ids (vLLM's ``return_token_ids``), added to the events of other ``Chunks``."""
 
     def __init__(
         self, inner: Chunks, prompt_ids: Sequence[int], *, choices: int, first_index: int, prompt_in_choice: bool
     ) -> None:
-        """``prompt_in_choice``: where an event tells the prompt's ids, in the choice or beside the choices.
+        """``prompt_in_choice``: whether an event has the prompt's ids in the choice or beside the choices.
 
         ``first_index``: see AnswerOptions.
         """
@@ -42,7 +42,7 @@ class WithTokenIds:
         self._started = [False] * choices
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         self._untold[frame.index] += frame.token_ids
         bodies = decoded(self._inner.of(frame))
         return b"".join(self._completed(body, is_last=body is bodies[-1]) for body in bodies)

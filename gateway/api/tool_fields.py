@@ -1,4 +1,4 @@
-"""The fields of a chat body that are about tools: what may be called, and what was called before."""
+"""Fields of a chat body about tools: those that may be called, and earlier calls."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class _Part(BaseModel):
 
 
 class FunctionDefinition(_Part):
-    """What a model is told of a function, and whether its arguments are forced to follow their schema."""
+    """A function's description for the model, and whether its arguments must follow their schema."""
 
     name: ToolName
     description: str | None = None
@@ -75,7 +75,7 @@ ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, B
 
 
 class CalledFunction(_Part):
-    """What an assistant called, with its arguments as JSON text."""
+    """An assistant's call, with its arguments as JSON text."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: str = ""
@@ -103,12 +103,12 @@ class ToolCall(_Part):
 
 
 def tools_of(functions: Sequence[FunctionDefinition]) -> list[ToolDefinition]:
-    """The tools that legacy functions are."""
+    """Return legacy functions as tools."""
     return [ToolDefinition(type="function", function=function) for function in functions]
 
 
 def tool_choice_of(function_call: object) -> object:
-    """The ``tool_choice`` that a legacy ``function_call`` is."""
+    """Return a legacy ``function_call`` as ``tool_choice``."""
     if isinstance(function_call, NamedFunction):
         return NamedTool(type="function", function=function_call)
     return function_call

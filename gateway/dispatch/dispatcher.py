@@ -118,7 +118,7 @@ class Dispatcher:
             now_s = time.monotonic()
             connected = self._bus.connected
             if not connected or now_s - last_s > SWEEP_PERIOD_S + SWEEP_LATE_S:
-                self._registry.forgive(now_s)
+                self._registry.reset_silence(now_s)
             last_s = now_s
             if connected:
                 self._registry.lose_silent(list(self._by_worker), now_s)
@@ -387,13 +387,13 @@ class Dispatcher:
     async def _on_reconnected(self) -> None:
         # Before anything is awaited: no sweep may take our own silence for the workers'; and the server may have lost
         # its memory stream, whose sequence numbers then begin anew, so that the old ones name other callers' jobs.
-        self._registry.forgive(time.monotonic())
+        self._registry.reset_silence(time.monotonic())
         for request in self._open.values():
             request.current.stream_sequence = None
         await self._streams.restore()
         # Whatever could not be made: a job whose stream is missing is published until it is there.
         now_s = time.monotonic()
-        self._registry.forgive(now_s)
+        self._registry.reset_silence(now_s)
         for request in list(self._open.values()):
             if request.state is State.QUEUED:
                 self._background.start(self._queue.publish_again(request))

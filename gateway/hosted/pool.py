@@ -1,4 +1,4 @@
-"""One hosted pool, as a gateway sees it: its room by heartbeats, its caps by the accounts that gateways share."""
+"""One hosted pool: its capacity by heartbeats, its caps by the accounts that gateways share."""
 
 import math
 from typing import Final
@@ -27,7 +27,7 @@ def caps_of(name: str, settings: HostedPoolSettings) -> tuple[tuple[str, Limits]
 
 
 class HostedPool:
-    """Only the event loop touches it."""
+    """For use from the event loop only."""
 
     def __init__(self, name: str, settings: HostedPoolSettings, capacities: dict[str, ModelCapacity]) -> None:
         """``capacities``: of its models."""
@@ -43,28 +43,28 @@ class HostedPool:
         self._shut_from_nano_usd = 0
 
     def is_away(self, model: str, now_s: float) -> bool:
-        """Whether none of its workers is alive, or it rests."""
+        """True if none of its workers is alive, or it rests after a failure."""
         return now_s < self._rests_until_s or not self._capacities[model].workers
 
     def has_room(self, model: str, sequences: int) -> bool:
-        """Whether its workers can take so many at once."""
+        """Return whether its workers can take so many sequences now."""
         return self._capacities[model].free_sequences - self.promised >= sequences
 
     def is_shut(self, needed_nano_usd: int, now_s: float) -> bool:
-        """Whether its caps do not hold so much, as far as is known."""
+        """Return whether its caps are known not to hold so much."""
         caps = (terms.limits[Kind.MONEY] or 0 for _, terms in self.caps)
         too_dear = any(needed_nano_usd > cap for cap in caps)
         return too_dear or (now_s < self._shut_until_s and needed_nano_usd >= self._shut_from_nano_usd)
 
     def shut(self, needed_nano_usd: int, now_s: float) -> None:
-        """Its caps refused so much: more is not asked for a while."""
+        """Note that its caps refused so much: do not ask for more for a while."""
         self._shut_until_s, self._shut_from_nano_usd = now_s + SHUT_S, needed_nano_usd
 
     def rest(self, now_s: float) -> None:
-        """It did not take in time what was sent there."""
+        """Note that it did not accept a job in time."""
         self._rests_until_s = now_s + REST_S
 
 
 def most_cost_nano_usd(price: TokenPrice | None, prompt_tokens: int, completion_tokens: int) -> int:
-    """The most that a request may cost us, for what our tokenizer counts."""
+    """Return the most that a request may cost us, for what our tokenizer counts."""
     return 0 if price is None else price.charge_nano_usd(math.ceil(prompt_tokens * PROMPT_MARGIN), 0, completion_tokens)

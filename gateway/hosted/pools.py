@@ -1,4 +1,4 @@
-"""All hosted pools of the configuration: which of them may and can take a request, the cheapest first."""
+"""All hosted pools: which of them may and can take a request, the cheapest first."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +20,7 @@ CAP_REACHED: Final = "cap-reached"
 
 
 class HostedDemand(NamedTuple):
-    """What a request asks of a hosted pool."""
+    """A request's demand on a hosted pool."""
 
     model: str
     providers: tuple[str, ...]  # to which it may go
@@ -31,7 +31,7 @@ class HostedDemand(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A pool that has room, and what the request may cost there."""
+    """A pool that has capacity, and the most that the request may cost there."""
 
     pool: HostedPool
     price: TokenPrice | None
@@ -39,7 +39,7 @@ class Offer(NamedTuple):
 
 
 class HostedPools:
-    """Only the event loop touches it."""
+    """For use from the event loop only."""
 
     def __init__(
         self, pools: Mapping[str, HostedPoolSettings], capacity: Capacity, quotas: Quotas, prices: CurrentPrices
@@ -57,7 +57,7 @@ class HostedPools:
     def offer(
         self, wanted: HostedDemand, tried: Collection[str] = (), fits: Callable[[HostedPool], bool] | None = None
     ) -> Offer | str:
-        """The cheapest pool that has room, or why there is none. From memory.
+        """Return the cheapest pool that has capacity, or why there is none. From memory.
 
         ``tried``: pools on which the request has failed; ``fits``: whether what is made already can go on there.
         """
@@ -78,7 +78,7 @@ class HostedPools:
         return best or why
 
     async def take(self, offer: Offer, sequences: int) -> HostedSlot | None:
-        """Take what was offered just now, with the money; None: the caps do not hold it."""
+        """Reserve what was offered just now, with the money; None: the caps do not hold it."""
         pool, price, cost = offer
         pool.promised += sequences
         try:

@@ -1,4 +1,4 @@
-"""What one attempt holds of a hosted pool: room, and money of its caps. Its duty is to be given back, once."""
+"""The slot that one attempt holds at a hosted pool: capacity, and money of its caps. It must be given back once."""
 
 import time
 
@@ -8,12 +8,12 @@ from quotas.reservation import Reservation
 
 
 class HostedSlot:
-    """Its methods may be called again: only the first that closes it counts."""
+    """A slot. Its methods may be called again: only the first that closes it counts."""
 
     __slots__ = ("_counts", "_holds_room", "_reservation", "_sequences", "made_s", "pool")
 
     def __init__(self, pool: HostedPool, sequences: int, reservation: Reservation) -> None:
-        """``sequences`` are held of the pool's room already."""
+        """``sequences``: counted in the pool's ``promised`` already."""
         self.pool = pool
         self.made_s = time.monotonic()
         self._sequences = sequences
@@ -22,20 +22,20 @@ class HostedSlot:
         self._counts: tuple[int, int, int] | None = None  # as the worker says at the end
 
     def told(self, frame: Finished | Failed) -> None:
-        """A worker has said how the attempt ended. What failed before its first token costs nothing."""
+        """Note the counts of the attempt's final frame. What failed before its first token costs nothing."""
         if isinstance(frame, Finished):
             self._counts = (frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)
         elif not frame.completion_tokens:
             self._counts = (0, 0, 0)
 
     def leave_room(self) -> None:
-        """A worker has taken the attempt, and counts it itself; or it is over."""
+        """Release the capacity: a worker has accepted the attempt and counts it itself, or it is over."""
         if self._holds_room:
             self._holds_room = False
             self.pool.promised -= self._sequences
 
     def settle(self) -> None:
-        """The attempt is over. Where nobody knows what it cost, it cost as much as was reserved."""
+        """Settle the attempt. Where its cost is unknown, it cost as much as was reserved."""
         self.leave_room()
         if self._counts is None:
             self._reservation.settle_in_full()
@@ -43,6 +43,6 @@ class HostedSlot:
             self._reservation.settle(*self._counts)
 
     def refund(self) -> None:
-        """No worker has had the attempt."""
+        """Refund the attempt: no worker has run it."""
         self.leave_room()
         self._reservation.refund()

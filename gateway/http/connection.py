@@ -357,7 +357,7 @@ def _too_large(max_bytes: int, max_headers: int) -> HeadTooLarge:
 
 
 def _refusal_of(error: httptools.HttpParserError) -> ApiError:
-    """What the client is told of an error of the parser, or of one of the methods that it calls."""
+    """Return the client's error for an error of the parser or of one of its callbacks."""
     cause = error.__context__
     if isinstance(cause, ApiError):
         return cause

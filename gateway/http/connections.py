@@ -1,4 +1,4 @@
-"""What is asked of all connections together: how many there may be, and for how long each may keep us waiting."""
+"""Limits of connections: how many there may be, and how long each may take."""
 
 import logging
 import resource
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def files_allow(wanted: int) -> int:
-    """How many connections the system lets this process have, ``wanted`` at most; it is asked for as many files.
+    """Raise the limit of open files and return how many connections it allows, ``wanted`` at most.
 
     Where it has no file left, a connection is closed without a word.
     """
@@ -55,7 +55,7 @@ class Connections:
         self._max_total = files_allow(settings.max_total)
 
     def enter(self, address: str) -> ApiError | None:
-        """Count a new connection in; or say what it is told because there is no room for it."""
+        """Count a new connection in, or return the error for it where there is no room."""
         if self._total >= self._max_total and not self._end_longest_idle():
             return Overloaded("The gateway has no room for another connection at the moment.")
         if self._by_address[address] >= self.settings.max_per_address and not self._is_trusted(address):

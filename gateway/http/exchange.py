@@ -94,7 +94,7 @@ class Exchange:
         return None if value is None else value.decode("latin-1")
 
     def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
-        """Whose key this is. Raises InvalidApiKey; MissingScope if it does not open ``scope``.
+        """Return the principal of the request's key. Raises InvalidApiKey; MissingScope if the key lacks ``scope``.
 
         Raises LedgerUnavailable for a key that is not known here and may be a new one.
         """
@@ -113,11 +113,11 @@ class Exchange:
         return principal
 
     def seen(self, status: int | None) -> int | None:
-        """What the caller sees of a status that is sent (None: none was); None if he has left before."""
+        """Return the status that the client has seen; None if it disconnected before."""
         return status
 
     def whole_body(self) -> bytes | None:
-        """See Cycle; None under another server."""
+        """The server's cycle of this request; None under another server."""
         return None if self._cycle is None else self._cycle.whole_body()
 
     async def wait_until_gone(self) -> None:

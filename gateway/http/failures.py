@@ -1,4 +1,4 @@
-"""How a request's failure looks over HTTP: statuses, types and advice for each of the protocol's error codes."""
+"""Failures over HTTP: statuses, types and advice for each of the protocol's error codes."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ from web.errors import RETRY_LATER_S, RETRY_SOON_S, ApiError
 
 
 class FailureKind(Struct, frozen=True):
-    """How one of the protocol's error codes looks over HTTP."""
+    """HTTP form of one of the protocol's error codes."""
 
     status: int
     type: str = "server_error"

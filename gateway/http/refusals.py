@@ -48,7 +48,7 @@ class RefusalLog:
         )
 
     def refused(self, endpoint: str, error: ApiError | None, **fields: str | None) -> None:
-        """Tell of one refusal; without an error the client has left. Never what was asked: only where and why not."""
+        """Log one refusal; without an error the client has disconnected. Never logs what was asked."""
         code, status = CLIENT_LEFT if error is None else (error.code or error.type, error.status)
         self._series.refused(endpoint, status, code if error is None else error.code)
         reason = self._reasons.setdefault(code, _Reason())
@@ -76,6 +76,6 @@ class RefusalLog:
         reason.lines = reason.untold = 0
 
     def flush(self) -> None:
-        """Tell what has not been told yet: the gateway ends."""
+        """Log what has not been logged yet: the gateway ends."""
         for code, reason in self._reasons.items():
             self._tell_rest(code, reason)

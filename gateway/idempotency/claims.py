@@ -1,4 +1,4 @@
-"""Which gateway has a key: one entry each in a key-value bucket, created or replaced only as the server last had it."""
+"""Claims of keys by gateways: one entry each in a key-value bucket, created or replaced by compare and set."""
 
 import asyncio
 import base64
@@ -29,7 +29,7 @@ class HeldClaim(Struct, frozen=True):
 
 
 class Claims:
-    """The bucket, as one gateway uses it. While it cannot be reached, every gateway keeps its keys for itself."""
+    """One gateway's access to the bucket. While it is out of reach, every gateway keeps its keys for itself."""
 
     def __init__(self, bus: Bus, gateway_id: str) -> None:
         self._bus = bus

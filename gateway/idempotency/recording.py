@@ -10,7 +10,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class RecordingTruncated(Exception):
-    """The answer outgrew the room for recordings, and what a reader wanted next is no longer there."""
+    """Raised where the answer outgrew the space for recordings and a reader's next byte was dropped."""
 
 
 class Recording:
@@ -27,12 +27,12 @@ class Recording:
 
     @property
     def kept_bytes(self) -> int:
-        """How much memory the body takes."""
+        """Size of the body in bytes."""
         return len(self._body)
 
     @property
     def can_be_replayed(self) -> bool:
-        """Whether this is a whole and good answer."""
+        """True for a complete and good answer."""
         return self.complete and self.head is not None and self.head[0] == 200 and not self._forgotten_bytes
 
     async def record(self, message: MutableMapping[str, Any]) -> None:
@@ -46,12 +46,12 @@ class Recording:
         self._tell()
 
     def end(self) -> None:
-        """The application has returned."""
+        """Note that the application has returned."""
         self.ended = True
         self._tell()
 
     def forget_front(self, count_bytes: int) -> None:
-        """Drop the oldest part of the body; who has yet to read it is out of luck."""
+        """Drop the oldest part of the body; readers behind it fail."""
         del self._body[:count_bytes]
         self._forgotten_bytes += count_bytes
 
@@ -60,12 +60,12 @@ class Recording:
         self._changed.clear()
 
     async def wait_for_more(self, position: int) -> None:
-        """Return when there is something to read at ``position``, or nothing more will come."""
+        """Return once there is something to read at ``position``, or nothing more will come."""
         while not self.ended and position >= self._forgotten_bytes + len(self._body):
             await self._changed.wait()
 
     def read(self, position: int) -> tuple[bytes, bool]:
-        """A piece of the body from byte ``position`` on, and whether it is the last. Raises RecordingTruncated."""
+        """Return the body from byte ``position`` on, and whether that is its end. Raises RecordingTruncated."""
         start = position - self._forgotten_bytes
         if start < 0:
             raise RecordingTruncated

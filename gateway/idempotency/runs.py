@@ -30,7 +30,7 @@ class Run:
 
     @contextmanager
     def reading(self) -> Iterator[Recording]:
-        """Be one of its readers: it is not abandoned meanwhile."""
+        """Count as a reader: the run is not abandoned meanwhile."""
         self.readers += 1
         if not self.recording.ended:
             self.stop_timer()
@@ -71,11 +71,11 @@ class Runs:
         return iter(self._runs.values())
 
     def find(self, name: str) -> Run | None:
-        """The run that has this key; None: nobody has, here."""
+        """Return the run that has this key, or None."""
         return self._runs.get(name)
 
     def claimed(self, run: Run, claim_sequence: int) -> None:
-        """The run's key has this entry in the bucket now."""
+        """Note the run's entry in the bucket."""
         if self._runs.get(run.name) is run:
             run.claim_sequence = claim_sequence
         else:  # it was forgotten meanwhile
@@ -83,7 +83,7 @@ class Runs:
 
     @contextmanager
     def claiming(self, name: str) -> Iterator[None]:
-        """A claim of this key is on its way: whoever meets it in the bucket waits for the run."""
+        """Note that a claim of this key is on its way: requests that find it in the bucket wait for the run."""
         self._claiming[name] += 1
         try:
             yield
@@ -93,17 +93,17 @@ class Runs:
                 del self._claiming[name]
 
     def is_claiming(self, name: str) -> bool:
-        """Whether the key's run may be about to begin."""
+        """Return whether the key's run may be about to begin."""
         return name in self._claiming
 
     def begin(self, name: str, fingerprint: str, claim_sequence: int | None) -> Run:
-        """A new run; its caller owes it an ``ended``."""
+        """Begin a run; the caller must call ``ended``."""
         run = self._runs[name] = Run(name, fingerprint, claim_sequence, self)
         self.abandon_later(run)  # unless a reader comes
         return run
 
     def ended(self, run: Run) -> None:
-        """The answer is over, in whatever way: keep it, or free its key."""
+        """End a run: keep its answer, or free its key."""
         run.stop_timer()
         run.recording.end()
         if self._runs.get(run.name) is not run:
@@ -116,7 +116,7 @@ class Runs:
             self._forget(run)
 
     def abandon_later(self, run: Run) -> None:
-        """Nobody reads the run: give it up after a while."""
+        """Give up a run without readers after a while."""
         run.start_timer(self._settings.reattach_s, self._abandon)
 
     def make_room(self, run: Run, count_bytes: int) -> None:

@@ -24,22 +24,22 @@ log = logging.getLogger(__name__)
 
 
 class OwnerUnresponsive(Exception):
-    """The owner of the key is connected and does not answer: nobody knows whether the request still runs."""
+    """Raised where the owner of the key is connected and does not answer: the request may still run."""
 
 
 class OwnerNotFound(Exception):
-    """The owner of the key is not there, or no longer knows it."""
+    """Raised where the owner of the key is gone, or no longer knows it."""
 
 
 def claim_state_of(run: Run, fingerprint: str) -> ClaimState:
-    """How a request with this fingerprint stands to a run that has its key."""
+    """Return the state of a claim on a run's key, for a request with this fingerprint."""
     if run.fingerprint != fingerprint:
         return ClaimState.REUSED
     return ClaimState.REPLAYED if run.recording.ended else ClaimState.ATTACHED
 
 
 async def part_of(run: Run, standing: ClaimState, position: int, *, wait_s: float | None = None) -> Part:
-    """What the answer has from byte ``position`` on; empty if nothing has come within ``wait_s`` (None: waits)."""
+    """Return the answer from byte ``position`` on; empty if nothing has come within ``wait_s`` (None: waits)."""
     recording = run.recording
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(wait_s):
@@ -53,7 +53,7 @@ async def part_of(run: Run, standing: ClaimState, position: int, *, wait_s: floa
 
 
 class AnswerServer:
-    """Gives other gateways what they ask of this one's recordings."""
+    """Serves this gateway's recordings to other gateways."""
 
     def __init__(self, bus: Bus, gateway_id: str, runs: Runs) -> None:
         self._bus = bus
@@ -63,7 +63,7 @@ class AnswerServer:
         self._subscription: Subscription | None = None
 
     async def start(self) -> None:
-        """Listen. Raises BusError."""
+        """Subscribe. Raises BusError."""
         self._subscription = await self._bus.subscribe(self._subject, self._on_question)
 
     async def _on_question(self, message: Msg) -> None:
@@ -99,7 +99,7 @@ class AnswerServer:
 
 
 async def ask(bus: Bus, gateway_id: str, question: AnswerPartRequest) -> Part:
-    """One part of an answer from the gateway that has it. Raises OwnerNotFound or OwnerUnresponsive."""
+    """Fetch one part of an answer from the gateway that has it. Raises OwnerNotFound or OwnerUnresponsive."""
     for _ in range(MAX_SILENCES):
         try:
             reply = await bus.request(subjects.answers_subject(gateway_id), encode(question), timeout_s=PART_LIMIT_S)

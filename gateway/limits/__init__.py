@@ -1,1 +1,1 @@
-"""What the gateway refuses before it costs anything."""
+"""Limits of a request, checked before it costs anything."""

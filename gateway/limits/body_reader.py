@@ -61,7 +61,7 @@ class BodyReader:
         self._by_tenant[tenant] += size
 
     def _has_room(self, tenant: str, size: int) -> bool:
-        """Whether the tenant would hold no more than they leave to others, as in admission."""
+        """Return whether the tenant would hold no more than it leaves to others, as in admission."""
         return self._by_tenant[tenant] + size <= self._max_bytes - self._total - size
 
     def _leave(self, tenant: str, size: int) -> None:

@@ -1,4 +1,4 @@
-"""How large the fields of a request may be that travel to a worker or are kept beside it, other than its prompt."""
+"""Size limits of fields, other than the prompt, that travel to a worker or are kept beside it."""
 
 from typing import Any, Final
 

@@ -48,7 +48,7 @@ def output_limit(
     choices: int,
     usual_max_tokens: int | None = None,
 ) -> int:
-    """The ``max_tokens`` of a request: what the caller asked for, or else what defaults and limits leave.
+    """Return the ``max_tokens`` of a request: what the client asked for, or else what defaults and limits leave.
 
     ``usual_max_tokens`` is the API's own default, if any; ``prompt_param`` and the first part of ``requested``
     are the fields' names. Raises ContextLengthExceeded or InvalidParameter.

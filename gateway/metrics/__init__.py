@@ -1,4 +1,4 @@
-"""What ``GET /metrics`` shows: of every worker's engine, as its heartbeats tell, and of this gateway.
+"""The exposition of ``GET /metrics``: every worker's engine, by its heartbeats, and this gateway.
 
 Engine and request series bear vLLM's names, so that boards and autoscalers made for it work; what a gateway alone knows
 is called ``spillway_…``. docs/METRICS.md lists them all. Counting is our own, a few integers and no locks: all of it

@@ -61,7 +61,7 @@ def engine_families(beats: Iterable[Heartbeat], models: Collection[str]) -> Iter
 
 
 def worker_families(beats: Collection[Heartbeat], models: Collection[str]) -> Iterator[Metric]:
-    """Which workers there are, and for which models."""
+    """The workers by model."""
     info = GaugeMetricFamily("spillway_worker_info", "A live worker; always 1.", labels=WORKER_LABELS)
     draining = GaugeMetricFamily("spillway_worker_draining", "1: it takes no new jobs.", labels=WORKER_LABELS)
     told = GaugeMetricFamily(

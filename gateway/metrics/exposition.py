@@ -18,7 +18,7 @@ from protocol.messages import Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """What there is to show."""
+    """Everything that the exposition shows."""
 
     counts: RequestCounts
     workers: Collection[Heartbeat]  # the last heartbeat of each live one

@@ -68,10 +68,10 @@ _Place = tuple[str, str, str, str]  # model, pool, provider, region: bounded by 
 
 
 class Prices(Protocol):
-    """What tokens cost, from memory: ``quotas.prices.CurrentPrices``."""
+    """Prices from memory: ``quotas.prices.CurrentPrices``."""
 
     def of(self, model: str, unix_ms: int, pool: str = CLIENTS) -> TokenPrice | None:
-        """What a model's tokens cost callers at a moment, or us at a hosted pool; None: nothing."""
+        """Return the price of a model's tokens at a time, for clients or for us at a hosted pool; None: free."""
 
 
 class RequestSeries(Observer):
@@ -152,7 +152,7 @@ class RequestSeries(Observer):
     # --- what is shown ------------------------------------------------------------------------------------------------
 
     def ended_requests(self) -> int:
-        """How many requests have ended so far."""
+        """Number of requests that have ended so far."""
         return self._counts["spillway_requests"].total()
 
     def snapshot(self) -> "RequestCounts":

@@ -16,10 +16,10 @@ _EVENT_END: Final = b"\n\n"
 
 
 class ChoiceEncoder(Protocol):
-    """What a call makes of a choice's text."""
+    """Encodes a choice's text as a call does."""
 
     def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
-        """The choice as a whole answer tells it, without logprobs and token ids; ``parts`` follow its text."""
+        """Return the choice object of a complete answer, without logprobs and token ids; ``parts`` follow its text."""
         ...
 
 
@@ -36,16 +36,16 @@ class RecordedAnswer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has come to its end."""
+        """True once every choice has ended."""
         return None not in self._finish_reasons
 
     @property
     def chars(self) -> int:
-        """How much it holds."""
+        """Number of characters held."""
         return 0 if self.is_too_large else self._max_chars - self._room_chars
 
     def add(self, frame: Tokens | Deltas) -> None:
-        """Take what one step brought."""
+        """Add what one step brought."""
         if isinstance(frame, Deltas):
             self._add(frame.index, "", frame.finish_reason, frame.parts)
         else:
@@ -63,12 +63,12 @@ class RecordedAnswer:
             self._calls = []
 
     def add_events(self, events: bytes) -> None:
-        """Take the events that tell a frame, for the ids in them."""
+        """Add the events of a frame, for the ids in them."""
         if _CALLS in events and not self.is_too_large:
             self._calls += [event.removeprefix(_EVENT_START) for event in events.split(_EVENT_END) if _CALLS in event]
 
     def add_whole(self, choices: Iterable[tuple[str, str | None, Sequence[Part]]], body: bytes) -> None:
-        """Take an answer that is not streamed: its choices (``answers.ChoiceContent``) and its body."""
+        """Add an answer that is not streamed: its choices (``answers.ChoiceContent``) and its body."""
         for index, (text, finish_reason, parts) in enumerate(choices):
             self._add(index, text, finish_reason, parts)
         if _CALLS in body:
@@ -87,7 +87,7 @@ class RecordedAnswer:
         return choices
 
     def _call_ids(self) -> dict[tuple[int, int], str]:
-        """The ids that the caller got, by choice and place."""
+        """Ids that the client got, by choice and position."""
         ids = {}
         for told in self._calls:
             for choice in msgspec.json.decode(told)["choices"]:
@@ -99,7 +99,7 @@ class RecordedAnswer:
 
 
 class RecordedChunks:
-    """``Chunks`` that are remembered as they are told."""
+    """``Chunks`` that are recorded as they are sent."""
 
     def __init__(self, inner: Chunks, answer: RecordedAnswer) -> None:
         self.usage = inner.usage
@@ -107,7 +107,7 @@ class RecordedChunks:
         self._answer = answer
 
     def of(self, frame: Tokens | Deltas) -> bytes:
-        """See Chunks."""
+        """Implement ``Chunks``."""
         events = self._inner.of(frame)
         self._answer.add(frame)
         self._answer.add_events(events)

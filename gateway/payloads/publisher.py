@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class CapturedCall(ChoiceEncoder, Protocol):
-    """What is kept of a call."""
+    """A call whose payload is kept."""
 
     name: str
 
@@ -78,11 +78,11 @@ class PayloadPublisher:
         self._is_empty.set()
 
     def new_answer(self, choices: int) -> RecordedAnswer:
-        """What an answer is remembered in that may have to be kept."""
+        """Return a recorder for an answer that may have to be kept."""
         return RecordedAnswer(choices, self._settings.max_payload_bytes)
 
     def take(self, capture: Capture) -> None:
-        """Keep a payload. Never waits: what there is no room for is lost."""
+        """Keep a payload. Never waits: a payload for which there is no space is dropped."""
         if self._waiting_bytes + self._size(capture) > MAX_WAITING_BYTES:
             self._lose(1, "too many wait to be stored")
             return
@@ -115,7 +115,7 @@ class PayloadPublisher:
             log.error("some payloads were not stored within %g s and are lost", limit_s)
 
     def _next(self) -> list[Capture]:
-        """What goes into the next message: at least one."""
+        """Return the payloads of the next message, at least one."""
         captures = [self._waiting.popleft()]
         room_bytes = MESSAGE_BYTES - self._size(captures[0])
         while self._waiting and len(captures) < MESSAGE_PAYLOADS and self._size(self._waiting[0]) <= room_bytes:

@@ -87,7 +87,7 @@ class ReaderCut(Exception):
     """Raised where what was kept for a slow reader has been dropped."""
 
 
-def _let_be() -> None:
+def _do_nothing() -> None:
     """Do nothing: nobody reads."""
 
 
@@ -107,7 +107,7 @@ class Mailbox:
         self._is_cut = False
         self._unread: UnreadBytes | None = None
         self._tenant = ""
-        self._give_up: Callable[[], None] = _let_be
+        self._give_up: Callable[[], None] = _do_nothing
         self._waiter: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -160,7 +160,7 @@ class Mailbox:
     def close(self) -> None:
         """Drop what is unread and the callback: nobody reads any more."""
         self.clear()
-        self._give_up = _let_be
+        self._give_up = _do_nothing
 
     def drop(self, request_id: str) -> None:
         """Drop what came of one request, none of which was read: all of it comes again."""

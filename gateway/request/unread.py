@@ -22,8 +22,8 @@ class _Tenant:
 class UnreadBytes:
     """Bounds what is unread at this gateway: past a bound, the largest keeper is given up."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._held_bytes = 0
         self._tenants: dict[str, _Tenant] = {}
 
@@ -49,9 +49,9 @@ class UnreadBytes:
             self._keep_bounds(held)
 
     def _keep_bounds(self, held: _Tenant) -> None:
-        if held.held_bytes > self._most_bytes // TENANT_SHARE:
+        if held.held_bytes > self._max_bytes // TENANT_SHARE:
             _give_up_largest(held)
-        elif self._held_bytes > self._most_bytes:
+        elif self._held_bytes > self._max_bytes:
             _give_up_largest(max(self._tenants.values(), key=lambda tenant: tenant.held_bytes))
 
 

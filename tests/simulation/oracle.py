@@ -62,7 +62,7 @@ class Oracle:
         for gateway in self.gateways:
             if gateway.quotas is None:
                 continue
-            for key, book in gateway.quotas._books.items():
+            for key, book in gateway.quotas._local_accounts.items():
                 if book.slice.expires_s < EPOCH_S + self.world.loop.now_s + self.world.server.skew_s:
                     for one in self.admitted.values():
                         if one.gateway_id == gateway.id and one.request.admission.principal.key_id == key:
@@ -162,7 +162,7 @@ class Oracle:
                 left.append(f"{gateway.id} still counts tenants' requests")
             if gateway.outbox or gateway.outbox.is_behind:
                 left.append(f"{gateway.id} still holds records")
-            busy = [book.account_id for book in gateway.quotas._books.values() if any(book.slice.busy)]
+            busy = [book.account_id for book in gateway.quotas._local_accounts.values() if any(book.slice.busy)]
             if busy:
                 left.append(f"{gateway.id} still holds places of {', '.join(busy)}")
         engines = {worker.id: worker.engine for worker in self.workers if worker.engine is not None}

@@ -95,7 +95,7 @@ async def test_the_silent_are_asked_after_while_they_have_work(watched: Watched)
 
 async def test_nobody_is_lost_while_all_are_forgiven(watched: Watched) -> None:
     watched.hear("gone")
-    watched.registry.forgive(time.monotonic())
+    watched.registry.reset_silence(time.monotonic())
     pings = await listen(watched.bus, "thinking")
     watched.give_work("gone", "thinking")
     await until(lambda: len(pings) >= 2)

@@ -95,7 +95,7 @@ async def test_what_a_gateway_remembers_outlives_the_bucket(start: Start, bus: B
     budget = Policy(budget_nano_usd=1_000_000, budget_period="month")
     first, second = await start("g0"), await start("g1")
     settle_all([one for one in [await ask_patiently(first, budget)] if one], 0, 100)
-    await until(lambda: not first._books["key_1"].slice.is_changed)
+    await until(lambda: not first._local_accounts["key_1"].slice.is_changed)
     await lose_accounts(bus)
     held = []
     for quotas in (first, second) * 3:

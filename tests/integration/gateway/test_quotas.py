@@ -224,7 +224,7 @@ async def test_a_gateway_that_was_frozen_learns_that_it_was_given_up(
     assert (await the_account(bus)).presumed_nano_usd == 190_000
     first.settle(5, 0, 0)
     assert len(await ask_all([frozen], who, 3, estimate)) == 0
-    book = frozen._books["key_1"]
+    book = frozen._local_accounts["key_1"]
     await until(lambda: not book.slice.is_changed)
     account = await the_account(bus)
     assert (account.presumed_nano_usd, account.spent_nano_usd) == (0, 5_000)
@@ -260,7 +260,7 @@ async def test_while_the_queue_server_is_away_slices_serve_until_their_lease_end
     who = principal(Policy(requests_per_minute=1000))
     await ask_all([quotas], who, 100)
     await ask_all([quotas], who, 1)
-    await until(lambda: quotas._books["key_1"].slice.idle[Kind.REQUESTS] > 0)
+    await until(lambda: quotas._local_accounts["key_1"].slice.idle[Kind.REQUESTS] > 0)
     nats_server.kill()
     assert await ask(quotas, who) is not None
     with monkeypatch.context() as patched:
@@ -399,4 +399,4 @@ async def test_a_recount_takes_the_ledgers_word_for_what_is_presumed(start: Star
 async def test_who_has_no_limit_reserves_nothing(start: Start) -> None:
     quotas = await start("g0")
     assert await quotas.reserve(principal(Policy(weight=2.0)), [SMALL]) is None
-    assert not quotas._books
+    assert not quotas._local_accounts

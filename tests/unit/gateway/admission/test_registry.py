@@ -26,7 +26,7 @@ def test_silence_is_death() -> None:
 def test_nobody_is_judged_for_our_own_silence() -> None:
     workers = registry()
     workers.heard("w", 10.0)
-    workers.forgive(20.0)
+    workers.reset_silence(20.0)
     assert workers.alive("w", 20.0 + FORGIVENESS_S / 2)
     assert not workers.alive("w", 20.0 + FORGIVENESS_S)
 
@@ -71,7 +71,7 @@ async def test_whoever_has_signed_off_is_not_shown_even_while_nobody_is_judged()
         subject = subjects.heartbeat_subject(worker_id)
         await workers._on_heartbeat(Msg(None, subject=subject, data=encode(beat(worker_id))))  # type: ignore[arg-type]
     now_s = time.monotonic()
-    workers.forgive(now_s)
+    workers.reset_silence(now_s)
     assert {one.worker_id for one in workers.live_beats(now_s)} == {"w1", "w2"}
     await workers._on_heartbeat(Msg(None, subject=subjects.heartbeat_subject("w1")))  # type: ignore[arg-type]
     assert [one.worker_id for one in workers.live_beats(now_s)] == ["w2"]
