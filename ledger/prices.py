@@ -83,7 +83,7 @@ class PriceBook:
     """All prices, looked up by model, pool and moment."""
 
     def __init__(self, rows: Iterable[tuple[str, str, int, Price]] = ()) -> None:
-        """``rows``: (model, pool, from_unix_ms, price) in any order."""
+        """Index ``rows``: (model, pool, from_unix_ms, price) in any order."""
         self._dated: dict[tuple[str, str], list[tuple[int, Price]]] = defaultdict(list)
         for model, pool, from_unix_ms, price in sorted(rows, key=lambda row: row[2]):
             self._dated[model, pool].append((from_unix_ms, price))

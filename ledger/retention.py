@@ -28,7 +28,7 @@ class Retention:
     """Deletes rows older than the last ``days`` whole days, a few at a time."""
 
     def __init__(self, engine: AsyncEngine, days: int | None) -> None:
-        """``days``: None never deletes."""
+        """Keep ``days`` whole days; None never deletes."""
         self._engine = engine
         self._days = days
 

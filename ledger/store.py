@@ -148,29 +148,29 @@ def _row(record: UsageRecord) -> Row:
 
 
 def _attempt_row(record: AttemptRecord) -> Row:
-    """Its worker's own word: what cannot be true is refused. Raises RecordRefused."""
+    """Build the row of a worker's own record; refuse implausible numbers. Raises RecordRefused."""
     counts = (record.prompt_tokens, record.cached_tokens, record.completion_tokens, record.resumed_tokens)
     phases = (record.engine_queue_ms, record.prefill_ms, record.decode_ms, record.ttft_ms)
     times_ms = (record.queue_ms, record.total_ms, *[phase for phase in phases if phase is not None])
     if not all(0 <= count <= MAX_ATTEMPT_TOKENS for count in (*counts, record.attempt, record.preemptions or 0)):
-        raise RecordRefused(f"counts of attempt {record.request_id}.{record.attempt} cannot be true")
+        raise RecordRefused(f"counts of attempt {record.request_id}.{record.attempt} are implausible")
     if record.cached_tokens > record.prompt_tokens:
-        raise RecordRefused(f"attempt {record.request_id}.{record.attempt} found more in the cache than it looked for")
+        raise RecordRefused(f"attempt {record.request_id}.{record.attempt} has more cached tokens than prompt tokens")
     if not all(0 <= time_ms <= MAX_ATTEMPT_MS for time_ms in times_ms):
-        raise RecordRefused(f"times of attempt {record.request_id}.{record.attempt} cannot be true")
+        raise RecordRefused(f"times of attempt {record.request_id}.{record.attempt} are implausible")
     return _row(record)
 
 
 def _priced(row: Mapping[str, Any], prices: PriceBook) -> Row:
-    # No worker has accepted it: nothing was computed, and its prompt costs nobody anything.
+    # Without a pool no worker has accepted it: nothing was computed, and nothing is charged.
     ran = row["pool"] is not None
     tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]) if ran else (0, 0, 0)
     return {**row, "charge_nano_usd": prices.charge_nano_usd(row["model"], row["received_unix_ms"], *tokens)}
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the database will never accept what caused this error."""
-    # A false yes loses a record, a false no stops the ledger until somebody looks: only what is certain counts.
+    """Report whether the database will never accept the row that caused this error."""
+    # A false True loses a record, a false False blocks the ledger until an operator acts: only certain errors count.
     if isinstance(error, (DataError, IntegrityError, asyncpg.DataError)):
         return True
     driver_error = getattr(error, "orig", None) or error  # COPY's errors come as the driver's own

@@ -85,7 +85,7 @@ class Child:
         *,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment``: variables in addition to ours."""
+        """Describe the process. ``environment``: variables in addition to ours."""
         self.name = name
         self.environment = dict(environment or {})
         self.stop_limit_s = stop_limit_s

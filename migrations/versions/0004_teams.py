@@ -92,7 +92,7 @@ def add_to_keys() -> None:
         for column in policy():
             table.add_column(column)
         table.create_unique_constraint("uq_api_keys_previous_hmac", ["previous_hmac"])
-    # The defaults were for the keys that were there; from now on whoever makes a key says.
+    # The defaults were for existing keys; new ones must be created with a value.
     with op.batch_alter_table("api_keys") as table:
         table.alter_column("team_id", server_default=None)
         table.alter_column("scopes", server_default=None)

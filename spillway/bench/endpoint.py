@@ -26,7 +26,7 @@ class EndpointTarget:
     """A ``measure.Target`` for an HTTP endpoint."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
-        """``url``: with or without "/v1"; ``model``: default the first one listed. Raises BenchError."""
+        """Connect to ``url``, with or without "/v1"; ``model``: default the first one listed. Raises BenchError."""
         base = url.rstrip("/")
         self._base = base if base.endswith("/v1") else f"{base}/v1"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -37,7 +37,7 @@ class Load:
     """The size of one load."""
 
     prompt_tokens: int  # of each request
-    batch: int  # requests at once
+    batch: int  # concurrent requests
     new_tokens: int  # of each request
 
 

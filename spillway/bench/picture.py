@@ -39,7 +39,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             _ttft,
             "prompt (tokens)",
             _prompt,
-            "requests at once",
+            "concurrent requests",
             _batch,
             is_log=True,
         ),
@@ -47,13 +47,19 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             "Time per output token",
             "TPOT p50 (ms)",
             _tpot,
-            "requests at once",
+            "concurrent requests",
             _requests,
             "prompt + new tokens",
             _lengths,
         ),
         _Panel(
-            "Decode", "new tokens per second", _decode, "requests at once", _requests, "prompt + new tokens", _lengths
+            "Decode",
+            "new tokens per second",
+            _decode,
+            "concurrent requests",
+            _requests,
+            "prompt + new tokens",
+            _lengths,
         ),
     )
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")

@@ -41,7 +41,7 @@ class PoolTarget:
     """A ``measure.Target`` for a pool's engine. A context manager, which starts and stops the engine."""
 
     def __init__(self, pool: str, model: str, settings: EngineSettings, limit_s: float) -> None:
-        """``model``: one that the pool serves; ``limit_s``: for all loads together, once the engine is ready."""
+        """Prepare the engine. ``model``: one of the pool's; ``limit_s``: for all loads, once the engine is ready."""
         self._pool = pool
         self._model = model
         self._settings = settings
@@ -130,7 +130,7 @@ class PoolTarget:
         if tokens > held.max_model_len:
             raise LoadRefused(f"one request has at most {held.max_model_len:,} tokens")
         if held.told_sequences is not None and load.batch > held.told_sequences:
-            raise LoadRefused(f"the engine runs {held.told_sequences:,} at once")
+            raise LoadRefused(f"the engine runs {held.told_sequences:,} concurrently")
         if held.told_kv_tokens is not None and load.batch * tokens > held.told_kv_tokens:
             raise LoadRefused(f"the engine's memory holds {held.told_kv_tokens:,} tokens")
 

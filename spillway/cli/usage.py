@@ -109,7 +109,7 @@ def _print(rows: Sequence[UsageRow], groups: Sequence[GroupBy], output: Format) 
 
 
 def _table(rows: Sequence[UsageRow], groups: Sequence[GroupBy]) -> Table:
-    """What fits a line of some 100 characters; the other formats have every column."""
+    """Build a table of the columns that fit on a line of about 100 characters; the other formats have all."""
     caption = "TTFT, TPOT, queue wait: milliseconds, p50 / p95"
     if any(row.estimated for row in rows):
         caption += "\n≈: some of these tokens are estimated"
