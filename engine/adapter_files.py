@@ -76,7 +76,7 @@ def load_adapter(name: str, path: str, model: PreTrainedModel) -> Adapter:
         refuse_pickles(path, ADAPTER_PICKLE_NAMES, unless=WEIGHTS_NAME)
         weights_file = _file(path, WEIGHTS_NAME)
         tensors = load_file(weights_file)
-        tokenizer = _own_tokenizer(path)
+        tokenizer = _load_tokenizer(path)
         _check_config(config)
         weights = _weights(config, tensors, model)
         digest = digest_of(json.dumps(config, sort_keys=True), sha256_of(weights_file))
@@ -95,7 +95,7 @@ def _file(path: str, name: str) -> Path:
     return Path(found)
 
 
-def _own_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
+def _load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
     if cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False) is None:
         return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
@@ -132,11 +132,11 @@ def _weights(
             raise ValueError(f"{layer}: rank {a.shape[0]}, but {CONFIG_NAME} says {rank}")
         alpha = _of_layer(config.get("alpha_pattern"), layer, config.get("lora_alpha", 8))
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        weights[layer] = _held(a, 1.0, model), _held(b, scale, model)
+        weights[layer] = _transposed(a, 1.0, model), _transposed(b, scale, model)
     return weights
 
 
-def _held(matrix: Tensor, scale: float, model: PreTrainedModel) -> Tensor:
+def _transposed(matrix: Tensor, scale: float, model: PreTrainedModel) -> Tensor:
     """Return it transposed, as rows are multiplied with it."""
     return (matrix.float() * scale).t().contiguous().to(model.dtype)
 

@@ -96,21 +96,21 @@ class KVPool:
         self._slots = slots
         self._dtype = dtype
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.take()
+        self.allocate()
 
     @property
-    def is_given_back(self) -> bool:
+    def is_released(self) -> bool:
         """Whether there is no memory to store anything in."""
         return not self._layers
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Have memory, blank if it was given back."""
         for layer, (heads, dim) in self._layer_shapes.items():
             if layer not in self._layers:
                 self._layers[layer] = (self._map(heads, dim), self._map(heads, dim))
 
-    def give_back(self) -> None:
-        """Leave the memory to the system until `take`; what was stored is gone."""
+    def release(self) -> None:
+        """Leave the memory to the system until `allocate`; what was stored is gone."""
         self._layers.clear()
 
     def _map(self, heads: int, dim: int) -> Tensor:

@@ -75,7 +75,7 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def _record(self, size: int, compute: Compute, record: Recorder, max_model_len: int) -> _Recording:
-        inputs, packed = self._pool.recordable(self._tables[:size], max_model_len)
+        inputs, packed = self._pool.make_static_inputs(self._tables[:size], max_model_len)
         recording = _Recording(inputs, packed, lambda: None)
         self._fill(recording, [0] * size, [0] * size, [self._pool.filling] * size)
 

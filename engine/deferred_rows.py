@@ -34,7 +34,7 @@ class DeferredRows:
     def forget(self, sequence: scheduler.Sequence) -> None:
         """Drop what a sequence has here: it has ended."""
         if (late := self._rows.pop(sequence, None)) is not None:
-            late[0].give_up_mask()
+            late[0].discard_mask()
 
     def exchange(
         self, chunks: Sequence[Chunk], logits: Tensor | None, matcher_of: MatcherOf

@@ -9,32 +9,32 @@ decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 from typing import Final
 
 NGRAM_TOKENS: Final = 3  # so many last tokens must have occurred before
-REST_TOKENS: Final = 16  # after a guess of which nothing came true, nothing is guessed for so many tokens
+PAUSE_TOKENS: Final = 16  # after a guess of which nothing came true, nothing is guessed for so many tokens
 
 
 class NgramDrafts:
     """The guesses for one sequence, whose tokens it follows."""
 
-    def __init__(self, token_ids: list[int], most_tokens: int) -> None:
-        """Read `token_ids` now and, as it grows, at each guess; guess at most `most_tokens` at a time."""
+    def __init__(self, token_ids: list[int], max_tokens: int) -> None:
+        """Read `token_ids` now and, as it grows, at each guess; guess at most `max_tokens` at a time."""
         self._token_ids = token_ids
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
         self._after: dict[tuple[int, ...], int] = {}  # n-gram → the index after its last occurrence but this one
         self._read_tokens = NGRAM_TOKENS - 1  # tokens whose n-grams are known, but for the last
-        self._rests_until = 0  # tokens
+        self._pause_until = 0  # tokens
 
-    def guess(self, most_tokens: int) -> list[int]:
+    def guess(self, max_tokens: int) -> list[int]:
         """Return what may follow; nothing where nothing is known."""
         tokens = self._token_ids
         while self._read_tokens < len(tokens) - 1:
             self._read_tokens += 1
             self._after[tuple(tokens[self._read_tokens - NGRAM_TOKENS : self._read_tokens])] = self._read_tokens
-        if len(tokens) < max(NGRAM_TOKENS, self._rests_until):
+        if len(tokens) < max(NGRAM_TOKENS, self._pause_until):
             return []
         start = self._after.get(tuple(tokens[-NGRAM_TOKENS:]))
-        return [] if start is None else tokens[start : start + min(self._most_tokens, most_tokens)]
+        return [] if start is None else tokens[start : start + min(self._max_tokens, max_tokens)]
 
-    def judge(self, guessed: int, right: int) -> None:
+    def record_result(self, guessed: int, right: int) -> None:
         """Take notice of how many of the guessed tokens came true."""
         if guessed and not right:
-            self._rests_until = len(self._token_ids) + REST_TOKENS
+            self._pause_until = len(self._token_ids) + PAUSE_TOKENS

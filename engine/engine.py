@@ -129,7 +129,7 @@ class LLMEngine:
         grammar = request.sampling.grammar
         if grammar is None:
             self._start(request, None)
-        elif (compiled := self._vocabularies[request.adapter].grammars.compile(grammar)).is_good:
+        elif (compiled := self._vocabularies[request.adapter].grammars.compile(grammar)).is_usable:
             self._start(request, compiled)
         else:
             self._compiling[request.request_id] = Compiling(request, compiled, time.monotonic())
@@ -197,7 +197,7 @@ class LLMEngine:
     @property
     def is_sleeping(self) -> bool:
         """Whether its KV memory is given back."""
-        return isinstance(self._kv_memory, KVPool) and self._kv_memory.is_given_back
+        return isinstance(self._kv_memory, KVPool) and self._kv_memory.is_released
 
     def sleep(self) -> None:
         """Give the KV memory and with it the prefix cache back to the system; the next request wakes it up.
@@ -207,12 +207,12 @@ class LLMEngine:
         if self.has_unfinished() or not isinstance(self._kv_memory, KVPool):
             raise EngineError("only an engine on a CPU, without requests, can sleep")
         self._block_pool.forget_cached()
-        self._kv_memory.give_back()
+        self._kv_memory.release()
 
     def wake_up(self) -> None:
         """Have KV memory again."""
-        if isinstance(self._kv_memory, KVPool) and self._kv_memory.is_given_back:
-            self._kv_memory.take()
+        if isinstance(self._kv_memory, KVPool) and self._kv_memory.is_released:
+            self._kv_memory.allocate()
             log.info("awake: the KV memory is taken again")
 
     def abort(self, request_id: str) -> None:
@@ -256,7 +256,7 @@ class LLMEngine:
         """Return how it does. Of all methods, this one may be called by another thread, also during a step."""
         running, waiting = len(self._scheduler.running), self._waiting_choices
         kv_usage = self._block_pool.used_blocks / self._block_pool.total_blocks
-        return self._step_stats.told(running=running, waiting=waiting, kv_usage=kv_usage, counters=self.counters)
+        return self._step_stats.snapshot(running=running, waiting=waiting, kv_usage=kv_usage, counters=self.counters)
 
     @torch.inference_mode()
     def step(self) -> list[SequenceOutput]:
@@ -313,7 +313,7 @@ class LLMEngine:
         ahead = [number for chunk in chunks for number in range(1 + chunk.draft_tokens)]
         rows = [self._choice_of[chunk.sequence].sampling_row for chunk in chunks for _ in range(1 + chunk.draft_tokens)]
         samples = iter(sample(logits, rows, ahead) if rows else [])
-        self._step_stats.tokens_came([chunk.sequence.clock for chunk in chunks], time.monotonic())
+        self._step_stats.record_tokens([chunk.sequence.clock for chunk in chunks], time.monotonic())
         outputs = []
         for chunk in chunks:
             sampled = list(islice(samples, 1 + chunk.draft_tokens))
@@ -339,16 +339,16 @@ class LLMEngine:
         self.counters.guessed_tokens += len(draft)
         self.counters.right_tokens += right
         if choice.drafts is not None:
-            choice.drafts.judge(len(draft), right)
+            choice.drafts.record_result(len(draft), right)
         return output
 
     def _advance(self, choice: Choice, sampled: Sample) -> SequenceOutput:
         """Take the sampled token through the text stage; an error there ends this choice, not the loop."""
-        why_not = choice.prompt_error or sampled.error
-        if sampled.token_id is None or why_not:
+        reason = choice.prompt_error or sampled.error
+        if sampled.token_id is None or reason:
             too_complex = choice.matcher.too_complex if choice.matcher else None
-            output = _refused(choice, too_complex) if too_complex else choice.end("error", why_not)
-            self._retire(choice, forget=why_not == NOT_FINITE)
+            output = _refused(choice, too_complex) if too_complex else choice.end("error", reason)
+            self._retire(choice, forget=reason == NOT_FINITE)
             return output
         if choice.params.max_tokens == 0:
             output = choice.end("length")

@@ -30,10 +30,10 @@ def kv_bytes_beside(
     free, total = torch.cuda.mem_get_info(device)
     if config.cuda_graphs:
         peak += 4 * config.max_sequences * model.config.get_text_config().vocab_size  # their own logits
-    return bytes_left(total, free, peak, config.gpu_memory_utilization)
+    return kv_bytes_available(total, free, peak, config.gpu_memory_utilization)
 
 
-def bytes_left(total_bytes: int, free_bytes: int, step_bytes: int, utilization: float) -> int:
+def kv_bytes_available(total_bytes: int, free_bytes: int, step_bytes: int, utilization: float) -> int:
     """Return what is left of the share of a GPU's memory. Raises ConfigError if nothing is."""
     used_bytes = total_bytes - free_bytes  # weights, the CUDA context, other processes
     left = int(total_bytes * utilization) - used_bytes - step_bytes

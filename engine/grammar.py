@@ -143,7 +143,7 @@ class Matcher:
             raise mask or GrammarError("its mask was not made")
         logits += torch.from_numpy(mask[: len(logits)]).to(logits.device)
 
-    def give_up_mask(self) -> None:
+    def discard_mask(self) -> None:
         """Nobody wants the next token any more; a mask that is made together with others' is made all the same."""
         if self.making in self.family.making:
             self.making.cancel()
@@ -173,7 +173,7 @@ class CompiledGrammar:
     family: Family
 
     @property
-    def is_good(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether it is compiled by now, without an error, and a matcher can be made without waiting."""
         done = self.is_ready and self.outcome.exception() is None
         return done and not isinstance(self.outcome.result(), RequestRejected)
@@ -277,7 +277,7 @@ class GrammarCompiler:
     ) -> LLMatcher | RequestRejected:
         try:
             source = _source(grammar, self._added_tokens)
-            error = check.why_not(source)
+            error = check.find_error(source)
             if not error:
                 matcher = LLMatcher(tokenizer.result(), source, log_level=0, limits=PARSER_LIMITS)
                 if not matcher.is_error():

@@ -49,7 +49,7 @@ class GrammarCheck:
         self._cpu_s = cpu_s
         self._idle: LifoQueue[_Child] = LifoQueue()
 
-    def why_not(self, source: str) -> str:
+    def find_error(self, source: str) -> str:
         """Return what is wrong with a grammar in llguidance's own form; nothing if it is good. Raises TooExpensive."""
         try:
             child = self._idle.get_nowait()
@@ -84,7 +84,7 @@ class _Child:
             answer = ""
         if not answer:
             self._end()
-            raise TooExpensive(_why_ended(self._process.returncode))
+            raise TooExpensive(_kill_reason(self._process.returncode))
         return str(json.loads(answer)["error"])
 
 
@@ -96,7 +96,7 @@ def _end(process: subprocess.Popen[str], questions: IO[str], answers: IO[str]) -
         questions.close()
 
 
-def _why_ended(status: int) -> str:
+def _kill_reason(status: int) -> str:
     return "it takes too long to compile" if status == -signal.SIGPROF else "it takes too much memory to compile"
 
 

@@ -104,7 +104,7 @@ def check_quantization(quantize: Quantization | None, *, device: str, dtype: tor
         raise ConfigError("quantize", "int8 needs a CPU with AVX-512 VNNI; it would be slower than float32 here")
 
 
-def fastest_linear(weight: Tensor, bias: Tensor | None, quantize: Quantization | None) -> nn.Module:
+def make_fast_linear(weight: Tensor, bias: Tensor | None, quantize: Quantization | None) -> nn.Module:
     """Return the module that computes rows · weightᵀ + bias fastest; weight is [out, in]."""
     if quantize == "int8":
         return Int8Linear(weight, bias)

@@ -47,24 +47,24 @@ class OutputText:
         params = self._params
         self.produced_tokens += 1
         if token_id in self._eos_ids or token_id in params.stop_token_ids:
-            text = self._pass_stops(self._detokenizer.push(token_id)) if params.include_stop_str_in_output else ""
+            text = self._apply_stops(self._detokenizer.push(token_id)) if params.include_stop_str_in_output else ""
             text += self._flush()
             self.finish_reason = "stop"
             self.stop_reason = token_id if token_id in params.stop_token_ids else None
-            return self._unseen(text)
-        text = self._pass_stops(self._detokenizer.push(token_id))
+            return self._skip_sent(text)
+        text = self._apply_stops(self._detokenizer.push(token_id))
         if self.finish_reason is None and (is_complete or self.produced_tokens >= params.max_tokens):
             text += self._flush()
             self.finish_reason = self.finish_reason or ("stop" if is_complete else "length")
-        return self._unseen(text)
+        return self._skip_sent(text)
 
     def end(self, reason: FinishReason) -> str:
         """End the choice without a token; return the text that was held back."""
         text = self._flush()
         self.finish_reason = self.finish_reason or reason
-        return self._unseen(text)
+        return self._skip_sent(text)
 
-    def _pass_stops(self, text: str) -> str:
+    def _apply_stops(self, text: str) -> str:
         if self.produced_tokens <= self._params.min_tokens:
             return text
         released, stop = self._stops.push(text)
@@ -75,10 +75,10 @@ class OutputText:
         return released
 
     def _flush(self) -> str:
-        text = self._pass_stops(self._detokenizer.flush())
+        text = self._apply_stops(self._detokenizer.flush())
         return text + self._stops.flush()
 
-    def _unseen(self, text: str) -> str:
+    def _skip_sent(self, text: str) -> str:
         skipped = min(self._chars_to_skip, len(text))
         self._chars_to_skip -= skipped
         return text[skipped:]

@@ -95,7 +95,7 @@ class PagedKVPool:
         np.concatenate((tokens, own, slots, [0], rows.cumsum(), contexts), out=packed.numpy())
         return packed, tables
 
-    def recordable(self, tables: Tensor, longest_context: int) -> tuple[StepInputs, Tensor]:
+    def make_static_inputs(self, tables: Tensor, longest_context: int) -> tuple[StepInputs, Tensor]:
         """Return inputs of a step that decodes len(tables) sequences, and the tensor they are views of.
 
         Contents come later, as `pack` gives them, into that tensor and `tables`.

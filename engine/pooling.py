@@ -85,7 +85,7 @@ class PoolingEngine:
     def stats(self) -> EngineStats:
         """Return how it does; may be called from another thread."""
         waiting = sum(len(inputs) for _, inputs in tuple(self._waiting.values()))
-        return self._step_stats.told(running=self._running, waiting=waiting, kv_usage=0.0, counters=self._counters)
+        return self._step_stats.snapshot(running=self._running, waiting=waiting, kv_usage=0.0, counters=self._counters)
 
     def step(self) -> list[SequenceOutput]:
         """Compute a batch."""
@@ -97,7 +97,7 @@ class PoolingEngine:
             self._counters.computed_tokens += tokens
             self._counters.prompt_tokens += tokens
             self._running = len(chosen)
-        for group in _like_lengths(chosen):
+        for group in _batches_by_length(chosen):
             vectors = self._model.vectors([one for _, one in group])
             outputs += [self._output(*chosen, vector) for chosen, vector in zip(group, vectors, strict=True)]
         self._running = 0
@@ -158,7 +158,7 @@ class PoolingEngine:
                 raise RequestRejected("prompt_ids", message)
 
 
-def _like_lengths(chosen: Iterable[Chosen]) -> list[list[Chosen]]:
+def _batches_by_length(chosen: Iterable[Chosen]) -> list[list[Chosen]]:
     """Cut a step's inputs into batches that pad little."""
     groups: list[list[Chosen]] = []
     for one in sorted(chosen, key=lambda chosen: len(chosen[1].token_ids)):

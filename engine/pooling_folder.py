@@ -36,7 +36,7 @@ class PoolingFolder:
     max_tokens: int | None = None  # that the model was trained with, where fewer than it can do
 
 
-def task_of(name: str, wanted: Task | None) -> Task:
+def task_of(name: str, requested: Task | None) -> Task:
     """Return what a model is for: what is wanted, if that can be, or else what its files say.
 
     Raises UnsupportedModel where the model cannot do what is wanted, and OSError where there is no such model.
@@ -49,9 +49,9 @@ def task_of(name: str, wanted: Task | None) -> Task:
     else:
         has_modules = _read_json(name, "modules.json") is not None
         possible = ("embed", "generate") if has_modules else ("generate", "embed")
-    if wanted is not None and wanted not in possible:
-        raise UnsupportedModel(f"task: {architecture or name} is for {' or '.join(possible)}, not for {wanted}")
-    return wanted or possible[0]
+    if requested is not None and requested not in possible:
+        raise UnsupportedModel(f"task: {architecture or name} is for {' or '.join(possible)}, not for {requested}")
+    return requested or possible[0]
 
 
 def read_pooling_folder(name: str) -> PoolingFolder:

@@ -157,7 +157,7 @@ def _info(
     return PoolingInfo(
         model=name,
         task=task,
-        max_model_len=_longest_input(model, tokenizer, folder, config),
+        max_model_len=_max_input_tokens(model, tokenizer, folder, config),
         dimensions=1 if is_score else text_config.hidden_size,
         pooling=None if is_score else pooling,
         normalize=not is_score and (declared if options.normalize is None else options.normalize),
@@ -175,18 +175,18 @@ def _is_decoder(config: PreTrainedConfig) -> bool:
     return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and name not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
-def _longest_input(
+def _max_input_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: PoolingFolder, config: EngineConfig
 ) -> int:
     """Return the longest input, in tokens: what was configured, or else what the model was made for."""
-    possible = max_model_len(model.config.get_text_config(), config) - _reserved_positions(model, config)
+    possible = max_model_len(model.config.get_text_config(), config) - _count_reserved_positions(model, config)
     if config.max_model_len is not None:
         return config.max_model_len
     declared = [limit for limit in (folder.max_tokens, tokenizer.model_max_length) if limit]
     return int(min([possible, *declared]))
 
 
-def _reserved_positions(model: PreTrainedModel, config: EngineConfig) -> int:
+def _count_reserved_positions(model: PreTrainedModel, config: EngineConfig) -> int:
     """Return how many positions no token can have: RoBERTa and its kin count from the padding's id on.
 
     Raises ConfigError where more was configured than is left.

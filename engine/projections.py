@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.config import Quantization
 from engine.huge_pages import use_huge_pages
-from engine.linear import fastest_linear, memory_of
+from engine.linear import make_fast_linear, memory_of
 
 Siblings = list[tuple[nn.Module, list[str]]]  # a module, and the names of its linear layers that map the same rows
 
@@ -65,7 +65,7 @@ def watch_siblings(model: nn.Module) -> Iterator[Siblings]:
     yield siblings
     for handle in handles:
         handle.remove()
-    siblings += [(parent, names) for parent, inputs in given for names in _given_the_same(parent, inputs)]
+    siblings += [(parent, names) for parent, inputs in given for names in _group_by_input(parent, inputs)]
 
 
 def make_fast(model: nn.Module, siblings: Siblings, quantize: Quantization | None) -> None:
@@ -77,14 +77,14 @@ def make_fast(model: nn.Module, siblings: Siblings, quantize: Quantization | Non
     for parent, names in siblings:
         layers = [_linears_of(parent)[name] for name in names]
         weight = torch.cat([layer.weight.detach() for layer in layers])
-        product = fastest_linear(weight, _joined_biases(layers), quantize)
+        product = make_fast_linear(weight, _joined_biases(layers), quantize)
         made.append(product)
         shared = SharedProjection(product, [layer.out_features for layer in layers])
         for number, name in enumerate(names):
             setattr(parent, name, ProjectionPart(shared, number))
     for parent in list(model.modules()):
         for name, layer in _linears_of(parent).items():
-            made.append(fastest_linear(layer.weight.detach(), _joined_biases([layer]), quantize))
+            made.append(make_fast_linear(layer.weight.detach(), _joined_biases([layer]), quantize))
             setattr(parent, name, made[-1])
     use_huge_pages([memory for module in made if (memory := memory_of(module)) is not None])
 
@@ -97,7 +97,7 @@ def _note(inputs: dict[str, Tensor], name: str, _layer: nn.Module, arguments: tu
     inputs[name] = arguments[0]
 
 
-def _given_the_same(parent: nn.Module, inputs: dict[str, Tensor]) -> list[list[str]]:
+def _group_by_input(parent: nn.Module, inputs: dict[str, Tensor]) -> list[list[str]]:
     """Group the names of the layers that were given the same tensor and can be joined."""
     groups: dict[tuple[int, torch.dtype, bool], list[str]] = {}
     for name, layer in _linears_of(parent).items():

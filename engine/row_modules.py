@@ -151,7 +151,7 @@ def _bind_rotary(rotary: RotaryEmbedding, attention: nn.Module) -> None:
         expected = original(query, key, cos, sin)
     except (TypeError, RuntimeError):  # it asks for something else
         return
-    if not all(map(_is_near, rotary(query, key, cos, sin), expected)):
+    if not all(map(_is_close, rotary(query, key, cos, sin), expected)):
         return
     names = {**forward.__globals__, rotary.NAME: rotary}
     own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -165,14 +165,14 @@ def _computes_the_same(module: nn.Module, other: nn.Module, width: int) -> bool:
         expected = module(rows)
     except (TypeError, RuntimeError):  # it asks for something else than rows
         return False
-    return isinstance(expected, Tensor) and _is_near(other(rows), expected)
+    return isinstance(expected, Tensor) and _is_close(other(rows), expected)
 
 
 def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(_SEED))
 
 
-def _is_near(computed: Tensor, expected: Tensor) -> bool:
+def _is_close(computed: Tensor, expected: Tensor) -> bool:
     if computed.shape != expected.shape:
         return False
     return torch.allclose(computed, expected, rtol=0, atol=_TOLERANCE * float(expected.abs().max()))

@@ -39,7 +39,7 @@ class Sequence:
     computed_tokens: int = 0  # how many of token_ids have their keys and values in the pool
     block_runs: list[range] = field(default_factory=list)  # its blocks, in order of its tokens; empty while waiting
     block_keys: list[bytes] = field(default_factory=list)  # of its whole blocks of tokens, as far as they were needed
-    findable_blocks: int = 0  # how many of its blocks, from the first, were offered to the cache
+    registered_blocks: int = 0  # how many of its blocks, from the first, were offered to the cache
     draft: list[int] = field(default_factory=list)  # guesses at what follows token_ids, for the next step only
     adapter: str | None = None  # what its tokens are computed with
     cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
@@ -124,7 +124,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # the longest admitted first
         self.counters = EngineCounters()
         self._prefix_cache = prefix_cache
-        self._coming: dict[bytes, int] = {}  # keys of blocks that running sequences will have computed; how many each
+        self._pending_keys: dict[
+            bytes, int
+        ] = {}  # keys of blocks that running sequences will have computed; how many each
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the caller has made sure that the whole pool could hold it."""
@@ -156,10 +158,10 @@ class Scheduler:
             sequence = self.running[number]
             tokens = _affordable(sequence, budget, scored_budget)
             number += 1
-            if tokens and self._secure(sequence, sequence.computed_tokens + tokens):
+            if tokens and self._ensure_blocks(sequence, sequence.computed_tokens + tokens):
                 spare = budget - tokens - (len(self.running) - number)  # a token for everybody comes first
                 is_whole = tokens == sequence.pending_tokens
-                chunks.append(Chunk(sequence, tokens, self._secure_draft(sequence, spare) if is_whole else 0))
+                chunks.append(Chunk(sequence, tokens, self._allocate_draft(sequence, spare) if is_whole else 0))
                 budget -= tokens + chunks[-1].draft_tokens
                 scored_budget -= len(chunks[-1].unscored)
         while budget > 0 and preemptions == self.counters.preemptions and (admitted := self._admit_next()):
@@ -177,50 +179,50 @@ class Scheduler:
         if not self._prefix_cache:
             return
         whole_blocks = sequence.computed_tokens // self.block_pool.block_size
-        if whole_blocks > sequence.findable_blocks:
-            self._no_longer_coming(sequence.block_keys[sequence.findable_blocks : whole_blocks])
+        if whole_blocks > sequence.registered_blocks:
+            self._drop_pending_keys(sequence.block_keys[sequence.registered_blocks : whole_blocks])
             self._extend_keys(sequence)
-            for number in range(sequence.findable_blocks, whole_blocks):
+            for number in range(sequence.registered_blocks, whole_blocks):
                 self.block_pool.register(sequence.block_at(number), sequence.block_keys[number])
-            sequence.findable_blocks = whole_blocks
+            sequence.registered_blocks = whole_blocks
 
     def _extend_keys(self, sequence: Sequence) -> None:
         extend_keys(sequence.block_keys, sequence.token_ids, self.block_pool.block_size, sequence.adapter)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _secure(self, sequence: Sequence, tokens: int) -> bool:
+    def _ensure_blocks(self, sequence: Sequence, tokens: int) -> bool:
         """Make sure that a running sequence has blocks for so many tokens; False if it had to give way itself."""
         missing = self.block_pool.blocks_for(tokens) - sequence.held_blocks
         while missing > self.block_pool.free_blocks:
-            if self._trim():
+            if self._reclaim():
                 continue
             newest = self.running[-1]
             self._preempt(newest)
             if newest is sequence:
                 return False
         if missing > 0:
-            self._give(sequence, missing)
+            self._allocate(sequence, missing)
         return True
 
-    def _secure_draft(self, sequence: Sequence, spare_tokens: int) -> int:
+    def _allocate_draft(self, sequence: Sequence, spare_tokens: int) -> int:
         """Return how much of its draft there is room for and a block for everybody: none gives way to a guess."""
         tokens = max(0, min(len(sequence.draft), spare_tokens))
         missing = self.block_pool.blocks_for(len(sequence.token_ids) + tokens) - sequence.held_blocks
         if missing > self.block_pool.free_blocks - len(self.running):
             return 0
         if missing > 0:
-            self._give(sequence, missing)
+            self._allocate(sequence, missing)
         return tokens
 
-    def _give(self, sequence: Sequence, blocks: int) -> None:
+    def _allocate(self, sequence: Sequence, blocks: int) -> None:
         runs = sequence.block_runs
         for run in self.block_pool.allocate(blocks, after=runs[-1][-1] if runs else None):
             _append(runs, run)
 
-    def _trim(self) -> bool:
+    def _reclaim(self) -> bool:
         """Take back what running sequences do not need yet; False if there is nothing of the kind."""
-        has_trimmed = False
+        has_reclaimed = False
         for sequence in self.running:
             kept_tokens = len(sequence.token_ids) + len(sequence.draft)
             surplus = sequence.held_blocks - self.block_pool.blocks_for(kept_tokens)
@@ -231,8 +233,8 @@ class Scheduler:
                     sequence.block_runs.append(kept)
                 self.block_pool.release([dropped])
                 surplus -= len(dropped)
-                has_trimmed = True
-        return has_trimmed
+                has_reclaimed = True
+        return has_reclaimed
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -242,10 +244,10 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._no_longer_coming(sequence.block_keys[sequence.findable_blocks :])
+        self._drop_pending_keys(sequence.block_keys[sequence.registered_blocks :])
         self.block_pool.release(sequence.block_runs)
         sequence.block_runs = []
-        sequence.computed_tokens = sequence.findable_blocks = 0
+        sequence.computed_tokens = sequence.registered_blocks = 0
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
@@ -256,9 +258,9 @@ class Scheduler:
         for number, sequence in enumerate(self.waiting):
             if number == MAX_PASSED_OVER:
                 return None
-            findable = self._worth_finding(sequence)
+            findable = self._cacheable_keys(sequence)
             blocks = self.block_pool.match(findable)
-            if len(blocks) < len(findable) and findable[len(blocks)] in self._coming:
+            if len(blocks) < len(findable) and findable[len(blocks)] in self._pending_keys:
                 continue
             self.block_pool.retain(blocks)
             if not self._fits(sequence, len(blocks)):
@@ -269,7 +271,7 @@ class Scheduler:
             return sequence
         return None
 
-    def _worth_finding(self, sequence: Sequence) -> list[bytes]:
+    def _cacheable_keys(self, sequence: Sequence) -> list[bytes]:
         """The keys of its blocks without the last token's: at least one token must be computed to have logits."""
         if self._prefix_cache:
             self._extend_keys(sequence)
@@ -279,10 +281,10 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, found_blocks: int) -> bool:
         """Whether it and all running sequences could grow by LOOKAHEAD_TOKENS, after all that can be taken back."""
-        promised = sum(self._wanted_blocks(other) - other.held_blocks for other in self.running)
-        return self._wanted_blocks(sequence) - found_blocks <= self.block_pool.free_blocks - promised
+        promised = sum(self._required_blocks(other) - other.held_blocks for other in self.running)
+        return self._required_blocks(sequence) - found_blocks <= self.block_pool.free_blocks - promised
 
-    def _wanted_blocks(self, sequence: Sequence) -> int:
+    def _required_blocks(self, sequence: Sequence) -> int:
         ahead = max(LOOKAHEAD_TOKENS, len(sequence.draft))  # what it holds for its draft cannot be taken back
         tokens = min(sequence.max_total_tokens, len(sequence.token_ids) + ahead)
         return self.block_pool.blocks_for(tokens)
@@ -290,7 +292,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, found_blocks: list[int]) -> None:
         sequence.block_runs = _runs_of(found_blocks)
         sequence.computed_tokens = len(found_blocks) * self.block_pool.block_size
-        sequence.findable_blocks = len(found_blocks)
+        sequence.registered_blocks = len(found_blocks)
         if sequence.cached_tokens is None:
             sequence.clock.scheduled_s = time.monotonic()
             sequence.cached_tokens = min(sequence.computed_tokens, sequence.prompt_tokens)
@@ -298,20 +300,20 @@ class Scheduler:
             self.counters.queried_tokens += sequence.prompt_tokens if self._prefix_cache else 0
             self.counters.cached_tokens += sequence.cached_tokens
         for key in sequence.block_keys[len(found_blocks) :]:
-            self._coming[key] = self._coming.get(key, 0) + 1
+            self._pending_keys[key] = self._pending_keys.get(key, 0) + 1
         missing = self.block_pool.blocks_for(sequence.max_total_tokens) - len(found_blocks)
         if missing > self.block_pool.blank_blocks:
-            missing = self._wanted_blocks(sequence) - len(found_blocks)
-            while missing > self.block_pool.free_blocks and self._trim():
+            missing = self._required_blocks(sequence) - len(found_blocks)
+            while missing > self.block_pool.free_blocks and self._reclaim():
                 pass
-        self._give(sequence, missing)
+        self._allocate(sequence, missing)
         self.running.append(sequence)
 
-    def _no_longer_coming(self, keys: list[bytes]) -> None:
+    def _drop_pending_keys(self, keys: list[bytes]) -> None:
         for key in keys:
-            self._coming[key] -= 1
-            if not self._coming[key]:
-                del self._coming[key]
+            self._pending_keys[key] -= 1
+            if not self._pending_keys[key]:
+                del self._pending_keys[key]
 
 
 def _affordable(sequence: Sequence, budget: int, scored_budget: int) -> int:

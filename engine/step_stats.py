@@ -71,12 +71,12 @@ class StepStats:
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
         self._last_s: float | None = None  # when the last step's tokens came
 
-    def told(self, *, running: int, waiting: int, kv_usage: float, counters: EngineCounters) -> EngineStats:
+    def snapshot(self, *, running: int, waiting: int, kv_usage: float, counters: EngineCounters) -> EngineStats:
         """Return all that an engine tells of itself at this moment; see EngineStats."""
         steps, gaps = self.step_tokens.snapshot(), self.inter_token_s.snapshot()
         return EngineStats(running, waiting, kv_usage, replace(counters), steps, gaps)
 
-    def tokens_came(self, clocks: Iterable[SequenceClock], now_s: float) -> None:
+    def record_tokens(self, clocks: Iterable[SequenceClock], now_s: float) -> None:
         """Note that the sequence of each has now yielded one token, or several at once.
 
         Those that had one in the last step as well, usually all, have the same gap: it is counted once for all.

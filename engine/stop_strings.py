@@ -7,7 +7,7 @@ many, and wherever the text is cut, a character of it costs a step or two.
 from functools import lru_cache
 from typing import Final
 
-KEPT_AUTOMATA: Final = 16  # for the choices of one request; of 8 KiB, one takes 2.5 MiB
+CACHED_AUTOMATA: Final = 16  # for the choices of one request; of 8 KiB, one takes 2.5 MiB
 ROOT: Final = 0
 
 
@@ -57,7 +57,7 @@ class Automaton:
         return longer
 
 
-automaton_of = lru_cache(KEPT_AUTOMATA)(Automaton)
+automaton_of = lru_cache(CACHED_AUTOMATA)(Automaton)
 
 
 class StopStrings:

@@ -18,10 +18,10 @@ class Vocabulary:
 
     def of_adapter(self, own: PreTrainedTokenizerBase | None) -> "Vocabulary":
         """Return the vocabulary of an adapter: this one, unless its own tokenizer differs."""
-        return self if own is None or _are_alike(own, self._tokenizer) else Vocabulary(self._model, own)
+        return self if own is None or _are_equivalent(own, self._tokenizer) else Vocabulary(self._model, own)
 
 
-def _are_alike(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+def _are_equivalent(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     # Trainers save the base's tokenizer with every adapter; a copy for each would cost much memory.
     if not (one.is_fast and other.is_fast) or one.special_tokens_map != other.special_tokens_map:
         return False

@@ -1,4 +1,4 @@
-"""What is to be exported, on disk: a conversation can be judged only when all have been read."""
+"""What is to be exported, on disk: a conversation can be classified only when all have been read."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -7,16 +7,16 @@ from pathlib import Path
 _TABLES = """
 PRAGMA journal_mode = OFF;
 PRAGMA synchronous = OFF;
-CREATE TABLE examples (place INTEGER PRIMARY KEY, prompt BLOB, part TEXT, line BLOB);
-CREATE TABLE endings (place INTEGER, hash BLOB);
-CREATE INDEX endings_by_place ON endings (place);
+CREATE TABLE examples (position INTEGER PRIMARY KEY, prompt BLOB, part TEXT, line BLOB);
+CREATE TABLE endings (position INTEGER, hash BLOB);
+CREATE INDEX endings_by_position ON endings (position);
 CREATE TABLE beginnings (hash BLOB PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE prompts (hash BLOB PRIMARY KEY) WITHOUT ROWID;
 """
 _EXAMPLES = """
 SELECT prompt, part, line, EXISTS (
-    SELECT 1 FROM endings JOIN beginnings ON beginnings.hash = endings.hash WHERE endings.place = examples.place
-) FROM examples ORDER BY place
+    SELECT 1 FROM endings JOIN beginnings ON beginnings.hash = endings.hash WHERE endings.position = examples.position
+) FROM examples ORDER BY position
 """
 
 
@@ -33,11 +33,11 @@ class ExampleSpool:
         added = self._database.execute(
             "INSERT INTO examples (prompt, part, line) VALUES (?, ?, ?)", (prompt, part, line)
         )
-        place = added.lastrowid
-        self._database.executemany("INSERT INTO endings VALUES (?, ?)", [(place, ending) for ending in endings])
+        position = added.lastrowid
+        self._database.executemany("INSERT INTO endings VALUES (?, ?)", [(position, ending) for ending in endings])
         self._database.executemany("INSERT OR IGNORE INTO beginnings VALUES (?)", [(hash_,) for hash_ in beginnings])
 
-    def judged(self) -> Iterator[tuple[str, bytes, str | None]]:
+    def classified(self) -> Iterator[tuple[str, bytes, str | None]]:
         """Part and line of each, and why it is left out: a longer one goes on with it, or an earlier one asks it."""
         for prompt, part, line, is_continued in self._database.execute(_EXAMPLES):
             if is_continued:

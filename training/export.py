@@ -24,7 +24,7 @@ from ledger.payloads.store import open_row
 from training.conversation import ExcludedFromExport, beginnings, conversation_of, prompt_hash, root
 from training.example_spool import ExampleSpool
 from training.formats import FORMATS
-from training.rows import ExportFilter, Row, count_rows, keys_that_agree, read_rows
+from training.rows import ExportFilter, Row, consenting_keys, count_rows, read_rows
 from training.rules import check
 from training.split import Split
 
@@ -62,7 +62,7 @@ class Exporter:
         self._plan = plan
         self._tool_version = tool_version
         self._split = Split(plan.shares, plan.seed)
-        self._left_out: Counter[str] = Counter()
+        self._excluded: Counter[str] = Counter()
         self._read = 0
 
     async def write(self, out: Path, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
@@ -101,19 +101,19 @@ class Exporter:
         wanted = {name: value for name, value in asdict(self._plan.wanted).items() if value is not None}
         async with changing(self._engine) as connection:
             await record(connection, Change(self._plan.actor, "payloads.export", "", after={"rows": total, **wanted}))
-        agreeing = await keys_that_agree(self._engine)
+        consenting = await consenting_keys(self._engine)
         on_progress(0, total)
         async for row in read_rows(self._engine, self._plan.wanted):
             self._read += 1
             try:
-                self._add(scratch, row, agrees=row["key_id"] in agreeing)
+                self._add(scratch, row, has_consent=row["key_id"] in consenting)
             except ExcludedFromExport as reason:
-                self._left_out[str(reason)] += 1
+                self._excluded[str(reason)] += 1
             on_progress(self._read, total)
 
-    def _add(self, scratch: ExampleSpool, row: Row, *, agrees: bool) -> None:
+    def _add(self, scratch: ExampleSpool, row: Row, *, has_consent: bool) -> None:
         """Raises ExcludedFromExport."""
-        self._check_row(row, agrees=agrees)
+        self._check_row(row, has_consent=has_consent)
         payload = open_row(row, self._sealer)
         if payload.request is None or payload.choices is None:
             raise ExcludedFromExport("too_large_to_keep")
@@ -129,10 +129,10 @@ class Exporter:
             beginnings=beginnings(conversation),
         )
 
-    def _check_row(self, row: Row, *, agrees: bool) -> None:
+    def _check_row(self, row: Row, *, has_consent: bool) -> None:
         if not row["train_ok"]:
             raise ExcludedFromExport("no_consent")
-        if not agrees:
+        if not has_consent:
             raise ExcludedFromExport("consent_revoked")
         if row["outcome"] is None:
             raise ExcludedFromExport("no_usage_record")  # nobody knows how it went
@@ -148,9 +148,9 @@ class Exporter:
             files: dict[str, BinaryIO] = {
                 name: stack.enter_context((folder / f"{name}.jsonl").open("xb")) for name in exported
             }
-            for part, example, reason in scratch.judged():
+            for part, example, reason in scratch.classified():
                 if reason is not None:
-                    self._left_out[reason] += 1
+                    self._excluded[reason] += 1
                     continue
                 line = example + b"\n"
                 files[part].write(line)
@@ -176,6 +176,6 @@ class Exporter:
             "split": {"shares": self._split.shares, "seed": plan.seed, "by": "beginning of the conversation"},
             "rows_read": self._read,
             "examples": sum(file.examples for file in files.values()),
-            "left_out": dict(sorted(self._left_out.items())),
+            "left_out": dict(sorted(self._excluded.items())),
             "files": {name: msgspec.structs.asdict(file) for name, file in files.items()},
         }

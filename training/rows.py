@@ -36,19 +36,19 @@ class ExportFilter(Struct, frozen=True):
         return and_(columns.received_unix_ms < self.until_unix_ms, ~has_expired(), *conditions)
 
 
-async def count_rows(engine: AsyncEngine, wanted: ExportFilter) -> int:
+async def count_rows(engine: AsyncEngine, filters: ExportFilter) -> int:
     """How many there are. Raises SQL's own errors."""
     async with engine.connect() as connection:
-        return await connection.scalar(select(func.count()).select_from(PayloadRow).where(wanted.condition())) or 0
+        return await connection.scalar(select(func.count()).select_from(PayloadRow).where(filters.condition())) or 0
 
 
-async def read_rows(engine: AsyncEngine, wanted: ExportFilter) -> AsyncIterator[Row]:
+async def read_rows(engine: AsyncEngine, filters: ExportFilter) -> AsyncIterator[Row]:
     """The rows with outcome and attempts of their requests, oldest first. Raises SQL's own errors."""
     columns = PayloadRow.__table__.c
     rows = (
         select(PayloadRow.__table__, RequestRow.outcome, RequestRow.attempts)
         .outerjoin(RequestRow, RequestRow.request_id == PayloadRow.request_id)
-        .where(wanted.condition())
+        .where(filters.condition())
         .order_by(columns.received_unix_ms, columns.request_id)
         .limit(PAGE_ROWS)
     )
@@ -65,7 +65,7 @@ async def read_rows(engine: AsyncEngine, wanted: ExportFilter) -> AsyncIterator[
         after = or_(columns.received_unix_ms > received_unix_ms, same)
 
 
-async def keys_that_agree(engine: AsyncEngine) -> set[str]:
+async def consenting_keys(engine: AsyncEngine) -> set[str]:
     """The keys, revoked ones included, whose policy or whose team's allows training now. Raises SQL's own errors."""
     both = select(ApiKeyRow.id, ApiKeyRow.train_ok, TeamRow.train_ok).join(TeamRow, TeamRow.id == ApiKeyRow.team_id)
     async with engine.connect() as connection:

@@ -28,10 +28,10 @@ class Split:
     def part_of(self, root: bytes) -> str:
         """The part of all conversations with this root (training.conversation)."""
         digest = hashlib.sha256(f"{self._seed}/".encode() + root).digest()
-        place = int.from_bytes(digest[:7], "big") / 256**7  # 56 bits: exactly a float, and below 1
+        position = int.from_bytes(digest[:7], "big") / 256**7  # 56 bits: exactly a float, and below 1
         end = 0.0
         for name in self.parts:
             end += self.shares[name]
-            if place < end:
+            if position < end:
                 return name
         return self.parts[-1]

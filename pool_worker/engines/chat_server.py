@@ -104,7 +104,7 @@ class ChatServerEngine:
     def stats(self) -> EngineStats:
         """See ``base.Engine``."""
         usage = len(self._running) / self._sequences
-        return self._stats.told(
+        return self._stats.snapshot(
             running=len(self._running), waiting=self._waiting, kv_usage=usage, counters=self._counters
         )
 
@@ -205,7 +205,7 @@ class ChatServerEngine:
         output = choice.take(delta)
         if output is None:
             return
-        self._stats.tokens_came([choice.clock], time.monotonic())
+        self._stats.record_tokens([choice.clock], time.monotonic())
         self._stats.step_tokens.observe(output.tokens)
         self._counters.generated_tokens += output.tokens
         output.timings = choice.clock.timings()

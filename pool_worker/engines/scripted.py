@@ -303,7 +303,7 @@ class ScriptedEngine:
         kv_tokens = sum([choice.prompt_tokens + choice.made for choice in held])
         kv_usage = min(1.0, kv_tokens / self._settings.max_kv_tokens)
         waiting = len(self._waiting)
-        return self._step_stats.told(running=len(held), waiting=waiting, kv_usage=kv_usage, counters=self._counters)
+        return self._step_stats.snapshot(running=len(held), waiting=waiting, kv_usage=kv_usage, counters=self._counters)
 
     async def stop(self) -> None:
         """See ``base.Engine``."""
@@ -350,7 +350,7 @@ class ScriptedEngine:
         ready = [choice for choice in self._running if choice.ready_s <= now_s]
         striking = [choice for choice in ready if choice.fault is not None and choice.fault_is_due()]
         yielding = [choice for choice in ready if choice not in striking] if striking else ready
-        self._step_stats.tokens_came([choice.clock for choice in yielding], now_s)
+        self._step_stats.record_tokens([choice.clock for choice in yielding], now_s)
         self._step_stats.step_tokens.observe(len(yielding))
         outputs = [choice.step() for choice in yielding]
         self._counters.generated_tokens += sum([len(output.token_ids) for output in outputs])

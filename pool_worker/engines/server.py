@@ -165,7 +165,7 @@ class ServerEngine:
         """See ``base.Engine``."""
         live = [choice for choice in self._running if choice.text.finish_reason is None]
         usage = min(1.0, sum(choice.total_tokens for choice in live) / self._info.kv_tokens)
-        return self._stats.told(running=len(live), waiting=self._waiting, kv_usage=usage, counters=self._counters)
+        return self._stats.snapshot(running=len(live), waiting=self._waiting, kv_usage=usage, counters=self._counters)
 
     async def stop(self) -> None:
         """See ``base.Engine``."""
@@ -278,7 +278,7 @@ class ServerEngine:
         output = choice.take(delta)
         if output is not None:
             if output.token_ids:
-                self._stats.tokens_came([choice.clock], time.monotonic())
+                self._stats.record_tokens([choice.clock], time.monotonic())
                 self._stats.step_tokens.observe(len(output.token_ids))
                 self._counters.generated_tokens += len(output.token_ids)
             self._put(output)

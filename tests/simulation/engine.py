@@ -163,7 +163,7 @@ class SimulatedEngine:
 
     def _step(self, now_s: float) -> list[SequenceOutput]:
         ready = [choice for choice in self.running if choice.ready_s <= now_s]
-        self._stats.tokens_came([choice.clock for choice in ready], now_s)
+        self._stats.record_tokens([choice.clock for choice in ready], now_s)
         outputs = []
         for choice in ready:
             token_id = token_at(choice.prompt, choice.index, choice.made)
@@ -178,7 +178,7 @@ class SimulatedEngine:
         return outputs
 
     def stats(self) -> EngineStats:
-        return self._stats.told(
+        return self._stats.snapshot(
             running=len(self.running), waiting=len(self._waiting), kv_usage=0.0, counters=EngineCounters()
         )
 

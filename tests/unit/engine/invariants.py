@@ -32,6 +32,6 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for sequence in scheduler.running:
         assert sequence.computed_tokens <= len(sequence.token_ids) <= sequence.max_total_tokens
         assert sequence.computed_tokens <= sequence.held_blocks * pool.block_size
-        assert pool.block_size * sequence.findable_blocks <= sequence.computed_tokens
-    coming = Counter(key for sequence in scheduler.running for key in sequence.block_keys[sequence.findable_blocks :])
-    assert scheduler._coming == coming
+        assert pool.block_size * sequence.registered_blocks <= sequence.computed_tokens
+    coming = Counter(key for sequence in scheduler.running for key in sequence.block_keys[sequence.registered_blocks :])
+    assert scheduler._pending_keys == coming

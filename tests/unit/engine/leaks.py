@@ -101,7 +101,7 @@ def held(engine: LLMEngine) -> dict[str, int]:
         "compiling": len(engine._compiling),
         "outputs": len(engine._ready),
         "sequences": sequences,
-        "keys": len(engine._scheduler._coming),
+        "keys": len(engine._scheduler._pending_keys),
     }
 
 

@@ -237,7 +237,7 @@ class Simulation:
             self.step()
             steps_left -= 1
         assert self.pool.free_blocks == BLOCKS
-        assert not self.scheduler._coming
+        assert not self.scheduler._pending_keys
 
 
 requests = st.tuples(st.just("add"), st.integers(1, 40), st.integers(1, 50), st.integers(1, 3))

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine import ConfigError, EngineConfig, GenerationRequest, LLMEngine, SamplingParams
-from engine.gpu_memory import bytes_left, run_largest_step
+from engine.gpu_memory import kv_bytes_available, run_largest_step
 from engine.model_loader import prepare_model
 from tests.unit.engine.tiny_models import VOCAB_SIZE, Answers, llama, make_engine, run
 
@@ -112,9 +112,9 @@ def test_a_model_that_cannot_be_recorded_goes_without(model: PreTrainedModel, ca
 
 
 def test_what_is_left_for_the_kv_pool() -> None:
-    assert bytes_left(1000, 700, 150, 0.9) == 1000 * 0.9 - 300 - 150
+    assert kv_bytes_available(1000, 700, 150, 0.9) == 1000 * 0.9 - 300 - 150
     with pytest.raises(ConfigError) as caught:
-        bytes_left(1000, 400, 300, 0.9)
+        kv_bytes_available(1000, 400, 300, 0.9)
     assert caught.value.field == "gpu_memory_utilization"
 
 

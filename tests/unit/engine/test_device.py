@@ -83,7 +83,7 @@ def test_a_decoding_step_asks_nothing_of_its_device(family: str, monkeypatch: py
         "engine.paged_attention.paged_attention_on", lambda _: lambda query, *_: torch.empty_like(query)
     )
     pool = PagedKVPool(dict.fromkeys(range(2), (kv_heads, 16)), 64, 4, torch.bfloat16, META)
-    inputs, _ = pool.recordable(pool.blank_tables(5, 256), 256)
+    inputs, _ = pool.make_static_inputs(pool.blank_tables(5, 256), 256)
     assert compute_logits(model, inputs).shape == (5, VOCAB_SIZE)
     staged = pool.stage([0] * 6, [0, 1, 2, 3, 0, 0], [3, 5], [Segment(4, 4, [range(8)]), *[pool.filling] * 2])
     assert compute_logits(model, staged).shape == (2, VOCAB_SIZE)

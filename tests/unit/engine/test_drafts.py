@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine import GenerationRequest, LLMEngine, ResumePoint, SamplingParams
-from engine.drafts import REST_TOKENS, NgramDrafts
+from engine.drafts import PAUSE_TOKENS, NgramDrafts
 from tests.unit.engine.tiny_models import VOCAB_SIZE, Answers, llama, make_engine, run
 
 REPEATING = tuple(random.Random(4).choices(range(20, 26), k=60))
@@ -98,7 +98,7 @@ def test_in_little_memory_and_with_others(model: PreTrainedModel, monkeypatch: p
     assert guessing.counters.preemptions > 0
     assert guessing.counters.right_tokens > 0
     guessing._block_pool.check()
-    assert not guessing._scheduler._coming
+    assert not guessing._scheduler._pending_keys
 
 
 def test_what_followed_before_is_guessed_and_after_a_wrong_guess_there_is_a_rest() -> None:
@@ -107,15 +107,15 @@ def test_what_followed_before_is_guessed_and_after_a_wrong_guess_there_is_a_rest
     assert drafts.guess(9) == [4, 5, 1, 2]
     assert drafts.guess(2) == [4, 5]
     assert drafts.guess(0) == []
-    drafts.judge(4, 1)
+    drafts.record_result(4, 1)
     tokens += [4, 5, 9]
     assert drafts.guess(9) == []
     tokens += [1, 2, 3]
     assert drafts.guess(9) == [4, 5, 9, 1], "what followed last"
-    drafts.judge(4, 0)
+    drafts.record_result(4, 0)
     tokens += [4, 5, 9]
     assert drafts.guess(9) == []
-    tokens += [7] * REST_TOKENS
+    tokens += [7] * PAUSE_TOKENS
     assert drafts.guess(9) == [7, 7, 7, 7][: len(drafts.guess(9))]
 
 

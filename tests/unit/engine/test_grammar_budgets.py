@@ -253,21 +253,21 @@ def test_what_is_wrong_with_a_grammar_is_known_before_it_is_compiled_without_a_l
     tokenizer = byte_level_tokenizer()
     check = GrammarCheck(tokenizer.backend_tokenizer.to_str(), len(tokenizer), (EOS_ID,), cpu_s=10.0)
     for good in ('start: "a" </s>', f"start: <[{len(tokenizer) - 1}]>", 'start: "größe"'):
-        assert check.why_not(json.dumps({"grammars": [{"lark_grammar": good}]})) == "", good
+        assert check.find_error(json.dumps({"grammars": [{"lark_grammar": good}]})) == "", good
     for bad in ("start: <nothing>", f"start: <[{len(tokenizer)}]>", "start: nothing"):
-        assert check.why_not(json.dumps({"grammars": [{"lark_grammar": bad}]})), bad
+        assert check.find_error(json.dumps({"grammars": [{"lark_grammar": bad}]})), bad
 
 
 def test_what_takes_too_much_memory_ends_the_check_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level_tokenizer()
     check = GrammarCheck(tokenizer.backend_tokenizer.to_str(), len(tokenizer), (EOS_ID,), cpu_s=10.0)
-    check.why_not('{"grammars": [{"lark_grammar": "start: x"}]}')
+    check.find_error('{"grammars": [{"lark_grammar": "start: x"}]}')
     child = check._idle.get_nowait()
     child._process.kill()
     check._idle.put(child)
     with pytest.raises(TooExpensive, match="memory"):
-        check.why_not('{"grammars": [{"lark_grammar": "start: x"}]}')
-    assert check.why_not('{"grammars": [{"lark_grammar": "start: \\"x\\""}]}') == ""
+        check.find_error('{"grammars": [{"lark_grammar": "start: x"}]}')
+    assert check.find_error('{"grammars": [{"lark_grammar": "start: \\"x\\""}]}') == ""
 
 
 def test_a_grammar_that_is_none_is_no_complex_one() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.errors import ConfigError, RequestRejected
-from engine.pooling import PoolingEngine, _like_lengths
+from engine.pooling import PoolingEngine, _batches_by_length
 from engine.pooling_model import PoolingOptions
 from engine.pooling_types import PoolingInput, PoolingRequest
 from tests.unit.engine.pooled_models import (
@@ -70,7 +70,7 @@ def test_an_input_larger_than_the_budget_runs_alone(folder: Path) -> None:
 def test_batches_pad_little() -> None:
     rows = [PoolingInput(i, [5] * n, n) for i, n in enumerate([60, 4, 64, 6, 30, 4])]
     one = PoolingRequest("r", "embed", rows)
-    groups = _like_lengths([(one, row) for row in rows])
+    groups = _batches_by_length([(one, row) for row in rows])
     assert [[len(row.token_ids) for _, row in group] for group in groups] == [[4, 4, 6], [30], [60, 64]]
 
 

@@ -202,7 +202,7 @@ def test_giving_way_is_part_of_the_phase_and_a_gap_between_tokens(
 def test_a_sequence_that_waits_a_step_has_its_own_gap() -> None:
     stats, one, other = StepStats(), SequenceClock(), SequenceClock()
     for now_s, who in ((1.0, [one, other]), (2.0, [one, other]), (3.0, [one]), (6.0, [one, other])):
-        stats.tokens_came(who, now_s)
+        stats.record_tokens(who, now_s)
     counts = stats.inter_token_s.snapshot()
     assert (sum(counts.counts), counts.total) == (5, 1 + 1 + 1 + 3 + 4)
     assert (one.first_token_s, one.last_token_s) == (1.0, 6.0)
