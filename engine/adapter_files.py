@@ -1,10 +1,10 @@
 """Reads LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors in one folder.
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. An adapter adds s·B·A to the weights of some
-linear layers, with s = alpha / rank, or alpha / √rank where `use_rslora` says so. The tensors' names tell which layers.
+linear layers, with s = alpha / rank, or alpha / √rank with `use_rslora`. The tensors' names identify the layers.
 
-What is not read here would be left out of the answers without a word, so whatever else an adapter holds or asks for is
-refused: every key of the configuration that is not known to be harmless, every tensor that is not such an A or B.
+Anything not read here would silently be missing from the answers. So everything else an adapter contains is refused:
+every configuration key that is not known to be harmless, and every tensor that is not such an A or B.
 """
 
 import json
@@ -33,7 +33,7 @@ _PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal")  # all others change the
 _READ_KEYS: Final = frozenset(
     {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"}
 )
-# About training, about where the base was, or about which layers were chosen, which the tensors tell.
+# About training, the base's location, or the choice of layers, which the tensors' names already give.
 _HARMLESS_KEYS: Final = frozenset(
     {
         "auto_mapping",
@@ -41,7 +41,7 @@ _HARMLESS_KEYS: Final = frozenset(
         "ensure_weight_tying",
         "eva_config",
         "exclude_modules",
-        "fan_in_fan_out",  # how the base stores its weights: of importance only to who merges
+        "fan_in_fan_out",  # how the base stores its weights: matters only for merging
         "inference_mode",
         "layers_pattern",
         "layers_to_transform",
@@ -67,9 +67,9 @@ class Adapter:
 
 
 def load_adapter(name: str, path: str, model: PreTrainedModel) -> Adapter:
-    """Load an adapter of `model`, whose layers must still be its own, from a folder or by its name on the hub.
+    """Load an adapter of `model`, whose layers are not yet replaced, from a folder or by its name on the hub.
 
-    Raises ConfigError, naming the adapter and what of it cannot be served.
+    Raises ConfigError, naming the adapter and the part that cannot be served.
     """
     try:
         config = json.loads(_file(path, CONFIG_NAME).read_text())
@@ -91,7 +91,7 @@ def load_adapter(name: str, path: str, model: PreTrainedModel) -> Adapter:
 def _file(path: str, name: str) -> Path:
     found = cached_file(path, name)
     if found is None:
-        raise OSError(f"there is no {name}")
+        raise OSError(f"{name} does not exist")
     return Path(found)
 
 
@@ -137,7 +137,7 @@ def _weights(
 
 
 def _transposed(matrix: Tensor, scale: float, model: PreTrainedModel) -> Tensor:
-    """Return it transposed, as rows are multiplied with it."""
+    """Return scale · matrixᵀ, contiguous and in the model's dtype, as rows are multiplied with it."""
     return (matrix.float() * scale).t().contiguous().to(model.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Checks a request before it enters the engine, so that nothing a caller sends can fail inside a step."""
+"""Checks a request before it enters the engine, so that nothing a client sends can fail inside a step."""
 
 import math
 from collections.abc import Iterable

@@ -28,7 +28,7 @@ MAX_PARTS = 4  # of a fragmented context; more of them are copied together first
 
 
 class AttentionBatch(Protocol):
-    """What the registered function needs of the object passed through the model."""
+    """The interface that the registered attention function needs of the object passed through the model."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Take query (1, Hq, T, D), key and value (1, Hkv, T, D); return (1, T, Hq, D)."""
@@ -45,12 +45,12 @@ class StepInputs:
 
 
 class KVMemory(Protocol):
-    """The keys and values of all blocks, on one device: what the model runner needs of it."""
+    """The keys and values of all blocks on one device, as the model runner uses them."""
 
     def stage(
         self, tokens: list[int], positions: list[int], sampled_rows: list[int], segments: list["Segment"]
     ) -> StepInputs:
-        """Prepare one step: `tokens` and `positions` of the segments' rows, one segment after the other."""
+        """Prepare one step: `tokens` [T] and `positions` [T], one segment after the other, and `sampled_rows` [R]."""
 
 
 def packed_attention(
@@ -68,7 +68,10 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Be the attention function of transformers' AttentionInterface."""
+    """Attend as transformers' AttentionInterface requires.
+
+    Takes query (1, Hq, T, D), key and value (1, Hkv, T, D); returns (1, T, Hq, D) and no weights.
+    """
     layer = getattr(module, "layer_idx", None)
     if packed_batch is None or layer is None:
         raise UnsupportedModel(f"{type(module).__name__} does not pass the batch or its layer number to its attention")
@@ -91,7 +94,7 @@ class KVPool:
     """
 
     def __init__(self, layer_shapes: dict[int, tuple[int, int]], slots: int, dtype: torch.dtype) -> None:
-        """`layer_shapes` gives (Hkv, D) for each layer. Memory is committed by the system as it is first written."""
+        """Allocate `slots` tokens; `layer_shapes` gives (Hkv, D) for each layer. Pages are committed on first write."""
         self._layer_shapes = layer_shapes
         self._slots = slots
         self._dtype = dtype
@@ -100,28 +103,28 @@ class KVPool:
 
     @property
     def is_released(self) -> bool:
-        """Whether there is no memory to store anything in."""
+        """True while no memory is allocated."""
         return not self._layers
 
     def allocate(self) -> None:
-        """Have memory, blank if it was given back."""
+        """Allocate the memory; blank if it was released before."""
         for layer, (heads, dim) in self._layer_shapes.items():
             if layer not in self._layers:
                 self._layers[layer] = (self._map(heads, dim), self._map(heads, dim))
 
     def release(self) -> None:
-        """Leave the memory to the system until `allocate`; what was stored is gone."""
+        """Return the memory to the system until `allocate`; its contents are lost."""
         self._layers.clear()
 
     def _map(self, heads: int, dim: int) -> Tensor:
-        # A mapping of its own goes back to the system when it is freed; malloc would keep much of it.
+        # A separate mapping returns to the system when it is freed; malloc would keep much of it.
         memory = mmap.mmap(-1, heads * self._slots * dim * self._dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(memory, dtype=self._dtype).view(1, heads, self._slots, dim)
 
     def stage(
         self, tokens: list[int], positions: list[int], sampled_rows: list[int], segments: list["Segment"]
     ) -> StepInputs:
-        """See KVMemory."""
+        """Prepare one step as KVMemory describes; the tensors stay on the CPU."""
         return StepInputs(
             torch.tensor([tokens]),
             torch.tensor([positions]),
@@ -130,7 +133,7 @@ class KVPool:
         )
 
     def kernel(self, layer: int) -> AttentionKernel | None:
-        """Return what attends in a layer faster than torch does, if there is such a thing here."""
+        """Return the compiled kernel for a layer; None where only torch's attention is available."""
         return attention_kernel(self._layer_shapes[layer][1], self._dtype)
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -187,8 +190,8 @@ class PackedBatch:
     """One step's sequences, packed one after the other.
 
     Sequences that decode (one row each) and begin with the same slots, because they share a cached prefix, attend to
-    these together: the prefix is read once for all. What a sequence sees of its own comes on top; softmaxes over
-    parts of a context are put together by their log-sum-exps.
+    these together: the prefix is read once for all. Each sequence's own tokens are attended to separately, and the
+    softmaxes over parts of a context are merged by their log-sum-exps.
     """
 
     def __init__(self, pool: KVPool, segments: list[Segment]) -> None:
@@ -206,7 +209,7 @@ class PackedBatch:
         self._chunks: dict[tuple[int, int | None], ChunkTable] = {}  # by (segment, window)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Store the new keys and values, then attend; see AttentionBatch."""
+        """Store the new keys and values (1, Hkv, T, D), attend with query (1, Hq, T, D); return (1, T, Hq, D)."""
         _, query_heads, total_rows, head_dim = query.shape
         kv_heads = key.shape[1]
         kernel = self._pool.kernel(layer) if options.softcap is None else None
@@ -231,7 +234,7 @@ class PackedBatch:
     def _attend_decoding(
         self, layer: int, kernel: AttentionKernel | None, new: NewRows, grouped: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attend with the rows of all decoding sequences (N of them); return (N, Hkv, G, D)."""
+        """Attend with the rows of the N decoding sequences, of `grouped` (T, Hkv, G, D); return (N, Hkv, G, D)."""
         plan = self._plan(options.window)
         if kernel is None:
             own = [self._attend_own(layer, at, grouped, plan, options) for at in range(len(self._decoding))]
@@ -245,7 +248,7 @@ class PackedBatch:
         return apply_sinks(output, lse, options.sinks)
 
     def _attend_shared(self, layer: int, prefix: range, rows: Tensor, options: AttentionOptions) -> Attended:
-        """Attend to a shared prefix with the rows (members, Hkv, G, D) of all who share it."""
+        """Attend to a shared prefix with the rows (members, Hkv, G, D) of all sequences that share it."""
         count, kv_heads, groups, dim = rows.shape
         stacked = rows.transpose(0, 1).reshape(1, kv_heads, count * groups, dim)
         output, lse = attend(stacked, *self._pool.view(layer, prefix), options, mask=None, causal=False)
@@ -255,7 +258,7 @@ class PackedBatch:
     def _attend_own(
         self, layer: int, at: int, grouped: Tensor, plan: "_DecodePlan", options: AttentionOptions
     ) -> Attended:
-        """Attend with one decoding sequence's row to what it reads on its own, by torch's kernel."""
+        """Attend with one decoding sequence's row to its unshared slots by torch's kernel; return (1, Hkv, G, D)."""
         number, parts = self._decoding[at], plan.own[at]
         row = self._first_rows[number]
         if len(parts) > MAX_PARTS:
@@ -311,7 +314,7 @@ class PackedBatch:
         return apply_sinks(output.permute(2, 1, 0, 3), lse.permute(2, 1, 0), options.sinks)
 
     def _plan(self, window: int | None) -> "_DecodePlan":
-        """What is read together, and what each decoding sequence reads on its own: the same in all layers."""
+        """Return the shared prefixes and each decoding sequence's own slots; the same in all layers."""
         if window not in self._plans:
             decoding = [self._segments[number] for number in self._decoding]
             groups = [
@@ -330,7 +333,7 @@ class PackedBatch:
         return self._plans[window]
 
     def _mask(self, number: int, first: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [rows, context - first] of a chunk that has tokens before it or a window."""
+        """Return the additive mask [rows, context - first] of a chunk that has tokens before it or a window."""
         if (number, window) not in self._masks:
             segment = self._segments[number]
             queries = torch.arange(segment.context - segment.rows, segment.context)[:, None]
@@ -344,7 +347,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _DecodePlan:
-    """Sequences are numbered among those that decode."""
+    """Slots that the decoding sequences read, together and alone. Sequences are numbered among those that decode."""
 
     groups: list[tuple[range, list[int]]]  # shared slots, and the sequences that share them
     own: list[list[range]]  # by sequence: the slots it reads on its own

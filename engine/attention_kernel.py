@@ -1,4 +1,4 @@
-"""Attention by attention.c; torch's own does where that cannot be compiled."""
+"""Attention by attention.c; torch's own is used where that cannot be compiled."""
 
 import ctypes
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class NewRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeTables:
-    """What the sequences that decode in a step see of the pool. Tensors are int64."""
+    """The pool slots visible to the sequences that decode in a step. Tensors are int64."""
 
     rows: Tensor  # [N]: each sequence's row in the step
     new_slots: Tensor  # [N]: where its new token goes
@@ -48,7 +48,7 @@ class DecodeTables:
 
     @classmethod
     def of(cls, rows: list[int], new_slots: list[int], parts: list[list[range]]) -> "DecodeTables":
-        """Put together what each sequence's row, slot and parts are."""
+        """Build the tensors from each sequence's row, new slot and parts."""
         first_parts = [0]
         for own in parts:
             first_parts.append(first_parts[-1] + len(own))
@@ -58,7 +58,7 @@ class DecodeTables:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """What the rows of a sequence's chunk see of the pool."""
+    """The pool slots visible to the rows of one sequence's chunk."""
 
     rows: int  # the sequence's last tokens
     context: int  # all its tokens
@@ -68,12 +68,12 @@ class ChunkTable:
 
     @classmethod
     def of(cls, rows: int, context: int, first: int, window: int | None, parts: list[range]) -> "ChunkTable":
-        """Put together what a chunk's parts are."""
+        """Build the table of a chunk's parts."""
         return cls(rows, context, first, window, torch.tensor([(part.start, part.stop) for part in parts]))
 
 
 class AttentionKernel:
-    """The compiled functions for one head dimension. All is float32."""
+    """The compiled functions for one head dimension. All tensors are float32."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._decode = library.decode_attention
@@ -120,20 +120,20 @@ class AttentionKernel:
 
 
 def _results(rows: int, query: Tensor, kv_heads: int) -> tuple[int, Tensor, Tensor]:
-    """Return the query heads of each key/value head, and room for an output and its log-sum-exps."""
+    """Return G = Hq / Hkv, an empty output (rows, Hkv, G, D) and its empty log-sum-exps (rows, Hkv, G)."""
     group, dim = query.shape[1] // kv_heads, query.shape[3]
     return group, torch.empty(rows, kv_heads, group, dim), torch.empty(rows, kv_heads, group)
 
 
 def begin_compiling(head_dim: int, dtype: torch.dtype) -> None:
-    """Have the kernel for heads of this dimension made beside other work, if there is one for them."""
+    """Start to compile the kernel for heads of this dimension in the background, if one supports them."""
     if _is_for(head_dim, dtype):
         compiling(_SOURCE, f"HEAD_DIM={head_dim}")
 
 
 @cache
 def attention_kernel(head_dim: int, dtype: torch.dtype) -> AttentionKernel | None:
-    """Return the kernel for heads of this dimension, or None where torch's own attention has to do."""
+    """Return the kernel for heads of this dimension, or None where torch's own attention must be used."""
     library = compiled(_SOURCE, f"HEAD_DIM={head_dim}") if _is_for(head_dim, dtype) else None
     return None if library is None else AttentionKernel(library)
 

@@ -1,4 +1,4 @@
-"""Words that an answer must not contain. Imports no torch."""
+"""Bans words from an answer. Imports no torch."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 class BadWords:
     """The words as token ids: a word's last token is forbidden where the output ends with those before it.
 
-    As in vLLM, a word is meant both at the beginning of a text and after a space; other ways to write it with the
-    model's tokens are not looked for.
+    As in vLLM, a word is banned both at the beginning of a text and after a space; other tokenizations of it are not
+    banned.
     """
 
     def __init__(self, words: Sequence[str], encode: Callable[[str], list[int]]) -> None:

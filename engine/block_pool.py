@@ -1,4 +1,4 @@
-"""The KV pool's bookkeeping: which blocks are free, used or cached, and by whom. Imports no torch.
+"""The KV pool's bookkeeping: the free, used and cached blocks and their owners. Imports no torch.
 
 A block is `block_size` tokens of keys and values in every layer; the pool knows only the blocks' numbers.
 
@@ -9,8 +9,8 @@ A block is `block_size` tokens of keys and values in every layer; the pool knows
       │ longest unused   v  │                                             │
       └──────────────── cached (no owner, found by its key) ──────────────┘ forget
 
-A key names the tokens of a block and all tokens before it (`prefix_keys`), so whoever has the same prompt finds its
-blocks, used or cached. Cached blocks are free: they are merely the last to be given away.
+A key identifies the tokens of a block and all tokens before it (`prefix_keys`), so a sequence with the same prompt
+finds its blocks, used or cached. Cached blocks are free: they are merely the last to be allocated.
 
 The allocator prefers one contiguous run: attention on a CPU reads a run in place.
 """
@@ -22,7 +22,7 @@ from engine.errors import EngineCorrupted
 
 
 class BlockPool:
-    """Blocks 0 … total-1. blank + cached + used = total, always."""
+    """The blocks 0 … total-1. blank + cached + used = total, always."""
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
         self.total_blocks = total_blocks
@@ -37,31 +37,31 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks nobody uses, blank or cached."""
+        """Number of blocks without an owner, blank or cached."""
         return self._blank_blocks + len(self._cached)
 
     @property
     def blank_blocks(self) -> int:
-        """Blocks that can be given away without forgetting anything."""
+        """Number of blocks that can be allocated without evicting cached ones."""
         return self._blank_blocks
 
     @property
     def used_blocks(self) -> int:
-        """Blocks with at least one owner."""
+        """Number of blocks with at least one owner."""
         return self.total_blocks - self.free_blocks
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens need."""
+        """Return the number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int, after: int | None = None) -> list[range]:
-        """Take `count` blocks in as few runs as possible, the first right after block `after` if that one is blank.
+        """Allocate `count` blocks in as few runs as possible, the first right after block `after` if that one is blank.
 
-        The caller owns one reference to each. Cached blocks are forgotten where the blank ones do not suffice. Raises
-        ValueError if fewer are free: ask `free_blocks` first.
+        The caller owns one reference to each. Cached blocks are evicted where the blank ones do not suffice. Raises
+        ValueError if fewer are free: check `free_blocks` first.
         """
         if count > self.free_blocks:
-            raise ValueError(f"{count} blocks asked for, {self.free_blocks} free")
+            raise ValueError(f"{count} blocks requested, {self.free_blocks} free")
         while self._blank_blocks < count:
             self._evict(next(iter(self._cached)))
         runs: list[range] = []
@@ -74,7 +74,7 @@ class BlockPool:
         return runs
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest known prefix of a chain of keys. Nobody's references change."""
+        """Return the blocks of the longest known prefix of a chain of keys. No reference count changes."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -93,13 +93,13 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, runs: Sequence[range]) -> None:
-        """Drop one owner of each block. Of those that stay findable, the prompt's first will be evicted last."""
+        """Drop one owner of each block. Of those that stay cached, the prompt's first is evicted last."""
         for run in reversed(runs):
             for block in reversed(run):
                 self._release_block(block)
 
     def register(self, block: int, key: bytes) -> None:
-        """Let a used block be found by its key, unless another already is."""
+        """Make a used block findable by its key, unless another block already has that key."""
         if self._references[block] < 1:
             raise EngineCorrupted(f"block {block} was given a key while free")
         if key not in self._block_of and self._keys[block] is None:
@@ -107,7 +107,7 @@ class BlockPool:
             self._block_of[key] = block
 
     def forget(self, runs: Sequence[range]) -> None:
-        """Let these blocks be found no more: what they hold is not to be trusted."""
+        """Drop the keys of these blocks, because their contents are not to be trusted."""
         for run in runs:
             for block in run:
                 if block in self._cached:
@@ -116,7 +116,7 @@ class BlockPool:
                     self._drop_key(block)
 
     def forget_cached(self) -> None:
-        """Let no block be found any more that nobody uses."""
+        """Drop the keys of all blocks without an owner."""
         while self._cached:
             self._evict(next(iter(self._cached)))
 
@@ -142,7 +142,7 @@ class BlockPool:
         return self._take_from(at, count)
 
     def _take_run(self, count: int) -> range:
-        """Best fit: the smallest blank run that holds `count`, else the whole of the largest."""
+        """Take the smallest blank run that holds `count` (best fit), else all of the largest."""
         lengths = [stop - start for start, stop in self._blank_runs]
         fitting = [i for i, length in enumerate(lengths) if length >= count]
         chosen = min(fitting, key=lengths.__getitem__) if fitting else max(range(len(lengths)), key=lengths.__getitem__)

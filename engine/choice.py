@@ -55,7 +55,7 @@ class Choice:
         draft_tokens: int,
         device: torch.device,
     ) -> "Choice":
-        """Make a choice of a checked request, resumed where the request says so; its logits will be on `device`."""
+        """Create a choice of a checked request, resumed if the request asks for it; its logits will be on `device`."""
         params = request.sampling
         resume = next((point for point in request.resume if point.index == index), ResumePoint(index, (), 0))
         sequence = Sequence(
@@ -86,12 +86,12 @@ class Choice:
             tokens=tokens,
             text=OutputText(params, eos_ids, detokenizer, resume.text_chars),
             matcher=matcher,
-            # What a processor does to a token depends on the tokens before it: only plain rows can be sampled ahead.
+            # Processors depend on the tokens before the one they change: only plain rows can be sampled ahead.
             drafts=NgramDrafts(sequence.token_ids, draft_tokens) if draft_tokens and row.is_plain else None,
         )
 
     def replay(self) -> SequenceOutput | None:
-        """Rebuild the text state from resumed tokens; return what the client has not seen of it, if anything."""
+        """Rebuild the text state from resumed tokens; return the output that the client has not received, if any."""
         text = ""
         for token_id in self.sequence.token_ids[self.sequence.prompt_tokens :]:
             text += self._read(token_id)
@@ -100,13 +100,13 @@ class Choice:
         return self._output([], text, None) if text or self.text.finish_reason else None
 
     def advance(self, token_id: int, logprobs: RawLogprobs | None) -> SequenceOutput:
-        """Take a sampled token; return what this step yields for the choice."""
+        """Append a sampled token; return this step's output for the choice."""
         self.sequence.token_ids.append(token_id)
         text = self._read(token_id)
         return self._output([token_id], text, None if logprobs is None else [self._describe(token_id, logprobs)])
 
     def score(self, raw: list[RawPromptLogprob]) -> SequenceOutput:
-        """Take the logprobs of its prompt's next tokens; return what this step yields of the prompt."""
+        """Record the logprobs of its prompt's next tokens; return this step's output for the prompt."""
         sequence = self.sequence
         done = sequence.scored_tokens or 0
         scores: list[PromptLogprob] = []
@@ -124,7 +124,7 @@ class Choice:
         return output
 
     def guess(self) -> None:
-        """Give its sequence a draft, if it may have one and is about to yield a token."""
+        """Set its sequence's draft, if drafts are enabled and the sequence is about to yield a token."""
         self.sequence.draft = []
         if self.drafts is not None and self.sequence.pending_tokens == 1:
             room = self.sequence.max_total_tokens - len(self.sequence.token_ids) - 1
@@ -154,7 +154,7 @@ class Choice:
         )
 
     def _read(self, token_id: int) -> str:
-        """Take one output token into the text state; return new text for the client."""
+        """Append one output token to the text state; return new text for the client."""
         matcher = self.matcher
         if matcher is None:
             return self.text.read(token_id)

@@ -14,11 +14,11 @@ _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Limits and budgets of one engine; checked when it is made.
+    """Limits and budgets of one engine; checked on construction.
 
     `dtype="auto"` means float32 on a CPU, also where bfloat16 would be about twice as fast: in bfloat16 the rounding
-    of a batched product depends on the batch, so that an answer could depend on who else is being served. On a GPU it
-    means bfloat16, and float16 where the GPU cannot compute in that.
+    of a batched product depends on the batch, so that an answer could depend on the other requests being served. On a
+    GPU it means bfloat16, and float16 where the GPU does not support that.
     """
 
     dtype: DType = "auto"
@@ -57,7 +57,7 @@ class EngineConfig:
                 "gpu_memory_utilization", f"must be above 0, at most 1, not {self.gpu_memory_utilization}"
             )
         if not _DEVICE.fullmatch(self.device):
-            raise ConfigError("device", f"{self.device!r} is not one this engine knows: cpu, cuda, cuda:0, cuda:1, …")
+            raise ConfigError("device", f"{self.device!r} is unknown; use cpu, cuda, cuda:0, cuda:1, …")
 
 
 def _require_positive(name: str, value: int) -> None:

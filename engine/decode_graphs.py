@@ -1,12 +1,12 @@
 """Decoding steps recorded once and replayed: CUDA graphs.
 
 A step in which every sequence computes one token is hundreds of small kernels, and Python takes longer to launch them
-than a GPU to run them. So for some batch sizes the step is recorded, with inputs and logits in memory that stays where
-it is; a batch is filled up to the next size with rows of nobody's, its inputs are copied there, and the recording is
-replayed. All other steps are launched one kernel after the other.
+than a GPU to run them. So for some batch sizes the step is recorded, with inputs and logits at fixed addresses; a batch
+is padded to the next size with unused rows, its inputs are copied there, and the recording is replayed. All other steps
+are launched one kernel after the other.
 
-What is recorded must not depend on anything the host would have to read back. A model that does (some mixtures of
-experts, rotary scalings by length) goes without recordings.
+A recorded step must not depend on anything the host would have to read back. A model that does (some mixtures of
+experts, rotary scalings by length) runs without recordings.
 """
 
 import logging
@@ -22,7 +22,7 @@ from engine.paged_attention import PagedKVPool
 
 Compute = Callable[[StepInputs], Tensor]  # the model: inputs → logits [rows, vocabulary], on the device
 Replay = Callable[[], object]
-Recorder = Callable[[Callable[[], None]], Replay]  # runs a function, and returns what does the same again
+Recorder = Callable[[Callable[[], None]], Replay]  # runs a function, and returns a function that repeats it
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def record_decoding(
     max_model_len: int,
     vocab_size: int,
 ) -> DecodeGraphs | None:
-    """Return recordings of all batch sizes; None, with a word in the log, where the model or its memory forbids it."""
+    """Return recordings of all batch sizes; None, with a warning logged, if the model or its memory forbids it."""
     try:
         return DecodeGraphs(
             pool,
@@ -132,5 +132,5 @@ def record_decoding(
             vocab_size=vocab_size,
         )
     except RuntimeError as error:
-        log.warning("decoding goes without CUDA graphs, which makes small batches slower: %s", error)
+        log.warning("decoding runs without CUDA graphs, which makes small batches slower: %s", error)
         return None

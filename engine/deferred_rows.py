@@ -1,8 +1,8 @@
 """Logits whose masks were not ready when the forward pass was.
 
-They are sampled in a later step, as soon as their masks are made; until then their sequences have nothing to compute,
-and the batch runs on without them. What is sampled then is what would have been sampled at once: masks and random
-numbers belong to a position.
+They are sampled in a later step, as soon as their masks are ready; until then their sequences have nothing to compute,
+and the batch continues without them. The sampled token is the same as without the delay: masks and random numbers
+depend only on the position.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,19 +32,19 @@ class DeferredRows:
         return bool(self._rows)
 
     def forget(self, sequence: scheduler.Sequence) -> None:
-        """Drop what a sequence has here: it has ended."""
+        """Drop the row of a sequence that has ended."""
         if (late := self._rows.pop(sequence, None)) is not None:
             late[0].discard_mask()
 
     def exchange(
         self, chunks: Sequence[Chunk], logits: Tensor | None, matcher_of: MatcherOf
     ) -> tuple[list[Chunk], Tensor]:
-        """Keep the rows that must wait, and add those that need not any more; return what is sampled now.
+        """Hold back the rows that must wait, and add those that are ready; return the chunks and logits to sample now.
 
-        `logits` has a row for each chunk and for each token of its draft; None: this step has computed nothing.
+        `logits` [R, V] has a row for each chunk and for each token of its draft; None: this step computed nothing.
         """
         for sequence in [sequence for sequence in self._rows if sequence.pending_tokens]:
-            del self._rows[sequence]  # it gave way meanwhile: its tokens are computed again, this one too
+            del self._rows[sequence]  # preempted meanwhile: its tokens are computed again, this one too
         matchers = [matcher_of(chunk.sequence) for chunk in chunks]
         wait([one.making for one in matchers if one and one.making and not one.family.is_slow], MASKS_WAIT_S)
         ready = self._take_ready(is_idle=logits is None)

@@ -1,6 +1,6 @@
-"""Token ids to text, one token at a time, without ever showing half a character.
+"""Turns token ids into text, one token at a time, without ever showing half a character.
 
-`tokenizers.DecodeStream` is not used: it raises on text whose earlier bytes are no valid UTF-8, and decodes an ever
+`tokenizers.DecodeStream` is not used: it raises on text whose earlier bytes are not valid UTF-8, and decodes an ever
 longer tail again while a model emits such bytes. Byte-level vocabularies (GPT-2's and its descendants') are decoded
 exactly, byte by byte; every other vocabulary by comparing the decoded text before and after each token.
 """
@@ -17,7 +17,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """What is needed of transformers' PreTrainedTokenizerBase, which workers of engines elsewhere do without."""
+    """The used part of transformers' PreTrainedTokenizerBase; workers of remote engines run without transformers."""
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
@@ -32,15 +32,15 @@ class Tokenizer(Protocol):
 
     @property
     def encode(self) -> Any:  # noqa: ANN401  # transformers' overloads say more than is needed
-        """Text to ids."""
+        """Convert text to ids."""
 
     @property
     def convert_ids_to_tokens(self) -> Any:  # noqa: ANN401
-        """Ids to the vocabulary's entries."""
+        """Convert ids to the vocabulary's entries."""
 
     @property
     def decode(self) -> Any:  # noqa: ANN401
-        """Ids to text."""
+        """Convert ids to text."""
 
 
 class Detokenizer(Protocol):
@@ -50,7 +50,7 @@ class Detokenizer(Protocol):
         """Add a token; return the text that is complete now."""
 
     def flush(self) -> str:
-        """Return what is left at the end, unfinished characters as U+FFFD."""
+        """Return the remaining text, unfinished characters as U+FFFD."""
 
 
 class TokenText:
@@ -82,7 +82,7 @@ class TokenText:
         return _ComparingDetokenizer(self, self._tokenizer, context, skip_special_tokens)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` leaves it out."""
+        """Report whether `skip_special_tokens` leaves this token out."""
         return token_id in self._special_ids
 
     def _compute_bytes(self, token_id: int) -> bytes:
@@ -99,7 +99,7 @@ class TokenText:
 
 
 class _ByteLevelDetokenizer:
-    """Exact and in constant time per token: the tokens' bytes through an incremental UTF-8 decoder."""
+    """Decodes the tokens' bytes with an incremental UTF-8 decoder: exact, and in constant time per token."""
 
     def __init__(self, tokens: TokenText, context: list[int], skip_special_tokens: bool) -> None:
         self._tokens = tokens
@@ -108,7 +108,7 @@ class _ByteLevelDetokenizer:
         self._chars_of_prompt = 0
         for token_id in context:
             self.push(token_id)
-        # A character that began in the prompt belongs to the prompt, whoever finishes it.
+        # A character that began in the prompt belongs to the prompt, even if the output finishes it.
         self._chars_of_prompt = 1 if self._decoder.getstate()[0] else 0
 
     def push(self, token_id: int) -> str:
@@ -127,7 +127,7 @@ class _ByteLevelDetokenizer:
 
 
 class _ComparingDetokenizer:
-    """For vocabularies whose decoder looks at neighbours: text is what one more token adds to the decoded tail."""
+    """Handles decoders that look at neighbours: a token's text is what it adds to the decoded tail."""
 
     def __init__(self, tokens: TokenText, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool) -> None:
         self._tokens = tokens

@@ -1,4 +1,4 @@
-"""The device that the engine computes on: its choice, its dtype, and the way of small data there."""
+"""The device that the engine computes on: how it is chosen, its dtype, and copies of small data to it."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,17 @@ from engine.errors import ConfigError
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Return the device asked for, made the calling thread's own. Raises ConfigError if there is none of that kind."""
+    """Return the configured device, set as the calling thread's current one. Raises ConfigError if it is missing."""
     device = torch.device(config.device)
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():
         build = "this torch is a CPU build" if torch.version.cuda is None else "torch finds no NVIDIA GPU or driver"
-        raise ConfigError("device", f"{config.device!r} is not there: {build}")
+        raise ConfigError("device", f"{config.device!r} is not available: {build}")
     device = torch.device("cuda", device.index or 0)
     if device.index >= torch.cuda.device_count():
-        raise ConfigError("device", f"{config.device!r} is not there: torch finds {torch.cuda.device_count()} GPU(s)")
+        found = torch.cuda.device_count()
+        raise ConfigError("device", f"{config.device!r} is not available: torch finds {found} GPU(s)")
     torch.cuda.set_device(device)  # kernels are launched on the thread's own device
     return device
 
@@ -34,7 +35,7 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a tensor on `device` without waiting for what the device still computes.
+    """Create a tensor on `device` without waiting for the work queued there.
 
     A copy from ordinary memory would wait; one from pinned memory is queued, and torch keeps that memory until it is
     done.

@@ -1,15 +1,15 @@
-"""Guesses at the next tokens from what the sequence says already (n-gram speculation). Imports no torch.
+"""Guesses at the next tokens from the sequence's own text (n-gram speculation). Imports no torch.
 
-Where the last tokens have occurred before, what followed them then may follow again: quotations, code, lists. The guess
-is computed beside the next token, and every guessed token that the sampler then chooses as well is one step saved. The
-rest is thrown away, so the answer is exactly the one without guesses. As in vLLM's n-gram method and in prompt lookup
+Where the last tokens have occurred before, the tokens that followed may follow again: quotations, code, lists. A guess
+is computed beside the next token, and every guessed token that the sampler then chooses as well saves one step. The
+rest is discarded, so the answer is exactly the one without guesses. As in vLLM's n-gram method and in prompt lookup
 decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 from typing import Final
 
 NGRAM_TOKENS: Final = 3  # so many last tokens must have occurred before
-PAUSE_TOKENS: Final = 16  # after a guess of which nothing came true, nothing is guessed for so many tokens
+PAUSE_TOKENS: Final = 16  # after a guess without a single right token, no guesses are made for this many tokens
 
 
 class NgramDrafts:
@@ -24,7 +24,7 @@ class NgramDrafts:
         self._pause_until = 0  # tokens
 
     def guess(self, max_tokens: int) -> list[int]:
-        """Return what may follow; nothing where nothing is known."""
+        """Return the tokens that may follow, at most `max_tokens`; empty if the last n-gram is new."""
         tokens = self._token_ids
         while self._read_tokens < len(tokens) - 1:
             self._read_tokens += 1
@@ -35,6 +35,6 @@ class NgramDrafts:
         return [] if start is None else tokens[start : start + min(self._max_tokens, max_tokens)]
 
     def record_result(self, guessed: int, right: int) -> None:
-        """Take notice of how many of the guessed tokens came true."""
+        """Record how many of the guessed tokens were right."""
         if guessed and not right:
             self._pause_until = len(self._token_ids) + PAUSE_TOKENS

@@ -115,10 +115,10 @@ class LLMEngine:
         return cls(loaded, tokenizer, config, name=model)
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request; its choices start as soon as its grammar, if it has one, is compiled and there is room.
+        """Queue a request; its choices start once its grammar, if it has one, is compiled and blocks are free.
 
-        Raises RequestRejected, naming the field, for what can never be served. What only the compiler of its grammar
-        sees always ends as a Refusal instead, however soon that is.
+        Raises RequestRejected, naming the field, for a request that can never be served. Errors that only the grammar's
+        compiler finds always end as a Refusal instead, however soon they are found.
         """
         check_request(request, self.info)
         if request.request_id in self._choices or request.request_id in self._compiling:
@@ -177,7 +177,7 @@ class LLMEngine:
                 choice.sequence.clock.added_s = one.added_s
 
     def warm_up(self) -> None:
-        """Answer requests of its own, so that the first real one need not wait for what torch makes at first use.
+        """Answer a few internal requests, so that the first real one need not wait for torch's first-use setup.
 
         Leaves nothing in the prefix cache and nothing in the counters.
         """
@@ -196,11 +196,11 @@ class LLMEngine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether its KV memory is given back."""
+        """True while the KV memory is released."""
         return isinstance(self._kv_memory, KVPool) and self._kv_memory.is_released
 
     def sleep(self) -> None:
-        """Give the KV memory and with it the prefix cache back to the system; the next request wakes it up.
+        """Release the KV memory, and with it the prefix cache, to the system; the next request wakes the engine up.
 
         Raises EngineError while there are unfinished requests, or on a GPU, whose recorded steps hold the memory.
         """
@@ -210,10 +210,10 @@ class LLMEngine:
         self._kv_memory.release()
 
     def wake_up(self) -> None:
-        """Have KV memory again."""
+        """Allocate the KV memory again."""
         if isinstance(self._kv_memory, KVPool) and self._kv_memory.is_released:
             self._kv_memory.allocate()
-            log.info("awake: the KV memory is taken again")
+            log.info("awake: the KV memory is allocated again")
 
     def abort(self, request_id: str) -> None:
         """Cancel a request; the next step yields "cancelled" for each of its live choices. Idempotent."""
@@ -230,12 +230,12 @@ class LLMEngine:
         self._ready += [SequenceOutput(id_, index, [], "", finish_reason="cancelled") for index in range(choices)]
 
     def has_unfinished(self) -> bool:
-        """Whether a step would yield or compute anything."""
+        """Report whether a step would yield or compute anything."""
         return bool(self._choices or self._ready or self._compiling)
 
     @property
     def counters(self) -> EngineCounters:
-        """What it has done so far."""
+        """Counters of the work done so far."""
         return self._scheduler.counters
 
     def load(self) -> EngineLoad:
@@ -253,7 +253,7 @@ class LLMEngine:
         )
 
     def stats(self) -> EngineStats:
-        """Return how it does. Of all methods, this one may be called by another thread, also during a step."""
+        """Return current statistics. The only method that another thread may call, even during a step."""
         running, waiting = len(self._scheduler.running), self._waiting_choices
         kv_usage = self._block_pool.used_blocks / self._block_pool.total_blocks
         return self._step_stats.snapshot(running=running, waiting=waiting, kv_usage=kv_usage, counters=self.counters)
@@ -294,7 +294,7 @@ class LLMEngine:
         return self._choice_of[sequence].matcher
 
     def _score(self, scoring: list[tuple[Chunk, range]], logits: Tensor) -> list[SequenceOutput]:
-        """Return the logprobs of the prompt tokens after the chunks' positions, whose rows `logits` holds."""
+        """Return the logprobs of the prompt tokens after the chunks' positions, whose rows `logits` [R, V] holds."""
         rows = iter(torch.split(logits, [len(positions) for _, positions in scoring]))
         outputs = []
         for chunk, positions in scoring:
@@ -309,7 +309,7 @@ class LLMEngine:
         return outputs
 
     def _sample(self, chunks: list[Chunk], logits: Tensor) -> list[SequenceOutput]:
-        """Choose the next token of each chunk's sequence, and those after it as long as the guesses are right."""
+        """Sample each chunk's next token from `logits` [R, V], and those after it while the guesses are right."""
         ahead = [number for chunk in chunks for number in range(1 + chunk.draft_tokens)]
         rows = [self._choice_of[chunk.sequence].sampling_row for chunk in chunks for _ in range(1 + chunk.draft_tokens)]
         samples = iter(sample(logits, rows, ahead) if rows else [])
@@ -343,7 +343,7 @@ class LLMEngine:
         return output
 
     def _advance(self, choice: Choice, sampled: Sample) -> SequenceOutput:
-        """Take the sampled token through the text stage; an error there ends this choice, not the loop."""
+        """Pass the sampled token to the text stage; an error there ends this choice, not the loop."""
         reason = choice.prompt_error or sampled.error
         if sampled.token_id is None or reason:
             too_complex = choice.matcher.too_complex if choice.matcher else None
@@ -358,7 +358,7 @@ class LLMEngine:
             output = choice.advance(sampled.token_id, sampled.logprobs)
         except GrammarTooComplex as error:
             output = _refused(choice, error)
-        except Exception as error:  # noqa: BLE001 - whatever one request's text does, its batch-mates go on
+        except Exception as error:  # noqa: BLE001 - a failure in one request's text must not stop the others
             output = choice.end("error", f"{type(error).__name__}: {error}")
         if choice.text.finish_reason is not None:
             self._retire(choice)

@@ -1,4 +1,4 @@
-"""What the engine raises.
+"""The engine's exceptions.
 
 EngineError
 ├── UnsupportedModel    the model cannot run here at all; raised while loading
@@ -10,7 +10,7 @@ EngineError
 
 
 class EngineError(Exception):
-    """The engine cannot go on with what it was asked."""
+    """The engine cannot do what was requested."""
 
 
 class UnsupportedModel(EngineError):
@@ -35,8 +35,8 @@ class RequestRejected(EngineError):
 
 
 class GrammarTooComplex(RequestRejected):
-    """To compile or to follow the request's grammar costs more than one request may, here and everywhere."""
+    """The request's grammar costs more to compile or to follow than one request may spend, on any worker."""
 
 
 class EngineCorrupted(EngineError):
-    """The block pool's books do not add up."""
+    """The block pool's bookkeeping is inconsistent."""

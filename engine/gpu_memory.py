@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV pool may take: what the weights and the largest step leave of its share."""
+"""The GPU memory available to the KV pool: the configured share minus the weights and the largest step."""
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +16,7 @@ from engine.types import SamplingParams
 def kv_bytes_beside(
     model: PreTrainedModel, layer_shapes: dict[int, tuple[int, int]], config: EngineConfig, max_model_len: int
 ) -> int:
-    """Measure the largest step on the model's GPU, and return the bytes that are left for the KV pool.
+    """Measure the largest step on the model's GPU, and return the bytes that remain for the KV pool.
 
     Raises ConfigError if none are.
     """
@@ -34,7 +34,7 @@ def kv_bytes_beside(
 
 
 def kv_bytes_available(total_bytes: int, free_bytes: int, step_bytes: int, utilization: float) -> int:
-    """Return what is left of the share of a GPU's memory. Raises ConfigError if nothing is."""
+    """Return the bytes that remain of the GPU memory's share. Raises ConfigError if none remain."""
     used_bytes = total_bytes - free_bytes  # weights, the CUDA context, other processes
     left = int(total_bytes * utilization) - used_bytes - step_bytes
     if left <= 0:
@@ -51,9 +51,9 @@ def kv_bytes_available(total_bytes: int, free_bytes: int, step_bytes: int, utili
 def run_largest_step(
     model: PreTrainedModel, layer_shapes: dict[int, tuple[int, int]], config: EngineConfig, max_model_len: int
 ) -> int:
-    """Compute max_batched_tokens and sample max_sequences of them, with all that sampling may do.
+    """Compute max_batched_tokens and sample max_sequences of them, with every sampling feature in use.
 
-    Returns the bytes of the KV memory made for it, which is gone again.
+    Returns the bytes of the KV memory allocated for it, which is free again.
     """
     vocab_size = model.config.get_text_config().vocab_size
     tokens = config.max_batched_tokens

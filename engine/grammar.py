@@ -1,15 +1,15 @@
 """Answers that follow a grammar: a mask over the vocabulary at every token, from llguidance.
 
 llguidance (https://github.com/guidance-ai/llguidance) keeps an Earley parser over the answer so far and says which
-tokens may follow. A mask takes some 50 µs, a large schema up to a second to compile, and both let go of the GIL: so
-grammars are compiled, and masks made, in threads of their own beside the running batch. These run nothing of torch,
-which would give them a set of OpenMP threads each.
+tokens may follow. A mask takes about 50 µs, a large schema up to a second to compile, and both release the GIL: so
+grammars are compiled, and masks computed, in separate threads beside the running batch. These threads do not use torch,
+which would start a set of OpenMP threads for each.
 
-A grammar of one line can take a second for each mask, and more with every token. So what one answer's grammar may
-cost is limited, in CPU time of the threads that work on it: a single mask, and all of them together, which are given
-an allowance and so much more with every token. Past that the request fails, for good. The batch does not wait for
-masks that come late (``deferred_rows``), and those who are known to be slow have a thread of their own. To take a token
-takes a part of what the mask before it took, as that has tried all tokens: so the limit of a mask holds it, too.
+A grammar of one line can take a second for each mask, and more with every token. So the CPU time of one answer's
+grammar is limited: for a single mask, and for all of them together, which get an allowance plus a fixed amount for
+every token. Past that the request fails permanently. The batch does not wait for late masks (``deferred_rows``), and
+grammars known to be slow have a separate thread. Consuming a token costs a part of the mask before it, which has tried
+all tokens: so the limit of a mask bounds it, too.
 """
 
 import json
@@ -51,26 +51,26 @@ _ADDED: Final = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -np.i
 
 
 class GrammarError(Exception):
-    """The parser cannot go on: it does not allow a token, or allows none."""
+    """The parser cannot continue: it does not allow a token, or allows none."""
 
 
 class Budget:
-    """What an answer's grammar may still cost of one kind of work, in seconds of CPU time."""
+    """The CPU time in seconds that an answer's grammar may still spend on one kind of work."""
 
     def __init__(self, allowance_s: float, per_token_s: float) -> None:
         self._left_s = allowance_s
         self._per_token_s = per_token_s
 
     def spend(self, cost_s: float) -> bool:
-        """Note what one token has cost; whether it may go on."""
+        """Subtract the cost of one token; return whether the answer may continue."""
         self._left_s += self._per_token_s - cost_s
         return self._left_s >= 0
 
 
 class Family:
-    """What all matchers of one compiled grammar share: in llguidance, a lock.
+    """The state shared by all matchers of one compiled grammar, which share a lock in llguidance.
 
-    While one of them makes a mask, another that takes a token waits for it, and with it the whole batch.
+    While one of them computes a mask, another that consumes a token waits for it, and with it the whole batch.
     """
 
     def __init__(self) -> None:
@@ -79,18 +79,21 @@ class Family:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a slow mask is being made."""
+        """Report whether a slow mask is being computed."""
         self.making = [one for one in self.making if not one.done()]
         return bool(self.making)
 
 
 class Matcher:
-    """Where one answer stands in its grammar."""
+    """The position of one answer in its grammar."""
 
     def __init__(
         self, matcher: LLMatcher, field: str, family: Family, clock: Callable[[], float] = time.thread_time
     ) -> None:
-        """``field`` of the request is where the grammar came from; ``clock`` tells the calling thread's CPU time."""
+        """Start at the grammar's beginning.
+
+        ``field`` is the request field that the grammar came from; ``clock`` returns the calling thread's CPU time.
+        """
         self.family = family
         self._matcher = matcher
         self._field = field
@@ -102,21 +105,21 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow."""
+        """True once no further token can follow."""
         return bool(self._matcher.is_stopped())
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be used without waiting for another thread."""
+        """True when it can be used without waiting for another thread."""
         return (self.making is None or self.making.done()) and not self.family.is_busy
 
     @property
     def too_complex(self) -> GrammarTooComplex | None:
-        """Why the answer must not go on, where that is the grammar's price."""
+        """The error that ends the answer because its grammar costs too much; None otherwise."""
         return self._mask if isinstance(self._mask, GrammarTooComplex) else None
 
     def make_mask(self) -> None:
-        """Work out which tokens may come next."""
+        """Compute which tokens may come next."""
         began_s = self._clock()
         mask = self._matcher.compute_bitmask()
         cost_s = self._clock() - began_s
@@ -144,12 +147,12 @@ class Matcher:
         logits += torch.from_numpy(mask[: len(logits)]).to(logits.device)
 
     def discard_mask(self) -> None:
-        """Nobody wants the next token any more; a mask that is made together with others' is made all the same."""
+        """Discard the mask of a token that is no longer needed; one computed together with others is still computed."""
         if self.making in self.family.making:
             self.making.cancel()
 
     def consume(self, token_id: int) -> None:
-        """Take the next token. Raises GrammarError or GrammarTooComplex."""
+        """Consume the next token. Raises GrammarError or GrammarTooComplex."""
         self._mask = None
         began_s = self._clock()
         is_taken = self._matcher.consume_token(token_id)
@@ -174,25 +177,25 @@ class CompiledGrammar:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is compiled by now, without an error, and a matcher can be made without waiting."""
+        """Report whether it compiled without an error, and a matcher can be created without waiting."""
         done = self.is_ready and self.outcome.exception() is None
         return done and not isinstance(self.outcome.result(), RequestRejected)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is known if it can be compiled, and a matcher can be made without waiting."""
+        """Report whether compilation has succeeded or failed, and a matcher can be created without waiting."""
         return self.outcome.done() and not self.family.is_busy
 
     def matcher(self) -> Matcher:
-        """Return a matcher for one answer, as soon as it is there.
+        """Wait for the compilation and return a matcher for one answer.
 
-        Raises RequestRejected if the grammar is not one, GrammarTooComplex if it takes too much to compile.
+        Raises RequestRejected if the grammar is invalid, GrammarTooComplex if it costs too much to compile.
         """
         outcome = self.outcome.result()
         if isinstance(outcome, RequestRejected):
             raise type(outcome)(
                 outcome.field, outcome.message
-            )  # anew: one that is raised again keeps all that raised it
+            )  # a new one: an exception that is raised again keeps all earlier tracebacks
         return Matcher(outcome.deep_copy(), self.grammar.field, self.family)
 
 
@@ -206,14 +209,14 @@ class Compiling:
 
 
 class MaskBuilder:
-    """Makes masks in two threads of its own: one for those that are slow, so that no other waits for them."""
+    """Computes masks in two threads: one of them for slow grammars, so that no other waits for them."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar-masks")
 
     def begin(self, matchers: Sequence[Matcher]) -> None:
-        """Start on masks for the next tokens. Until each is used, its matcher must not be told of a token."""
+        """Start to compute masks for the next tokens. Until each is used, its matcher must not consume a token."""
         matchers = [matcher for matcher in matchers if matcher.making is None]  # else preempted while it was made
         usual = [matcher for matcher in matchers if not matcher.family.is_slow]
         if usual:
@@ -254,7 +257,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the longest unused first
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Begin to compile a grammar, unless that is done or begun. Raises RequestRejected for what is cheap to see."""
+        """Start to compile a grammar, unless already done. Raises RequestRejected for errors that are cheap to find."""
         if self._tokenizer is None or self._check is None:
             raise RequestRejected(grammar.field, "this model's tokenizer cannot follow grammars")
         if len(grammar.source) > MAX_SOURCE_CHARS:
@@ -268,7 +271,7 @@ class GrammarCompiler:
         return self._compiled[grammar]
 
     def give_up(self, compiled: CompiledGrammar) -> None:
-        """Do not compile a grammar that nobody waits for any more, unless that has begun."""
+        """Cancel the compilation of a grammar that no request waits for, unless it has begun."""
         if compiled.outcome.cancel() and self._compiled.get(compiled.grammar) is compiled:
             del self._compiled[compiled.grammar]
 
@@ -297,8 +300,8 @@ def _source(grammar: Grammar, added_tokens: Collection[str]) -> str:
         return str(LLMatcher.grammar_from_lark(grammar.source))
     schema = ANY_OBJECT if grammar.kind == "json_object" else grammar.source
     if any(text in schema for text in added_tokens) and isinstance(parsed := json.loads(schema), dict):
-        # Of bytes that can be no others llguidance allows the tokens that its tokenizer makes of them, which for an
-        # added token's text is that token; and then it does not take it. So it shall allow any tokens.
+        # Where the next bytes are forced, llguidance allows only its tokenizer's tokens for them. For the text of an
+        # added token that is the added token, which it then rejects. So forcing is switched off.
         spaced = json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **parsed})
         return str(LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\nstart: %json {spaced}\n'))
     return str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))

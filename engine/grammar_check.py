@@ -1,15 +1,15 @@
-"""Finds out whether a grammar can be compiled at a bearable price: in a process of its own, which can be ended.
+"""Checks that a grammar can be compiled at an acceptable cost, in a separate process that can be killed.
 
-A schema of 40 kB (800 ``patternProperties``) takes llguidance 145 s, with all of its limits in place, and nothing stops
-a thread. So each grammar is compiled first in a child process whose CPU time the kernel limits (``ITIMER_PROF``: what
-counts is its own work, not how busy the machine is), and whose memory too; what ends the child ends that request alone.
-The child's tokenizer has the single bytes and the added tokens only: nearly all of the work, and nearly all that can
-be wrong, does not depend on the rest, and so a new child is there in a fraction of a second.
+A schema of 40 kB (800 ``patternProperties``) takes llguidance 145 s, with all of its limits in place, and a thread
+cannot be stopped. So each grammar is compiled first in a child process. The kernel limits the child's CPU time
+(``ITIMER_PROF`` counts its own work, however busy the machine is) and memory; if the child dies, only that request
+fails. The child's tokenizer has the single bytes and the added tokens only: nearly all of the work, and nearly all
+possible errors, do not depend on the rest, so a new child starts in a fraction of a second.
 
     compiler's thread ──{"source", "cpu_s"}──> child
     compiler's thread <─────── {"error"} ───── child
 
-The child runs this file as a script, which therefore imports nothing of ours.
+The child runs this file as a script, which therefore imports no other module of Spillway.
 """
 
 import json
@@ -40,17 +40,17 @@ class TooExpensive(Exception):
 
 
 class GrammarCheck:
-    """Child processes for one tokenizer, as many as are needed at once; each serves one caller at a time."""
+    """Child processes for one tokenizer, one for each concurrent caller."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: tuple[int, ...], *, cpu_s: float) -> None:
-        """``cpu_s``: CPU time of one compilation. No child is started before the first grammar comes."""
+        """Prepare the checks; the first grammar starts the first child. ``cpu_s``: CPU time of one compilation."""
         added = json.loads(tokenizer_json)["added_tokens"]
         self._setup = {"added_tokens": added, "vocab_size": vocab_size, "eos_ids": eos_ids}
         self._cpu_s = cpu_s
         self._idle: LifoQueue[_Child] = LifoQueue()
 
     def find_error(self, source: str) -> str:
-        """Return what is wrong with a grammar in llguidance's own form; nothing if it is good. Raises TooExpensive."""
+        """Return the error in a grammar in llguidance's form; empty if it is valid. Raises TooExpensive."""
         try:
             child = self._idle.get_nowait()
         except Empty:
@@ -61,11 +61,11 @@ class GrammarCheck:
 
 
 class _Child:
-    """One process; it ends with this object, and with the process that has started it."""
+    """One process, which ends with this object and with the process that started it."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         command = [sys.executable, "-I", __file__]  # isolated: neither the folder nor the environment adds modules
-        self._process = subprocess.Popen(  # noqa: S603 - nothing of a caller's
+        self._process = subprocess.Popen(  # noqa: S603 - no client input
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         pipes = self._process.stdin, self._process.stdout
@@ -109,7 +109,7 @@ def _write(pipe: IO[str], message: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Answer questions on standard input until it ends."""
+    """Answer questions from standard input until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, whose end closes our input
     setup = json.loads(sys.stdin.readline() or sys.exit())
     tokenizer = _byte_tokenizer(setup["added_tokens"], setup["vocab_size"], setup["eos_ids"])

@@ -1,7 +1,7 @@
 """Weights in pages of 2 MiB: a decode step reads all of them, and looking up pages of 4 KiB slows that by a fifth.
 
-Linux gives them only to who asks, as it is usually set up (`transparent_hugepage/enabled`: madvise). The allocators of
-torch and oneDNN do not ask, and what they return cannot be moved, so the pages are asked for afterwards.
+Linux usually provides them only on request (`transparent_hugepage/enabled`: madvise). The allocators of torch and
+oneDNN do not request them, and their memory cannot be moved to another address, so the pages are requested afterwards.
 """
 
 import ctypes
@@ -20,16 +20,16 @@ Range = tuple[int, int]  # addresses: the first byte, and the one after the last
 
 
 def use_huge_pages(ranges: Iterable[Range]) -> None:
-    """Have the memory at these addresses moved to huge pages, and the rest of the pages that they touch with it.
+    """Move the memory at these addresses, and the rest of the pages that they touch, to huge pages.
 
-    Does nothing where the system has none to give; older kernels than 6.1 move the memory bit by bit, later.
+    Does nothing where the system has none free; kernels before 6.1 move the memory gradually, later.
     """
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
     for first, end in _whole_pages(ranges):
         for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):
-            # A hole among the addresses is an error, but the rest is done all the same.
+            # A hole among the addresses is an error, but the rest is still moved.
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
 
 

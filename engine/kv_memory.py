@@ -1,4 +1,4 @@
-"""The KV pool of a device: which kind, and how much memory it may take."""
+"""The KV pool of a device: its kind and its size."""
 
 from typing import Final
 
@@ -15,7 +15,7 @@ CPU_KV_BYTES: Final = 1 << 30  # on a CPU, where nothing else is configured
 def make_kv_memory(
     layer_shapes: dict[int, tuple[int, int]], slots: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVMemory:
-    """Make the pool for `slots` tokens, whole blocks; `layer_shapes` gives (Hkv, D) for each layer."""
+    """Create the pool for `slots` tokens, a multiple of `block_size`; `layer_shapes` gives (Hkv, D) for each layer."""
     if device.type == "cpu":
         return KVPool(layer_shapes, slots, dtype)
     return PagedKVPool(layer_shapes, slots, block_size, dtype, device)

@@ -1,4 +1,4 @@
-"""Linear layers as this CPU computes them fastest, or in 8-bit integers.
+"""Linear layers in the form that this CPU computes fastest, or in 8-bit integers.
 
 Measured with weights from main memory, as in a real step (2 threads, float32): oneDNN's own layout is 1.1 to 4 times
 faster than `nn.Linear` from eight rows on, on Intel and on AMD. Our own kernel (panels.c) reads that layout too: in
@@ -56,7 +56,7 @@ class PackedLinear(nn.Module):
 class Int8Linear(nn.Module):
     """The product in 8-bit integers: weights rounded once, one scale per output; rows as they come, one scale per row.
 
-    Sums are exact 32-bit integers, so a row's result does not depend on who else is in the batch.
+    Sums are exact 32-bit integers, so a row's result does not depend on the rest of the batch.
     """
 
     _ZERO_POINT: Final = 128  # rows are unsigned bytes: what the CPU multiplies with signed weights
@@ -84,7 +84,7 @@ class Int8Linear(nn.Module):
 
     def _multiply_by_onednn(self, rows: Tensor) -> Tensor:
         largest = rows.abs().amax(dim=-1, keepdim=True)
-        # Half a step is added because the conversion cuts off. A row of zeros becomes anything, and then times zero.
+        # Half a step is added because the conversion truncates. A row of zeros becomes arbitrary, then times zero.
         shifted = (rows * torch.div(self._LARGEST, largest)).add_(self._ZERO_POINT + 0.5)
         products: Tensor = torch.ops.onednn.qlinear_pointwise(
             shifted.to(torch.uint8), 1.0, self._ZERO_POINT, self.packed, self._scales, self._zero_points,
@@ -100,7 +100,7 @@ def check_quantization(quantize: Quantization | None, *, device: str, dtype: tor
         return
     if device != "cpu" or dtype is not torch.float32:
         raise ConfigError("quantize", "int8 is for float32 models on a CPU")
-    if not torch.cpu._is_vnni_supported():  # noqa: SLF001 - there is no public question
+    if not torch.cpu._is_vnni_supported():  # noqa: SLF001 - no public equivalent exists
         raise ConfigError("quantize", "int8 needs a CPU with AVX-512 VNNI; it would be slower than float32 here")
 
 

@@ -1,8 +1,8 @@
 """LoRA adapters in the forward pass: every row of a batch with its own, or with none.
 
 A wrapper stands in place of each linear layer that an adapter changes. It lets the layer compute all rows, then adds
-each adapter's part to the rows that are this adapter's: y[rows] += (x[rows] · Aᵀ) · s·Bᵀ. Which rows are whose, the
-runner says before the forward.
+each adapter's part to that adapter's rows: y[rows] += (x[rows] · Aᵀ) · s·Bᵀ. The runner assigns the rows before the
+forward pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,17 @@ from engine.model_loader import probe_rows
 
 
 class AdapterRows:
-    """Which rows of the forward that comes next are whose.
+    """The rows of the next forward pass by adapter.
 
-    It changes from step to step and is read while the layers run: a recorded forward (a CUDA graph) would keep what it
-    was when it was recorded.
+    It changes from step to step and is read while the layers run: a recorded forward (a CUDA graph) would keep the rows
+    of its recording.
     """
 
     def __init__(self) -> None:
         self.groups: list[tuple[str, Tensor]] = []  # adapter, its rows [n]
 
     def set(self, rows: Mapping[str, Sequence[int]], device: torch.device) -> None:
-        """Take each adapter's rows; those that are nobody's stay as the model computes them."""
+        """Set each adapter's rows [n]; rows without an adapter stay as the model computes them."""
         self.groups = [(adapter, to_device(numbers, torch.long, device)) for adapter, numbers in rows.items()]
 
 
@@ -54,7 +54,7 @@ class LoraLinear(nn.Module):
 
 
 def attach_adapters(model: PreTrainedModel, adapters: Sequence[Adapter]) -> AdapterRows:
-    """Wrap the layers of a prepared model, in place. Return what says whose rows are computed.
+    """Wrap the layers of a prepared model, in place. Return the object that assigns rows to adapters.
 
     Raises ConfigError if an adapter changes a layer that does not compute the batch's rows, each once and in order.
     """

@@ -1,7 +1,7 @@
-"""Loads a causal language model of transformers and makes sure that this engine computes it rightly.
+"""Loads a causal language model of transformers and verifies that this engine computes it correctly.
 
 The check is by behaviour, not by a list of names: the model's own forward with transformers' eager attention is the
-reference, and the packed forward has to agree with it. Whatever carries state outside the KV pool (state-space and
+reference, and the packed forward has to agree with it. A model that keeps state outside the KV pool (state-space and
 convolution layers, shared caches) disagrees and is refused.
 """
 
@@ -48,7 +48,7 @@ def load_model(name: str, config: EngineConfig) -> tuple[PreTrainedModel, PreTra
     """Load weights and tokenizer by hub name or local path.
 
     Raises OSError (transformers) if they cannot be found, UnsupportedModel if there is no causal model of that type or
-    its weights are no safetensors, ConfigError if the device is not there.
+    its weights are not safetensors, ConfigError if the device is not available.
     """
     weight_files(name)
     device = choose_device(config)
@@ -66,14 +66,14 @@ def load_model(name: str, config: EngineConfig) -> tuple[PreTrainedModel, PreTra
 
 
 class KVProbe:
-    """Runs one sequence's attention as a packed batch would, noting what each layer stores and asks for."""
+    """Runs one sequence's attention as a packed batch would, recording each layer's shapes and options."""
 
     def __init__(self) -> None:
         self.layer_shapes: dict[int, tuple[int, int]] = {}  # layer → (Hkv, D)
         self.windows: set[int | None] = set()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionBatch."""
+        """Record the layer's shapes; return query (1, Hq, T, D) as the output (1, T, Hq, D)."""
         if key.shape != value.shape:
             raise UnsupportedModel(f"keys and values differ in shape (latent attention); {_OTHER_ENGINE}")
         self.layer_shapes[layer] = (key.shape[1], key.shape[3])
@@ -117,7 +117,7 @@ def prepare_model(
 def probe_rows(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of those layers of a prepared model that do not compute all rows of a packed batch.
 
-    Experts are like that: each gets the tokens that were routed to it.
+    Experts, for example: each gets only the tokens routed to it.
     """
     rows: dict[str, set[int]] = {name: set() for name in layers}
 
@@ -141,15 +141,15 @@ def max_model_len(text_config: PreTrainedConfig, config: EngineConfig) -> int:
     limit = min((length for length in limits if length), default=None)
     if config.max_model_len is None:
         if limit is None:
-            raise ConfigError("max_model_len", "the model does not say how long its context is; set it")
+            raise ConfigError("max_model_len", "the model does not declare its context length; set it")
         return int(limit)
     if limit is not None and config.max_model_len > limit:
-        raise ConfigError("max_model_len", f"{config.max_model_len} is more than the {limit} tokens the model can do")
+        raise ConfigError("max_model_len", f"{config.max_model_len} is more than the {limit} tokens the model supports")
     return config.max_model_len
 
 
 def _rope_limits(text_config: PreTrainedConfig) -> list[int]:
-    """Where rotary frequencies depend on the longest sequence of the batch, stay below the length where they change."""
+    """Return the lengths up to which rotary frequencies do not depend on the batch's longest sequence."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     per_layer_type = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     changing = [rope for rope in per_layer_type if rope.get("rope_type") in ("dynamic", "longrope")]
@@ -187,9 +187,9 @@ def _probe_layers(model: PreTrainedModel) -> dict[int, tuple[int, int]]:
             f"{type(model).__name__}: {len(probe.layer_shapes)} of {text_config.num_hidden_layers} layers use "
             f"attention that this engine can serve; {_OTHER_ENGINE}"
         )
-    # The comparison below is too short to see a window, so a model that masks with it but does not tell is refused.
+    # The comparison below is too short to reveal a window: a model that masks with one but does not pass it is refused.
     if _masks_with_window(text_config) and probe.windows == {None}:
-        raise UnsupportedModel(f"{type(model).__name__} does not tell its attention its window; {_OTHER_ENGINE}")
+        raise UnsupportedModel(f"{type(model).__name__} does not pass its window to its attention; {_OTHER_ENGINE}")
     return probe.layer_shapes
 
 

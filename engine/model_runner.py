@@ -23,7 +23,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record_decoding(self, record: Recorder, *, max_sequences: int, max_model_len: int, vocab_size: int) -> None:
-        """Let steps in which every sequence has one row be replayed from now on, if pool and model allow it."""
+        """Record the steps in which every sequence has one row, for replay, if pool and model allow it."""
         if isinstance(self._pool, PagedKVPool):
             self._graphs = record_decoding(
                 self._pool,
@@ -38,7 +38,7 @@ class ModelRunner:
         """Compute the chunks and return float32 logits [rows, vocabulary].
 
         A chunk that samples has a row for its last token and one for each token of its draft, in the chunks' order.
-        After all of these come the rows of prompt tokens whose logits are wanted (`Chunk.unscored`). The next forward
+        After all of these come the rows of prompt tokens whose logits are needed (`Chunk.unscored`). The next forward
         may overwrite them.
         """
         tokens: list[int] = []
@@ -73,7 +73,7 @@ class ModelRunner:
 
 
 def compute_logits(model: PreTrainedModel, inputs: StepInputs) -> Tensor:
-    """Run a prepared model; return the logits [R, vocabulary] of the rows that are wanted, in the model's dtype."""
+    """Run a prepared model; return the logits [R, vocabulary] of `sampled_rows`, in the model's dtype."""
     logits: Tensor = model(
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,

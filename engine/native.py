@@ -1,7 +1,7 @@
-"""The C files of this folder, compiled for this CPU where there is a C compiler; torch's own kernels do elsewhere.
+"""The C files of this folder, compiled for this CPU if a C compiler exists; otherwise torch's own kernels are used.
 
-Compiling takes under a second each, most of it beside the loading of the weights, so nothing is kept: the result fits
-this very CPU and this very source.
+Compiling takes under a second each, most of it while the weights load, so nothing is cached: the result always matches
+this CPU and this source.
 """
 
 import ctypes
@@ -26,19 +26,19 @@ _OPTIONS: Final = ("-O2", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC
 
 @cache
 def compiling(source: str, *definitions: str) -> "Future[ctypes.CDLL | None]":
-    """Begin to make the library of a C file of this folder, beside whatever takes its time; see `compiled`."""
+    """Start to compile a C file of this folder in the background; `compiled` returns the library."""
     return _COMPILERS.submit(_compile, source, definitions)
 
 
 def compiled(source: str, *definitions: str) -> ctypes.CDLL | None:
-    """Return the library made of a C file of this folder, or None, and the log says why, where that cannot be done."""
+    """Return the library compiled from a C file of this folder; None, with the reason logged, if that fails."""
     return compiling(source, *definitions).result()
 
 
 def _compile(source: str, definitions: tuple[str, ...]) -> ctypes.CDLL | None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        log.info("no C compiler (gcc) is installed; without %s the engine will be slower", source)
+        log.info("no C compiler (gcc) is installed; without %s the engine is slower", source)
         return None
     path = Path(__file__).with_name(source)
     with tempfile.TemporaryDirectory(prefix="spillway-") as folder:
@@ -49,5 +49,5 @@ def _compile(source: str, definitions: tuple[str, ...]) -> ctypes.CDLL | None:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILING_LIMIT_S)  # noqa: S603
             return ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError) as error:
-            log.warning("without %s the engine will be slower: %s", source, getattr(error, "stderr", None) or error)
+            log.warning("without %s the engine is slower: %s", source, getattr(error, "stderr", None) or error)
             return None

@@ -1,6 +1,6 @@
-"""The output tokens of one choice as shown text: detokenisation, stop conditions, what the client has already.
+"""The output tokens of one choice as text: detokenisation, stop conditions, and the part already sent to the client.
 
-Needs no torch: engines that run elsewhere answer with token ids, and their text is made here as for our own.
+Imports no torch: remote engines answer with token ids, and their text is produced here as for Spillway's own engine.
 """
 
 from engine.detokenizer import Detokenizer
@@ -28,7 +28,7 @@ class OutputText:
     def __init__(
         self, params: SamplingParams, eos_ids: frozenset[int], detokenizer: Detokenizer, chars_to_skip: int = 0
     ) -> None:
-        """Make the state before the first output token.
+        """Create the state before the first output token.
 
         ``eos_ids`` are the model's own end tokens, empty with ``ignore_eos``; ``chars_to_skip`` counts the characters
         of the text that the client of a resumed choice already has.
@@ -43,7 +43,7 @@ class OutputText:
         self.stop_reason: int | str | None = None  # the stop string or stop token id that ended it
 
     def read(self, token_id: int, *, is_complete: bool = False) -> str:
-        """Take one output token; return new text for the client. ``is_complete``: its grammar allows nothing more."""
+        """Append one output token; return new text for the client. ``is_complete``: its grammar allows nothing more."""
         params = self._params
         self.produced_tokens += 1
         if token_id in self._eos_ids or token_id in params.stop_token_ids:

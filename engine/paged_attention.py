@@ -1,7 +1,7 @@
-"""Keys and values in pages, and attention over them: what every device but the CPU uses.
+"""Keys and values in pages, and attention over them, for every device but the CPU.
 
-A page is a block of the scheduler's. A step's sequences are packed as on a CPU (`attention`); a table of pages says
-where each one's tokens are, so that the work on the device depends on tensors only and a step can be recorded once and
+A page is one of the scheduler's blocks. A step's sequences are packed as on a CPU (`attention`); a table of pages
+locates each one's tokens, so that the work on the device depends on tensors only and a step can be recorded once and
 replayed with other contents (`decode_graphs`).
 
 Shapes: T rows in the step, S sequences, P pages of the longest of them, Hq query heads, Hkv key/value heads, D head
@@ -23,7 +23,7 @@ from engine.torch_attention import AttentionOptions
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """Where one step's rows and their contexts are. Tensors are int64 on the device."""
+    """The locations of one step's rows and their contexts. Tensors are int64 on the device."""
 
     slots: Tensor  # [T]: where each row's key and value go; slot = page · page size + offset
     starts: Tensor  # [S + 1]: each sequence's first row, and T
@@ -41,7 +41,7 @@ PagedAttention = Callable[[Tensor, Tensor, Tensor, PagedStep, AttentionOptions],
 class PagedKVPool:
     """Keys and values of every layer: per layer two tensors [pages, page size, Hkv, D].
 
-    There is one page more than the scheduler knows: rows that only fill a batch up are written to it.
+    One page is unknown to the scheduler: rows that only pad a batch are written to it.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class PagedKVPool:
         self._layers = {layer: (zeros(*shape), zeros(*shape)) for layer, shape in layer_shapes.items()}
         self._attention = paged_attention_on(device)
         self._page_numbers = np.arange(pages)
-        self.filling = Segment(rows=1, context=1, runs=[range(slots, slots + page_size)])  # a row of nobody's
+        self.filling = Segment(rows=1, context=1, runs=[range(slots, slots + page_size)])  # a padding row
 
     def stage(
         self, tokens: list[int], positions: list[int], sampled_rows: list[int], segments: list[Segment]
     ) -> StepInputs:
-        """See KVMemory."""
+        """Prepare one step as KVMemory describes, in one copy to the device."""
         packed, tables = self.pack(tokens, positions, segments)
         rows = [segment.rows for segment in segments]
         return _step_inputs(
@@ -82,7 +82,7 @@ class PagedKVPool:
         )
 
     def pack(self, tokens: list[int], positions: list[int], segments: list[Segment]) -> tuple[Tensor, Tensor]:
-        """Write a step's inputs one after the other (see `_step_inputs`), and its tables, on the host."""
+        """Write a step's inputs one after the other (`_step_inputs`), and its tables [S, P], on the host."""
         rows = np.array([segment.rows for segment in segments])
         contexts = np.array([segment.context for segment in segments])
         used_pages = -(-contexts // self.page_size)
@@ -96,9 +96,9 @@ class PagedKVPool:
         return packed, tables
 
     def make_static_inputs(self, tables: Tensor, longest_context: int) -> tuple[StepInputs, Tensor]:
-        """Return inputs of a step that decodes len(tables) sequences, and the tensor they are views of.
+        """Return the inputs of a step that decodes len(tables) sequences, and the tensor they are views of.
 
-        Contents come later, as `pack` gives them, into that tensor and `tables`.
+        The contents, as `pack` returns them, are copied later into that tensor and `tables` [S, P].
         """
         size = len(tables)
         packed = torch.zeros(5 * size + 1, dtype=torch.int64, device=self.device)
@@ -109,7 +109,7 @@ class PagedKVPool:
         return inputs, packed
 
     def blank_tables(self, sequences: int, longest_context: int) -> Tensor:
-        """Return tables for so many sequences of at most so many tokens."""
+        """Return tables [S, P] for `sequences` sequences of at most `longest_context` tokens."""
         pages = -(-longest_context // self.page_size)
         return torch.zeros(sequences, pages, dtype=torch.int64, device=self.device)
 
@@ -145,7 +145,7 @@ class PagedBatch:
     step: PagedStep
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionBatch."""
+        """Store the new keys and values (1, Hkv, T, D), attend with query (1, Hq, T, D); return (1, T, Hq, D)."""
         return self.pool.attend(layer, query, key, value, self.step, options)
 
 
@@ -159,7 +159,7 @@ def _step_inputs(
     longest_context: int,
     has_decoding: bool,
 ) -> StepInputs:
-    """Take apart what `pack` wrote: T tokens, T positions, T slots, S + 1 starts, S contexts."""
+    """Split the output of `pack` into views: T tokens, T positions, T slots, S + 1 starts, S contexts."""
     sequences = len(tables)
     rows = (len(packed) - 2 * sequences - 1) // 3
     tokens, positions, slots, starts, contexts = torch.split(packed, [rows, rows, rows, sequences + 1, sequences])
@@ -187,7 +187,10 @@ def paged_attention_on(device: torch.device) -> PagedAttention:
 def attend_by_reference(
     query: Tensor, keys: Tensor, values: Tensor, step: PagedStep, options: AttentionOptions
 ) -> Tensor:
-    """Attend sequence by sequence with dense float32 softmaxes: what the kernels are measured by; runs anywhere."""
+    """Attend sequence by sequence with dense float32 softmaxes: the kernels' reference, for any device.
+
+    Takes query [T, Hq, D], keys and values [pages, page size, Hkv, D]; returns [T, Hq, D].
+    """
     starts, contexts = step.starts.tolist(), step.contexts.tolist()
     page_size = keys.shape[1]
     outputs = []

@@ -16,18 +16,18 @@ _MATRICES: Final[Sequence[type[Any]]] = [POINTER, INTEGER, INTEGER, POINTER, INT
 
 
 class PanelKernel:
-    """The compiled functions. Rows are float32, of any leading dimensions; weights are where oneDNN packed them."""
+    """The compiled functions. Rows (…, in) are float32; weights are addresses of oneDNN's packed memory."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._multiply_float = library.multiply_float
         self._multiply_float.argtypes = [*_MATRICES, *[POINTER] * 2]
-        # Not there on a CPU without AVX-512 VNNI, where int8 is refused.
+        # Missing on a CPU without AVX-512 VNNI, where int8 is refused.
         self._multiply_int8 = getattr(library, "multiply_int8", None)
         if self._multiply_int8 is not None:
             self._multiply_int8.argtypes = [*_MATRICES, *[POINTER] * 6]
 
     def multiply_float(self, rows: Tensor, weights: int, outputs: int, bias: Tensor | None) -> Tensor:
-        """Return rows · weightsᵀ + bias."""
+        """Return rows · weightsᵀ + bias: (…, in) → (…, outputs)."""
         rows = rows.contiguous()
         inputs = rows.shape[-1]
         output = torch.empty(*rows.shape[:-1], outputs)
@@ -55,7 +55,7 @@ class PanelKernel:
 def panel_kernel(packed: int, weight: Tensor) -> PanelKernel | None:
     """Return the kernel if it can read what oneDNN keeps at `packed` for a weight [outputs, inputs], float32 or int8.
 
-    How oneDNN lays weights out depends on the CPU and is nowhere promised, so its first and last panel are looked at.
+    oneDNN's layout depends on the CPU and is not documented, so its first and last panel are compared.
     """
     outputs, inputs = weight.shape
     if outputs % _PANEL or inputs % LANES:

@@ -74,21 +74,21 @@ class PoolingEngine:
             del self._clocks[request_id]
 
     def warm_up(self) -> None:
-        """Compute an input of its own, so that the first real one need not wait for what torch makes at first use."""
+        """Compute an internal input, so that the first real one need not wait for torch's first-use setup."""
         ids = [token_id % self.info.vocab_size for token_id in range(min(WARM_UP_TOKENS, self.info.max_model_len))]
         self._model.vectors([PoolingInput(0, ids, len(ids))])
 
     def has_unfinished(self) -> bool:
-        """Whether a step would yield or compute anything."""
+        """Report whether a step would yield or compute anything."""
         return bool(self._waiting or self._ready)
 
     def stats(self) -> EngineStats:
-        """Return how it does; may be called from another thread."""
+        """Return current statistics; may be called from another thread."""
         waiting = sum(len(inputs) for _, inputs in tuple(self._waiting.values()))
         return self._step_stats.snapshot(running=self._running, waiting=waiting, kv_usage=0.0, counters=self._counters)
 
     def step(self) -> list[SequenceOutput]:
-        """Compute a batch."""
+        """Compute one batch; return the outputs of its inputs."""
         outputs, self._ready = self._ready, []
         chosen = self._choose()
         if chosen:
@@ -106,7 +106,7 @@ class PoolingEngine:
         return outputs
 
     def _choose(self) -> list[Chosen]:
-        """Take the next inputs of those who wait, in turn; at least one, however long it is."""
+        """Take the next inputs of the waiting requests, in turn; at least one, however long it is."""
         chosen: list[Chosen] = []
         tokens = 0
         while self._waiting and len(chosen) < self._max_inputs:
@@ -144,7 +144,7 @@ class PoolingEngine:
         if request.task != info.task:
             raise RequestRejected("model", f"it is served for {info.task}, not for {request.task}")
         if request.dimensions is not None and not info.takes_dimensions(request.dimensions):
-            raise RequestRejected("dimensions", f"{request.dimensions} is none that the model's vectors can have")
+            raise RequestRejected("dimensions", f"the model's vectors cannot have {request.dimensions}")
         for one in request.inputs:
             if not one.token_ids:
                 raise RequestRejected("prompt_ids", f"input {one.index} is empty")

@@ -1,4 +1,4 @@
-"""What a model's folder says about its use for embeddings and scores.
+"""Reads a model folder's settings for embeddings and scores.
 
 Formats: sentence-transformers' ``modules.json`` with a folder per module, ``sentence_bert_config.json``, and the keys
 that sentence-transformers and vLLM read in ``config.json``.
@@ -29,7 +29,7 @@ _POOLING_NAMES: dict[str, PoolingKind] = {"cls": "cls", "mean": "mean", "lasttok
 
 @dataclass(frozen=True, slots=True)
 class PoolingFolder:
-    """What the files beside the weights declare; None where they say nothing."""
+    """The settings declared by the files beside the weights; None where undeclared."""
 
     pooling: PoolingKind | None = None
     normalize: bool | None = None
@@ -37,9 +37,9 @@ class PoolingFolder:
 
 
 def task_of(name: str, requested: Task | None) -> Task:
-    """Return what a model is for: what is wanted, if that can be, or else what its files say.
+    """Return a model's task: the requested one if the model supports it, or by default the one its files declare.
 
-    Raises UnsupportedModel where the model cannot do what is wanted, and OSError where there is no such model.
+    Raises UnsupportedModel where the model does not support the requested task, OSError where the model is missing.
     """
     architecture = next(iter(AutoConfig.from_pretrained(name).architectures or ()), "")
     if architecture.endswith(_CLASSIFIER):
@@ -55,9 +55,9 @@ def task_of(name: str, requested: Task | None) -> Task:
 
 
 def read_pooling_folder(name: str) -> PoolingFolder:
-    """Read what sentence-transformers left beside the weights, if anything.
+    """Read the files that sentence-transformers wrote beside the weights, if they exist.
 
-    Raises UnsupportedModel for what would have to be computed and is not.
+    Raises UnsupportedModel for a step of the computation that is not implemented.
     """
     limits = _read_json(name, "sentence_bert_config.json") or {}
     if limits.get("do_lower_case"):
@@ -80,7 +80,7 @@ def read_pooling_folder(name: str) -> PoolingFolder:
 
 
 def score_activation(config: PreTrainedConfig) -> Literal["sigmoid", "identity"]:
-    """Return what a cross-encoder's one logit goes through. Raises UnsupportedModel for what is not known."""
+    """Return the activation of a cross-encoder's logit. Raises UnsupportedModel for an unknown one."""
     declared = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
     declared = declared or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
     name = str(declared).rpartition(".")[2]

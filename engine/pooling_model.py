@@ -1,8 +1,8 @@
-"""A model of transformers that turns token ids into one vector each: an encoder, a decoder, or a cross-encoder.
+"""A model of transformers that turns each input's token ids into a vector: an encoder, decoder or cross-encoder.
 
 The inputs of a batch are padded on the right and computed by the model's own forward, whose mask hides the padding:
-right for every family, whatever its attention and positions are like. What padding costs stays small because the engine
-puts inputs of like length together.
+correct for every family, whatever its attention and positions. Padding costs little because the engine batches inputs
+of similar length.
 """
 
 import inspect
@@ -40,7 +40,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 @dataclass(frozen=True, slots=True)
 class PoolingOptions:
-    """What an operator may say about a model; None: what its folder says."""
+    """The operator's settings for a model; None: as its folder declares."""
 
     pooling: PoolingKind | None = None
     normalize: bool | None = None
@@ -48,10 +48,10 @@ class PoolingOptions:
 
 
 class PooledModel:
-    """One model and the way from its last hidden states to a vector."""
+    """One model and the pooling of its last hidden states into a vector."""
 
     def __init__(self, model: PreTrainedModel, info: PoolingInfo) -> None:
-        """Raise UnsupportedModel where what a vector is depends on the batch it is computed in."""
+        """Raise UnsupportedModel if a vector depends on the batch in which it is computed."""
         self.info = info
         self._model = model.train(mode=False).requires_grad_(requires_grad=False)
         config = model.config.get_text_config()
@@ -91,7 +91,7 @@ class PooledModel:
         return logits if self._squash is None else self._squash(logits.float())
 
     def _check_padding(self) -> None:
-        """Compare a short input's vector alone with that beside a longer one: no list of names says what models do."""
+        """Compare a short input's vector computed alone with the one computed beside a longer input."""
         probes = [self._probe(length) for length in _PROBE_LENGTHS]
         alone, together = self.vectors(probes[:1])[0], self.vectors(probes)[0]
         error = float((alone - together).norm() / (alone.norm() + 1e-6))
@@ -106,7 +106,7 @@ class PooledModel:
 
 
 def pool(states: Tensor, mask: Tensor, kind: PoolingKind) -> Tensor:
-    """Make one vector of each row's hidden states: [rows, tokens, H], mask [rows, tokens] → float32 [rows, H]."""
+    """Pool each row's hidden states into a vector: [rows, tokens, H], mask [rows, tokens] → float32 [rows, H]."""
     if kind == "cls":
         return states[:, 0].float()
     if kind == "last":
@@ -178,7 +178,7 @@ def _is_decoder(config: PreTrainedConfig) -> bool:
 def _max_input_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: PoolingFolder, config: EngineConfig
 ) -> int:
-    """Return the longest input, in tokens: what was configured, or else what the model was made for."""
+    """Return the longest input, in tokens: the configured length, or by default the model's."""
     possible = max_model_len(model.config.get_text_config(), config) - _count_reserved_positions(model, config)
     if config.max_model_len is not None:
         return config.max_model_len
@@ -187,9 +187,9 @@ def _max_input_tokens(
 
 
 def _count_reserved_positions(model: PreTrainedModel, config: EngineConfig) -> int:
-    """Return how many positions no token can have: RoBERTa and its kin count from the padding's id on.
+    """Return how many positions no token can have: RoBERTa and its descendants count from the padding's id on.
 
-    Raises ConfigError where more was configured than is left.
+    Raises ConfigError where more was configured than remains.
     """
     tables = [table for name, table in model.named_modules() if name.endswith("position_embeddings")]
     reserved = max(
@@ -198,6 +198,6 @@ def _count_reserved_positions(model: PreTrainedModel, config: EngineConfig) -> i
     trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if reserved and trained and (config.max_model_len or 0) > trained - reserved:
         raise ConfigError(
-            "max_model_len", f"{config.max_model_len} is more than the {trained - reserved} tokens the model can do"
+            "max_model_len", f"{config.max_model_len} is more than the {trained - reserved} tokens the model supports"
         )
     return reserved

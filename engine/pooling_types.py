@@ -10,7 +10,7 @@ PoolingKind = Literal["last", "mean", "cls"]  # which token's hidden state becom
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """One text, or a pair of them, that becomes one vector."""
+    """One text, or a pair of texts, from which one vector is computed."""
 
     index: int  # its number in the request
     token_ids: Sequence[int]
@@ -19,7 +19,7 @@ class PoolingInput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequest:
-    """Inputs that become vectors: embeddings, or scores of one component."""
+    """Inputs from which vectors are computed: embeddings, or scores of one component."""
 
     request_id: str
     task: PoolingTask
@@ -29,12 +29,12 @@ class PoolingRequest:
 
 @dataclass(frozen=True, slots=True)
 class PoolingInfo:
-    """What a pooling engine has loaded and what it takes; fixed while the engine lives."""
+    """The loaded model of a pooling engine and its limits; constant for the engine's lifetime."""
 
     model: str  # hub name or path it was loaded from
     task: PoolingTask
     max_model_len: int  # tokens of one input
-    dimensions: int  # of a whole vector; 1 for scores
+    dimensions: int  # of a complete vector; 1 for scores
     pooling: PoolingKind | None  # None for scores
     normalize: bool  # every vector has length 1
     is_matryoshka: bool  # leading components are a vector too
@@ -45,6 +45,6 @@ class PoolingInfo:
     parameters: int
 
     def takes_dimensions(self, dimensions: int) -> bool:
-        """Whether a vector's first ``dimensions`` components are a vector too."""
+        """Report whether a vector's first ``dimensions`` components are a vector too."""
         allowed = self.matryoshka_dimensions or range(1, self.dimensions + 1)
         return dimensions == self.dimensions or (self.is_matryoshka and dimensions in allowed)

@@ -1,9 +1,9 @@
-"""Names for blocks of tokens that say everything their keys and values depend on. Imports no torch.
+"""Keys for blocks of tokens that cover everything their keys and values depend on. Imports no torch.
 
 The keys and values of a token depend on it, on all tokens before it, and on the adapter that computed them. So a
 block's key is the hash of its tokens and of the key of the block before it, or for the first block of the adapter's
-name, as in vLLM's prefix caching. The hash is cryptographic: with a weaker one, a caller
-could craft a prompt that is answered from somebody else's.
+name, as in vLLM's prefix caching. The hash is cryptographic: with a weaker one, a client
+could craft a prompt that is answered from another client's blocks.
 """
 
 from array import array
@@ -23,5 +23,5 @@ def extend_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int, ad
 
 
 def _root(adapter: str | None) -> bytes:
-    """What the first block's key hangs on: nothing for the model as it is."""
+    """Return the parent of the first block's key; empty for the model without an adapter."""
     return b"" if adapter is None else blake2b(adapter.encode(), digest_size=KEY_BYTES).digest()

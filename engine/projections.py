@@ -1,7 +1,7 @@
 """A model's linear layers, made fast: laid out for the CPU or rounded to integers, and joined where they can be.
 
-Layers that map the same rows, such as the projections to queries, keys and values, become one product: fewer calls, and
-larger ones. Which these are is seen, not known: siblings that are given the very same tensor while the model runs once.
+Layers that map the same rows, such as the projections to queries, keys and values, become one product: fewer and
+larger calls. They are found by observation: siblings that receive the identical tensor while the model runs once.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ Siblings = list[tuple[nn.Module, list[str]]]  # a module, and the names of its l
 
 
 class SharedProjection:
-    """One product for several layers; each takes its part. Not a module: its layers hold it."""
+    """One product for several layers, each of which takes its part. Not a module: its layers hold it."""
 
     def __init__(self, product: nn.Module, widths: list[int]) -> None:
         self._product = product
@@ -28,9 +28,9 @@ class SharedProjection:
         self._parts: dict[int, Tensor] = {}
 
     def part(self, number: int, rows: Tensor) -> Tensor:
-        """Return part `number` of the product with `rows`, computed when the first of the layers asks."""
+        """Return part `number` (…, width) of the product with `rows` (…, in), computed at the first layer's call."""
         if rows is not self._rows or number not in self._parts:
-            self._rows = rows  # kept so that no other tensor can be taken for it
+            self._rows = rows  # kept so that no other tensor can get the same identity
             self._parts = dict(enumerate(self._product(rows).split_with_sizes(self._widths, dim=-1)))
         part = self._parts.pop(number)
         if not self._parts:
@@ -39,7 +39,7 @@ class SharedProjection:
 
 
 class ProjectionPart(nn.Module):
-    """Stands for one of the layers that a SharedProjection computes."""
+    """One of the layers that a SharedProjection computes."""
 
     def __init__(self, shared: SharedProjection, number: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ProjectionPart(nn.Module):
 
 @contextmanager
 def watch_siblings(model: nn.Module) -> Iterator[Siblings]:
-    """While the model runs in this context, note what its linear layers are given; the list is filled at its end."""
+    """Record the inputs of the linear layers while the model runs in this context; fill the list at its end."""
     siblings: Siblings = []
     given: list[tuple[nn.Module, dict[str, Tensor]]] = []  # to each parent's layers, by name
     handles = []
@@ -98,7 +98,7 @@ def _note(inputs: dict[str, Tensor], name: str, _layer: nn.Module, arguments: tu
 
 
 def _group_by_input(parent: nn.Module, inputs: dict[str, Tensor]) -> list[list[str]]:
-    """Group the names of the layers that were given the same tensor and can be joined."""
+    """Group the names of the layers that received the same tensor and can be joined."""
     groups: dict[tuple[int, torch.dtype, bool], list[str]] = {}
     for name, layer in _linears_of(parent).items():
         if name in inputs:

@@ -1,4 +1,4 @@
-"""How probable a prompt's own tokens are, each after those before it."""
+"""The logprobs of a prompt's tokens, each given those before it."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -1,6 +1,6 @@
 """Norms, gated layers and rotary embeddings on a CPU, in one pass over their rows (rows.c) instead of torch's many.
 
-Which these are is seen by what they compute, on random rows: one whose output is not the formula's stays.
+They are recognised by their output on random rows: a module that does not compute the formula is kept.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ class GatedLayer(nn.Module):
 
 
 class RotaryEmbedding:
-    """What transformers' models call `apply_rotary_pos_emb`."""
+    """The function that transformers' models call `apply_rotary_pos_emb`."""
 
     NAME: Final = "apply_rotary_pos_emb"
 
@@ -70,7 +70,7 @@ class RotaryEmbedding:
         self._compute = library.rotate
 
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn query (1, Hq, T, D) and key (1, Hkv, T, D) by cos and sin (1, T, D)."""
+        """Rotate query (1, Hq, T, D) and key (1, Hkv, T, D) by cos and sin (1, T, D)."""
         cos, sin = cos.contiguous(), sin.contiguous()
         return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
 
@@ -86,13 +86,13 @@ class RotaryEmbedding:
 
 
 def _as_rows(projected: Tensor) -> Tensor:
-    """Make (…, width) two dimensions, without a copy where it is a part of a wider product."""
+    """Reshape (…, width) to (rows, width), without a copy where it is a part of a wider product."""
     rows = projected.flatten(0, -2)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def speed_up_rows(model: nn.Module) -> None:
-    """Replace what is known, in place; the model computes the same.
+    """Replace the recognised modules in place; the model's results stay the same.
 
     Does nothing where there is no C compiler, or for models that are not float32 on a CPU.
     """
@@ -134,10 +134,10 @@ def _gated_layer(library: ctypes.CDLL, module: nn.Module) -> GatedLayer | None:
 
 
 def _bind_rotary(rotary: RotaryEmbedding, attention: nn.Module) -> None:
-    """Have a layer's forward call `rotary` where it calls its module's function, if they compute the same.
+    """Make a layer's forward call `rotary` instead of its module's function, if they compute the same.
 
-    transformers has no place for it, and other models of the process keep theirs: the name is bound anew for this
-    layer's forward only.
+    transformers has no hook for it, and other models of the process keep theirs: the name is rebound for this layer's
+    forward only.
     """
     forward, dim = type(attention).forward, getattr(attention, "head_dim", None)
     if not isinstance(forward, FunctionType) or rotary.NAME not in forward.__code__.co_names:

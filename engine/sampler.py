@@ -27,7 +27,7 @@ _TOP_P_CANDIDATES = 256  # tokens sorted at first to find where top_p cuts; the 
 
 
 class NothingAllowed(Exception):
-    """What the request allows leaves no token to come next."""
+    """The request's restrictions leave no token that may come next."""
 
     def __init__(self) -> None:
         super().__init__(self.__doc__)
@@ -76,7 +76,7 @@ class SamplingRow:
         return uniform(self._seed, self._index, self.sequence.output_tokens + ahead)
 
     def process(self, logits: Tensor) -> None:
-        """Apply bias, penalties and what may not come next to this row's logits [V], in place.
+        """Apply bias, penalties and bans to this row's logits [V], in place.
 
         Raises GrammarError, GrammarTooComplex or NothingAllowed.
         """
@@ -124,7 +124,7 @@ class RawLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was sampled for one row; `token_id` is None where `error` says why there is none."""
+    """The sampled token of one row; `token_id` is None if `error` gives the reason."""
 
     token_id: int | None
     logprobs: RawLogprobs | None
@@ -134,7 +134,7 @@ class Sample:
 def sample(logits: Tensor, rows: list[SamplingRow], ahead: list[int] | None = None) -> list[Sample]:
     """Choose one token per row of float32 logits [R, V].
 
-    `ahead` says for each row how many tokens it is ahead of its sequence: more than 0 for what follows a guess.
+    `ahead` [R] gives each row's distance in tokens from the end of its sequence: above 0 for rows after a guess.
     """
     ahead = ahead or [0] * len(rows)
     largest, chosen = logits.max(dim=-1)
@@ -159,15 +159,15 @@ def sample(logits: Tensor, rows: list[SamplingRow], ahead: list[int] | None = No
 
 
 def _parts(rows: list[int], logits: Tensor) -> list[list[int]]:
-    """Cut the numbers of rows [V] into parts that are worked on together: on a CPU, as many as its cache holds."""
+    """Split the row numbers into parts that are processed together: on a CPU, as many rows [V] as its cache holds."""
     most = max(1, _CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     return [rows[first : first + most] for first in range(0, len(rows), most)]
 
 
 def _sample_processed(logits: Tensor, rows: list[SamplingRow], ahead: list[int]) -> tuple[Tensor, dict[int, str]]:
-    """Sample rows that are random or have processors; `logits` is theirs to change.
+    """Sample rows that are random or have processors; overwrites `logits` [R, V].
 
-    Returns a token for each row, [R], and why not for those that have none (theirs means nothing).
+    Returns a token for each row, [R], and the errors of rows without one by number (their token is meaningless).
     """
     failed: dict[int, str] = {}
     for i, row in enumerate(rows):
@@ -220,7 +220,7 @@ def _lowest_by_top_k(logits: Tensor, top_k: list[int]) -> Tensor:
 def _lowest_by_top_p(logits: Tensor, weights: Tensor, lowest: Tensor, top_p: Tensor, candidates: int) -> Tensor:
     """Return the logit at which, from the largest down, the mass of each row [R, V] reaches top_p of what stays so far.
 
-    Only so many `candidates` are sorted at first; whether they sufficed is the one thing the host has to wait for.
+    Only this many `candidates` are sorted at first; whether they sufficed is all that the host has to wait for.
     """
     candidates = min(candidates, logits.shape[1])
     mass = (weights * (logits >= lowest)).sum(dim=-1, keepdim=True)

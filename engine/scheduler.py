@@ -1,4 +1,4 @@
-"""Which tokens the next step computes. Imports no torch.
+"""Chooses the tokens that the next step computes. Imports no torch.
 
 One rule, and no prefill or decode phase: each step lets every sequence's computed tokens catch up with the tokens it
 has, inside a budget of tokens. A long prompt is computed in chunks beside the others' single tokens; a resumed or
@@ -9,9 +9,9 @@ preempted sequence is one with more tokens to catch up on, and one whose prompt 
        └──────────────────── preempted: blocks released ─────────────────┘
 
 Memory. A sequence gets blocks for its whole length while that costs nothing. Where memory is short it gets them as it
-grows, and is admitted only if everybody could grow by `LOOKAHEAD_TOKENS`. If they all grow further, the newest gives
-way: it releases its blocks and waits, before all others, to compute them again, from what of them is still cached. The
-oldest can always go on, because the whole pool can hold any single sequence.
+grows, and is admitted only if every sequence could grow by `LOOKAHEAD_TOKENS`. If they all grow further, the newest is
+preempted: it releases its blocks and waits, before all others, to compute them again, except those still cached. The
+oldest can always continue, because the pool can hold any single sequence.
 """
 
 import time
@@ -48,21 +48,21 @@ class Sequence:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.token_ids) - self.prompt_tokens
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens still to be computed."""
+        """Number of tokens still to be computed."""
         return len(self.token_ids) - self.computed_tokens
 
     @property
     def is_unscored(self) -> bool:
-        """Whether logprobs of its prompt are wanted and not all known."""
+        """True while logprobs of its prompt are requested and not all known."""
         return self.scored_tokens is not None and self.scored_tokens < self.prompt_tokens
 
     def unscored(self, tokens: int) -> range:
-        """Return which of the next `tokens` positions have logits that a wanted logprob, of the next token, needs."""
+        """Return those of the next `tokens` positions whose logits are needed for a requested prompt logprob."""
         if self.scored_tokens is None:
             return NOTHING
         first = max(self.computed_tokens, self.scored_tokens - 1)
@@ -70,7 +70,7 @@ class Sequence:
 
     @property
     def held_blocks(self) -> int:
-        """How many blocks it has."""
+        """Number of blocks it holds."""
         return sum(map(len, self.block_runs))
 
     def block_at(self, number: int) -> int:
@@ -92,19 +92,19 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk catches up, so that its last row yields the next token."""
+        """True if the chunk catches up, so that its last row yields the next token."""
         return self.tokens == self.sequence.pending_tokens
 
     @property
     def unscored(self) -> range:
-        """See Sequence.unscored."""
+        """The chunk's positions whose logits are needed for prompt logprobs."""
         return self.sequence.unscored(self.tokens)
 
 
 class Scheduler:
     """First come, first served; at most `max_sequences` run and `max_batched_tokens` are computed in one step.
 
-    Of these, at most `max_scored_tokens` are prompt tokens whose logits are wanted.
+    Of these, at most `max_scored_tokens` are prompt tokens whose logits are needed.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class Scheduler:
         ] = {}  # keys of blocks that running sequences will have computed; how many each
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; the caller has made sure that the whole pool could hold it."""
+        """Queue a sequence; the caller ensures that the pool could hold it."""
         sequence.clock.added_s = time.monotonic()
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence, *, forget: bool = False) -> None:
-        """Forget a sequence, waiting or running, and release its blocks; with `forget`, what they hold as well."""
+        """Remove a waiting or running sequence and release its blocks; with `forget`, drop their contents as well."""
         if sequence.block_runs:
             self.running.remove(sequence)
             if forget:
@@ -147,19 +147,19 @@ class Scheduler:
         """Choose the next step's chunks, oldest sequence first.
 
         A chunk that does not catch up takes the rest of the budget, so at most one sequence, the newest, is in the
-        middle of its prompt, and a long prompt cannot stall the streams before it. (Those whose prompt is scored take
-        what there is room for of logits; the others go on beside them.)
+        middle of its prompt, and a long prompt cannot stall the streams before it. (Sequences whose prompt is scored
+        take no more than the budget for logits; the others continue beside them.)
         """
         budget, scored_budget = self.max_batched_tokens, self.max_scored_tokens
         chunks: list[Chunk] = []
         preemptions = self.counters.preemptions
         number = 0
-        while budget > 0 and number < len(self.running):  # whoever gives way is at the end
+        while budget > 0 and number < len(self.running):  # sequences are preempted from the end
             sequence = self.running[number]
             tokens = _affordable(sequence, budget, scored_budget)
             number += 1
             if tokens and self._ensure_blocks(sequence, sequence.computed_tokens + tokens):
-                spare = budget - tokens - (len(self.running) - number)  # a token for everybody comes first
+                spare = budget - tokens - (len(self.running) - number)  # one token for each sequence comes first
                 is_whole = tokens == sequence.pending_tokens
                 chunks.append(Chunk(sequence, tokens, self._allocate_draft(sequence, spare) if is_whole else 0))
                 budget -= tokens + chunks[-1].draft_tokens
@@ -172,7 +172,7 @@ class Scheduler:
         return chunks
 
     def computed(self, chunk: Chunk) -> None:
-        """Take note that a chunk's keys and values are in the pool, and let others find its whole blocks."""
+        """Record that a chunk's keys and values are in the pool, and register its full blocks in the prefix cache."""
         sequence = chunk.sequence
         sequence.computed_tokens += chunk.tokens
         self.counters.computed_tokens += chunk.tokens
@@ -192,7 +192,7 @@ class Scheduler:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _ensure_blocks(self, sequence: Sequence, tokens: int) -> bool:
-        """Make sure that a running sequence has blocks for so many tokens; False if it had to give way itself."""
+        """Ensure that a running sequence has blocks for `tokens` tokens; False if it was preempted itself."""
         missing = self.block_pool.blocks_for(tokens) - sequence.held_blocks
         while missing > self.block_pool.free_blocks:
             if self._reclaim():
@@ -206,7 +206,7 @@ class Scheduler:
         return True
 
     def _allocate_draft(self, sequence: Sequence, spare_tokens: int) -> int:
-        """Return how much of its draft there is room for and a block for everybody: none gives way to a guess."""
+        """Allocate blocks for its draft and return how many draft tokens fit; never preempts a sequence for a guess."""
         tokens = max(0, min(len(sequence.draft), spare_tokens))
         missing = self.block_pool.blocks_for(len(sequence.token_ids) + tokens) - sequence.held_blocks
         if missing > self.block_pool.free_blocks - len(self.running):
@@ -221,7 +221,7 @@ class Scheduler:
             _append(runs, run)
 
     def _reclaim(self) -> bool:
-        """Take back what running sequences do not need yet; False if there is nothing of the kind."""
+        """Release blocks that running sequences do not need yet; False if there are none."""
         has_reclaimed = False
         for sequence in self.running:
             kept_tokens = len(sequence.token_ids) + len(sequence.draft)
@@ -252,7 +252,7 @@ class Scheduler:
     # --- admission ----------------------------------------------------------------------------------------------------
 
     def _admit_next(self) -> Sequence | None:
-        """Admit the first that waits, except those whose next blocks somebody is computing just now."""
+        """Admit the first waiting sequence, skipping those whose next blocks a running one is about to compute."""
         if len(self.running) >= self.max_sequences:
             return None
         for number, sequence in enumerate(self.waiting):
@@ -272,20 +272,20 @@ class Scheduler:
         return None
 
     def _cacheable_keys(self, sequence: Sequence) -> list[bytes]:
-        """The keys of its blocks without the last token's: at least one token must be computed to have logits."""
+        """Return the keys of its blocks without the last token's: at least one token must be computed for logits."""
         if self._prefix_cache:
             self._extend_keys(sequence)
-        # Logits are not kept: where they are wanted, tokens must be computed.
+        # Logits are not cached: where they are needed, tokens must be computed.
         needless = (sequence.scored_tokens or 1) if sequence.is_unscored else len(sequence.token_ids)
         return sequence.block_keys[: (needless - 1) // self.block_pool.block_size]
 
     def _fits(self, sequence: Sequence, found_blocks: int) -> bool:
-        """Whether it and all running sequences could grow by LOOKAHEAD_TOKENS, after all that can be taken back."""
+        """Report whether it and all running sequences could grow by LOOKAHEAD_TOKENS, after reclaiming blocks."""
         promised = sum(self._required_blocks(other) - other.held_blocks for other in self.running)
         return self._required_blocks(sequence) - found_blocks <= self.block_pool.free_blocks - promised
 
     def _required_blocks(self, sequence: Sequence) -> int:
-        ahead = max(LOOKAHEAD_TOKENS, len(sequence.draft))  # what it holds for its draft cannot be taken back
+        ahead = max(LOOKAHEAD_TOKENS, len(sequence.draft))  # blocks held for its draft cannot be reclaimed
         tokens = min(sequence.max_total_tokens, len(sequence.token_ids) + ahead)
         return self.block_pool.blocks_for(tokens)
 
@@ -324,7 +324,7 @@ def _affordable(sequence: Sequence, budget: int, scored_budget: int) -> int:
 
 
 def _runs_of(blocks: list[int]) -> list[range]:
-    """Join blocks that follow each other."""
+    """Join consecutive blocks into runs."""
     runs: list[range] = []
     for block in blocks:
         _append(runs, range(block, block + 1))

@@ -1,4 +1,4 @@
-"""A model made ready to be served: its adapters, its vocabularies, and how much fits beside it."""
+"""A model prepared for serving, with its adapters, its vocabularies and its limits."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ LayerShapes = dict[int, tuple[int, int]]  # layer → (Hkv, D)
 
 @dataclass(frozen=True, slots=True)
 class ServingModel:
-    """What the engine needs to know of the model that it runs."""
+    """The model that the engine runs, with everything the engine needs to know about it."""
 
     info: EngineInfo
     layer_shapes: LayerShapes

@@ -1,4 +1,4 @@
-"""What an engine counts of its steps, at the price of a few operations a step. Imports no torch.
+"""Statistics of an engine's steps, at the cost of a few operations per step. Imports no torch.
 
 Another thread may take a snapshot at any time: it may miss the step in progress, and never sees a number fall.
 """
@@ -20,7 +20,7 @@ STEP_TOKENS_BOUNDS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 
 
 
 class Histogram:
-    """Counts of values in buckets; each bucket has an upper bound that belongs to it, and the last one has none."""
+    """Counts of values in buckets; each bucket includes its upper bound, and the last one has none."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -28,18 +28,18 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value that came so many times."""
+        """Count a value that occurred `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
     def snapshot(self) -> HistogramCounts:
-        """Return what has been counted so far."""
+        """Return the counts so far."""
         return HistogramCounts(self._bounds, tuple(self._counts), self._total)
 
 
 @dataclass(slots=True)
 class SequenceClock:
-    """When a sequence passed from one phase into the next: moments of the monotonic clock."""
+    """The moments at which a sequence passed from one phase into the next, on the monotonic clock."""
 
     added_s: float = 0.0
     scheduled_s: float | None = None  # the first time
@@ -49,11 +49,11 @@ class SequenceClock:
 
     @property
     def has_first_token(self) -> bool:
-        """Whether it has made one token and no more, or all of them in one step."""
+        """True if it has yielded one token and no more, or all of them in one step."""
         return self.first_token_s is not None and self.first_token_s == self.last_token_s
 
     def timings(self) -> SequenceTimings:
-        """Return how it has spent its time; the phase it is in reaches to its last token, or else until now."""
+        """Return the time spent in each phase; the current phase ends at the last token, or else now."""
         if self.scheduled_s is None:
             return SequenceTimings(_ms(self.added_s, time.monotonic()), 0.0, 0.0, self.preemptions)
         queue_ms = _ms(self.added_s, self.scheduled_s)
@@ -72,12 +72,12 @@ class StepStats:
         self._last_s: float | None = None  # when the last step's tokens came
 
     def snapshot(self, *, running: int, waiting: int, kv_usage: float, counters: EngineCounters) -> EngineStats:
-        """Return all that an engine tells of itself at this moment; see EngineStats."""
+        """Return an engine's statistics at this moment."""
         steps, gaps = self.step_tokens.snapshot(), self.inter_token_s.snapshot()
         return EngineStats(running, waiting, kv_usage, replace(counters), steps, gaps)
 
     def record_tokens(self, clocks: Iterable[SequenceClock], now_s: float) -> None:
-        """Note that the sequence of each has now yielded one token, or several at once.
+        """Record that the sequence of each clock has now yielded one token, or several in one step.
 
         Those that had one in the last step as well, usually all, have the same gap: it is counted once for all.
         """
@@ -87,7 +87,7 @@ class StepStats:
                 clock.first_token_s = now_s
             elif clock.last_token_s == last_s:
                 steady += 1
-            else:  # it gave way, or found no room in the step
+            else:  # it was preempted, or the step's budget was used up
                 self.inter_token_s.observe(now_s - clock.last_token_s)
             clock.last_token_s = now_s
         if steady and last_s is not None:

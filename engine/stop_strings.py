@@ -1,7 +1,7 @@
 """Finds stop strings in streamed text and holds back only what could still become one.
 
-By the automaton of Aho and Corasick (Communications of the ACM 18, 1975, 333-340): however long the strings and however
-many, and wherever the text is cut, a character of it costs a step or two.
+Uses the automaton of Aho and Corasick (Communications of the ACM 18, 1975, 333-340): however long and however many the
+strings are, and wherever the text is cut, each character costs a step or two.
 """
 
 from functools import lru_cache
@@ -12,7 +12,7 @@ ROOT: Final = 0
 
 
 class Automaton:
-    """All beginnings of some strings; each is a node, numbered from the empty one."""
+    """All prefixes of some strings; each is a node, numbered from the empty one."""
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.strings = strings
@@ -49,7 +49,7 @@ class Automaton:
                 nodes.append(longer)
 
     def after(self, node: int, char: str) -> int:
-        """Return the longest beginning that the text ends with, after one more character."""
+        """Return the node of the longest prefix that the text ends with, after one more character."""
         while (longer := self.edges[node].get(char)) is None:
             if node == ROOT:
                 return ROOT
@@ -71,7 +71,7 @@ class StopStrings:
     def push(self, text: str) -> tuple[str, str | None]:
         """Add text; return what may be shown now, and the stop string that was found (nothing follows it).
 
-        Of several that end in this text, it is the one that begins first.
+        If several end in this text, the one that begins first is returned.
         """
         automaton = self._automaton
         if automaton is None:
@@ -93,6 +93,6 @@ class StopStrings:
         return released, None
 
     def flush(self) -> str:
-        """Return what was held back: the choice ended without completing it."""
+        """Return the text held back: the choice ended without completing a stop string."""
         released, self._held, self._node = self._held, "", ROOT
         return released

@@ -1,4 +1,4 @@
-"""Attention by torch, and what is done to its results whoever computed them.
+"""Attention by torch, and the post-processing shared by all attention kernels.
 
 Shapes as in `attention`: N rows, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dimension.
 """
@@ -13,7 +13,7 @@ Attended = tuple[Tensor, Tensor]  # of N rows: output (N, Hkv, G, D) and log-sum
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer asks of its attention beside queries, keys and values."""
+    """A layer's settings for its attention."""
 
     scale: float
     window: int | None  # a query sees this many last tokens, itself included; None: all
@@ -22,7 +22,7 @@ class AttentionOptions:
 
 
 def merge(parts: list[Attended]) -> Attended:
-    """Put softmaxes over parts of a context together, as flash attention does."""
+    """Merge softmaxes over parts of a context, as flash attention does: each (N, Hkv, G, D) and (N, Hkv, G)."""
     if len(parts) == 1:
         return parts[0]
     total = torch.logsumexp(torch.stack([lse for _, lse in parts]), dim=0)
@@ -35,7 +35,10 @@ def merge(parts: list[Attended]) -> Attended:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, *, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention output (B, H, rows, D) and the log-sum-exp of the scores (B, H, rows)."""
+    """Attend with query (B, H, rows, D) to keys and values (B, H, L, D).
+
+    Returns the output (B, H, rows, D) and the log-sum-exp of the scores (B, H, rows).
+    """
     if options.softcap is not None:
         return _attend_softcapped(query, keys, values, options, mask=mask, causal=causal)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]  # noqa: SLF001 - the public wrapper returns no log-sum-exp and does not promise this kernel
@@ -46,7 +49,7 @@ def attend(
 def _attend_softcapped(
     query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions, *, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Softcapped scores have no fused kernel on a CPU."""
+    """Attend with softcapped scores, for which a CPU has no fused kernel; shapes as in `attend`."""
     assert options.softcap is not None  # noqa: S101
     scores = torch.tanh((query @ keys.transpose(2, 3)).float() * (options.scale / options.softcap)) * options.softcap
     if causal:

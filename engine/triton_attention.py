@@ -1,4 +1,4 @@
-"""Attention over a paged pool by Triton's kernels (`triton_kernels`): how a step's work is cut for a GPU.
+"""Attention over a paged pool by Triton's kernels (`triton_kernels`): divides a step's work for a GPU.
 
 Not tuned on any card: tiles are small enough for the shared memory of every GPU since Ampere.
 """
@@ -22,7 +22,7 @@ MIN_TILE, MAX_TILE = 16, 64  # rows or keys; tensor cores multiply no fewer than
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """How one launch is cut: (tiles, Hkv, splits) programs."""
+    """The division of one launch into (tiles, Hkv, splits) programs."""
 
     tiles: int
     splits: int  # of each row's keys
@@ -40,7 +40,7 @@ def attend(
     *,
     splits: int | None = None,
 ) -> Tensor:
-    """See `paged_attention.PagedAttention`.
+    """Attend as `paged_attention.PagedAttention`: query [T, Hq, D], keys and values [pages, page size, Hkv, D].
 
     The keys of a decoding row are split among `splits` programs; None: among as many as occupy the GPU.
     """
@@ -65,7 +65,7 @@ def attend(
 
 
 def tile_keys_of(dim: int, item_bytes: int) -> int:
-    """Return how many keys a program looks at together, a power of two."""
+    """Return the number of keys that a program processes together, a power of two."""
     fitting = TILE_BYTES // (triton.next_power_of_2(dim) * item_bytes)
     return int(max(MIN_TILE, min(MAX_TILE, fitting)))
 
@@ -126,7 +126,7 @@ def _launch(  # noqa: PLR0917 - what attend was given, and where to put it
 
 
 def _splits(programs: int, longest_context: int, tile_keys: int, device: torch.device) -> int:
-    """Return among how many programs each row's keys are split: about two programs for each multiprocessor."""
+    """Return the number of programs that share each row's keys, for about two programs per multiprocessor."""
     wanted = 2 * _multiprocessors(device) // programs
     return max(1, min(wanted, -(-longest_context // tile_keys), MAX_SPLITS))
 

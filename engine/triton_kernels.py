@@ -3,7 +3,7 @@
 `attend_tiles` runs in two ways. *Chunks* (several rows of a sequence: prompts, drafts): a program takes some rows of
 one sequence, with all query heads that share a key/value head, and goes through the keys that these rows see.
 *Decoding* (one row of a sequence): as a single row has too few heads to occupy a GPU at long contexts, its keys are
-split among programs, and `merge_splits` puts together what these found (flash decoding, Dao et al. 2023). Within a
+split among programs, and `merge_splits` merges their results (flash decoding, Dao et al. 2023). Within a
 program the softmax is computed online, in float32, with base-2 exponentials.
 
 A mixed step launches both ways over all its sequences; each skips the other's. Which program has which rows follows
@@ -158,7 +158,7 @@ def merge_splits(
     dim: tl.constexpr,
     padded_dim: tl.constexpr,
 ):
-    """Put the splits of one row and head together: program (S, Hq)."""
+    """Merge the splits of one row and head: program (S, Hq)."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)

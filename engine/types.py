@@ -1,4 +1,4 @@
-"""The engine's public records: what a caller hands in, and what a step yields. Imports no torch."""
+"""The engine's public records: the requests it takes and the outputs of its steps. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "lark"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must look like."""
+    """The form that an answer must have."""
 
     kind: GrammarKind
     source: str  # empty for json_object
-    field: str = "response_format"  # of the request: who asked for it, for errors
+    field: str = "response_format"  # of the request that set it, for errors
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when a choice ends; the field's standard names and meanings (OpenAI, vLLM)."""
+    """Sampling parameters and stop conditions, with the standard names and meanings (OpenAI, vLLM)."""
 
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this; 1 = off
@@ -51,7 +51,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where another worker left off: continue this choice, repeat nothing."""
+    """The state of a choice that another worker began: continue it, repeat nothing."""
 
     index: int  # the choice
     token_ids: tuple[int, ...]  # the output tokens it already has, from its first
@@ -60,7 +60,7 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and what to do with it. `resume` holds at most one point per choice."""
+    """One prompt and its parameters. `resume` holds at most one point per choice."""
 
     request_id: str
     prompt_ids: Sequence[int]
@@ -97,17 +97,17 @@ class PromptLogprob:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimings:
-    """How one choice has spent its time in the engine so far, one phase after the other."""
+    """The time of one choice in the engine so far, by phase."""
 
     queue_ms: float  # added → first scheduled
     prefill_ms: float  # first scheduled → first token
     decode_ms: float  # first token → last token
-    preemptions: int = 0  # how often it gave way; the time that this cost is in the phase it happened in
+    preemptions: int = 0  # how often it was preempted; the lost time counts in the phase in which it happened
 
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What one step yielded for one choice of one request. The choice is over when `finish_reason` is set."""
+    """One step's output for one choice of one request. The choice has ended when `finish_reason` is set."""
 
     request_id: str
     index: int  # the choice, 0 … n-1
@@ -124,11 +124,11 @@ class SequenceOutput:
 
     @classmethod
     def failure(cls, request_id: str, error: str) -> "SequenceOutput":
-        """Make the end of a request that failed before any of its choices began."""
+        """Return the end of a request that failed before any of its choices began."""
         return cls(request_id, 0, [], "", finish_reason="error", error=error)
 
     def append(self, later: "SequenceOutput") -> None:
-        """Join what the same step yielded after this."""
+        """Append a later output of the same step."""
         self.token_ids += later.token_ids
         self.text += later.text
         if later.logprobs is not None:
@@ -139,14 +139,14 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class Refusal(SequenceOutput):
-    """The end of a request that can never be served: the caller's mistake, so nobody tries again."""
+    """The end of a request that can never be served: the client's error, so it is not retried."""
 
     param: str | None = None  # the request field at fault
-    is_too_complex: bool = False  # its grammar is: no worker shall try again, not even one of wider limits
+    is_too_complex: bool = False  # its grammar is: no worker may retry it, not even one with wider limits
 
     @classmethod
     def of(cls, request_id: str, error: RequestRejected) -> "Refusal":
-        """Make the end of a whole request."""
+        """Return the end of a complete request."""
         refusal = cls(request_id, 0, [], "", finish_reason="error", error=error.message)
         refusal.param, refusal.is_too_complex = error.field, isinstance(error, GrammarTooComplex)
         return refusal
@@ -165,7 +165,7 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is loaded and how much fits; fixed while the engine lives."""
+    """The loaded model and its capacity; constant for the engine's lifetime."""
 
     model: str  # hub name or path it was loaded from
     max_model_len: int  # tokens of prompt and output together
@@ -191,7 +191,7 @@ def sequences_that_fit(info: EngineInfo, *, shortest: int = 256) -> dict[int, in
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What the engine has done since it was made; all only grow."""
+    """Counters since the engine was created; they never decrease."""
 
     computed_tokens: int = 0  # passed through the model
     prompt_tokens: int = 0  # of sequences that were admitted, cached ones included
@@ -206,7 +206,7 @@ class EngineCounters:
 
 @dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """How many values fell into each bucket."""
+    """The number of values in each bucket."""
 
     bounds: tuple[float, ...]  # upper ones, rising; a value equal to one belongs to its bucket
     counts: tuple[int, ...]  # of each bucket alone; one more than bounds, for what is beyond the last
@@ -215,7 +215,7 @@ class HistogramCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """How an engine does, at one moment."""
+    """An engine's statistics at one moment."""
 
     running: int  # sequences in the batch
     waiting: int  # sequences that are not, preempted ones included
@@ -227,9 +227,9 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How full the engine is now, in sequences (choices) and tokens."""
+    """The engine's free capacity now, in sequences (choices) and tokens."""
 
     running: int
     waiting: int
-    free_sequences: int  # what could still be added without waiting
+    free_sequences: int  # that could start without waiting
     free_kv_tokens: int  # unreserved tokens of the KV pool, those the waiting sequences will take already subtracted

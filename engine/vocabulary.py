@@ -1,4 +1,4 @@
-"""What one tokenizer says about tokens: their text, which of them end an answer, how answers follow a grammar."""
+"""One tokenizer's knowledge of tokens: their text, those that end an answer, and grammars over them."""
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -7,7 +7,7 @@ from engine.grammar import GrammarCompiler
 
 
 class Vocabulary:
-    """Of the model; or of an adapter that has a tokenizer of its own, which may name another end token."""
+    """The vocabulary of the model, or of an adapter with its own tokenizer, which may name another end token."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self._model = model

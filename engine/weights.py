@@ -1,8 +1,8 @@
-"""Which files a model's weights are in, and what they are: the same text is to mean the same weights.
+"""Finds a model's weight files and computes its revision, so that equal names mean equal weights.
 
-Only safetensors are read: a pickle (``pytorch_model.bin``) runs whatever code its maker has put into it. A revision is
-the digest of all that decides about a model's answers: the weights themselves, byte for byte, its configurations, and
-what it computes in. Two pools of one revision may go on with what the other has begun.
+Only safetensors are read: a pickle (``pytorch_model.bin``) can run arbitrary code. A revision is the digest of
+everything that determines a model's answers: the weights, byte for byte, its configurations, and the dtype it computes
+in. Two pools of one revision may continue each other's answers.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ HASHING_THREADS: Final = 4  # SHA-256 takes a second for 1 to 2 GB; reading is w
 
 
 def optional_file(name: str, file_name: str) -> Path | None:
-    """Return a file of a model folder, or of a name on the hub; None if it has none of that name."""
+    """Return a file of a model folder, or of a name on the hub; None if it does not exist."""
     found = cached_file(name, file_name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
 
 def weight_files(name: str) -> list[Path]:
-    """Return the files that hold a model's weights. Raises UnsupportedModel where they are no safetensors."""
+    """Return the files that hold a model's weights. Raises UnsupportedModel where they are not safetensors."""
     if (index := optional_file(name, SAFE_INDEX_NAME)) is not None:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         return [path for shard in shards if (path := optional_file(name, shard)) is not None]
@@ -45,9 +45,9 @@ def weight_files(name: str) -> list[Path]:
 
 
 def refuse_pickles(name: str, file_names: Iterable[str], *, unless: str) -> None:
-    """Raise UnsupportedModel, naming the file, where the weights are in one that could run code.
+    """Raise UnsupportedModel, naming the file, if the weights are in a format that could run code.
 
-    ``unless``: nothing is wrong where there is this file, which is read instead.
+    ``unless``: the check passes if this file exists, which is then read instead.
     """
     if optional_file(name, unless) is not None:
         return
@@ -60,22 +60,22 @@ def refuse_pickles(name: str, file_names: Iterable[str], *, unless: str) -> None
 
 
 def digest_of(*parts: str) -> str:
-    """Return a short name for all of these together."""
+    """Return one short digest of all parts."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:REVISION_CHARS]
 
 
 class WeightsDigest:
-    """The digest of a model's files, computed beside the loading of them."""
+    """The digest of a model's files, computed while they are loaded."""
 
     def __init__(self, name: str) -> None:
-        """Begin. Raises UnsupportedModel as ``weight_files`` does."""
+        """Start in the background. Raises UnsupportedModel as ``weight_files`` does."""
         threads = ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="weights-digest")
         self._files = [threads.submit(sha256_of, path) for path in weight_files(name)]
         self._configs = [_meaning(path) for file_name in CONFIG_NAMES if (path := optional_file(name, file_name))]
         threads.shutdown(wait=False)
 
     def result(self) -> str:
-        """Wait for it."""
+        """Wait for the digest and return it."""
         return digest_of(*self._configs, *(file.result() for file in self._files))
 
 

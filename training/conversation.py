@@ -1,4 +1,4 @@
-"""A payload as a conversation: what was said before, and the answer that is to be learned."""
+"""A payload as a conversation: the earlier messages, and the answer to be learned."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 
 class ExcludedFromExport(Exception):
-    """The payload does not go into the training set; the message is the reason by which the manifest counts it."""
+    """The payload is left out of the training set; the message is the reason counted in the manifest."""
 
 
 class Conversation(Struct, frozen=True):
@@ -27,12 +27,12 @@ class Conversation(Struct, frozen=True):
 
     @property
     def turns(self) -> int:
-        """How often the user has spoken."""
+        """Number of the user's turns."""
         return sum(message["role"] == "user" for message in self.messages)
 
 
 def conversation_of(request: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> Conversation:
-    """The conversation of a kept chat, with its first whole choice. Raises ExcludedFromExport."""
+    """Return the conversation of a stored chat, with its first complete choice. Raises ExcludedFromExport."""
     if "messages" not in request:
         raise ExcludedFromExport("not_a_chat")
     asked = [_plain(message) for message in request["messages"]]
@@ -52,7 +52,7 @@ def conversation_of(request: Mapping[str, Any], choices: Sequence[Mapping[str, A
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
-    """A message without what is no part of a conversation, such as reasoning; "developer" under its older name."""
+    """Return the message without fields outside the conversation, such as reasoning; "developer" becomes "system"."""
     plain = {name: message[name] for name in _MESSAGE_FIELDS if message.get(name) is not None}
     if plain["role"] == "developer":
         plain["role"] = "system"
@@ -60,7 +60,7 @@ def _plain(message: Mapping[str, Any]) -> Message:
 
 
 def chain(messages: Sequence[Message]) -> list[bytes]:
-    """For each message, the hash of everything up to its end; whitespace, case and ids of calls do not matter."""
+    """Return for each message the hash of everything up to its end, ignoring whitespace, case and call ids."""
     hashes, before = [], b""
     for message in messages:
         before = _extended(before, message)
@@ -75,19 +75,19 @@ def _extended(before: bytes, message: Message) -> bytes:
 
 
 def prompt_hash(conversation: Conversation) -> bytes:
-    """The same for two payloads that ask the same, with the same tools."""
+    """Return a hash that is equal for two payloads with the same prompt and the same tools."""
     tools = json.dumps(conversation.tools, sort_keys=True).encode()
     return _hash(chain(conversation.messages[:-1])[-1] + tools)
 
 
 def beginnings(conversation: Conversation) -> list[bytes]:
-    """The endings of shorter conversations that this one has gone on with."""
+    """Return the endings of the shorter conversations that this one continues."""
     hashes = chain(conversation.messages[:-1])
     return [after for after, said in zip(hashes, conversation.messages, strict=False) if said["role"] == "assistant"]
 
 
 def root(conversation: Conversation) -> bytes:
-    """The same for all conversations that begin alike: everything up to what the user said first."""
+    """Return the hash of everything up to the user's first message, which conversations with one beginning share."""
     hashes = chain(conversation.messages[:-1])
     first = next((at for at, said in enumerate(conversation.messages) if said["role"] == "user"), 0)
     return hashes[min(first, len(hashes) - 1)]

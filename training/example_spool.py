@@ -38,7 +38,7 @@ class ExampleSpool:
         self._database.executemany("INSERT OR IGNORE INTO beginnings VALUES (?)", [(hash_,) for hash_ in beginnings])
 
     def classified(self) -> Iterator[tuple[str, bytes, str | None]]:
-        """Part and line of each, and why it is left out: a longer one goes on with it, or an earlier one asks it."""
+        """Yield part, line and exclusion reason of each: a longer one continues it, or an earlier one repeats it."""
         for prompt, part, line, is_continued in self._database.execute(_EXAMPLES):
             if is_continued:
                 yield part, line, "continued"
@@ -48,5 +48,5 @@ class ExampleSpool:
                 yield part, line, "duplicate"
 
     def close(self) -> None:
-        """Forget everything."""
+        """Close the database."""
         self._database.close()

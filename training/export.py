@@ -1,4 +1,4 @@
-"""Writing a training set into a new folder: it is there whole, or not at all."""
+"""Writes a training set into a new folder, completely or not at all."""
 
 import hashlib
 import shutil
@@ -33,7 +33,7 @@ MANIFEST_NAME: Final = "manifest.json"
 
 
 class ExportPlan(Struct, frozen=True):
-    """What to export, and how."""
+    """The selection and the format of an export."""
 
     wanted: ExportFilter
     format: str = "openai"  # one of FORMATS
@@ -41,7 +41,7 @@ class ExportPlan(Struct, frozen=True):
     shares: tuple[float, ...] = (0.9, 0.05, 0.05)
     seed: int = 0
     keep_failovers: bool = False  # also answers that several workers made in turn
-    actor: str = "system"  # who asks for it, as the audit log calls him
+    actor: str = "system"  # as the audit log names who exports
 
 
 class Exported(Struct):
@@ -53,10 +53,10 @@ class Exported(Struct):
 
 
 class Exporter:
-    """Makes one training set."""
+    """Writes one training set."""
 
     def __init__(self, engine: AsyncEngine, sealer: Sealer, plan: ExportPlan, tool_version: str) -> None:
-        """Raises ExportError for shares that are none."""
+        """Raise ExportError for invalid shares."""
         self._engine = engine
         self._sealer = sealer
         self._plan = plan
@@ -66,10 +66,10 @@ class Exporter:
         self._read = 0
 
     async def write(self, out: Path, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
-        """Write the set into ``out``, which must not be there; returns its manifest.
+        """Write the set into ``out``, which must not exist; return its manifest.
 
-        ``on_progress`` is told rows read, and rows in all. Raises ExportError, what opening payloads raises, and SQL's
-        own errors.
+        ``on_progress`` receives the rows read and the total. Raises ExportError, the errors of opening payloads, and
+        SQLAlchemy's errors.
         """
         draft = self._new_folder(out)
         try:
@@ -87,9 +87,9 @@ class Exporter:
         return manifest
 
     def _new_folder(self, out: Path) -> Path:
-        """A folder beside it that only we may read."""
+        """Create a folder beside ``out`` that only this user may read."""
         if out.exists():
-            raise ExportError(f"{out} is there already; nothing is overwritten")
+            raise ExportError(f"{out} already exists; nothing is overwritten")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             return Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -112,7 +112,7 @@ class Exporter:
             on_progress(self._read, total)
 
     def _add(self, scratch: ExampleSpool, row: Row, *, has_consent: bool) -> None:
-        """Raises ExcludedFromExport."""
+        """Add one row's conversation. Raises ExcludedFromExport."""
         self._check_row(row, has_consent=has_consent)
         payload = open_row(row, self._sealer)
         if payload.request is None or payload.choices is None:
@@ -135,7 +135,7 @@ class Exporter:
         if not has_consent:
             raise ExcludedFromExport("consent_revoked")
         if row["outcome"] is None:
-            raise ExcludedFromExport("no_usage_record")  # nobody knows how it went
+            raise ExcludedFromExport("no_usage_record")  # its outcome is unknown
         if row["outcome"] != "ok":
             raise ExcludedFromExport("failed")
         if row["attempts"] > 1 and not self._plan.keep_failovers:

@@ -10,7 +10,7 @@ _SPEAKERS: Final = {"system": "system", "user": "human", "assistant": "gpt", "to
 
 
 def openai_example(conversation: Conversation) -> dict[str, Any]:
-    """OpenAI's format for chat fine-tuning: the body of a request, the answer as its last message."""
+    """Return OpenAI's format for chat fine-tuning: the body of a request, the answer as its last message."""
     example: dict[str, Any] = {"messages": conversation.messages}
     if conversation.tools:
         example["tools"] = conversation.tools
@@ -20,9 +20,9 @@ def openai_example(conversation: Conversation) -> dict[str, Any]:
 
 
 def sharegpt_example(conversation: Conversation) -> dict[str, Any]:
-    """ShareGPT, with LLaMA-Factory's turns for tools: human or observation, then gpt or function_call.
+    """Return ShareGPT's format, with LLaMA-Factory's turns for tools: human or observation, then gpt or function_call.
 
-    The system's word comes first; what one side says in several messages becomes one turn.
+    The system message comes first; consecutive messages of one side become one turn.
     """
     turns: list[dict[str, str]] = []
     for message in conversation.messages:
@@ -46,7 +46,7 @@ def _speaker(message: Message) -> str:
     if not message.get("tool_calls"):
         return _SPEAKERS[message["role"]]
     if message.get("content", "").strip():
-        raise ExcludedFromExport("text_beside_calls")  # the format has no place for both
+        raise ExcludedFromExport("text_beside_calls")  # the format cannot hold both
     return "function_call"
 
 

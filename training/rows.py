@@ -1,4 +1,4 @@
-"""Which payloads an export reads, and whether they may still be used."""
+"""Selects the payloads that an export reads, and the keys that still allow it."""
 
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 class ExportFilter(Struct, frozen=True):
-    """Filters; None: all."""
+    """The filters of an export; None: all."""
 
     until_unix_ms: int  # exclusive
     since_unix_ms: int | None = None
@@ -27,7 +27,7 @@ class ExportFilter(Struct, frozen=True):
     key_id: str | None = None
 
     def condition(self) -> ColumnElement[bool]:
-        """Which rows of the table."""
+        """Return the SQL condition that selects the rows."""
         equal = {"model": self.model, "team_id": self.team_id, "key_id": self.key_id}
         columns = PayloadRow.__table__.c
         conditions = [columns[name] == value for name, value in equal.items() if value is not None]
@@ -37,13 +37,13 @@ class ExportFilter(Struct, frozen=True):
 
 
 async def count_rows(engine: AsyncEngine, filters: ExportFilter) -> int:
-    """How many there are. Raises SQL's own errors."""
+    """Return the number of rows. Raises SQLAlchemy's errors."""
     async with engine.connect() as connection:
         return await connection.scalar(select(func.count()).select_from(PayloadRow).where(filters.condition())) or 0
 
 
 async def read_rows(engine: AsyncEngine, filters: ExportFilter) -> AsyncIterator[Row]:
-    """The rows with outcome and attempts of their requests, oldest first. Raises SQL's own errors."""
+    """Yield the rows with outcome and attempts of their requests, oldest first. Raises SQLAlchemy's errors."""
     columns = PayloadRow.__table__.c
     rows = (
         select(PayloadRow.__table__, RequestRow.outcome, RequestRow.attempts)
@@ -66,7 +66,7 @@ async def read_rows(engine: AsyncEngine, filters: ExportFilter) -> AsyncIterator
 
 
 async def consenting_keys(engine: AsyncEngine) -> set[str]:
-    """The keys, revoked ones included, whose policy or whose team's allows training now. Raises SQL's own errors."""
+    """Return the keys, revoked ones included, that allow training now or whose team does. Raises SQL errors."""
     both = select(ApiKeyRow.id, ApiKeyRow.train_ok, TeamRow.train_ok).join(TeamRow, TeamRow.id == ApiKeyRow.team_id)
     async with engine.connect() as connection:
         keys = (await connection.execute(both)).all()

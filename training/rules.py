@@ -1,4 +1,4 @@
-"""What OpenAI demands of the examples in a file for chat fine-tuning."""
+"""OpenAI's requirements for the examples in a file for chat fine-tuning."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def check(conversation: Conversation) -> None:
 
 
 def _check_order(message: Message, unanswered: Collection[str]) -> None:
-    """Calls are answered at once, all of them, and nothing else is."""
+    """Check that all calls, and nothing else, are answered by the messages right after them."""
     if message["role"] == "tool" and message.get("tool_call_id") not in unanswered:
         raise ExcludedFromExport("answer_without_call")
     if message["role"] != "tool" and unanswered:

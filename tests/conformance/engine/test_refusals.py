@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "window_only_in_its_mask": (
         PhimoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
-        "does not tell its attention its window",
+        "does not pass its window to its attention",
     ),
 }
 

@@ -61,8 +61,8 @@ class HalfRightDrafts(NgramDrafts):
     continuations: dict[tuple[int, ...], list[int]]  # prompt and answer so far → what follows
     source: random.Random
 
-    def guess(self, most_tokens: int) -> list[int]:
-        right = self.continuations.get(tuple(self._token_ids), [])[: min(self._most_tokens, most_tokens)]
+    def guess(self, max_tokens: int) -> list[int]:
+        right = self.continuations.get(tuple(self._token_ids), [])[: min(self._max_tokens, max_tokens)]
         wrong = self.source.randrange(len(right) + 1)
         return [*right[:wrong], *(token_id ^ 1 for token_id in right[wrong:])]
 

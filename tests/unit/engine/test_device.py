@@ -38,7 +38,7 @@ def test_a_gpu_is_chosen_by_its_number(two_gpus: list[torch.device]) -> None:
     assert [choose_device(EngineConfig(device=name)).index for name in ("cuda", "cuda:1")] == [0, 1]
     assert choose_device(EngineConfig()).type == "cpu"
     assert two_gpus == [torch.device("cuda:0"), torch.device("cuda:1")]
-    with pytest.raises(ConfigError, match=r"device: 'cuda:2' is not there: torch finds 2 GPU\(s\)"):
+    with pytest.raises(ConfigError, match=r"device: 'cuda:2' is not available: torch finds 2 GPU\(s\)"):
         choose_device(EngineConfig(device="cuda:2"))
 
 
