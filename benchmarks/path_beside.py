@@ -6,7 +6,7 @@ loads of ``gateway_overhead`` in turns of some seconds; whoever is not asked use
 turns of which the hypervisor disturbed one does not count. What is printed is the median of each, and the median of the
 pairs' ratios with its quartiles. Costs are CPU of gateway, worker and NATS (the ledger's beside them).
 
-    python -m benchmarks.path_beside COMMIT [--pairs 8]
+    python -m benchmarks.path_beside COMMIT [--pairs 8] [--gate 1.1]
 """
 
 import argparse
@@ -126,6 +126,11 @@ def _summary(of_load: list[tuple[Round, Round]]) -> dict[str, Any]:
         f"{side}_ledger_us": statistics.median(cost_us(turn, ledger=True) for turn in turns)
         for side, turns in sides.items()
     }
+    for side, turns in sides.items():
+        for process in PATH_PROCESSES:
+            costs[f"{side}_{process}_us"] = statistics.median(
+                turn.window.cpu_s[process] / turn.units * 1e6 for turn in turns
+            )
     others = max(turn.window.others_cores for pair in of_load for turn in pair)
     figures = {**costs, **ledgers, "ratio": middle, "ratio_low": low, "ratio_high": high, "others_cores": others}
     return {"pairs": len(of_load), **{name: round(value, 3) for name, value in figures.items()}}
@@ -147,7 +152,13 @@ def print_table(results: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-async def main(arguments: argparse.Namespace) -> None:
+def failed_loads(results: dict[str, Any], gate: float) -> list[str]:
+    """Return the loads whose ratio is above ``gate`` with its lower quartile, too, or that were not measured."""
+    return [name for name, row in results.items() if row.get("ratio_low", float("inf")) > gate]
+
+
+async def main(arguments: argparse.Namespace) -> int:
+    """Return 1 where the gate is failed."""
     console = Console(highlight=False)
     report = {"benchmark": "path_beside", "older": arguments.commit, **machine()}
     console.print(report)
@@ -160,11 +171,16 @@ async def main(arguments: argparse.Namespace) -> None:
             results = await compare(older, newer, arguments.pairs, console)
     print_table(results, console)
     print(json.dumps({**report, **results}))
+    failed = [] if arguments.gate is None else failed_loads(results, arguments.gate)
+    if failed:
+        console.print(f"[red]more than {arguments.gate:g} times {arguments.commit}: {', '.join(failed)}[/red]")
+    return bool(failed)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="whose code is the older one")
     parser.add_argument("--pairs", type=int, default=8, help="turns of each load and side that must be undisturbed")
+    parser.add_argument("--gate", type=float, help="fail where a load costs more than so many times the older commit")
     gc.disable()  # the client's own pauses must not show
-    uvloop.run(main(parser.parse_args()))
+    sys.exit(uvloop.run(main(parser.parse_args())))
