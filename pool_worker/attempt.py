@@ -26,7 +26,7 @@ def attempt_id(request_id: str, attempt: int) -> str:
 
 
 class Attempt:
-    """What the worker knows of one attempt; all its frames, encoded, until some time after its end."""
+    """The worker's state of one attempt; all its frames, encoded, until some time after its end."""
 
     __slots__ = (
         "cached_tokens",
@@ -71,7 +71,7 @@ class Attempt:
         self.completion_tokens = 0  # made here, over all choices
         self.made = [0] * job.answers  # of these, by choice
         self.provided = 0  # choices that have ended with an API's own counts
-        self.timings: dict[int, SequenceTimings] = {}  # by choice, the newest that the engine told
+        self.timings: dict[int, SequenceTimings] = {}  # by choice, the newest that the engine reported
         self.was_cancelled = False
         self.frames: list[bytes] = []  # by seq
         self.replay_bytes = 0
@@ -85,11 +85,11 @@ class Attempt:
 
     @property
     def is_batch(self) -> bool:
-        """Whether it fills what interactive work leaves idle."""
+        """True if it only fills what interactive work leaves idle."""
         return self.lane == LOW_LANE
 
     def elapsed_ms(self) -> float:
-        """Milliseconds since the pull."""
+        """Return the milliseconds since the pull."""
         return (time.monotonic() - self.pulled_s) * 1000
 
     def remaining_s(self, now_s: float) -> float:
@@ -108,18 +108,18 @@ class Attempt:
         return longest_s
 
     def engine_timings(self) -> Timings | None:
-        """How it has spent its time in the engine; None if that has not told. All choices were given to it at once."""
-        told = self.timings
-        if not told:
+        """Return the time spent in the engine; None if not reported yet. All choices were submitted together."""
+        timings = self.timings
+        if not timings:
             return None
-        queue_ms = min([choice.queue_ms for choice in told.values()])
-        first_token_ms = min([choice.queue_ms + choice.prefill_ms for choice in told.values()])
-        end_ms = max([choice.queue_ms + choice.prefill_ms + choice.decode_ms for choice in told.values()])
+        queue_ms = min([choice.queue_ms for choice in timings.values()])
+        first_token_ms = min([choice.queue_ms + choice.prefill_ms for choice in timings.values()])
+        end_ms = max([choice.queue_ms + choice.prefill_ms + choice.decode_ms for choice in timings.values()])
         if self.live and self.ttft_ms is not None:  # it is broken off: these go on until now
             end_ms = max(end_ms, first_token_ms + self.elapsed_ms() - self.ttft_ms)
         if self.job.pooling is not None:  # vectors are all prefill
             first_token_ms = end_ms
-        preemptions = sum([choice.preemptions for choice in told.values()])
+        preemptions = sum([choice.preemptions for choice in timings.values()])
         return Timings(queue_ms, first_token_ms - queue_ms, end_ms - first_token_ms, preemptions)
 
     # --- frames: each takes the next sequence number -----------------------------------------------------------------
@@ -151,7 +151,7 @@ class Attempt:
         )
 
     def deltas(self, output: ChatOutput) -> bytes:
-        """Make a frame of what came for one choice from an API, and count it: as estimated, at its end as told."""
+        """Make a frame of what came for one choice from an API, and count it: as estimated, at its end as reported."""
         if output.parts and self.ttft_ms is None:
             self.ttft_ms = self.elapsed_ms()
         usage, index, job = output.usage, output.index, self.job
@@ -172,7 +172,7 @@ class Attempt:
 
     @property
     def is_counted_by_provider(self) -> bool:
-        """Whether an API has given its own counts of all that it was asked for."""
+        """True once an API has returned its own counts of all choices."""
         asked = self.job.answers - sum(point.finish_reason is not None for point in self.job.resume)
         return self.provided == asked
 

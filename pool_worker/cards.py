@@ -1,4 +1,4 @@
-"""Tells gateways how to count and render prompts for the models this worker serves."""
+"""Publishes how to count and render prompts for the models this worker serves."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ class ModelCards:
         self._is_due = asyncio.Event()
 
     def publish_again(self) -> None:
-        """Publish all cards soon: the buckets may have been lost, or somebody else's card be there who has left."""
+        """Publish all cards soon: the buckets may have been lost, or hold the card of a departed worker."""
         self._is_due.set()
 
     async def run(self) -> None:
@@ -38,7 +38,7 @@ class ModelCards:
             await asyncio.sleep(AGAIN_AFTER_S)
 
     async def publish(self) -> None:
-        """Publish all cards, however long it takes until the buckets are there."""
+        """Publish all cards, however long it takes until the buckets exist."""
         has_failed = False
         for wait_s in backoff_s():
             try:

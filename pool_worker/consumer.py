@@ -31,7 +31,7 @@ from protocol.outbox import Outbox
 from protocol.pull import Delivery, PullConsumer
 from protocol.topology import consumer_exists
 
-REFILL_CHECK_S: Final = 0.1  # how often room is noticed that nobody told of
+REFILL_CHECK_S: Final = 0.1  # how often free capacity is noticed that was not reported
 # The watches of a frozen worker swallow jobs until they expire. Each comes back after ACK_WAIT_S, and where this worker
 # is the cheapest it gets it again: such a job waits for the sum of both, at worst.
 WATCH_EXPIRES_S: Final = 3.0
@@ -107,7 +107,7 @@ class LanePulls:
 
 
 class Consumer:
-    """Keeps as many jobs asked for as there is room for."""
+    """Keeps as many jobs requested as there is capacity for."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Consumer:
         await asyncio.gather(*(lane.stop() for lane in self._lanes.values()))
 
     def forget_pulls(self) -> None:
-        """After a reconnect: no pull is parked any more, and maybe the consumers are gone too."""
+        """Forget all pulls after a reconnect: none is parked any more, and maybe the consumers are gone too."""
         for lane in self._lanes.values():
             lane.forget()
         self._may_be_gone.set()
@@ -198,7 +198,7 @@ class Consumer:
             self._must_look.set()
 
     async def _leave_to_others(self, pulls: LanePulls, delivery: Delivery, error: ProtocolError) -> None:
-        """A job that this build cannot read is a newer gateway's, and newer workers can, if there are any."""
+        """Hand back a job that this build cannot read: it is a newer gateway's, for newer workers if there are any."""
         try:
             head = decode_job_head(delivery.payload)
         except ProtocolError:  # nobody's
@@ -244,7 +244,7 @@ class Consumer:
             try:
                 await self._refill()
             except BusError as error:
-                log.warning("cannot ask for jobs, will again: %s", error)
+                log.warning("cannot pull jobs, retrying: %s", error)
                 await asyncio.sleep(AFTER_FAILURE_S)
             await wait_for(self._must_look, REFILL_CHECK_S)
 
@@ -268,7 +268,7 @@ class Consumer:
             await self._watch(lanes, places)
 
     async def _learn(self, lanes: list[LanePulls]) -> None:
-        """Where jobs may wait in lanes unknown to us, ask the queue; if it does not answer, any may have one."""
+        """Ask the queue where jobs may wait in lanes of unknown state; if it does not answer, any may have one."""
         now_s = time.monotonic()
         stale = [lane for lane in lanes if lane.lane.is_stale(now_s) and not lane.coming()]
         if not stale:
@@ -291,7 +291,7 @@ class Consumer:
         interactive = {lane: jobs for lane, jobs in waiting.items() if lane.rank != LOW_RANK}
         promised = sum(coming.values())
         places = self.room() - promised
-        # Batch jobs get what is left when nobody else waits.
+        # Batch jobs get what is left when no interactive job waits.
         open_places = places if interactive else min(places, self.room(is_batch=True) - promised)
         asked = self._shares.divide(open_places, interactive or waiting, coming)
         for lane, jobs in asked.items():
@@ -308,7 +308,7 @@ class Consumer:
 
 
 def _delay_s(delivery: Delivery) -> float:
-    """How long a job that only others can run is not offered again: longer each time."""
+    """Return how long a job that only others can run is not offered again: longer each time."""
     return min(STRANGE_LONGEST_DELAY_S, AVOID_DELAY_S * 2.0 ** min(delivery.deliveries // 4, 16))
 
 

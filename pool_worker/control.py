@@ -1,4 +1,4 @@
-"""What gateways ask of this worker: stop an attempt, send frames again."""
+"""Handles the requests of gateways to this worker: stop an attempt, send frames again."""
 
 import logging
 

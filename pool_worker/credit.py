@@ -1,4 +1,4 @@
-"""How much more the engine can hold, and so how many jobs may be pulled.
+"""The engine's free capacity, and so the number of jobs that may be pulled.
 
 What a job costs is known only once it has been pulled. So the size of the next ones is guessed from the last ones: as
 many are asked for as would fit if each were as large as the largest of these, and one more only while something that
@@ -20,7 +20,7 @@ RECENT_JOBS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one job takes of the engine."""
+    """The share of the engine that one job takes."""
 
     sequences: int
     kv_tokens: int
@@ -55,7 +55,7 @@ class Credit:
         return Cost(min(sequences, self.capacity.max_sequences), min(kv_tokens, self.capacity.max_kv_tokens))
 
     def fits(self, cost: Cost, *, is_batch: bool = False) -> bool:
-        """Whether the engine has room for it now."""
+        """Report whether the engine has capacity for it now."""
         free = self._free(is_batch=is_batch and not self._is_idle)
         return cost.sequences <= free.sequences and cost.kv_tokens <= free.kv_tokens
 

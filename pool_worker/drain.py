@@ -1,4 +1,4 @@
-"""How a worker gives up its jobs when it must stop.
+"""Ends or hands back a worker's jobs when it must stop.
 
     not begun                         ──at once──────────────────────────────> handed back
     running, ends before the limit    ──────────────────────────────────────> ended here
@@ -28,7 +28,7 @@ class Drain:
     """Ends or hands back everything that an executor holds."""
 
     def __init__(self, executor: Executor, others_serving: Callable[[str], bool]) -> None:
-        """``others_serving`` tells whether another live worker of the same revision serves a model."""
+        """Make a drain; ``others_serving`` reports whether another live worker of the same revision serves a model."""
         self._executor = executor
         self._others_serving = others_serving
 

@@ -102,35 +102,35 @@ class Executor:
 
     @property
     def is_draining(self) -> bool:
-        """Whether new jobs are handed back."""
+        """True once new jobs are handed back."""
         return self._is_draining
 
     @property
     def waiting_jobs(self) -> int:
-        """How many jobs are here that do not fit into the engine yet."""
+        """Number of accepted jobs that do not fit into the engine yet."""
         return len(self._waiting)
 
     @property
     def has_waiting_interactive(self) -> bool:
-        """Whether one of these is no batch job, which others would have to pass."""
+        """True while one of these is an interactive job, which others would have to pass."""
         return any(not attempt.is_batch for attempt in self._waiting)
 
     # --- a job comes in ----------------------------------------------------------------------------------------------
 
     def knows(self, job: Job) -> bool:
-        """Whether this worker runs this very attempt, or has run it lately."""
+        """Report whether this worker runs this very attempt, or has run it recently."""
         id_ = attempt_id(job.request_id, job.attempt)
         return id_ in self._held or self._recent.get(id_) is not None
 
     def should_avoid(self, job: Job, delivery: Delivery) -> bool:
-        """Whether it failed here before, and another worker may still be found for it."""
+        """Report whether the job failed here before, and another worker may still be found for it."""
         is_unwanted = self._settings.worker_id in job.avoid and delivery.deliveries <= AVOID_DELIVERIES
         return is_unwanted and self._peers.others_serving(job.model, job.revision.weights)
 
     def must_not_leave(self, job: Job) -> bool:
-        """Whether the engine is a provider's API to which its owner does not let it go: gateways never send such one.
+        """Report whether the engine is a provider's API that may not get this job: gateways never send such one.
 
-        It is looked at here all the same, at the last moment before anything leaves the house.
+        It is looked at here all the same, at the last moment before anything leaves the installation.
         """
         if not self._settings.is_hosted or self._settings.provider in job.hosted:
             return False
@@ -138,21 +138,21 @@ class Executor:
         return True
 
     def is_foreign(self, job: Job) -> bool:
-        """Whether the answer was begun with other weights, or the job has nothing that the engine understands."""
+        """Report whether the answer was begun with other weights, or the job has no input for this engine."""
         engine, own = self._engine, self._revisions[job.model]
         if not can_go_on(job, engine):
             return True
         return not (_agree(job.revision.weights, own.weights) and _agree(job.revision.tokenizer, own.tokenizer))
 
     def is_nobodys(self, job: Job) -> bool:
-        """Whether nobody's tokenizer is the one that has made the prompt's token ids: a gateway has an old card."""
+        """Report whether no worker has the tokenizer that made the prompt's token ids: a gateway has an old card."""
         own, asked = self._revisions[job.model].tokenizer, job.revision.tokenizer
         if asked == NO_TOKENIZER:
             return False
         return not (_agree(asked, own) or self._peers.others_reading(job.model, asked))
 
     def offer(self, job: Job, delivery: Delivery) -> bool:
-        """Take a pulled job: run it, let it wait for credit, leave it to others, or tell its gateway why not.
+        """Take a pulled job: run it, let it wait for credit, hand it back, or send its gateway the reason.
 
         Return whether it was accepted now, and so will come to ``on_end``.
         """
@@ -171,7 +171,7 @@ class Executor:
         return is_accepted
 
     def _adopt(self, id_: str, job: Job, delivery: Delivery) -> bool:
-        """Whether this worker runs or ran this very attempt: the message came again, the work must not.
+        """Report whether this worker runs or ran this very attempt: the message came again, the work must not.
 
         Either the queue lost our acknowledgement, or its message, and the gateway our frames; so all are sent again.
         """
@@ -184,7 +184,7 @@ class Executor:
         return True
 
     def decline(self, job: Job | JobHead, delivery: Delivery, code: ErrorCode, message: str) -> None:
-        """Take a job that nobody will run off the queue, and tell its gateway why."""
+        """Take a job that no worker will run off the queue, and send its gateway the reason."""
         frame = Failed(job.request_id, job.attempt, 0, code, message, retryable=False)
         self._publisher.send(job.reply_subject, encode(frame))
         self._publisher.ack(delivery)
@@ -249,7 +249,7 @@ class Executor:
         self._publisher.wake()
 
     def _submit(self, attempt: Attempt, packed: bytes) -> None:
-        """``packed``: the prompt's token ids or the conversation."""
+        """Submit an attempt to the engine; ``packed`` holds the prompt's token ids or the conversation."""
         engine = self._engine
         try:
             if engine.takes == TAKES_MESSAGES:
@@ -269,7 +269,7 @@ class Executor:
     # --- the engine has made something -------------------------------------------------------------------------------
 
     def take(self, outputs: Sequence[SequenceOutput]) -> None:
-        """Turn what one engine step made into frames."""
+        """Turn the outputs of one engine step into frames."""
         for output in outputs:
             attempt = self._held.get(output.request_id)
             if attempt is None:
@@ -360,11 +360,11 @@ class Executor:
     # --- the worker stops --------------------------------------------------------------------------------------------
 
     def stop_accepting(self) -> None:
-        """Leave to others what comes in from now on."""
+        """Hand back every job that arrives from now on."""
         self._is_draining = True
 
     def hand_back(self, attempts: Sequence[Attempt]) -> None:
-        """End attempts so that their gateways, who hold all their tokens, have others go on with them."""
+        """End attempts so that their gateways, which hold all their tokens, have others resume them."""
         for attempt in attempts:
             self._fail(attempt, ErrorCode.WORKER_DRAINING, DRAINING_MESSAGE, retryable=True)
 
@@ -375,7 +375,7 @@ class Executor:
             self._fail(attempt, code, message, retryable=True)
 
     def abandon(self, reply_subject: str) -> None:
-        """End the attempts that a gateway waited for which is gone."""
+        """End the attempts of a gateway that is gone."""
         orphans = [attempt for attempt in self.held if attempt.job.reply_subject == reply_subject]
         log.warning("nobody listens on %s any more: %d jobs are stopped", reply_subject, len(orphans))
         for attempt in orphans:

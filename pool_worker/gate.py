@@ -1,4 +1,4 @@
-"""A dear pool takes no jobs while a cheaper tier does well.
+"""Keeps an expensive pool from taking jobs while a cheaper tier does well.
 
 Pull priorities alone give every job to the cheapest worker that has room for it; the gate also lets jobs wait a little
 for a cheaper worker to get room. Requests that resume pass every gate.
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Gate:
-    """Whether a worker may take jobs, by model. Without settings it always may."""
+    """Decides, by model, whether a worker may take jobs. Without settings it always may."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Gate:
         peers.on_change(self._must_look.set)
 
     def is_open(self, model: str) -> bool:
-        """Whether jobs of this model may be taken now."""
+        """Report whether jobs of this model may be taken now."""
         return self._is_open[model]
 
     async def run(self) -> None:
@@ -77,7 +77,7 @@ class Gate:
 
 
 async def is_behind(bus: Bus, model: str, settings: GateSettings) -> bool:
-    """Whether too many interactive jobs of a model wait, or one for too long. Raises BusError."""
+    """Report whether too many interactive jobs of a model wait, or one for too long. Raises BusError."""
     backlog = await read_backlog(bus, model)
     interactive = [subjects.job_subject(model, lane) for lane in (subjects.RESUME_LANE, *subjects.HIGH_LANES)]
     waiting = {subject: backlog.jobs[subject] for subject in interactive if subject in backlog.jobs}

@@ -1,6 +1,6 @@
-"""Notices gateways that are gone: nobody wants the tokens of their requests, so the engine's room goes to others.
+"""Notices gateways that are gone: the tokens of their requests have no reader, so the engine's capacity goes to others.
 
-A gateway listens for frames as long as it lives, and the server tells the sender of a message that nobody listens to.
+A gateway listens for frames as long as it lives, and the server reports to the sender that a message has no listener.
 So each gateway gets an empty step now and then, which it does not answer; only the server's "no responders" comes back.
 """
 
@@ -35,7 +35,7 @@ class _Missing:
 
 
 class GatewayWatch:
-    """Ends the attempts of gateways that have gone for good."""
+    """Ends the attempts of gateways that are gone permanently."""
 
     def __init__(self, bus: Bus, worker_id: str, executor: Executor) -> None:
         self._bus = bus
@@ -83,7 +83,7 @@ class GatewayWatch:
             self._executor.abandon(gateway)
 
     async def _forget(self) -> None:
-        """Begin anew: nothing that was seen before a reconnect proves anything."""
+        """Start over: nothing that was seen before a reconnect proves anything."""
         self._probed.clear()
         self._missed.clear()
         self._missing.clear()

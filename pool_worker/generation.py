@@ -1,4 +1,4 @@
-"""A job of the queue as a request to the engine, and what its tokens are told with as frames have it."""
+"""Translates a job of the queue into a request to the engine, and the engine's logprobs into those of frames."""
 
 from collections.abc import Collection
 from itertools import accumulate, pairwise
@@ -70,7 +70,7 @@ def chat_request(request_id: str, job: Job, packed_chat: bytes) -> ChatRequest:
 
 
 def can_go_on(job: Job, engine: Engine) -> bool:
-    """Whether an engine can take a job, and go on with what others have made of its answers."""
+    """Report whether an engine can take a job, and resume the answers that others have begun."""
     begun = [point for point in job.resume if point.finish_reason is None]
     if begun and not engine.continues:
         return False

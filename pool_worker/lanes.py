@@ -1,4 +1,4 @@
-"""Which lane a worker takes its next jobs from: weighted fair queueing in tokens, charged after the pull.
+"""The choice of the next lane to pull from: weighted fair queueing in tokens, charged after the pull.
 
 ``resume`` comes first, then the high lanes share, then ``low``. Within one of these ranks every lane has a virtual
 time, the tokens it has been given divided by its tenants' weights, and the lane of the least is next (start-time fair
@@ -31,7 +31,7 @@ def expected_tokens(job: Job) -> int:
 
 
 class Lane:
-    """One lane of one model: what is known of it, and what it has been given."""
+    """One lane of one model: its known backlog, and the work it has been given."""
 
     __slots__ = ("expected", "model", "name", "rank", "seen_s", "served", "waiting")
 
@@ -45,7 +45,7 @@ class Lane:
         self.expected = 0.0  # of one job, in virtual time; 0: none has come yet
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether jobs may have come that nobody has told of."""
+        """Report whether jobs may have arrived that were not reported."""
         return self.waiting == 0 and now_s - self.seen_s > CHECK_S
 
 

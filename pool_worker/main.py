@@ -1,4 +1,4 @@
-"""The worker process: start the engine, connect, serve until it is told to stop."""
+"""The worker process: start the engine, connect, serve until asked to stop."""
 
 import asyncio
 import contextlib
@@ -91,7 +91,7 @@ async def _traces(settings: WorkerSettings) -> AsyncIterator["AttemptTraces | No
     if settings.telemetry.otlp_endpoint is None:
         yield None
         return
-    # Only here: whoever wants no traces needs no OpenTelemetry.
+    # Only here: without traces, OpenTelemetry is not needed.
     from pool_worker.traces import AttemptTraces  # noqa: PLC0415
     from protocol.tracing import Tracing  # noqa: PLC0415
 
@@ -103,7 +103,7 @@ async def _traces(settings: WorkerSettings) -> AsyncIterator["AttemptTraces | No
 
 
 async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, _Result]) -> _Result | None:
-    """Do the work; None if the process is told to stop before it is done."""
+    """Do the work; None if the process is asked to stop before it is done."""
     working = asyncio.create_task(work)
     told_to_stop = asyncio.create_task(stop.requested.wait())
     await asyncio.wait({working, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -14,16 +14,16 @@ from protocol.errors import ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
 from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S, PULL_PRIORITIES
 
-INFORMED_AFTER_S: Final = 1.5 * HEARTBEAT_PERIOD_S  # of listening: by then every live worker has been heard
+INFORMED_AFTER_S: Final = 1.5 * HEARTBEAT_PERIOD_S  # of listening: by then every live worker's heartbeat has arrived
 
 log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Who else serves what. A worker that drains, has left or is silent for ``HEARTBEAT_LIMIT_S`` serves nothing."""
+    """The models served by others. One that drains, has departed or is silent for ``HEARTBEAT_LIMIT_S`` serves none."""
 
     def __init__(self, bus: Bus, worker_id: str, *, hosted_pool: str | None = None) -> None:
-        """Make a view that knows nobody; ``worker_id`` is the one worker that is not a peer.
+        """Make an empty view; ``worker_id`` is the one worker that is not a peer.
 
         Hosted pools have lanes of their own: theirs are only those of ``hosted_pool``, and nobody's others.
         """
@@ -48,15 +48,15 @@ class Peers:
 
     @property
     def is_informed(self) -> bool:
-        """Whether it has been listening for long enough to have heard everybody."""
+        """True once it has listened for long enough to have received every worker's heartbeat."""
         return time.monotonic() - self._listening_since_s >= INFORMED_AFTER_S
 
     def others_serving(self, model: str, revision: str = "") -> bool:
-        """Whether another worker, of any tier, can take jobs of this model; with these weights, if they are named."""
+        """Report whether another worker, of any tier, can take jobs of this model; with these weights, if named."""
         return any(_serves(peer, model, revision) for peer in self._of_same_lanes())
 
     def others_reading(self, model: str, tokenizer: str) -> bool:
-        """Whether another worker that serves this model has this tokenizer."""
+        """Report whether another worker that serves this model has this tokenizer."""
         peers = [peer.revisions[model] for peer in self._of_same_lanes() if model in peer.revisions]
         return any(revision.tokenizer == tokenizer for revision in peers)
 
@@ -66,7 +66,7 @@ class Peers:
         return [pace.tpot_ms for pace in paces if pace.tpot_ms]
 
     def cheaper_serving(self, model: str, tier: str) -> bool:
-        """Whether a worker of a cheaper tier than ``tier`` can take jobs of this model."""
+        """Report whether a worker of a cheaper tier than ``tier`` can take jobs of this model."""
         priority = PULL_PRIORITIES[tier]
         return any(model in peer.models and PULL_PRIORITIES[peer.tier] < priority for peer in self._live())
 
@@ -121,8 +121,8 @@ class Peers:
 
 
 def _serves(peer: Heartbeat, model: str, revision: str) -> bool:
-    told = peer.revisions[model].weights if model in peer.revisions else ""  # by an older worker: it may be the same
-    return model in peer.models and (not (revision and told) or revision == told)
+    reported = peer.revisions[model].weights if model in peer.revisions else ""  # an older worker may have the same
+    return model in peer.models and (not (revision and reported) or revision == reported)
 
 
 def _read(message: Msg) -> Heartbeat | None:

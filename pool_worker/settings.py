@@ -1,4 +1,4 @@
-"""What a worker is told: frozen, validated, passed down. Nothing below reads the environment."""
+"""The settings of a worker: frozen, validated, passed down. Nothing below reads the environment."""
 
 import shlex
 from typing import Annotated, Any, Final, Literal, Self
@@ -179,7 +179,7 @@ class ChatEngineSettings(ConnectionSettings):
 
 
 class OpenAIChatSettings(ChatEngineSettings):
-    """Whoever speaks OpenAI's chat format."""
+    """An API that speaks OpenAI's chat format."""
 
     kind: Literal["openai_chat"]
     # What differs there: pool_worker.engines.chat_formats.openai_profiles.
@@ -202,12 +202,12 @@ class OpenAIChatSettings(ChatEngineSettings):
 
 
 class ClaudeSettings(ChatEngineSettings):
-    """Anthropic's Messages API, whoever serves it."""
+    """Anthropic's Messages API, at any provider."""
 
     api_version: str
-    max_output_tokens: PositiveInt = 8192  # the API must be told a limit
-    thinks: bool = False  # whether it is asked to think as it sees fit, which is told as reasoning
-    continues: bool = False  # whether the model goes on with an assistant's message: newer ones do not
+    max_output_tokens: PositiveInt = 8192  # the API requires a limit
+    thinks: bool = False  # whether it is asked to think as it sees fit, which is sent as reasoning
+    continues: bool = False  # whether the model continues an assistant's message: newer ones do not
 
 
 class AnthropicSettings(ClaudeSettings):
@@ -230,7 +230,7 @@ class BedrockSettings(AwsSettings):
     """Amazon Bedrock's ConverseStream."""
 
     kind: Literal["bedrock"]
-    continues: bool = False  # whether the model goes on with an assistant's message
+    continues: bool = False  # whether the model continues an assistant's message
 
     @model_validator(mode="before")
     @classmethod
@@ -268,7 +268,7 @@ class VertexSettings(GoogleSettings):
     """Gemini on Vertex AI."""
 
     kind: Literal["vertex"]
-    thinks: bool = False  # whether what it thinks is told as reasoning
+    thinks: bool = False  # whether its thinking is sent as reasoning
 
 
 class VertexAnthropicSettings(ClaudeSettings, GoogleSettings):
@@ -295,14 +295,14 @@ EngineSettings = Annotated[
 
 
 class GateSettings(Settings):
-    """When a pool takes jobs of a model although a cheaper tier serves it. Batch jobs never open the gate."""
+    """Conditions on which a pool takes jobs of a model that a cheaper tier serves. Batch jobs never open the gate."""
 
     backlog_jobs: Annotated[int, Field(ge=0)] | None = None  # when more than so many wait
     oldest_s: Seconds | None = None  # when one has waited for longer
 
 
 class WatchSettings(Settings):
-    """When a node is too slow to stay, always at comparable load (docs/ENGINES.md)."""
+    """Conditions on which a node is too slow to stay, always at comparable load (docs/ENGINES.md)."""
 
     max_tpot_ms: PositiveMilliseconds | None = None  # of one request alone, as are the next
     max_ttft_ms: PositiveMilliseconds | None = None  # of a prompt of 256 tokens
@@ -326,8 +326,8 @@ class WorkerSettings(Settings):
     engine: EngineSettings
     batch_reserve: Share = 0.1  # of the engine, which batch jobs leave free for interactive ones
     gate: GateSettings | None = None  # None: it takes jobs whenever it has room
-    drain_s: Seconds = 25.0  # how long running jobs may go on after SIGTERM or a notice
-    watch: WatchSettings | None = None  # None: nobody minds how slow it is
+    drain_s: Seconds = 25.0  # how long running jobs may continue after SIGTERM or a notice
+    watch: WatchSettings | None = None  # None: its speed is not judged
     notice: NoticeKind = "none"  # who says that the machine will be taken away, and how
     notice_url: HttpAddress | None = None  # instead of the provider's own metadata server
     telemetry: TelemetrySettings = TelemetrySettings()
@@ -340,7 +340,7 @@ class WorkerSettings(Settings):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether its engine is somebody else's API: what goes there leaves the house."""
+        """True if its engine is somebody else's API: what goes there leaves the installation."""
         return self.tier == subjects.HOSTED_TIER
 
     @property

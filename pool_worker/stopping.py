@@ -6,7 +6,7 @@ import time
 
 
 class Stop:
-    """What signals and notices ask for; the deadline only ever comes nearer."""
+    """The stop requested by signals and notices; the deadline only ever comes nearer."""
 
     def __init__(self, drain_s: float, signal_limit_s: float = math.inf) -> None:
         """Nobody has asked yet. No drain lasts longer than ``drain_s``, one after a signal ``signal_limit_s``."""

@@ -43,7 +43,7 @@ class AttemptTraces:
         }
 
     def ended(self, attempt: Attempt, outcome: str, error_code: str | None) -> None:
-        """An attempt is over."""
+        """Record the end of an attempt."""
         job = attempt.job
         end_ns = time.time_ns()
         start_ns = end_ns - int(attempt.elapsed_ms() * _NANOS_PER_MS)

@@ -120,7 +120,7 @@ class Worker:
             credit=credit,
             gate=self._gate,
             revisions=revisions,
-            pace=lambda: None if self._watch is None else self._watch.told(),
+            pace=lambda: None if self._watch is None else self._watch.report(),
         )
         # What an API has begun is ended here as long as that lasts: elsewhere it may not go on.
         is_chat = engine.takes == TAKES_MESSAGES

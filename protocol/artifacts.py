@@ -35,7 +35,7 @@ async def put_object(bus: Bus, bucket: str, name: str, data: bytes) -> None:
 async def get_object(bus: Bus, bucket: str, name: str) -> bytes:
     """Fetch an object. Raises BusError, also when it is not there, or its parts do not come within ``GET_LIMIT_S``.
 
-    They never come if somebody stores the object anew just then: its old parts are gone, and still awaited.
+    They never come if the object is stored again just then: its old parts are gone, and still awaited.
     """
     try:
         async with asyncio.timeout(GET_LIMIT_S):
@@ -60,17 +60,17 @@ async def delete_object(bus: Bus, bucket: str, name: str) -> None:
 
 
 def tokenizer_object_name(tokenizer_json: bytes) -> str:
-    """The name under which a tokenizer.json is stored: its SHA-256."""
+    """Return the name under which a tokenizer.json is stored: its SHA-256."""
     return f"tokenizer-{hashlib.sha256(tokenizer_json).hexdigest()}"
 
 
 def revision_of(card: ModelCard) -> Revision:
-    """What jobs, heartbeats and cards call the weights and the tokenizer of a model."""
+    """Return the names of a model's weights and tokenizer in jobs, heartbeats and cards."""
     return Revision(card.revision, tokenizer_name(card.tokenizer_object))
 
 
 def tokenizer_name(object_name: str) -> str:
-    """A short name for a tokenizer, from that of its object."""
+    """Return a short name for a tokenizer, from that of its object."""
     return object_name.removeprefix("tokenizer-")[:TOKENIZER_NAME_CHARS]
 
 

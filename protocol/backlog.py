@@ -1,4 +1,4 @@
-"""How many jobs wait in the queue, by lane; asked of the server."""
+"""The number of jobs waiting in the queue, by lane, as reported by the server."""
 
 import datetime as dt
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ LONGEST_WAIT_S: Final = 2.0  # what is added, at worst, to the outage of whateve
 
 
 def backoff_s(longest_s: float = LONGEST_WAIT_S) -> Iterator[float]:
-    """Waits in seconds, without end: doubling up to ``longest_s``, each jittered down to half of itself."""
+    """Yield waits in seconds, without end: doubling up to ``longest_s``, each jittered down to half of itself."""
     wait_s = FIRST_WAIT_S
     while True:
         yield wait_s * random.uniform(0.5, 1.0)  # noqa: S311

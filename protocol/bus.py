@@ -130,7 +130,7 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """Whether the connection is up at this moment."""
+        """True while the connection is up."""
         return self.client.is_connected
 
     @property
@@ -281,7 +281,7 @@ class Bus:
             raise
 
     async def _server_time_s(self) -> float:
-        """The time at the leader of a stream that all gateways ask. Raises BusError."""
+        """Return the time at the leader of a stream that all gateways ask. Raises BusError."""
         info = await self.api(f"STREAM.INFO.KV_{QUOTAS_BUCKET}")
         try:
             return datetime.fromisoformat(info["ts"]).timestamp()

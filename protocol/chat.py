@@ -51,7 +51,7 @@ class Tool(Struct, frozen=True, omit_defaults=True):
 
 
 class AnswerSchema(Struct, frozen=True, omit_defaults=True):
-    """What the answer's text must look like: JSON, of a schema where there is one."""
+    """The required form of the answer's text: JSON, matching a schema where there is one."""
 
     schema: str | None = None  # JSON; None: any object
     name: str = "answer"
@@ -68,7 +68,7 @@ class Chat(Struct, frozen=True, omit_defaults=True):
     is_single_call: bool = False
     schema: AnswerSchema | None = None
     reasoning_effort: str | None = None
-    is_limited: bool = False  # ``Sampling.max_tokens`` is what somebody wants, not merely what the context leaves
+    is_limited: bool = False  # ``Sampling.max_tokens`` was asked for, and is not merely what the context leaves
     continues_last: bool = False  # the caller wants the last message, an assistant's, to be gone on with
 
 
@@ -81,7 +81,7 @@ class Part(Struct, frozen=True, array_like=True):
 
 
 class ChatUsage(Struct, frozen=True, array_like=True):
-    """What one choice has used."""
+    """The tokens that one choice has used."""
 
     counted_by: CountedBy
     prompt_tokens: int
@@ -91,7 +91,7 @@ class ChatUsage(Struct, frozen=True, array_like=True):
 
 
 class Deltas(Struct, frozen=True, array_like=True, tag="d"):
-    """What a pool that takes messages has told of one choice at a time: a frame, in the place of ``Tokens``.
+    """The output of a pool that takes messages, for one choice at a time: a frame, instead of ``Tokens``.
 
     Sent only by workers that take messages, which get no jobs but of gateways that know this frame.
     """
@@ -109,12 +109,12 @@ class Deltas(Struct, frozen=True, array_like=True, tag="d"):
 
     @property
     def text(self) -> str:
-        """What the choice says, reasoning and calls aside."""
+        """The choice's text, without reasoning and tool calls."""
         return "".join([part.text for part in self.parts if part.kind == "text"])
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """None: they are not told."""
+        """None: not reported."""
         return ()
 
     @property

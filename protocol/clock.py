@@ -1,4 +1,4 @@
-"""What time it is: by this machine's clock, and by the queue server's, which is the same for all who must agree."""
+"""The time by this machine's clock, and by the queue server's, which is the same for all processes that must agree."""
 
 import asyncio
 import logging
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 def unix_now_ms() -> int:
-    """Milliseconds since 1970 in UTC, by this machine's clock."""
+    """Return the milliseconds since 1970 in UTC, by this machine's clock."""
     return time.time_ns() // 1_000_000
 
 
 def unix_now_s() -> float:
-    """Seconds since 1970 in UTC, by this machine's clock."""
+    """Return the seconds since 1970 in UTC, by this machine's clock."""
     return time.time()
 
 
@@ -46,12 +46,12 @@ class ServerClock:
         self._warned_s = float("-inf")  # monotonic clock
 
     def now_s(self) -> float:
-        """Seconds since 1970 by the server's clock."""
+        """Return the seconds since 1970 by the server's clock."""
         return self._own() if self._offset_s is None else time.monotonic() + self._offset_s
 
     @property
     def skew_s(self) -> float:
-        """How far this machine's clock is ahead of the server's; 0 where that was never measured."""
+        """The lead of this machine's clock over the server's; 0 where it was never measured."""
         return self._own() - self.now_s()
 
     async def measure(self) -> None:
@@ -82,7 +82,7 @@ class ServerClock:
             log.warning("this machine's clock is %.1f s %s the queue server's: is NTP running?", abs(skew_s), how)
 
     async def run(self) -> None:
-        """Measure for ever; cancel it to stop. While the server does not answer, what is known goes on."""
+        """Measure for ever; cancel it to stop. While the server does not answer, the last measurement stays valid."""
         while True:
             await asyncio.sleep(PERIOD_S)
             try:

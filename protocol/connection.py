@@ -79,7 +79,7 @@ class LastingClient(Client):
 
 
 def shared_credentials(servers: list[str]) -> dict[str, str]:
-    """The credentials that the URLs carry, as options of nats-py's ``connect``; none if the URLs differ in them."""
+    """Return the credentials in the URLs, as options of nats-py's ``connect``; none if the URLs differ in them."""
     found = {(url.username, url.password) for url in map(urlparse, servers) if url.username}
     if len(found) != 1:
         return {}

@@ -11,7 +11,7 @@ from protocol.messages import Sampling, encode
 
 
 class AttemptFailure(Struct, frozen=True, omit_defaults=True):
-    """Why one attempt did not end in an answer, as its gateway saw it."""
+    """The reason why one attempt did not end in an answer, as its gateway saw it."""
 
     attempt: int
     worker_id: str | None  # None: no worker had accepted it

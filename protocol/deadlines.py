@@ -32,7 +32,7 @@ class Deadlines(Generic[_Thing]):
         self._due_s.pop(thing, None)
 
     def first(self) -> _Thing | None:
-        """What has been waiting for longest."""
+        """Return the entry that has been waiting for longest."""
         return next(iter(self._due_s), None)
 
     def _arm(self, due_s: float) -> None:

@@ -1,10 +1,10 @@
-"""How a worker's engine does, as its heartbeats tell. Counts only grow while the worker lives."""
+"""Statistics of a worker's engine, as its heartbeats report them. Counts only grow while the worker lives."""
 
 from msgspec import Struct
 
 
 class Histogram(Struct, frozen=True, array_like=True):
-    """How many values fell into each bucket."""
+    """A histogram: the number of values in each bucket."""
 
     bounds: tuple[float, ...]  # upper ones, rising; a value equal to one belongs to its bucket
     counts: tuple[int, ...]  # of each bucket alone; one more than bounds, for what is beyond the last
@@ -12,7 +12,7 @@ class Histogram(Struct, frozen=True, array_like=True):
 
 
 class Pace(Struct, frozen=True, omit_defaults=True):
-    """How fast a watched node is; 0: not known."""
+    """The speed of a watched node; 0: unknown."""
 
     tpot_ms: float = 0.0  # between two tokens of one request alone, measured before it took jobs
     ttft_ms: float = 0.0  # likewise, to the first token

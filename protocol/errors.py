@@ -19,7 +19,7 @@ STREAM_NOT_FOUND: Final = 10059  # the code of an ApiError
 
 
 class ErrorCode(StrEnum):
-    """Why a request or an attempt ended badly. Values are public and never change meaning."""
+    """The reason why a request or an attempt failed. Values are public and never change meaning."""
 
     # The caller's mistakes, found by the engine after the gateway let them pass.
     INVALID_REQUEST = "invalid_request"

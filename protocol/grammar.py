@@ -1,10 +1,10 @@
-"""What callers may ask of an answer's form."""
+"""Constraints that clients may put on an answer's form."""
 
 from msgspec import Struct
 
 
 class Grammar(Struct, frozen=True, omit_defaults=True):
-    """What every answer must look like."""
+    """The form that every answer must have."""
 
     kind: str  # "json_schema" | "json_object" | "regex" | "lark"
     source: str  # empty for json_object

@@ -1,4 +1,4 @@
-"""What gateways tell each other about requests that carry an ``Idempotency-Key``.
+"""Messages between gateways about requests that carry an ``Idempotency-Key``.
 
 The ``idempotency`` bucket holds one Claim per key: which gateway runs the request, or has its answer. A gateway that
 is asked the same again reads the answer from that one, part by part:
@@ -38,7 +38,7 @@ class AnswerPartRequest(Struct, frozen=True, array_like=True):
 
 
 class ClaimState(StrEnum):
-    """How the owner of a key stands to a request."""
+    """The state of a request, as reported by the owner of its key."""
 
     UNKNOWN = "unknown"  # it has forgotten the key: take it over
     REUSED = "reused"  # another request has this key

@@ -1,4 +1,4 @@
-"""What gateways tell each other about lanes: which one each tenant's jobs wait in.
+"""Messages between gateways about lanes: which one each tenant's jobs wait in.
 
 A tenant's jobs wait in one lane of a model, or it would have a second share of the workers. Each gateway tells so
 every half second, and what it said last counts for a little longer.

@@ -4,7 +4,7 @@ Encoded as msgpack by msgspec. Frames are arrays (they are many and small); ever
 values are left out. A reader ignores fields it does not know, so fields may be appended without a new version, and so
 may kinds of frames: one of an unknown kind is passed over. A change of meaning raises ``PROTOCOL_VERSION``, and is read
 by the release before the one that writes it. What comes all the same is left to others (a job), parked (a usage
-record) or not heard, and never taken for something else: docs/UPGRADES.md.
+record) or dropped, and never taken for something else: docs/UPGRADES.md.
 
     gateway ──Job──────────────────────────────> worker      JetStream, ``subjects.job_subject``
     gateway ──Cancel | Resend | Ping───────────> worker      core NATS, ``subjects.control_subject``
@@ -14,7 +14,7 @@ record) or not heard, and never taken for something else: docs/UPGRADES.md.
     worker  ──AttemptRecord──┴─────────────────> ledger      JetStream, ``usage.>``; see ``usage``
 
 The fence is (request_id, attempt, worker, seq): of the workers that accept an attempt (more than one where the queue
-has delivered it again) the first that the gateway hears of is its worker, and every other is told to stop; ``seq``
+has delivered it again) the first whose frame the gateway receives is its worker, the others are stopped; ``seq``
 counts that worker's frames from 0 without gaps, and a gateway drops frames of any attempt but its current one.
 """
 
@@ -52,7 +52,7 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
-    """How to choose tokens. Names and defaults are those of the OpenAI API and, beyond it, of vLLM."""
+    """Sampling parameters. Names and defaults are those of the OpenAI API and, beyond it, of vLLM."""
 
     # Output tokens per choice, the gateway has already filled in the default; 0: only the prompt is read.
     max_tokens: int
@@ -80,7 +80,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
 
 
 class ResumePoint(Struct, frozen=True, omit_defaults=True):
-    """Where one choice stands, so that another worker can go on with it."""
+    """The progress of one choice, from which another worker can resume it."""
 
     index: int  # the choice
     token_ids: bytes  # output tokens the gateway holds, packed
@@ -92,19 +92,19 @@ class ResumePoint(Struct, frozen=True, omit_defaults=True):
 
     @property
     def used_tokens(self) -> int:
-        """How many output tokens it has used up."""
+        """Number of output tokens used so far."""
         return len(self.token_ids) // 4 if self.tokens is None else self.tokens
 
 
 class Revision(Struct, frozen=True, array_like=True):
-    """What a worker computes with. Empty: not told, by a worker of an older release."""
+    """The weights and tokenizer that a worker computes with. Empty: not reported, by a worker of an older release."""
 
     weights: str = ""  # stands for weights, configuration, precision, quantisation, adapter, tokenizer
     tokenizer: str = ""  # stands for the tokenizer alone: what token ids mean
 
 
 class Origin(Struct, frozen=True, omit_defaults=True):
-    """Where a request came in: what its record needs if its gateway dies without leaving one."""
+    """The origin of a request: the fields its record needs if its gateway dies before publishing one."""
 
     gateway_id: str
     endpoint: str  # "chat.completions" | "completions" | "embeddings" | "score" | "rerank"
@@ -116,7 +116,7 @@ class Origin(Struct, frozen=True, omit_defaults=True):
 
 
 class Job(Struct, frozen=True, omit_defaults=True):
-    """One attempt at one request: everything a worker needs to make its tokens."""
+    """One attempt at one request: everything a worker needs to generate its tokens."""
 
     v: int
     request_id: str
@@ -145,7 +145,7 @@ class Job(Struct, frozen=True, omit_defaults=True):
 
     @property
     def answers(self) -> int:
-        """How many numbered answers it has: choices, or inputs."""
+        """Number of numbered answers: choices, or inputs."""
         return self.sampling.n if self.pooling is None else self.pooling.inputs
 
 
@@ -169,7 +169,7 @@ class Accepted(Struct, frozen=True, array_like=True, tag="a"):
 
 
 class Tokens(Struct, frozen=True, array_like=True, tag="t"):
-    """What one engine step yielded for one choice."""
+    """The output of one engine step for one choice."""
 
     request_id: str
     attempt: int
@@ -194,7 +194,7 @@ class Vector(Struct, frozen=True, array_like=True, tag="v"):
 
 
 class Timings(Struct, frozen=True, array_like=True):
-    """How an attempt spent its time in the engine: three phases, one after the other, over all its choices."""
+    """The time an attempt spent in the engine: three phases, one after the other, over all its choices."""
 
     engine_queue_ms: float  # given to the engine → a choice is first scheduled
     prefill_ms: float  # → the first token of any choice
@@ -213,7 +213,7 @@ class Finished(Struct, frozen=True, array_like=True, tag="f"):
     cached_tokens: int
     completion_tokens: int  # made by this attempt, over all choices; tokens resumed from are not counted again
     ttft_ms: float  # pull → first token; 0 if none was made
-    timings: Timings | None = None  # None: the engine does not tell
+    timings: Timings | None = None  # None: the engine does not report them
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="x"):
@@ -227,11 +227,11 @@ class Failed(Struct, frozen=True, array_like=True, tag="x"):
     retryable: bool  # another worker may do better
     param: str | None = None  # the request field at fault, for the caller's mistakes
     completion_tokens: int = 0
-    timings: Timings | None = None  # None: the engine does not tell, or has not begun
+    timings: Timings | None = None  # None: the engine does not report them, or has not begun
 
 
 class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
-    """In the place of a frame that its reader could not read; nobody sends it."""
+    """Stands in for a frame that its reader could not decode; it is never sent."""
 
     request_id: str  # with this and the next two every frame begins, of whatever kind, after its tag
     attempt: int
@@ -241,7 +241,7 @@ class UnreadableFrame(Struct, frozen=True, array_like=True, tag="?"):
 
     @property
     def is_known(self) -> bool:
-        """Whether this build knows the kind: then it is not a newer one's, but broken."""
+        """True if this build knows the kind: then the frame is broken, not from a newer release."""
         return self.kind in _FRAME_TAGS
 
 
@@ -280,7 +280,7 @@ class Resend(Struct, frozen=True, array_like=True, tag="r"):
 
 
 class Ping(Struct, frozen=True, array_like=True, tag="p"):
-    """Is anybody there? A worker does not answer; where its connection is gone, the server says so at once."""
+    """Probe a worker. A worker does not answer; if its connection is gone, the server reports so immediately."""
 
 
 Control = Cancel | Resend | Ping
@@ -311,16 +311,16 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     draining: bool = False
     jobs_taken: int = 0  # since the worker started: their increase is the rate at which the queue is served
     tokens_made: int = 0  # output tokens, likewise
-    stats: EngineStats | None = None  # None: the engine does not tell
+    stats: EngineStats | None = None  # None: the engine does not report them
     busy_ms: int = 0  # time with at least one job since it started, as seen from heartbeat to heartbeat
     revisions: dict[str, Revision] = {}  # of its models
     takes: Input = "ids"
     continues: bool = True  # answers that another worker has begun
-    pace: Pace | None = None  # None: nobody watches it
+    pace: Pace | None = None  # None: it is not watched
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):
-    """What a gateway must know to count and render prompts for a model without any hub access."""
+    """Everything a gateway needs to count and render prompts for a model without any hub access."""
 
     v: int
     model: str
@@ -335,7 +335,7 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
 
 
 class _SealedStep(Struct, array_like=True):
-    """A StepFrame whose frames have not been looked at."""
+    """A StepFrame whose frames have not been decoded."""
 
     v: int
     worker_id: str
@@ -350,7 +350,7 @@ class _FrameHead(Struct, array_like=True):
 
 
 class JobHead(Struct, frozen=True):
-    """What every job of every version says: enough to tell its gateway that nobody understands it."""
+    """The fields of every job of every version: enough to report to its gateway that no worker can read it."""
 
     request_id: str
     attempt: int

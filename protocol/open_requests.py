@@ -1,4 +1,4 @@
-"""How the ledger learns which of the requests without a record still run.
+"""Messages by which the ledger learns which of the requests without a record still run.
 
     ledger writer ──OpenRequestsQuery (request)──> gateway     core NATS, ``subjects.open_requests_subject``
     ledger writer <──StillOpen (reply)── gateway

@@ -81,27 +81,27 @@ class Outbox:
         self._is_ending = False
 
     def __len__(self) -> int:
-        """How many records are not known to be stored, nor spooled."""
+        """Return the number of records that are neither known to be stored nor spooled."""
         return len(self._waiting) + self._in_flight
 
     @property
     def full(self) -> bool:
-        """Whether the caller should take no new work for now: its records might be lost."""
+        """True while the caller should take no new work, as its records might be lost."""
         is_stuck = self._failing_since_s is not None and self._why_not_spooled is not None
         return is_stuck or len(self) >= self._capacity or self._bytes >= CAPACITY_BYTES
 
     @property
     def is_behind(self) -> bool:
-        """Whether the queue server does not take records just now, or has not got all from the spool yet."""
+        """True while the queue server takes no records, or has not received all of the spool yet."""
         return self._failing_since_s is not None or self._has_spooled.is_set()
 
     @property
     def spooled_bytes(self) -> int:
-        """How much waits on this machine's disk."""
+        """The amount that waits on this machine's disk."""
         return self._spool.size_bytes if self._spool is not None else 0
 
     def put(self, record_id: str, payload: bytes, *, is_awaited: bool = False) -> asyncio.Future[None]:
-        """Add an encoded record. Never refuses: whoever's work has ended must be able to say so, even while full.
+        """Add an encoded record. Never refuses: ended work must be recorded, even while full.
 
         The future is done once the record outlives this process: stored or spooled. Await it by ``asyncio.wait``.
         ``is_awaited``: whether somebody does.
@@ -165,7 +165,7 @@ class Outbox:
         group.create_task(self._keep(self._take()), name=f"outbox-{self._subject}")
 
     def _take(self) -> list[_Entry]:
-        """The records of the next message: at least one, however large."""
+        """Return the records of the next message: at least one, however large."""
         entries = [self._waiting.popleft()]
         room_bytes = MESSAGE_BYTES - len(entries[0].record[1])
         while self._waiting and len(entries) < MESSAGE_RECORDS and len(self._waiting[0].record[1]) <= room_bytes:

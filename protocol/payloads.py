@@ -1,4 +1,4 @@
-"""What gateways leave for the ledger in the PAYLOADS stream: requests and answers, of callers who agreed to that."""
+"""Messages of gateways to the ledger in the PAYLOADS stream: requests and answers, of clients that agreed to it."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class PayloadRecord(Struct, frozen=True, omit_defaults=True):
     endpoint: str  # see Origin
     key_id: str
     team_id: str
-    end_user: str | None  # the caller's word for whom he asks
+    end_user: str | None  # the client's name for its end user
     train_ok: bool
     redacted: bool
     expires_unix_ms: int

@@ -16,12 +16,12 @@ class Pooling(Struct, frozen=True, omit_defaults=True):
 
     @property
     def inputs(self) -> int:
-        """How many there are."""
+        """Number of inputs."""
         return len(self.lengths) // 4
 
 
 class PoolingCard(Struct, frozen=True, omit_defaults=True):
-    """What a model makes of each input instead of text."""
+    """The output of a model that pools: what it returns for each input instead of text."""
 
     task: str  # "embed" | "score"
     dimensions: int  # components of a vector

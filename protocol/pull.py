@@ -21,7 +21,7 @@ from protocol.bus import Bus
 from protocol.topology import PULL_PRIORITIES, TIER_GROUP
 
 PULL_EXPIRES_S: Final = 2.0
-PULL_GRACE_S: Final = 1.0  # past its expiry, a pull whose end the server never told us is written off
+PULL_GRACE_S: Final = 1.0  # past its expiry, a pull whose end the server never reported is written off
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,12 @@ async def ack(bus: Bus, delivery: Delivery) -> None:
 
 
 async def nak(bus: Bus, delivery: Delivery, delay_s: float = 0.0) -> None:
-    """Hand the message back for somebody else, now or after a while."""
+    """Hand the message back for another consumer, now or after a while."""
     await _answer(bus, delivery, b'-NAK {"delay": %d}' % int(delay_s * 1e9) if delay_s else b"-NAK")
 
 
 async def term(bus: Bus, delivery: Delivery) -> None:
-    """Give the message up for good: nobody could ever use it."""
+    """Drop the message permanently: it is of no use to any consumer."""
     await _answer(bus, delivery, b"+TERM")
 
 
@@ -125,7 +125,7 @@ class PullConsumer:
         self._pulls.clear()
 
     def outstanding(self) -> int:
-        """How many messages have been asked for and may still come."""
+        """Return the number of messages that have been requested and may still arrive."""
         if not self._pulls:
             return 0
         long_ago_s = time.monotonic() - PULL_GRACE_S

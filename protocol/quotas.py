@@ -1,4 +1,4 @@
-"""What gateways share about limits: one account for each key and each team that has any, in the ``quotas`` bucket.
+"""Limits shared by gateways: one account for each key and each team that has any, in the ``quotas`` bucket.
 
 An account says what was used and what each gateway holds of the rest. A gateway changes it by writing the whole entry
 back as the successor of the one it has read (compare and set), so there is one order of all changes, whoever makes
@@ -19,7 +19,7 @@ NOTHING: Amounts = (0, 0, 0, 0)
 
 
 class Kind(IntEnum):
-    """What is limited, and its place in ``Amounts``."""
+    """The limited quantities, and their positions in ``Amounts``."""
 
     REQUESTS = 0  # admitted, in any 60 s
     TOKENS = 1  # prompt and completion, in any 60 s
@@ -32,7 +32,7 @@ KINDS = tuple(Kind)
 
 
 class Lease(Struct, frozen=True, array_like=True):
-    """What one gateway holds: nobody else can have it until it is given back or the lease has run out."""
+    """The share one gateway holds: no other can have it until it is returned or the lease has expired."""
 
     exchange: int  # the gateway's number of the exchange that wrote this
     expires_unix_ms: int
@@ -42,7 +42,7 @@ class Lease(Struct, frozen=True, array_like=True):
 
 
 class ExpiredLease(Struct, frozen=True, array_like=True):
-    """What a gateway held of a budget when its lease ran out: it counts as spent until somebody knows better."""
+    """The share of a budget a gateway held when its lease expired: it counts as spent until corrected."""
 
     exchange: int  # its last one
     spent_nano_usd: int  # what it had reported in this period

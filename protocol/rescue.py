@@ -1,4 +1,4 @@
-"""How an attempt goes on with what earlier ones have made of an answer."""
+"""Resuming an answer that earlier attempts have begun."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ Rescue = Literal["ids", "text", "message", "start"]
 
 
 def rescue_of(job: Job, takes: Input) -> Rescue | None:
-    """How a worker that takes such input goes on with a job; None for a first attempt, and where no text is made."""
+    """Return how a worker that takes such input resumes a job; None for a first attempt, and for a pooling job."""
     if job.pooling is not None:
         return None
     is_begun = any(point.token_ids or point.text for point in job.resume)
@@ -19,7 +19,7 @@ def rescue_of(job: Job, takes: Input) -> Rescue | None:
 
 
 def rescue_by(attempt: int, takes: Input, *, is_begun: bool, is_encoded: bool) -> Rescue | None:
-    """The same, by what it depends on. ``is_encoded``: see ``ResumePoint``."""
+    """Return the same as ``rescue_of``, from the fields it depends on. ``is_encoded``: see ``ResumePoint``."""
     if attempt == 1:
         return None
     if not is_begun:

@@ -1,4 +1,4 @@
-"""What all sections of a configuration have in common: frozen, validated, passed down."""
+"""The base of all sections of a configuration: frozen, validated, passed down."""
 
 from typing import Annotated
 

@@ -60,7 +60,7 @@ class Spool:
 
     @property
     def size_bytes(self) -> int:
-        """How much is spooled."""
+        """The amount spooled."""
         return sum(segment.size_bytes for segment in self._segments)
 
     def append(self, records: Sequence[Record]) -> None:
@@ -80,14 +80,14 @@ class Spool:
                 raise
 
     def oldest(self) -> list[Record]:
-        """The records of the oldest segment, which takes no more; empty if there is none."""
+        """Return the records of the oldest segment, which takes no more; empty if there is none."""
         with self._lock:
             if len(self._segments) == 1:
                 self._is_growing = False
             return _read(self._segments[0]) if self._segments else []
 
     def drop_oldest(self) -> None:
-        """The records that ``oldest`` returned are stored elsewhere. Raises OSError."""
+        """Drop the records that ``oldest`` returned, once they are stored elsewhere. Raises OSError."""
         with self._lock:
             segment = self._segments.popleft()
             segment.path.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ def _write(segment: _Segment, entries: bytes) -> None:
 
 
 def _left_behind(folder: Path) -> list[_Segment]:
-    """Segments that nobody holds, oldest first; from now on they are ours."""
+    """Take over segments that no process holds, oldest first."""
     taken = [segment for path in folder.glob(f"*{SUFFIX}") if (segment := _take_over(path)) is not None]
     return sorted(taken, key=lambda segment: os.fstat(segment.descriptor).st_mtime_ns)
 

@@ -58,66 +58,66 @@ def escape(name: str) -> str:
 
 
 def job_subject(model: str, lane: str) -> str:
-    """The queue subject of interactive jobs for a model, in a lane."""
+    """Return the queue subject of interactive jobs for a model, in a lane."""
     return f"rq.{escape(model)}.{lane}"
 
 
 def hosted_lane(pool: str) -> str:
-    """The lane of a hosted pool, in each of its models: gateways put there only what may leave the house."""
+    """Return the lane of a hosted pool, in each of its models: only jobs that may go to its provider enter it."""
     return f"{HOSTED_TIER}-{escape(pool)}"
 
 
 def job_consumer(model: str, lane: str) -> str:
-    """The durable consumer that all workers of a model share for a lane."""
+    """Return the durable consumer that all workers of a model share for a lane."""
     return f"{escape(model)}_{lane}"
 
 
 def frames_subject(gateway_id: str) -> str:
-    """Where workers send step frames for the requests of one gateway."""
+    """Return the subject to which workers send step frames for the requests of one gateway."""
     return f"fr.{gateway_id}"
 
 
 def answers_subject(gateway_id: str) -> str:
-    """Where other gateways ask this one for answers of requests with an ``Idempotency-Key``."""
+    """Return the subject on which other gateways ask this one for answers of requests with an ``Idempotency-Key``."""
     return f"ans.{gateway_id}"
 
 
 def open_requests_subject(gateway_id: str) -> str:
-    """Where ledger writers ask a gateway which requests it still has."""
+    """Return the subject on which ledger writers ask a gateway which requests are still open."""
     return f"open.{gateway_id}"
 
 
 def connection_name(worker_id: str) -> str:
-    """The name of a worker's connection, by which the server's disconnect events tell who has gone."""
+    """Return the name of a worker's connection, which identifies it in the server's disconnect events."""
     return f"spillway-worker {worker_id}"
 
 
 def worker_of_connection(name: str) -> str | None:
-    """The worker whose connection has this name; None if it is no worker's."""
+    """Return the worker whose connection has this name; None if it is no worker's."""
     prefix, _, worker_id = name.partition(" ")
     return worker_id if prefix == "spillway-worker" and worker_id else None
 
 
 def dead_letter_subject(model: str) -> str:
-    """Where the story of a request ends that was given up after its last attempt."""
+    """Return the subject of dead letters: requests of a model that were given up after their last attempt."""
     return f"dlq.{escape(model)}"
 
 
 def control_subject(worker_id: str) -> str:
-    """Where gateways send Cancel, Resend and Ping to one worker."""
+    """Return the subject to which gateways send Cancel, Resend and Ping for one worker."""
     return f"ctl.{worker_id}"
 
 
 def kv_subject(bucket: str, key: str) -> str:
-    """The subject behind a KV entry: publishing to it puts, subscribing to it watches."""
+    """Return the subject behind a KV entry: publishing to it puts, subscribing to it watches."""
     return f"$KV.{bucket}.{key}"
 
 
 def heartbeat_subject(worker_id: str) -> str:
-    """The registry entry of one worker; ``heartbeat_subject("*")`` is that of all."""
+    """Return the subject of one worker's registry entry; ``heartbeat_subject("*")`` is that of all."""
     return kv_subject(WORKERS_BUCKET, worker_id)
 
 
 def model_card_subject(model: str) -> str:
-    """The card of one model."""
+    """Return the subject of one model's card."""
     return kv_subject(MODELS_BUCKET, escape(model))

@@ -1,4 +1,4 @@
-"""Whether and where traces go: part of the settings of every process that makes spans."""
+"""Settings of trace export, shared by every process that creates spans."""
 
 from importlib.util import find_spec
 from typing import Annotated

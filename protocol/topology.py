@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 class QueueBounds(Struct, frozen=True):
-    """How much may wait. Past a bound the stream refuses new messages and the gateway refuses the request."""
+    """Limits of what may wait. Past one the stream refuses new messages and the gateway refuses the request."""
 
     max_jobs: int = 50_000
     max_bytes: int = 512 * 1024 * 1024
@@ -68,7 +68,7 @@ def _stream(name: str, subject: str, bounds: QueueBounds, **rest: Any) -> dict[s
 
 
 def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
-    """All streams, as the JetStream API takes them."""
+    """Return all streams, as the JetStream API takes them."""
     return [
         _stream(
             subjects.INTERACTIVE_STREAM,
@@ -145,7 +145,7 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
 
 
 def _bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: int) -> dict[str, Any]:
-    """A key-value bucket as NATS ADR-8 lays it out on a stream."""
+    """Return a key-value bucket as NATS ADR-8 lays it out on a stream."""
     return _stream(
         f"KV_{name}",
         f"$KV.{name}.>",
@@ -160,14 +160,14 @@ def _bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: int) -> 
 
 
 def _object_bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: int) -> dict[str, Any]:
-    """An object bucket as NATS ADR-20 lays it out on a stream."""
+    """Return an object bucket as NATS ADR-20 lays it out on a stream."""
     config = _stream(f"OBJ_{name}", f"$O.{name}.C.>", bounds, storage=storage, max_age=max_age_s * NS)
     config["subjects"].append(f"$O.{name}.M.>")
     return {**config, "allow_rollup_hdrs": True, "allow_direct": True}
 
 
 def job_consumer_config(model: str, lane: str) -> dict[str, Any]:
-    """The durable that all workers of a model share for one lane."""
+    """Return the durable that all workers of a model share for one lane."""
     return {
         "durable_name": subjects.job_consumer(model, lane),
         "filter_subject": subjects.job_subject(model, lane),
@@ -182,7 +182,7 @@ def job_consumer_config(model: str, lane: str) -> dict[str, Any]:
 
 
 def ledger_consumer_config() -> dict[str, Any]:
-    """The durable of the ledger writers; several share it safely because inserts are idempotent."""
+    """Return the durable of the ledger writers; several share it safely because inserts are idempotent."""
     return {
         "durable_name": subjects.LEDGER_CONSUMER,
         "filter_subject": "usage.>",
@@ -193,7 +193,7 @@ def ledger_consumer_config() -> dict[str, Any]:
 
 
 def payloads_consumer_config() -> dict[str, Any]:
-    """The durable by which ledger writers take payloads."""
+    """Return the durable by which ledger writers take payloads."""
     return {
         "durable_name": subjects.PAYLOADS_CONSUMER,
         "filter_subject": "payloads.>",
@@ -232,7 +232,7 @@ async def apply(
 
 
 async def _apply_all(bus: Bus, lanes: list[tuple[str, str]], bounds: QueueBounds) -> None:
-    """Apply everything, jobs first; the first thing that the server refuses is told when all the rest is made."""
+    """Apply everything, jobs first; the first refusal of the server is raised once all the rest is made."""
     making = streams(bounds)
     jobs = [config for config in making if config["name"] == subjects.INTERACTIVE_STREAM]
     others = [config for config in making if config not in jobs]
@@ -289,7 +289,7 @@ async def _apply_stream(bus: Bus, config: dict[str, Any]) -> None:
 
 
 async def _stream_config(bus: Bus, name: str) -> dict[str, Any] | None:
-    """How a stream is configured; None if there is none."""
+    """Return the configuration of a stream; None if there is none."""
     try:
         return dict((await bus.api(f"STREAM.INFO.{name}"))["config"])
     except ApiError as error:
@@ -305,7 +305,7 @@ async def _apply_job_consumer(bus: Bus, config: dict[str, Any]) -> None:
         if error.code != CONSUMER_CANNOT_CHANGE:
             raise
         # It holds no more than which jobs have just been delivered: those come again, and a second run is fenced off.
-        log.warning("consumer %s is made anew: %s", config["durable_name"], error)
+        log.warning("consumer %s is created again: %s", config["durable_name"], error)
         await bus.api(f"CONSUMER.DELETE.{subjects.INTERACTIVE_STREAM}.{config['durable_name']}")
         await _apply_consumer(bus, subjects.INTERACTIVE_STREAM, config)
 
@@ -317,7 +317,7 @@ async def _apply_consumer(bus: Bus, stream: str, config: dict[str, Any]) -> None
 
 
 async def consumer_exists(bus: Bus, stream: str, consumer: str) -> bool:
-    """Whether a durable is there. Raises BusTimeout, or ApiError for anything but its absence."""
+    """Report whether a durable exists. Raises BusTimeout, or ApiError for anything but its absence."""
     try:
         await bus.api(f"CONSUMER.INFO.{stream}.{consumer}")
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""Spans to a collector, for the processes that are told to make them.
+"""Spans to a collector, for the processes that are configured to send them.
 
 This module loads the OpenTelemetry SDK: it is imported only where ``TelemetrySettings.otlp_endpoint`` is set. Spans
 are handed to a thread that exports them in batches; a collector that is slow or gone costs spans, never a request.
@@ -81,16 +81,16 @@ class Tracing:
 
 
 def context_of(headers: Mapping[str, str]) -> Context:
-    """The context that W3C trace headers name; an empty one where there are none, or they are malformed."""
+    """Return the context that W3C trace headers name; an empty one where there are none, or they are malformed."""
     return _propagator.extract(headers, context=Context())
 
 
 def traceparent_of(span: Span) -> str:
-    """A span's place as a W3C ``traceparent``."""
+    """Return a span's context as a W3C ``traceparent``."""
     context = span.get_span_context()
     return f"00-{format_trace_id(context.trace_id)}-{format_span_id(context.span_id)}-{context.trace_flags:02x}"
 
 
 def trace_id_of(span: Span) -> str:
-    """The id of the trace that a span belongs to, as 32 hexadecimal digits."""
+    """Return the id of the trace that a span belongs to, as 32 hexadecimal digits."""
     return format_trace_id(span.get_span_context().trace_id)

@@ -1,6 +1,6 @@
-"""What gateways and workers leave for the ledger in the USAGE stream: a record of each request and each attempt.
+"""Messages of gateways and workers to the ledger in the USAGE stream: a record of each request and each attempt.
 
-And an intent of each stream, stored before its caller is told anything: what the ledger makes the request's row of,
+And an intent of each stream, stored before anything is sent to its client: what the ledger makes the request's row of,
 should its gateway not live to leave the record. The record of a whole answer is itself stored before that.
 """
 
@@ -134,7 +134,7 @@ class UnreadUsage(Struct, frozen=True):
 
 
 def read_usage(payload: bytes) -> tuple[list[UsageRecord], list[UnreadUsage]]:
-    """The records of a message of the USAGE stream, and what of it cannot be read: the others are not lost with it."""
+    """Return a USAGE message's records, and its parts that cannot be read: the others are not lost with them."""
     try:
         return decode_usage(payload), []
     except ProtocolError as error:

@@ -20,7 +20,7 @@ class Decoder(Protocol[_Message_co]):
     """A msgspec decoder, of msgpack or JSON."""
 
     def decode(self, buf: bytes, /) -> _Message_co:
-        """Raises MsgspecError."""
+        """Decode one message. Raises MsgspecError."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Which provider takes machines away in which way, and the watch for it."""
+"""Reclaim notices by provider, and the watch for them."""
 
 import asyncio
 import logging

@@ -37,7 +37,7 @@ class AwsNotices:
         self._has_logged_rebalance = False
 
     async def poll(self) -> Notice | None:
-        """See ``base.NoticeSource``."""
+        """Implement ``base.NoticeSource``."""
         answer = await self._get("/latest/meta-data/spot/instance-action")
         if answer is None:
             await self._look_for_rebalance()

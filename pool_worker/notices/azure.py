@@ -38,7 +38,7 @@ class AzureNotices:
         self._name: str | None = None
 
     async def poll(self) -> Notice | None:
-        """See ``base.NoticeSource``."""
+        """Implement ``base.NoticeSource``."""
         if self._name is None:
             self._name = await self._fetch_name()
         answer = await self._client.get(
@@ -57,7 +57,7 @@ class AzureNotices:
 
 
 def _notice(event: _Event) -> Notice:
-    """Raises ValueError if its time is no date."""
+    """Return the notice of an event. Raises ValueError if its time is no date."""
     seconds_left = 0.0
     if event.not_before:
         seconds_left = max(0.0, parsedate_to_datetime(event.not_before).timestamp() - time.time())

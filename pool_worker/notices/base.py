@@ -24,7 +24,7 @@ class Notice:
 
 
 class NoticeSource(Protocol):
-    """What asks one provider, through a client for its metadata server; ``running_jobs`` tells how busy we are."""
+    """Asks one provider, through a client for its metadata server; ``running_jobs`` returns how busy this worker is."""
 
     default_url: ClassVar[str]
     period_s: ClassVar[float]  # between two polls

@@ -23,7 +23,7 @@ class GcpNotices:
         self._last_etag = "0"  # no value has it, so that the first answer comes at once
 
     async def poll(self) -> Notice | None:
-        """See ``base.NoticeSource``."""
+        """Implement ``base.NoticeSource``."""
         answer = checked(
             await self._client.get(
                 "/computeMetadata/v1/instance/preempted",

@@ -20,7 +20,7 @@ class SaladNotices:
         self._cost: int | None = None  # as last set
 
     async def poll(self) -> Notice | None:
-        """See ``base.NoticeSource``; there is never a notice."""
+        """Implement ``base.NoticeSource``; there is never a notice."""
         cost = self._running_jobs()
         if cost != self._cost:
             answer = await self._client.put(

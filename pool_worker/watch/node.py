@@ -65,7 +65,7 @@ class NodeWatch:
             self._benchmark = None
 
     def took(self, outputs: Sequence[SequenceOutput]) -> bool:
-        """Whether outputs of the engine were for us: as long as it is being measured there are no others."""
+        """Report whether outputs of the engine were for us: while it is being measured there are no others."""
         if self._benchmark is None:
             return False
         self._benchmark.take(outputs)
@@ -90,8 +90,8 @@ class NodeWatch:
             self.reason = reason
             log.error("this node is too slow and leaves: %s", reason)
 
-    def told(self) -> WirePace:
-        """What heartbeats say."""
+    def report(self) -> WirePace:
+        """Return the pace that heartbeats report."""
         start = self._pace.start
         return WirePace(
             tpot_ms=0.0 if start is None else start.tpot_s * 1000,

@@ -42,7 +42,7 @@ class StartFigures:
 
 @dataclass(slots=True)
 class _Stretch:
-    """What is known of a class: its normal, and the stretch that may become one."""
+    """Measurements of a class: its normal, and the stretch that may become one."""
 
     normal_s: float | None = None
     total_s: float = 0.0
@@ -85,7 +85,7 @@ class SlowdownDetector:
 
 
 class Pace:
-    """Judges one engine, second by second. Pure: it is told the time and what there is to see."""
+    """Judges one engine, second by second. Pure: the time and the measurements are passed in."""
 
     def __init__(self, settings: WatchSettings, kv_tokens: int) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""How fast the engine is before it has any job: a few requests of our own, for a bounded time."""
+"""Measures the engine's speed before it has any job, with a few requests of our own, for a bounded time."""
 
 import asyncio
 import random
