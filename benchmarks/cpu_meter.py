@@ -18,7 +18,7 @@ SETTLE_LIMIT_S: Final = 30.0
 
 @dataclass(slots=True)
 class Window:
-    """What was used between the window's start and its end."""
+    """The CPU and wall time used between the window's start and its end."""
 
     cpu_s: dict[str, float] = field(default_factory=dict)  # by name of the tree: user + system
     wall_s: float = 0.0

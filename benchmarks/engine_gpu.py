@@ -49,7 +49,7 @@ COPIED_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Wave:
-    """What one handing over took, in seconds."""
+    """The times of requests that were submitted together, in seconds."""
 
     first_s: list[float]  # each request's first token
     total_s: float

@@ -1,4 +1,4 @@
-"""What the prefix cache saves and what preemption costs, on a CPU.
+"""The time saved by the prefix cache and lost to preemption, on a CPU.
 
 - *shared prefix*: 32 requests at once, 512 tokens that all have in common and 32 of their own, 32 new tokens each. Time
   to first token of each, counted from handing over, and output tokens per second; with the cache off, an empty cache

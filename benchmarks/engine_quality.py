@@ -1,4 +1,4 @@
-"""What 8-bit integers cost in quality: the demo model in float32 and with quantize = "int8", on the same fixed texts.
+"""The quality lost to 8-bit integers: the demo model in float32 and with quantize = "int8", on the same fixed texts.
 
 - *answers*: the written answers to the demo's held-out questions, which training never saw in these words;
 - *licence*: the repository's LICENSE, a text unlike any the model was trained on.

@@ -85,7 +85,7 @@ class Load:
 
     @property
     def name(self) -> str:
-        """How the JSON calls it."""
+        """The name in the JSON output."""
         return "ttft_ms" if self.new_tokens == 1 else f"batch_{self.batch}"
 
     def figure(self, seconds: float) -> float:
@@ -212,7 +212,7 @@ def figures(system: System) -> dict[str, Any]:
 
 
 def factors(found: dict[str, dict[str, Any]], loads: list[Load]) -> dict[str, dict[str, float]]:
-    """How many times better ours are than the best of the others, by load."""
+    """Return by load the ratio of our figures to the best of the others."""
     result: dict[str, dict[str, float]] = {}
     for name in (name for name in OURS if name in found):
         result[name] = {}

@@ -1,4 +1,4 @@
-"""What callers see of a spike and of dying engines: Spillway beside an engine's own HTTP server and LiteLLM's proxy.
+"""The effect of a spike and of dying engines on clients: Spillway, an engine's own HTTP server and LiteLLM's proxy.
 
 Every system has the same two scripted engines of the same speed (their work is a known constant, so all that differs is
 what stands in front of them), gets the same requests at the same times, and suffers the same faults:
@@ -107,7 +107,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one caller saw in the end."""
+    """The outcome of one client's request."""
 
     verdict: str
     latency_s: float

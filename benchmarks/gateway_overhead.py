@@ -1,4 +1,4 @@
-"""What Spillway adds to the time and the cost of an answer, beside LiteLLM's proxy in the same run.
+"""The time and the cost that Spillway adds to an answer, beside LiteLLM's proxy in the same run.
 
 The engine is the scripted one with no time of its own (or 20 ms a token where that is said), so all that is measured is
 the path: gateway, queue, worker and back. Every process runs alone, and all of them, the load client too, share this
@@ -78,7 +78,7 @@ WORDS: Final = ("why", "does", "the", "river", "rise", "over", "a", "dam", "when
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of each load one round holds."""
+    """The amount of each load in one round."""
 
     rounds: int
     warm_up: int
@@ -119,7 +119,7 @@ class Round:
 
 @dataclass
 class Load:
-    """What the rounds of one load showed."""
+    """The results of one load's rounds."""
 
     samples_ms: dict[str, list[float]] = field(default_factory=dict)  # by what was timed, over all rounds
     cpu_us: list[dict[str, float]] = field(default_factory=list)  # by process, a unit (request or token), each round
@@ -324,7 +324,7 @@ async def measure_litellm(folder: Path, sizes: Sizes, console: Console) -> tuple
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the hardware and software on which the figures were measured."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {

@@ -1,4 +1,4 @@
-"""How fast one ledger writer moves usage records from the USAGE stream into SQL, rollups too, and what it costs.
+"""The rate and the cost at which one ledger writer moves usage records from the USAGE stream into SQL and its rollups.
 
 The metric. ``records`` usage records (half requests, half attempts, of hundreds of slices: see traffic) wait in the
 stream, in a real nats-server;

@@ -1,4 +1,4 @@
-"""How long the dashboard's pages take over a ledger full of synthetic traffic (benchmarks.ledger_rows fills it).
+"""The latency of the dashboard's pages over a ledger full of synthetic traffic (benchmarks.ledger_rows fills it).
 
 The metric: milliseconds from a request for a page to the last byte of its answer, over HTTP from a gateway in this
 process with a real nats-server, one request after the other. Every page of the navigation, windows of 1, 7 and 30 days,
@@ -185,7 +185,7 @@ def summary(taken_ms: Taken) -> dict[str, float]:
 
 
 async def last_day(database_url: str) -> tuple[int, int]:
-    """How many requests there are, and the midnight after the newest."""
+    """Return the number of requests, and the midnight after the newest."""
     engine = create_engine(database_url)
     async with engine.connect() as connection:
         newest = await connection.scalar(select(func.max(RequestRow.received_unix_ms)))

@@ -195,7 +195,7 @@ Ask = Callable[[AsyncConnection, Window], Awaitable[object]]
 
 
 def pages() -> dict[str, Ask]:
-    """What the pages ask, one entry a query."""
+    """Return the pages' queries, one entry each."""
     return {
         "overview: totals": traffic.totals,
         "overview: by model over time": lambda c, w: traffic.series(c, w, step_of(w), by=("model",), top=8),
@@ -211,7 +211,7 @@ def pages() -> dict[str, Ask]:
 
 
 def step_of(window: Window) -> traffic.Step:
-    """As the pages do: hours up to eight days, then days."""
+    """Return the bucket that the pages use: hours up to eight days, then days."""
     return "hour" if window.until_unix_ms - window.since_unix_ms <= 8 * DAY_MS else "day"
 
 

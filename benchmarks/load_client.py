@@ -196,7 +196,7 @@ def _pace(due_times_s: Sequence[float], tick: Callable[[int], object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What a streamed answer consisted of."""
+    """The contents of a streamed answer."""
 
     text_arrivals_s: list[float]  # of each event that carries text
     completion_tokens: int  # by its own usage chunk

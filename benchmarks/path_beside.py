@@ -1,4 +1,4 @@
-"""What a request and a token cost on their way, beside an older commit's code in the same minute.
+"""The cost of a request's and a token's path, beside an older commit's code in the same minute.
 
 A machine's speed changes by half from one quarter of an hour to the next, so two runs of ``gateway_overhead`` cannot be
 compared to a tenth. Here both commits' Spillways run at once, each with its own queue server and ledger, and get the

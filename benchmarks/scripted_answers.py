@@ -1,4 +1,4 @@
-"""What the scripted engine answers when nothing disturbs it: computed from the prompt, without running anything."""
+"""The scripted engine's undisturbed answers, computed from the prompt without running the engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

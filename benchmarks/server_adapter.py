@@ -1,4 +1,4 @@
-"""What the adapter for inference servers costs, beside a plain HTTP client that asks the same server.
+"""The cost of the adapter for inference servers, beside a plain HTTP client of the same server.
 
 A server with vLLM's wire format makes a token every 20 ms for each of 64 streams (`peers/token_server.py`: a process of
 its own, so that it costs neither side). It is asked in turn, round by round, by
@@ -53,7 +53,7 @@ AIM_CPU_US: Final = 60.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of what."""
+    """The size of a run."""
 
     streams: int
     tokens: int
@@ -62,7 +62,7 @@ class Sizes:
 
 @dataclass
 class Measured:
-    """What one way to ask has cost, over all rounds."""
+    """The cost of one client, over all rounds."""
 
     ttft_ms: list[float] = field(default_factory=list)
     late_ms: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Measured:
         self.cpu_us.append(cpu_s * 1e6 / (len(arrivals_s) * sizes.tokens))
 
     def figures(self) -> dict[str, float]:
-        """What is reported: no lateness of streams of one token, which nothing follows."""
+        """Return the reported figures; streams of one token have no lateness."""
         figures: dict[str, float] = {}
         for name, values in (("ttft_ms", self.ttft_ms), ("late_ms", self.late_ms)):
             if values:

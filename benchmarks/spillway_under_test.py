@@ -22,7 +22,7 @@ STOP_LIMIT_S: Final = 20.0
 
 @dataclass(frozen=True)
 class RunningSpillway:
-    """Where it listens, who may call it, and which process is which."""
+    """A running Spillway: its port, an API key, its processes and its configuration."""
 
     port: int
     api_key: str

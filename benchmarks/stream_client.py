@@ -19,7 +19,7 @@ Ending = Literal["whole", "cut", "idle", "overdue", "left", "unreachable"]
 
 @dataclass(frozen=True, slots=True)
 class ReadTimeouts:
-    """When a caller gives up."""
+    """The limits after which a client gives up."""
 
     idle_s: float = 60.0  # without a byte: what nginx and AWS's load balancers allow by default
     total_s: float = 600.0  # the official SDKs' default
@@ -44,7 +44,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class Answer:
-    """What the events of a stream said."""
+    """The contents of a stream's events."""
 
     text: str = ""
     texts: list[tuple[float, str]] = field(default_factory=list)  # (arrival, text) of each event that carries some

@@ -30,7 +30,7 @@ NO_KEY: Final = "none"
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What each of the two engines can do at once, and how fast."""
+    """The concurrency and the speed of each of the two engines."""
 
     slots: int
     token_ms: float

@@ -20,7 +20,7 @@ def install() -> str:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What its process needs beside our own variables."""
+    """Return the environment variables its process needs besides the current ones."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "LD_PRELOAD": str(Path(FOLDER, "lib", "libiomp5.so")),

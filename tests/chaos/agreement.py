@@ -1,4 +1,4 @@
-"""What each make of engine answers undisturbed, and how far they agree, token by token.
+"""The undisturbed answers of each make of engine, and their agreement, token by token.
 
 A rescue may move an answer from one make to another, whose arithmetic rounds differently. Where all makes give the same
 tokens, a disturbed answer must be exactly that one. Where they do not, it must begin with what they have in common, and
@@ -27,15 +27,15 @@ class Agreement:
     ids: dict[str, dict[int, Ids]] = field(default_factory=dict)
 
     def answers(self, number: int) -> list[Answer]:
-        """What the makes answered to a question."""
+        """Return the makes' answers to a question."""
         return [call.answer for calls in self.calls.values() if (call := calls[number]).answer is not None]
 
     def all_calls(self) -> list[Call]:
-        """Of every make."""
+        """Return the calls of every make."""
         return [call for calls in self.calls.values() for call in calls.values()]
 
     def settled(self) -> dict[int, Answer]:
-        """The answers that all makes give."""
+        """Return the answers that all makes give."""
         found = {number: self.answers(number) for number in next(iter(self.calls.values()))}
         return {
             number: first
@@ -43,8 +43,8 @@ class Agreement:
             if not any(compare(first, other, LOGPROB_TOLERANCE) for other in others)
         }
 
-    def told(self) -> dict[str, str]:
-        """How far each two makes agree."""
+    def summary(self) -> dict[str, str]:
+        """Return the agreement of each pair of makes."""
         return {
             f"agreement_{one}_{other}": self._told(self.ids[one], self.ids[other])
             for one, other in itertools.combinations(self.ids, 2)
@@ -59,7 +59,7 @@ class Agreement:
 
 
 def _shared(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many tokens, or characters, come before the first that differs."""
+    """Return the number of tokens, or characters, before the first difference."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

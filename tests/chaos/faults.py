@@ -70,7 +70,7 @@ async def cut(chaos: Chaos) -> None:
 
 @fault
 async def silence(chaos: Chaos) -> None:
-    """Let a worker's connection pass nothing for some seconds, and nobody be told."""
+    """Silently block a worker's connection for some seconds."""
     victim = await chaos.victim()
     strike = chaos.strike("silence", victim)
     strike.may_stay = True
@@ -240,25 +240,25 @@ async def frozen(chaos: Chaos) -> None:
 
 @fault
 async def deaf(chaos: Chaos) -> None:
-    """One gateway hears nothing from the queue server any more; what it says arrives."""
+    """Block the queue server's messages to one gateway; its own still arrive."""
     await _part_gateways(chaos, "deaf", mute=False)
 
 
 @fault
 async def mute(chaos: Chaos) -> None:
-    """What one gateway says does not reach the queue server any more; it hears everything."""
+    """Block one gateway's messages to the queue server; it still receives everything."""
     await _part_gateways(chaos, "mute", deaf=False)
 
 
 @fault
 async def silent(chaos: Chaos) -> None:
-    """Nothing passes between one gateway and the queue server, and nobody is told."""
+    """Silently block all messages between one gateway and the queue server."""
     await _part_gateways(chaos, "silent")
 
 
 @fault
 async def all_silent(chaos: Chaos) -> None:
-    """Nothing passes between any gateway and the queue server."""
+    """Silently block all messages between every gateway and the queue server."""
     await _part_gateways(chaos, "all_silent", everybody=True)
 
 

@@ -1,4 +1,4 @@
-"""What the ledger says in the end."""
+"""The ledger's rows at the end of a run."""
 
 import asyncio
 import time

@@ -81,7 +81,7 @@ class Findings:
 
 
 class Running:
-    """How many attempts run. A gateway frees a place when it hears of an end: so have we, before the next begins."""
+    """The number of running attempts. A gateway frees a slot when it receives an end, which this test also sees."""
 
     def __init__(self) -> None:
         self.now: set[str] = set()
@@ -134,7 +134,7 @@ class Storm:
         return answers
 
     async def leave_anywhen(self, key: str, count: int) -> Counter[str]:
-        """So many ask and hang up, some before they are admitted, some after the end."""
+        """Send ``count`` requests and disconnect, some before admission, some after the end."""
         gate, endings = asyncio.Semaphore(CALLERS), Counter[str]()
 
         async def one(after_s: float) -> None:
@@ -149,7 +149,7 @@ class Storm:
         return endings
 
     async def wait_until_served(self) -> None:
-        """Until every gateway knows the model. Raises AssertionError with what the last one said instead."""
+        """Wait until every gateway knows the model. Raises AssertionError with the last other answer."""
         deadline_s = time.perf_counter() + READY_LIMIT_S
         for gateway, port in zip(self.system.gateways, self.system.gateway_ports, strict=True):
             while (answer := await self.ask("all", port=port)).status != 200:
@@ -185,7 +185,7 @@ def _tokens(answered: Exchange, *, prompt: bool) -> int:
 
 
 async def concurrency(storm: Storm, findings: Findings, seconds: float, *, kill: bool) -> None:
-    """As many at a time as may be; then one of the gateways is gone, with all that runs there."""
+    """Run as many requests at a time as the limit allows; then kill one of the gateways, with all that runs there."""
     running = Running()
     tap = await storm.system.bus.subscribe(subjects.frames_subject("*"), running.on_step)
     await storm.blow("concurrent", seconds)
@@ -219,7 +219,7 @@ async def _kill_one(storm: Storm, running: Running) -> tuple[float, float]:
 
 
 async def _until_forgotten(system: System, latest_s: float) -> float:
-    """When the account has no more leases than there are gateways left, or ``latest_s``."""
+    """Return the time when the account has no more leases than gateways remain, or ``latest_s``."""
     account_store, key_id = AccountStore(system.bus), system.key_ids["concurrent"]
     while time.perf_counter() < latest_s:
         found = await account_store.load(key_id)
@@ -230,7 +230,7 @@ async def _until_forgotten(system: System, latest_s: float) -> float:
 
 
 async def cancels(storm: Storm, findings: Findings, count: int) -> None:
-    """Afterwards no gateway holds anything of any limit."""
+    """Check that after disconnects no gateway holds anything of any limit."""
     findings.figures["endings"] = await storm.leave_anywhen("all", count)
     account_store, began_s = AccountStore(storm.system.bus), time.perf_counter()
     for name, key_id in storm.system.key_ids.items():
@@ -243,7 +243,7 @@ async def cancels(storm: Storm, findings: Findings, count: int) -> None:
 
 
 async def _is_held(account_store: AccountStore, key_id: str) -> bool:
-    """By a gateway that still renews its lease."""
+    """Report whether a gateway that still renews its lease holds anything."""
     found = await account_store.load(key_id)
     if found is None:
         return False
@@ -269,7 +269,7 @@ async def run(folder: Path, *, seed: int, seconds: float, count: int, kill: bool
 
 
 async def _died(gateways: list[Child]) -> list[str]:
-    """What became of gateways that should be alive."""
+    """Return the exit of each gateway that should be alive."""
     return [
         f"{gateway.name} has ended with exit code {await gateway.wait()}:\n  {gateway.last_lines()}"
         for gateway in gateways

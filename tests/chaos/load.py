@@ -41,7 +41,7 @@ class Call:
 
     @property
     def is_mid_stream(self) -> bool:
-        """Whether tokens have come and more are due."""
+        """True if tokens have arrived and more are due."""
         reply = self.reply if self.replies else None
         return bool(reply and reply.ended_s is None and self.question.streams and len(reply.pieces) > 1)
 
@@ -108,7 +108,7 @@ class Load:
             await asyncio.sleep(RETRY_WAIT_S)
 
     def _is_excused(self) -> bool:
-        """Whether what has just broken off may be a killed gateway's."""
+        """Report whether a connection that just broke may be a killed gateway's."""
         return time.monotonic() - self._gateway_killed_s() < EXCUSED_S
 
     async def wait_until_served(self, question: Question, gateway_ports: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What is asked: a seeded mix of requests that covers everything a rescue must carry over.
+"""The questions: a seeded mix of requests that covers everything a failover must preserve.
 
 plain text · stop strings · log-probabilities · several choices · greedy and seeded sampling · streamed or whole ·
 chat and plain completions · usage in the stream

@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Difference:
-    """What a disturbed answer lacks or has too much, in words and tokens."""
+    """The words and tokens that a disturbed answer lacks or has in excess."""
 
     lost: int = 0
     repeated: int = 0
@@ -72,7 +72,7 @@ def read(question: Question, reply: Reply) -> Answer:
 
 
 def arrivals(reply: Reply) -> list[float]:
-    """When the chunks with content of a stream came, as far as it has come."""
+    """Return the arrival times of a stream's chunks with content, so far."""
     return [arrived_s for arrived_s, event in _events(reply) if b'"content":' in event or b'"text":' in event]
 
 
@@ -143,7 +143,7 @@ def _counts(usage: dict[str, Any] | None) -> dict[str, int] | None:
 
 
 def compare(expected: Answer, actual: Answer, logprob_tolerance: float = 0.0) -> Difference:
-    """What differs. Text and tokens count by the piece, everything else counts as one change."""
+    """Return the difference. Text and tokens count by the piece, everything else counts as one change."""
     difference = Difference()
     for ours, theirs in zip(expected.choices, actual.choices, strict=True):
         if ours.text != theirs.text:

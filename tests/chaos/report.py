@@ -65,7 +65,7 @@ class Report:
 
     @property
     def kept(self) -> bool:
-        """Whether every promise was kept."""
+        """True if every promise was kept."""
         return not self.offences
 
     def line(self) -> str:
@@ -177,7 +177,7 @@ def _shown(answer: Answer) -> str:
 
 
 def judge_endings(report: Report, endings: Sequence[Ending], oracle: dict[int, Answer]) -> None:
-    """What a server does wrong ends as the caller would wish: in the answer, or in the caller's own error at once."""
+    """Check that a server's fault ends acceptably: in the answer, or immediately in the client's own error."""
     report.endings = list(endings)
     if not endings:
         return

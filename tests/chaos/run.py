@@ -1,4 +1,4 @@
-"""One run: undisturbed answers first, then the same questions under fire, then the reckoning."""
+"""One run: undisturbed answers first, then the same questions under faults, then the comparison."""
 
 import asyncio
 import itertools
@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]  # what, done, of how many
 
 
 def no_progress(_what: str, _done: int, _of: int) -> None:
-    """Tell nobody."""
+    """Report no progress."""
 
 
 class ChaosError(Exception):
@@ -47,7 +47,7 @@ class ChaosError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. The same plan strikes the same kinds of fault in the same order, with the same pauses."""
+    """The parameters of a run. The same plan gives the same kinds of fault in the same order with the same pauses."""
 
     name: str
     scenario: Scenario
@@ -90,7 +90,7 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
         if report.orphans:
             report.offend(f"{report.orphans} requests still run for nobody {IDLE_LIMIT_S:g} s after the last answer")
         await _reckon(report, chaos, load.calls[before:], agreement, exact_logprobs=is_scripted)
-        report.extras |= agreement.told()
+        report.extras |= agreement.summary()
         judge_gaps(report, plan.scenario.gap_limits_ms)
         report.extras["workers_started"] = system.farm.started
         report.extras["in_flight_min"] = min((strike.in_flight for strike in chaos.strikes), default=0)

@@ -23,7 +23,7 @@ class Scenario:
 
     @property
     def needs_real_servers(self) -> bool:
-        """Whether vLLM or llama.cpp must be installed for it."""
+        """True if vLLM or llama.cpp must be installed for it."""
         return any(spec.real for spec in self.shape.servers)
 
 

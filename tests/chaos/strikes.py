@@ -1,4 +1,4 @@
-"""What a fault is, what it may use, and what it writes down of its strike."""
+"""The interface of faults: the context they run in, and the record of each strike."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one request ended at which a server misbehaved."""
+    """The end of one request at which a server misbehaved."""
 
     kind: str  # of the strike
     wrong: Wrong
@@ -58,7 +58,7 @@ class Ending:
 
 @dataclass(slots=True)
 class Chaos:
-    """What a fault may use."""
+    """The context of a fault."""
 
     system: System
     load: Load

@@ -43,7 +43,7 @@ EngineKind = Literal["scripted", "spillway"]
 
 @dataclass(frozen=True)
 class Shape:
-    """How many of what."""
+    """The number of processes of each kind."""
 
     engine: EngineKind = "scripted"
     workers: int = 4
@@ -271,7 +271,7 @@ class System:
         return [*self.servers, *([MODEL] if self.shape.workers else [])]
 
     def engine_of(self, pool: str) -> str:
-        """Which make of engine has this pool."""
+        """Return the make of engine of this pool."""
         return self.servers[pool].spec.kind if pool in self.servers else self.shape.engine
 
     async def start_pool(self, pool: str) -> None:
@@ -319,11 +319,11 @@ class System:
 
     @property
     def port(self) -> int:
-        """Where callers ask: the load balancer's."""
+        """The load balancer's port, which clients use."""
         return self.balancer.port
 
     def is_at(self, request_id: str, gateway: Child) -> bool:
-        """Whether that gateway's process holds a request that some worker has accepted."""
+        """Report whether that gateway's process holds a request that a worker has accepted."""
         return f"-{gateway.pid}-" in self.watcher.gateways.get(request_id, "")
 
     async def kill(self, child: Child) -> None:
@@ -373,7 +373,7 @@ class System:
         assert not down, f"for {limit_s:g} s the load balancer sends nothing to {down}"
 
     def log_lines(self, word: str, limit: int = 40) -> list[str]:
-        """What the processes have said about a request or a worker."""
+        """Return the processes' log lines about a request or a worker."""
         return [
             f"{path.name}: {line[:400]}"
             for path in sorted(self.logs.glob("*.log"))

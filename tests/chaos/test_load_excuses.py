@@ -1,4 +1,4 @@
-"""Which breaks a caller may ask again after: those of a gateway that was killed, and no others."""
+"""A client may repeat a request only after the connection of a killed gateway breaks."""
 
 import asyncio
 import json

@@ -122,7 +122,7 @@ def test_a_gap_ends_with_the_next_workers_first_token() -> None:
 
 
 def made(first: Sequence[int], handed_over: Sequence[int], then: Sequence[int]) -> Made:
-    """What two attempts have made, the second of them of what the first handed over; one frame was sent twice."""
+    """Return the tokens of two attempts, of which the second resumes the first; one frame was sent twice."""
     found = Made()
     job = Job(1, "req_1", 1, "m", "fr.g", Sampling(max_tokens=9), b"")
     found.add_job(job)

@@ -1,4 +1,4 @@
-"""What an inference server does wrong to one request, or to all; registered as ``upstream-<name>``.
+"""The faults of an inference server at one request, or at all; registered as ``upstream-<name>``.
 
 Sixteen are those that lists of the field name for failover; the others were seen in the field, too. The pool that
 misbehaves is the cheapest, so that it is asked first; another one of the same model stands beside it. Requests of the

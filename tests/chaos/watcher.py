@@ -1,4 +1,4 @@
-"""Who runs which request, and what they make of it: read from jobs, the workers' own frames and their heartbeats."""
+"""Tracks which worker runs which request, and its tokens, from jobs, the workers' frames and their heartbeats."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ class HandoverBroken(Exception):
 
 @dataclass(slots=True)
 class Made:
-    """What the attempts at one request went on from, and made."""
+    """The tokens that the attempts at one request started from, and generated."""
 
     prompt_ids: list[int] = field(default_factory=list)
     _resumed: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # by attempt and choice
@@ -88,27 +88,27 @@ class Watcher:
         await bus.subscribe(JOB_SUBJECTS, self._on_job)
 
     def worker_of(self, request_id: str) -> str | None:
-        """Who runs a request, as far as is known."""
+        """Return the worker that runs a request, if known."""
         runs = self.runs.get(request_id)
         return runs[-1].worker_id if runs else None
 
     def moved_at_s(self, request_id: str, after_s: float, away_from: str) -> float | None:
-        """When another worker than ``away_from`` took the request after that time; None if nobody did."""
+        """Return when a worker other than ``away_from`` accepted the request after that time; None if none did."""
         for run in self.runs.get(request_id, ()):
             if run.at_s >= after_s and run.worker_id != away_from:
                 return run.at_s
         return None
 
     def has_beaten(self, worker_id: str) -> bool:
-        """Whether the worker has ever told of itself."""
+        """Report whether the worker has ever sent a heartbeat."""
         return worker_id in self._beats
 
     def beat_of(self, worker_id: str) -> Heartbeat:
-        """What the worker has last told of itself; it must have."""
+        """Return the worker's last heartbeat, which must exist."""
         return self._beats[worker_id][1]
 
     def busy_sequences(self, worker_ids: set[str]) -> int:
-        """How many requests these workers say they hold."""
+        """Return the number of requests that these workers report."""
         return sum(beat.running for worker_id, (_, beat) in self._beats.items() if worker_id in worker_ids)
 
     async def wait_until_idle(self, worker_ids: set[str], limit_s: float) -> int:

@@ -77,12 +77,12 @@ class WorkerFarm:
         return {worker.worker_id: worker for worker in self._by_slot.values()}
 
     def at(self, slot: int) -> LiveWorker | None:
-        """Who has that place now."""
+        """Return the worker that has this slot now."""
         return self._by_slot.get(slot)
 
     @property
     def started(self) -> int:
-        """How many worker processes there have been."""
+        """The number of worker processes started so far."""
         return len(self._all)
 
     async def start(self, size: int) -> None:

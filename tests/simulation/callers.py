@@ -15,7 +15,7 @@ CONNECT_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, when and by whom."""
+    """A request with its time and its client."""
 
     number: int  # the prompt's first token: it names the request wherever it goes
     at_s: float

@@ -23,7 +23,7 @@ class Disk:
         return spool
 
     def let_go(self) -> None:
-        """Whoever held the files is dead, and so are its locks."""
+        """Close the files of a process that died, which releases their locks."""
         for spool in self._spools:
             spool.close()
         self._spools.clear()

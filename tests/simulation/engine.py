@@ -41,7 +41,7 @@ class _Choice:
 
 @dataclass
 class Pace:
-    """How fast an engine is; may change while it runs."""
+    """The speed of an engine; may change while it runs."""
 
     first_token_s: float = 0.05
     token_s: float = 0.04
@@ -49,7 +49,7 @@ class Pace:
 
 @dataclass
 class Made:
-    """What all engines of a simulation have made: by prompt and choice, the longest answer."""
+    """The longest answer by prompt and choice that any engine of a simulation has generated."""
 
     tokens: dict[tuple[int, int], int] = field(default_factory=dict)
 

@@ -118,7 +118,7 @@ class Stream:
 
     @property
     def keeps_one(self) -> bool:
-        """Whether a subject's new message takes the place of the last one."""
+        """True if a subject's new message replaces the last one."""
         return self.config.get("max_msgs_per_subject") == 1
 
     def remove(self, sequence: int) -> Stored | None:
@@ -145,7 +145,7 @@ class JetStream:
         self.is_broken = False  # it was full: nothing is stored until the server is started anew
 
     def restarted(self) -> None:
-        """What was in memory is gone, and so are all pulls; what was delivered and not answered comes again."""
+        """Lose memory streams and all pulls; redeliver messages that were delivered but not acknowledged."""
         self.streams = {name: stream for name, stream in self.streams.items() if stream.is_file}
         self._find_prefixes()
         self.is_broken = False

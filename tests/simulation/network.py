@@ -40,7 +40,7 @@ class Host:
 
 @dataclass(eq=False)
 class Message:
-    """As nats-py hands it to a callback."""
+    """A message as nats-py passes it to a callback."""
 
     subject: str
     data: bytes
@@ -307,7 +307,7 @@ class SimulatedObjects:
 
 
 async def connect_bus(world: "World", process: Process, host: Host, name: str, *, limit_s: float = 30.0) -> Bus:
-    """As ``Bus.connect``, with the transport replaced. Raises BusError."""
+    """Connect like ``Bus.connect``, with the transport replaced. Raises BusError."""
     client = SimulatedClient(world, process, host, name)
     await client.connect(limit_s)
     bus = Bus(client)  # type: ignore[arg-type]

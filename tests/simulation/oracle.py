@@ -1,4 +1,4 @@
-"""What must be true of a simulation: of each answer, of the ledger, of limits at every moment, and of what is left."""
+"""The invariants of a simulation: of each answer, of the ledger, of limits at every moment, and of the final state."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,7 @@ class Oracle:
     # --- until everything has settled ---------------------------------------------------------------------------------
 
     def unsettled(self) -> list[str]:
-        """What is not as it must be in the end; it may become so."""
+        """Return the deviations from the required final state; they may still resolve."""
         return [*self._wrong_rows(), *self._left_over()]
 
     def _rows(self) -> dict[str, list[dict[str, Any]]]:
@@ -184,7 +184,7 @@ class Oracle:
 
     @staticmethod
     def is_answered(caller: Caller) -> bool:
-        """Whether the caller has a complete answer, as far as HTTP tells."""
+        """Report whether the client has a complete answer, by the rules of HTTP."""
         if not caller.is_complete or caller.status != 200:
             return False
         return not caller.question.streams or caller.body.endswith(b"data: [DONE]\n\n")

@@ -117,10 +117,10 @@ class Part:
             self.world.loop.call_later(self.world.rng.uniform(*RESTART_S), self.start, context=supervisor)
 
     def on_gone(self) -> None:
-        """It is dead; what it had on this machine's memory is lost."""
+        """React to the process's death, with which its memory is lost."""
 
     def stop_in_order(self) -> None:
-        """SIGTERM."""
+        """Stop as on SIGTERM."""
 
     def freeze(self) -> None:
         if self.process is not None:

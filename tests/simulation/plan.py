@@ -1,4 +1,4 @@
-"""What happens in a simulation: drawn from its seed, and from nothing else."""
+"""The events of a simulation, drawn from its seed alone."""
 
 import random
 from collections.abc import Sequence
@@ -173,7 +173,7 @@ def _faults(
 
 
 def _moment_s(rng: random.Random, drawn: Sequence[Fault], asked_s: Sequence[float]) -> float:
-    """When a fault strikes: often just after something is asked, or while another fault lasts."""
+    """Draw the time of a fault: often just after a request, or during another fault."""
     how = rng.random()
     if how < 0.4:
         return rng.choice(asked_s) + rng.choice((0.01, 0.1, 1.0)) * rng.random()

@@ -27,7 +27,7 @@ SETTLE_LOOK_S = 0.5
 
 @dataclass
 class Verdict:
-    """What came of one simulation."""
+    """The result of one simulation."""
 
     seed: int
     offences: list[str]
@@ -110,7 +110,7 @@ class Simulation:
 
 
 class _Logged(logging.Handler):
-    """What the product says: to a person who watches, and to the oracle where it says that it is at its wits' end."""
+    """Shows log records to an observer, and reports critical ones and tracebacks as offences."""
 
     def __init__(self, world: World, show: Callable[[str], None] | None) -> None:
         super().__init__()

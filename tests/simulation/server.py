@@ -61,7 +61,7 @@ class QueueServer:
         self.world.log("nats", "starts")
 
     def refuses(self, host: Host) -> bool:
-        """Whether a connection attempt is refused at once."""
+        """Report whether a connection attempt is refused immediately."""
         return host.is_reachable and self.host.is_up and self.process.is_dead
 
     def answers(self, host: Host) -> bool:

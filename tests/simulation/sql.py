@@ -40,7 +40,7 @@ class Database:
         Database.current = self
 
     def forget_the_dead(self) -> None:
-        """Whoever was writing may have died in the middle of it."""
+        """Release the lock of a writer that died in the middle of a transaction."""
         if self.writer is not None and self.writer.is_dead:
             self.raw.rollback()
             self.writer = None
@@ -95,7 +95,7 @@ class _Cursor:
 
 
 class _Connection:
-    """As aiosqlite's, for one transaction of one process."""
+    """A stand-in for aiosqlite's connection, for one transaction of one process."""
 
     def __init__(self, database: Database, process: Process | None) -> None:
         self.database = database

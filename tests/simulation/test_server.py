@@ -160,7 +160,7 @@ async def preferring(connect: Connect) -> list[Any]:
 
 
 async def leaving(connect: Connect) -> list[Any]:
-    """What is heard of a connection that ends, and who gets a job after it."""
+    """Return the jobs of the remaining worker after another's connection ended, and a message to that one's subject."""
     bus, worker = await connect("watcher"), await connect(subjects.connection_name("w"))
     await topology.apply(bus, [MODEL], topology.QueueBounds())
     heard: asyncio.Queue[Any] = asyncio.Queue()

@@ -77,7 +77,7 @@ CURRENT: ContextVar[Process | None] = ContextVar("CURRENT", default=None)
 
 
 class _Handle:
-    """As asyncio's, with what a simulation needs of it and no more: there are thousands in each."""
+    """A minimal version of asyncio's handle: each simulation creates thousands."""
 
     __slots__ = ("_when_s", "args", "callback", "context", "is_cancelled")
 
@@ -213,7 +213,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Close, with all that never ended: nothing of it runs on."""
         self.close()
         self._timers.clear()
-        with _without_a_word():
+        with _without_warnings():
             for task in self._kept:
                 if not task.done():
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """End all tasks, and collect what they leave."""
         self.end_tasks()
         self._ready.clear()  # type: ignore[attr-defined]
-        with _without_a_word():
+        with _without_warnings():
             gc.collect()
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
@@ -241,18 +241,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 @contextlib.contextmanager
-def _without_a_word() -> Iterator[None]:
-    """Whatever never ended would complain of it."""
-    told, sys.unraisablehook = sys.unraisablehook, lambda _: None
+def _without_warnings() -> Iterator[None]:
+    """Suppress the warnings of tasks that never ended."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    sys.unraisablehook = told
+    sys.unraisablehook = hook
 
 
 @contextlib.contextmanager
 def simulated_world(loop: VirtualLoop, seed: int) -> Iterator[None]:
-    """While it lasts, clocks are the loop's and random numbers the seed's."""
+    """Take clocks from the loop and random numbers from the seed within this context."""
     ids = random.Random(f"ids {seed}")
     real = time.monotonic, time.time, time.time_ns, uuid.uuid4, random.getstate()
 

@@ -1,4 +1,4 @@
-"""What a simulation consists of and everything in it can see: time, chance, hosts, and the log of what happened."""
+"""The shared state of a simulation: time, randomness, hosts, and the log of events."""
 
 import random
 from collections.abc import Callable
@@ -20,7 +20,7 @@ MODEL = "m"
 
 @dataclass
 class Noise:
-    """How likely each thing is to happen to a message between clients (``drop``: to any)."""
+    """The probability of each fault of a message between clients (``drop``: of any message)."""
 
     drop: float = 0.0
     double: float = 0.0
@@ -75,7 +75,7 @@ class World:
         return latency_s
 
     def noise(self, subject: str) -> str | None:
-        """What happens to a message, if anything."""
+        """Draw the fault of a message, if any."""
         loud = self.loudness
         if loud.is_silent:
             return None

@@ -45,7 +45,7 @@ class Asked:
 
     @property
     def was_left(self) -> bool:
-        """Whether the caller hung up."""
+        """True if the client disconnected."""
         return self.record.ending == "left"
 
     @property

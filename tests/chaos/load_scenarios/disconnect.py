@@ -34,7 +34,7 @@ WAIT_LIMIT_S = 60.0
 
 @dataclass
 class Ends:
-    """When workers took requests and when they ended them: a slot is free when the end is told."""
+    """The times when workers accepted and ended requests: a slot is free once the end is published."""
 
     accepted_s: dict[str, float] = field(default_factory=dict)
     ended_s: dict[str, float] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def _judge(report: Report, plan: LoadPlan, running_ms: list[float], queued_ms: l
 
 
 def slots_of(system: System) -> int:
-    """How many requests can run at once."""
+    """Return how many requests can run at the same time."""
     return system.shape.workers * system.shape.max_sequences
 
 
@@ -87,7 +87,7 @@ def slots_of(system: System) -> int:
 
 
 async def _leave_anywhen(system: System, callers: Callers, count: int, rng: random.Random) -> None:
-    """So many ask and leave, at a random moment between the request and a little after the answer's end."""
+    """Send ``count`` requests and disconnect, each at a random moment from the request to just after the answer."""
     gate = asyncio.Semaphore(round(CALLERS_PER_SLOT * slots_of(system)))
 
     async def one(after_s: float) -> None:
@@ -162,7 +162,7 @@ async def full_engine(system: System, callers: Callers) -> AsyncIterator[None]:
 
 
 async def until_queued(system: System, messages: int) -> None:
-    """So many jobs wait in the queue, of whomever."""
+    """Wait until ``messages`` jobs are in the queue, of any client."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while await _messages(system) != messages:
             await asyncio.sleep(POLL_S)

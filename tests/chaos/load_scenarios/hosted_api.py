@@ -16,7 +16,7 @@ BEGIN_OF_TURN = SPECIAL_TOKENS[1]
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What one call has cost, and whose prompt it was."""
+    """The cost of one call, and its prompt."""
 
     prompt: str  # the user's message
     prompt_tokens: int  # as sent, what another had made of the answer included

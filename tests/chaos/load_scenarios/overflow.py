@@ -192,7 +192,7 @@ class Play:
         async def have_beaten() -> bool:
             return all(self._stage.system.watcher.has_beaten(worker.worker_id) for worker in workers)
 
-        await self._until(have_beaten, SEEN_LIMIT_S, "a worker does not tell of itself")
+        await self._until(have_beaten, SEEN_LIMIT_S, "a worker sends no heartbeat")
 
     async def _until(self, is_so: Callable[[], Awaitable[bool]], limit_s: float, complaint: str) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -221,7 +221,7 @@ class Play:
         return sum(_cost(bill) for bill in self._api.bills)
 
     async def _in_ledger(self) -> list[int]:
-        """What each attempt there has cost, as its worker says."""
+        """Return the cost of each attempt there, as its worker reports it."""
         row = AttemptRow.__table__.c
         statement = select(row.prompt_tokens, row.cached_tokens, row.completion_tokens).where(row.pool == API)
         async with self._stage.system.database.connect() as connection:

@@ -1,4 +1,4 @@
-"""What a load scenario is, how it is run, and how its figures are judged."""
+"""Defines, runs and judges load scenarios."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -16,7 +16,7 @@ PROGRESS_PERIOD_S = 0.5
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How long, how many, how strictly."""
+    """The duration, the amounts and the bounds of a load scenario."""
 
     name: str
     seed: int
@@ -27,7 +27,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a scenario plays with."""
+    """The context of a load scenario."""
 
     system: System
     callers: Callers
@@ -48,14 +48,14 @@ class LoadScenario:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What scripted engines can do at most, with answers of so many tokens."""
+    """The maximum rate of scripted engines, with answers of a given length."""
 
     shape: Shape
     tokens: int
 
     @property
     def service_s(self) -> float:
-        """How long an answer takes once it runs."""
+        """The seconds that an answer takes once it runs."""
         return self.tokens * self.shape.inter_token_s
 
     @property

@@ -1,4 +1,4 @@
-"""Who is served how much, and how soon, while there is not enough for all."""
+"""The shares and the latencies of tenants while capacity does not suffice for all."""
 
 import asyncio
 import time

@@ -79,7 +79,7 @@ async def locked(system: System) -> AsyncIterator[None]:
 
 @dataclass
 class Gauge:
-    """What the gateway and the ledger's stream hold, over time."""
+    """The gateway's memory and the ledger stream's backlog over time."""
 
     system: System
     memory_mib: list[tuple[float, float]] = field(default_factory=list)  # (perf_counter, resident)
@@ -102,7 +102,7 @@ class Gauge:
         return max(mib for at_s, mib in self.memory_mib if from_s <= at_s < until_s)
 
     async def caught_up_s(self, from_s: float, usual: int, limit_s: float) -> float | None:
-        """How long after a moment no more messages than usual waited; None: not within the limit."""
+        """Return the seconds after a moment until no more messages than usual waited; None: not within the limit."""
         while time.perf_counter() < from_s + limit_s:
             for at_s, waiting in self.backlog:
                 if at_s >= from_s and waiting <= usual:
@@ -120,7 +120,7 @@ class Phase:
     until_s: float
 
     def asked(self, everything: Sequence[Asked]) -> list[Asked]:
-        """What was due in it."""
+        """Return the requests due in this phase."""
         return [one for one in everything if self.from_s <= one.record.due_s < self.until_s]
 
 
@@ -165,7 +165,7 @@ async def _offer(stage: Stage, seconds: float) -> None:
 
 
 def _judge_backlog(stage: Stage, gauge: Gauge, phases: Sequence[Phase]) -> None:
-    """What SQL does not take waits in the stream; else it was not away."""
+    """Check that records waited in the stream while SQL was unavailable; otherwise it never was."""
     for phase in phases:
         most = max((waiting for at_s, waiting in gauge.backlog if phase.from_s <= at_s < phase.until_s), default=0)
         stage.report.extras[f"backlog_messages_{phase.name}"] = most

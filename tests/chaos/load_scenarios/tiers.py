@@ -67,7 +67,7 @@ async def _settle(system: System, workers: list[LiveWorker]) -> None:
     """Wait until these workers' heartbeats have been heard, and a gate has had the time to hear them too."""
     deadline_s = time.monotonic() + SEEN_LIMIT_S
     while not all(system.watcher.has_beaten(worker.worker_id) for worker in workers):
-        assert time.monotonic() < deadline_s, "a worker does not tell of itself"
+        assert time.monotonic() < deadline_s, "a worker sends no heartbeat"
         await asyncio.sleep(POLL_S)
     await asyncio.sleep(0.75)  # gates look four times a second
 
@@ -99,7 +99,7 @@ def _was_cut(asked: Asked, killed_s: float) -> bool:
 
 
 def _longest_pause_ms(asked: Asked, killed_s: float) -> float:
-    """What the kill cost a stream. What was on its way then still arrived, so the first token is no measure."""
+    """Return a stream's longest pause after the kill. Tokens under way still arrive, so the first is no measure."""
     arrivals_s = [arrived_s for arrived_s, _ in asked.answer.texts]
     pauses_s = [later - max(earlier, killed_s) for earlier, later in itertools.pairwise(arrivals_s) if later > killed_s]
     return max(pauses_s) * 1000
