@@ -1,4 +1,4 @@
-"""What is to be exported, on disk: a conversation can be classified only when all have been read."""
+"""Candidates for export, on disk: a conversation can be classified only when all have been read."""
 
 import sqlite3
 from collections.abc import Iterator

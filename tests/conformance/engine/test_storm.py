@@ -47,7 +47,7 @@ def requests_of(source: random.Random) -> list[GenerationRequest]:
 
 
 def expected_of(model: PreTrainedModel, request: GenerationRequest) -> dict[tuple[str, int], list[int]]:
-    """What `generate` says; for a seeded request, what an engine says that does one thing after the other."""
+    """Return the output of `generate`; for a seeded request, that of an engine that runs one request at a time."""
     if request.sampling.temperature == 0:
         reference = greedy_reference(model, list(request.prompt_ids), request.sampling.max_tokens)
         return {(request.request_id, 0): reference}

@@ -1,4 +1,4 @@
-"""What the benchmark of the adapter for inference servers reports."""
+"""The report of the benchmark of the adapter for inference servers."""
 
 from benchmarks.server_adapter import Measured, Sizes
 

@@ -1,4 +1,4 @@
-"""What holds between any two steps of an engine."""
+"""The invariants between any two steps of an engine."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Whether anything stays of requests that are cancelled at random moments.
+"""Finds leftovers of requests that are cancelled at random moments.
 
 10,000 requests, 24 at a time: plain, seeded, with a grammar (of 200, more than are kept compiled), of one choice or
 three, some resumed, in memory for a part of them, with guesses. At each step one of ten is cancelled: waiting, while
@@ -92,7 +92,7 @@ def random_request(name: str, source: random.Random, vocab_size: int) -> Generat
 
 
 def held(engine: LLMEngine) -> dict[str, int]:
-    """What an engine without requests must have none of."""
+    """Return the counts that must be 0 in an engine without requests."""
     sequences = len(engine._scheduler.running) + len(engine._scheduler.waiting)
     return {
         "blocks in use": engine._block_pool.used_blocks,

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """What a layer is like, and the (rows, context) of each sequence of the step."""
+    """The options of a layer, and the (rows, context) of each sequence of the step."""
 
     sequences: tuple[tuple[int, int], ...]
     kv_heads: int = 2

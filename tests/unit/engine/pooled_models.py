@@ -191,7 +191,7 @@ def _reference(kind: type, folder: Path) -> torch.nn.Module:
 
 
 def reference_embedding(folder: Path, ids: list[int], kind: str, *, normalize: bool = True) -> torch.Tensor:
-    """What transformers and a pooling written out make of one input by itself."""
+    """Return the vector of one input alone, by transformers and an explicit pooling."""
     model = _reference(AutoModel, folder)
     with torch.inference_mode():
         states = model(input_ids=torch.tensor([ids])).last_hidden_state[0]

@@ -14,7 +14,7 @@ from engine.torch_attention import AttentionOptions
 
 @dataclass(frozen=True)
 class Case:
-    """What a layer is like, and the (rows, context) of each sequence of the step."""
+    """The options of a layer, and the (rows, context) of each sequence of the step."""
 
     sequences: tuple[tuple[int, int], ...]
     kv_heads: int = 2

@@ -1,4 +1,4 @@
-"""Which heads the attention kernel is for."""
+"""The attention kernel's supported heads."""
 
 import pytest
 import torch

@@ -222,7 +222,7 @@ class Simulation:
             assert last <= BLOCK_SIZE * chunk.sequence.held_blocks
 
     def check_fairness(self, waiting: list[Sequence]) -> None:
-        """Whoever is passed over waits for blocks that another computes, a token a step or more, until it is lost."""
+        """A skipped sequence waits for blocks that another computes, a token a step or more, until that one is lost."""
         admitted = [number for number, sequence in enumerate(waiting) if sequence in self.scheduler.running]
         for sequence in waiting[: max(admitted, default=0)]:
             if sequence not in self.scheduler.running:

@@ -1,4 +1,4 @@
-"""Which device and dtype are chosen, and that nothing is computed on two devices at once.
+"""The choice of device and dtype; nothing is computed on two devices.
 
 The meta device stands for a GPU: it computes nothing, refuses tensors of other devices beside its own, and raises where
 the host would have to wait for a value.

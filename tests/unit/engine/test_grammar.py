@@ -355,7 +355,7 @@ def test_a_parser_that_gives_up_ends_its_answer_only(engine: LLMEngine) -> None:
 
 
 def test_where_no_token_may_follow_only_that_answer_fails(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a vocabulary that has not every byte."""
+    """Stand in for a vocabulary that lacks some bytes."""
     nothing = SimpleNamespace(compute_bitmask=lambda: bytes(len(VOCABULARY) // 8 + 1), is_error=lambda: False)
     monkeypatch.setattr(
         CompiledGrammar, "matcher", lambda _grammar: Matcher(cast("Any", nothing), "guided_regex", Family())

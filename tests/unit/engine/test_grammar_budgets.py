@@ -1,4 +1,4 @@
-"""What one request's grammar may cost: past it that request fails for good, and the batch never waits for it."""
+"""The cost limits of one request's grammar: past them it fails permanently, and the batch never waits for it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What is cached, shared, preempted or fragmented changes no answer."""
+"""Caching, sharing, preemption and fragmentation of blocks change no answer."""
 
 import random
 import resource
@@ -48,7 +48,7 @@ def tokens_of(answers: Answers) -> dict[tuple[str, int], list[int]]:
 
 
 def alone(model: PreTrainedModel, requests: list[GenerationRequest]) -> dict[tuple[str, int], list[int]]:
-    """What each yields in an engine of its own that caches nothing."""
+    """Return each request's output in a separate engine without a cache."""
     found: dict[tuple[str, int], list[int]] = {}
     for one in requests:
         found |= tokens_of(run(make_engine(model, prefix_cache=False), one))

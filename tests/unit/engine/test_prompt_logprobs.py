@@ -103,7 +103,7 @@ def test_a_cached_prompt_is_computed_again(model: PreTrainedModel) -> None:
 
 
 def test_preempted_in_the_middle(model: PreTrainedModel) -> None:
-    """What was scored before it had to give way does not come twice."""
+    """Logprobs that were sent before a preemption are not sent again."""
     kv_bytes = 49 * 4 * 512  # 196 tokens, of 173 that the first will want and 103 that the second does
     engine = make_engine(model, kv_bytes=kv_bytes, prompt_logits_bytes=4 * VOCAB_SIZE, max_sequences=4)
     requests = [request("old", OTHERS[2], max_tokens=150), request("new")]

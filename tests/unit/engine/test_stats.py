@@ -1,4 +1,4 @@
-"""What the engine says of itself is what it did."""
+"""The engine's statistics match the work it did."""
 
 import itertools
 import operator

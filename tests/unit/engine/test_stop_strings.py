@@ -43,7 +43,7 @@ def test_it_finds_what_a_naive_search_finds(texts: list[str], stops: list[str]) 
 
 
 def test_a_character_costs_a_step_or_two() -> None:
-    """However long the strings are, and however often a text begins like them: once this was quadratic."""
+    """The cost does not depend on the strings' length or on partial matches: once this was quadratic."""
     looks = 0
 
     class CountedEdges(dict[str, int]):

@@ -1,4 +1,4 @@
-"""What weights are called, and which files they are read from."""
+"""The revision of weights, and the files they are read from."""
 
 import json
 import shutil

@@ -66,7 +66,7 @@ def llama() -> PreTrainedModel:
 
 
 def greedy_reference(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
-    """What transformers' own `generate` says."""
+    """Return the output of transformers' own `generate`."""
     output = model.generate(
         torch.tensor([prompt], device=model.device),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=model.device),

@@ -1,4 +1,4 @@
-"""Where a conversation goes depends on how it begins and on the seed, and on nothing else."""
+"""A conversation's part depends only on its beginning and on the seed."""
 
 from collections import Counter
 
