@@ -20,6 +20,7 @@ from pool_worker.attempt import Attempt
 from pool_worker.credit import Credit
 from pool_worker.executor import Executor
 from pool_worker.gate import Gate
+from pool_worker.job_filter import JobFilter
 from pool_worker.lanes import LOW_RANK, Lane, LaneShares, expected_tokens
 from protocol import pull, subjects
 from protocol.backlog import read_backlog
@@ -117,6 +118,7 @@ class Consumer:
         *,
         lanes: tuple[str, ...] = subjects.LANES,
         executor: Executor,
+        job_filter: JobFilter,
         credit: Credit,
         outbox: Outbox,
         gate: Gate,
@@ -129,6 +131,7 @@ class Consumer:
         """
         self._bus = bus
         self._executor = executor
+        self._filter = job_filter
         self._credit = credit
         self._outbox = outbox
         self._gate = gate
@@ -178,16 +181,16 @@ class Consumer:
             await self._leave_to_others(pulls, delivery, error)
         else:
             if not self._executor.knows(job):
-                if self._executor.must_not_leave(job) or self._executor.is_foreign(job):
+                if self._filter.must_not_leave(job) or self._filter.is_foreign(job):
                     pulls.rests_until_s = time.monotonic() + AVOID_REST_S
                     await pull.nak(self._bus, delivery, _delay_s(delivery))
-                    if self._executor.is_nobodys(job):
+                    if self._filter.has_unknown_tokenizer(job):
                         self._on_foreign_tokens()
                     return
                 if not self._has_place(lane):
                     await pull.nak(self._bus, delivery)
                     return
-                if self._executor.should_avoid(job, delivery):
+                if self._filter.should_avoid(job, delivery):
                     pulls.rests_until_s = time.monotonic() + AVOID_REST_S
                     await pull.nak(self._bus, delivery, AVOID_DELAY_S)
                     return

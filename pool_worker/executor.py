@@ -20,8 +20,7 @@ from pool_worker.attempt import Attempt, attempt_id
 from pool_worker.credit import Credit
 from pool_worker.engines.base import AnyEngine
 from pool_worker.engines.chat import ChatOutput
-from pool_worker.generation import can_go_on, chat_request, engine_request, wire_logprob, wire_prompt_logprob
-from pool_worker.peers import Peers
+from pool_worker.generation import chat_request, engine_request, wire_logprob, wire_prompt_logprob
 from pool_worker.publisher import Publisher
 from pool_worker.replay import RecentAttempts
 from pool_worker.settings import WorkerSettings
@@ -29,7 +28,7 @@ from pool_worker.usage import Outcome, attempt_record
 from protocol import subjects
 from protocol.artifacts import get_object
 from protocol.bus import Bus
-from protocol.chat import NO_TOKENIZER, TAKES_MESSAGES, CountedBy
+from protocol.chat import TAKES_MESSAGES, CountedBy
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids
 from protocol.outbox import Outbox
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 PROMPT_FETCH_LIMIT_S: Final = 10.0
 PROMPT_LOGPROBS_PER_FRAME: Final = 64  # with 20 candidates each, about 50 kB
-AVOID_DELIVERIES: Final = 3  # a job that has come so often is run, avoided or not
 DRAINING_MESSAGE: Final = "the worker is shutting down"
 
 log = logging.getLogger(__name__)
@@ -58,7 +56,6 @@ class Executor:
         credit: Credit,
         publisher: Publisher,
         outbox: Outbox,
-        peers: Peers,
         revisions: Mapping[str, Revision],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         on_end: Callable[[Attempt], None],
@@ -77,7 +74,6 @@ class Executor:
         self._credit = credit
         self._publisher = publisher
         self._outbox = outbox
-        self._peers = peers
         self._spawn = spawn
         self._on_end = on_end
         self._traces = traces
@@ -121,35 +117,6 @@ class Executor:
         """Report whether this worker runs this very attempt, or has run it recently."""
         id_ = attempt_id(job.request_id, job.attempt)
         return id_ in self._held or self._recent.get(id_) is not None
-
-    def should_avoid(self, job: Job, delivery: Delivery) -> bool:
-        """Report whether the job failed here before, and another worker may still be found for it."""
-        is_unwanted = self._settings.worker_id in job.avoid and delivery.deliveries <= AVOID_DELIVERIES
-        return is_unwanted and self._peers.others_serving(job.model, job.revision.weights)
-
-    def must_not_leave(self, job: Job) -> bool:
-        """Report whether the engine is a provider's API that may not get this job: gateways never send such one.
-
-        It is looked at here all the same, at the last moment before anything leaves the installation.
-        """
-        if not self._settings.is_hosted or self._settings.provider in job.hosted:
-            return False
-        log.error("request %s may not go to %s, and is left to others", job.request_id, self._settings.provider)
-        return True
-
-    def is_foreign(self, job: Job) -> bool:
-        """Report whether the answer was begun with other weights, or the job has no input for this engine."""
-        engine, own = self._engine, self._revisions[job.model]
-        if not can_go_on(job, engine):
-            return True
-        return not (_agree(job.revision.weights, own.weights) and _agree(job.revision.tokenizer, own.tokenizer))
-
-    def is_nobodys(self, job: Job) -> bool:
-        """Report whether no worker has the tokenizer that made the prompt's token ids: a gateway has an old card."""
-        own, asked = self._revisions[job.model].tokenizer, job.revision.tokenizer
-        if asked == NO_TOKENIZER:
-            return False
-        return not (_agree(asked, own) or self._peers.others_reading(job.model, asked))
 
     def offer(self, job: Job, delivery: Delivery) -> bool:
         """Take a pulled job: run it, let it wait for credit, hand it back, or send its gateway the reason.
@@ -414,7 +381,3 @@ class Executor:
         if not self._held:
             self.is_idle.set()
         self._on_end(attempt)
-
-
-def _agree(asked: str, own: str) -> bool:
-    return not (asked and own) or asked == own

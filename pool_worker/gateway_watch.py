@@ -16,7 +16,8 @@ from nats.aio.msg import Msg
 from pool_worker.executor import Executor
 from protocol.bus import Bus
 from protocol.errors import BusError
-from protocol.messages import PROTOCOL_VERSION, StepFrame, encode
+from protocol.messages import PROTOCOL_VERSION, encode
+from protocol.steps import StepFrame
 
 PROBE_PERIOD_S: Final = 2.0
 # Without a listener for so long and at so many probes in a row; a gateway that only reconnects is back sooner.

@@ -21,6 +21,7 @@ from pool_worker.executor import Executor
 from pool_worker.gate import Gate
 from pool_worker.gateway_watch import GatewayWatch
 from pool_worker.heartbeat import HeartbeatPublisher
+from pool_worker.job_filter import JobFilter
 from pool_worker.peers import Peers
 from pool_worker.publisher import Publisher
 from pool_worker.settings import WorkerSettings
@@ -76,7 +77,6 @@ class Worker:
             credit=credit,
             publisher=self._publisher,
             outbox=self._outbox,
-            peers=self._peers,
             revisions=revisions,
             spawn=tasks.create_task,
             on_end=self._on_attempt_ended,
@@ -96,6 +96,7 @@ class Worker:
             settings.tier,
             lanes=settings.lanes,
             executor=self._executor,
+            job_filter=JobFilter(settings, engine, self._peers, revisions),
             credit=credit,
             outbox=self._outbox,
             gate=self._gate,

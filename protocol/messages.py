@@ -249,14 +249,6 @@ Frame = Accepted | Tokens | Deltas | Vector | Finished | Failed | UnreadableFram
 _FRAME_TAGS: Final = {kind.__struct_config__.tag for kind in (Accepted, Tokens, Deltas, Vector, Finished, Failed)}
 
 
-class StepFrame(Struct, frozen=True, array_like=True):
-    """All frames that one engine step has for one gateway: one NATS message."""
-
-    v: int
-    worker_id: str
-    frames: tuple[Frame, ...]
-
-
 # --- control: gateway → worker ----------------------------------------------------------------------------------------
 
 
@@ -334,21 +326,6 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
     revision: str = ""  # Revision.weights of the worker that has published it
 
 
-class _SealedStep(Struct, array_like=True):
-    """A StepFrame whose frames have not been decoded."""
-
-    v: int
-    worker_id: str
-    frames: tuple[msgspec.Raw, ...]
-
-
-class _FrameHead(Struct, array_like=True):
-    tag: str
-    request_id: str
-    attempt: int
-    seq: int
-
-
 class JobHead(Struct, frozen=True):
     """The fields of every job of every version: enough to report to its gateway that no worker can read it."""
 
@@ -360,10 +337,6 @@ class JobHead(Struct, frozen=True):
 encode = msgspec.msgpack.Encoder().encode  # one encoder, and one decoder a kind: building them is the slow part
 _job_decoder = msgspec.msgpack.Decoder(Job)
 _job_head_decoder = msgspec.msgpack.Decoder(JobHead)
-_step_decoder = msgspec.msgpack.Decoder(StepFrame)
-_sealed_step_decoder = msgspec.msgpack.Decoder(_SealedStep)
-_frame_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
-_frame_head_decoder = msgspec.msgpack.Decoder(_FrameHead)
 _control_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)
 _card_decoder = msgspec.msgpack.Decoder(ModelCard)
@@ -377,30 +350,6 @@ def decode_job(payload: bytes) -> Job:
 def decode_job_head(payload: bytes) -> JobHead:
     """Decode of a Job, of whatever version, what all have. Raises ProtocolError."""
     return wire.decode(_job_head_decoder, payload)
-
-
-def decode_step(payload: bytes) -> StepFrame:
-    """Decode a StepFrame; a frame that cannot be read becomes an ``UnreadableFrame``. Raises ProtocolError."""
-    try:
-        step = _step_decoder.decode(payload)
-    except msgspec.MsgspecError:
-        step = _decode_apart(payload)
-    wire.check_version(step.v)
-    return step
-
-
-def _decode_apart(payload: bytes) -> StepFrame:
-    wire.check_array_version(payload)
-    step = wire.decode(_sealed_step_decoder, payload)
-    return StepFrame(step.v, step.worker_id, tuple(_decode_frame(bytes(frame)) for frame in step.frames))
-
-
-def _decode_frame(frame: bytes) -> Frame | UnreadableFrame:
-    try:
-        return _frame_decoder.decode(frame)
-    except msgspec.MsgspecError as error:
-        head = wire.decode(_frame_head_decoder, frame, "frame")
-        return UnreadableFrame(head.request_id, head.attempt, head.seq, head.tag, str(error))
 
 
 def decode_control(payload: bytes) -> Control:

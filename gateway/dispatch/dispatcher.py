@@ -38,8 +38,9 @@ from gateway.settings import GatewaySettings
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, decode_step, encode
+from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, encode
 from protocol.outbox import Outbox
+from protocol.steps import decode_step
 
 KEY_REVOKED: Final = Failure(ErrorCode.KEY_REVOKED, "the API key of this request has been revoked")
 NEVER_S: Final = float("inf")
@@ -228,12 +229,8 @@ class Dispatcher:
         return None
 
     def open(self, ticket: Ticket, mailbox: Mailbox | None = None) -> OpenRequest:
-        """Open an admitted request: from here on it ends in an answer or an explicit error, and in one record.
-
-        The caller owes it a ``close``. ``mailbox``: see OpenRequest.
-        """
-        now_s = time.monotonic()
-        admission = ticket.admission
+        """Open an admitted request, to be closed: it will end in an answer or an explicit error, and in one record."""
+        now_s, admission = time.monotonic(), ticket.admission
         for tell in self._observers.admitted:
             tell(admission)
         timeouts, max_attempts = self._settings.timeouts, self._settings.max_attempts

@@ -28,8 +28,9 @@ from nats.aio.msg import Msg
 from accounts.principal import Policy
 from benchmarks.stream_client import Exchange, ReadTimeouts, exchange, read
 from protocol import subjects
-from protocol.messages import Accepted, Failed, Finished, decode_step
+from protocol.messages import Accepted, Failed, Finished
 from protocol.quotas import NOTHING
+from protocol.steps import decode_step
 from quotas.account import CLOCK_SLACK_S, LEASE_S
 from quotas.account_store import AccountStore
 from spillway.children import Child

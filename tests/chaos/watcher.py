@@ -9,16 +9,8 @@ from nats.aio.msg import Msg
 
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.messages import (
-    Accepted,
-    Heartbeat,
-    Job,
-    Tokens,
-    decode_heartbeat,
-    decode_job,
-    decode_step,
-    unpack_token_ids,
-)
+from protocol.messages import Accepted, Heartbeat, Job, Tokens, decode_heartbeat, decode_job, unpack_token_ids
+from protocol.steps import decode_step
 
 JOB_SUBJECTS = "rq.>"
 

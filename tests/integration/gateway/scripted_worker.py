@@ -24,7 +24,6 @@ from protocol.messages import (
     ModelCard,
     Ping,
     Resend,
-    StepFrame,
     Timings,
     Tokens,
     Vector,
@@ -34,6 +33,7 @@ from protocol.messages import (
     unpack_token_ids,
 )
 from protocol.pull import Delivery, PullConsumer, ack, nak
+from protocol.steps import StepFrame
 from tests.waiting import HANGS_S
 
 

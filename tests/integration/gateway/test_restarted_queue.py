@@ -7,6 +7,7 @@ from protocol import messages as m
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.pull import Delivery, PullConsumer
+from protocol.steps import StepFrame
 from tests.integration.gateway.conftest import admission
 from tests.nats_server import NatsServer
 from tests.unit.gateway.admission.controls import ticket_of
@@ -32,7 +33,7 @@ async def test_a_leaving_caller_takes_nobody_elses_job_along(
         await pulls.pull(1)
         await taken.get()
         frame = m.Accepted("old", 1, 0, "w", "p", "p", "r", 0.0)
-        await bus.publish(subjects.frames_subject("g"), m.encode(m.StepFrame(m.PROTOCOL_VERSION, "w", (frame,))))
+        await bus.publish(subjects.frames_subject("g"), m.encode(StepFrame(m.PROTOCOL_VERSION, "w", (frame,))))
         while old.worker_id is None:
             await asyncio.sleep(0.01)
         new = gateway.open(ticket_of(admission("new")))

@@ -17,6 +17,7 @@ from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
 from protocol.outbox import Outbox
+from protocol.steps import StepFrame
 from tests.unit.gateway.admission.controls import admission, gateway_settings, ticket_of
 from tests.waiting import HANGS_S, until
 
@@ -31,7 +32,7 @@ class Gateway:
         self.bad, self.good = (dispatcher.open(ticket_of(admission(name, **times))) for name in ("bad", "good"))
 
     async def step(self, *frames: m.Frame) -> None:
-        step = m.encode(m.StepFrame(m.PROTOCOL_VERSION, "w", frames))
+        step = m.encode(StepFrame(m.PROTOCOL_VERSION, "w", frames))
         await self.bus.publish(subjects.frames_subject("g"), step)
 
     async def accept_both(self) -> None:

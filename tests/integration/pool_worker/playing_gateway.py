@@ -17,6 +17,7 @@ from pool_worker.worker import Worker
 from protocol import messages as m
 from protocol import subjects, topology
 from protocol.bus import Bus
+from protocol.steps import StepFrame, decode_step
 from protocol.usage import AttemptRecord, decode_usage
 from tests.waiting import HANGS_S
 
@@ -43,7 +44,7 @@ class PlayingGateway:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.reply_subject = subjects.frames_subject("g1")
-        self.steps: list[m.StepFrame] = []
+        self.steps: list[StepFrame] = []
         self.frames: dict[Attempt, list[m.Frame]] = {}
         self.repeated = 0  # frames that came although they were here
         self.gaps = 0  # frames that came too early
@@ -61,7 +62,7 @@ class PlayingGateway:
         await topology.apply(self.bus, list(models), topology.QueueBounds())
 
     async def _on_step(self, message: Msg) -> None:
-        step = m.decode_step(message.data)
+        step = decode_step(message.data)
         self.steps.append(step)
         for frame in step.frames:
             if not self.loses(frame):

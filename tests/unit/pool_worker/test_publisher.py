@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pool_worker.publisher import Publisher, split_frames
 from protocol import messages as m
 from protocol.bus import Bus
+from protocol.steps import StepFrame, decode_step
 from tests.waiting import HANGS_S
 
 
@@ -24,10 +25,10 @@ def test_parts_hold_all_frames_in_order_within_the_limit(frames: list[bytes], li
 
 async def test_what_is_sent_is_a_step_frame_and_large_ones_are_split(nats_url: str) -> None:
     bus = await Bus.connect(nats_url, name="test")
-    steps: asyncio.Queue[m.StepFrame] = asyncio.Queue()
+    steps: asyncio.Queue[StepFrame] = asyncio.Queue()
 
     async def on_step(message) -> None:
-        await steps.put(m.decode_step(message.data))
+        await steps.put(decode_step(message.data))
 
     await bus.subscribe("fr.g", on_step)
     publisher = Publisher(bus, "w1")

@@ -7,6 +7,7 @@ from protocol import messages as m
 from protocol import subjects
 from protocol.errors import ProtocolError
 from protocol.logprobs import PromptLogprob
+from protocol.steps import StepFrame, decode_step
 from protocol.usage import decode_usage
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=200)
@@ -45,8 +46,8 @@ def test_every_frame_kind_survives_the_wire() -> None:
         m.Finished("r", 1, 3, False, 3, 0, 2, 4.0, m.Timings(1.0, 2.0, 3.0, 4)),
         m.Failed("q", 2, 0, "engine_error", "no", retryable=True, param="stop"),
     )
-    step = m.StepFrame(m.PROTOCOL_VERSION, "w", frames)
-    assert m.decode_step(m.encode(step)) == step
+    step = StepFrame(m.PROTOCOL_VERSION, "w", frames)
+    assert decode_step(m.encode(step)) == step
 
 
 def test_a_job_survives_the_wire_with_its_resume_points() -> None:
@@ -65,12 +66,12 @@ def test_a_job_survives_the_wire_with_its_resume_points() -> None:
 
 
 def test_another_version_is_refused_by_name() -> None:
-    payload = m.encode(m.StepFrame(m.PROTOCOL_VERSION + 1, "w", ()))
+    payload = m.encode(StepFrame(m.PROTOCOL_VERSION + 1, "w", ()))
     with pytest.raises(ProtocolError, match=f"protocol {m.PROTOCOL_VERSION + 1}"):
-        m.decode_step(payload)
+        decode_step(payload)
 
 
-@pytest.mark.parametrize("decode", [m.decode_job, m.decode_step, m.decode_control, m.decode_heartbeat, decode_usage])
+@pytest.mark.parametrize("decode", [m.decode_job, decode_step, m.decode_control, m.decode_heartbeat, decode_usage])
 @pytest.mark.parametrize("payload", [b"", b"\xff\xff", b"\x80", msgspec.msgpack.encode(["?", 1])])
 def test_garbage_is_a_protocol_error(decode: object, payload: bytes) -> None:
     with pytest.raises(ProtocolError):
@@ -79,7 +80,7 @@ def test_garbage_is_a_protocol_error(decode: object, payload: bytes) -> None:
 
 def test_an_older_worker_does_not_tell_its_timings() -> None:
     old = ["f", "r", 1, 3, False, 3, 0, 2, 4.0]
-    step = m.decode_step(msgspec.msgpack.encode([m.PROTOCOL_VERSION, "w", [old]]))
+    step = decode_step(msgspec.msgpack.encode([m.PROTOCOL_VERSION, "w", [old]]))
     assert step.frames == (m.Finished("r", 1, 3, False, 3, 0, 2, 4.0),)
     assert step.frames[0].timings is None
 
@@ -88,7 +89,7 @@ def test_a_frame_that_cannot_be_read_takes_no_other_along() -> None:
     before, after = m.Tokens("r", 1, 1, 0, (5,), "a"), m.Tokens("q", 2, 7, 0, (6,), "b")
     for strange, is_known in ((["z", "p", 1, 4, "later"], False), (["t", "p", 1, 4, 0, [-1], "c"], True)):
         wire = [m.PROTOCOL_VERSION, "w", [*map(msgspec.to_builtins, (before,)), strange, msgspec.to_builtins(after)]]
-        one, unread, other = m.decode_step(msgspec.msgpack.encode(wire)).frames
+        one, unread, other = decode_step(msgspec.msgpack.encode(wire)).frames
         assert (one, other) == (before, after)
         assert isinstance(unread, m.UnreadableFrame)
         assert (unread.request_id, unread.attempt, unread.seq, unread.is_known) == ("p", 1, 4, is_known)

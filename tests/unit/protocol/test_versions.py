@@ -16,6 +16,7 @@ from protocol.errors import NewerVersion, ProtocolError
 from protocol.parked import ParkedUsage, decode_parked
 from protocol.payloads import decode_payloads, encode_payloads
 from protocol.quotas import Account, decode_account
+from protocol.steps import decode_step
 from protocol.usage import decode_usage, encode_usage, read_usage
 from tests.payload_records import payload_record
 from tests.usage_records import attempt_record, request_record
@@ -108,9 +109,7 @@ def test_a_usage_record_that_is_not_understood_leaves_its_neighbours_alone(stran
 def test_frames_may_have_further_fields_and_be_of_unknown_kinds(frame: m.Frame) -> None:
     known = msgspec.msgpack.decode(m.encode(frame))
     unknown = ["later", "r", 1, 3, {"a": 1}]
-    step = m.decode_step(
-        msgspec.msgpack.encode([m.PROTOCOL_VERSION, "w", [[*known, "later"], unknown, known], "later"])
-    )
+    step = decode_step(msgspec.msgpack.encode([m.PROTOCOL_VERSION, "w", [[*known, "later"], unknown, known], "later"]))
     first, unread, last = step.frames
     assert first == last == frame
     assert isinstance(unread, m.UnreadableFrame)
@@ -120,7 +119,7 @@ def test_frames_may_have_further_fields_and_be_of_unknown_kinds(frame: m.Frame) 
 @pytest.mark.parametrize("frames", [[], [["t", "another", "shape"]], {"another": "shape"}])
 def test_a_step_of_the_next_version_is_known_as_such(frames: Any) -> None:
     with pytest.raises(NewerVersion):
-        m.decode_step(msgspec.msgpack.encode([NEXT, "w", frames]))
+        decode_step(msgspec.msgpack.encode([NEXT, "w", frames]))
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=name_of)
