@@ -34,7 +34,7 @@ def test_usage_keys_and_the_password_survive_a_restart_and_ctrl_c_ends_every_chi
         kept = "".join(path.read_text(errors="replace") for path in system.data_dir.rglob("*.log"))
         assert password not in kept
         system.start()
-        assert "password` makes another)" in re.sub(r"[\s│]+", " ", system.output)  # the box may break the line
+        assert "password` sets a new one)" in re.sub(r"[\s│]+", " ", system.output)  # the box may break the line
         assert system.api_key == key
         assert ask(system).status_code == 200
         assert system.stop(signal.SIGTERM) == 0
