@@ -22,7 +22,13 @@ def consumer(*, connected: bool = True, draining: bool = False, waiting: str = "
     for number in range(records):
         outbox.put(str(number), b"")
     credit = Credit(Capacity(8, 1000, 100), batch_reserve=0.25)
-    parts: dict[str, Any] = {"executor": executor, "credit": credit, "outbox": outbox, "gate": gate}
+    parts: dict[str, Any] = {
+        "executor": executor,
+        "job_filter": None,
+        "credit": credit,
+        "outbox": outbox,
+        "gate": gate,
+    }
     return Consumer(bus, ("m",), "spot", **parts, must_look=asyncio.Event(), on_foreign_tokens=lambda: None)
 
 
