@@ -122,7 +122,7 @@ class Attempt:
         preemptions = sum([choice.preemptions for choice in timings.values()])
         return Timings(queue_ms, first_token_ms - queue_ms, end_ms - first_token_ms, preemptions)
 
-    # --- frames: each takes the next sequence number -----------------------------------------------------------------
+    # --- frames: each takes the next sequence number ------------------------------------------------------------------
 
     def accepted(self, settings: WorkerSettings, revision: str, counted_by: CountedBy) -> bytes:
         """Make the first frame."""

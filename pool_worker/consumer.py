@@ -170,7 +170,7 @@ class Consumer:
         used = attempt.prompt_tokens + attempt.completion_tokens
         self._shares.settle(self._lanes[job.model, attempt.lane].lane, used - expected_tokens(job), job.weight)
 
-    # --- what comes back ---------------------------------------------------------------------------------------------
+    # --- what comes back ----------------------------------------------------------------------------------------------
 
     async def _on_delivery(self, pulls: LanePulls, delivery: Delivery) -> None:
         lane = pulls.lane
@@ -219,7 +219,7 @@ class Consumer:
         self._shares.learn(pulls.lane, 0, time.monotonic())
         self._must_look.set()
 
-    # --- room --------------------------------------------------------------------------------------------------------
+    # --- room ---------------------------------------------------------------------------------------------------------
 
     def room(self, *, is_batch: bool = False) -> int:
         """Return how many jobs may be asked for and not yet be here."""
@@ -235,7 +235,7 @@ class Consumer:
     def _has_place(self, lane: Lane) -> bool:
         return self._is_open(lane) and self.room(is_batch=lane.rank == LOW_RANK) > 0
 
-    # --- pulling -----------------------------------------------------------------------------------------------------
+    # --- pulling ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Pull for ever; cancel it to stop."""

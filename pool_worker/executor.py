@@ -111,7 +111,7 @@ class Executor:
         """True while one of these is an interactive job, which others would have to pass."""
         return any(not attempt.is_batch for attempt in self._waiting)
 
-    # --- a job comes in ----------------------------------------------------------------------------------------------
+    # --- a job comes in -----------------------------------------------------------------------------------------------
 
     def knows(self, job: Job) -> bool:
         """Report whether this worker runs this very attempt, or has run it recently."""
@@ -233,7 +233,7 @@ class Executor:
         attempt.in_engine = True
         submit()
 
-    # --- the engine has made something -------------------------------------------------------------------------------
+    # --- the engine has made something --------------------------------------------------------------------------------
 
     def take(self, outputs: Sequence[SequenceOutput]) -> None:
         """Turn the outputs of one engine step into frames."""
@@ -293,7 +293,7 @@ class Executor:
         else:
             self._fail(attempt, ErrorCode.ENGINE_ERROR, message, retryable=True)
 
-    # --- the gateway asks --------------------------------------------------------------------------------------------
+    # --- the gateway asks ---------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str, attempt_number: int) -> None:
         """Stop an attempt; unknown and ended ones are left alone."""
@@ -324,7 +324,7 @@ class Executor:
         for frame in attempt.frames[max(0, from_seq) :]:
             self._publisher.send(reply_subject, frame)
 
-    # --- the worker stops --------------------------------------------------------------------------------------------
+    # --- the worker stops ---------------------------------------------------------------------------------------------
 
     def stop_accepting(self) -> None:
         """Hand back every job that arrives from now on."""
@@ -348,7 +348,7 @@ class Executor:
         for attempt in orphans:
             self._fail(attempt, ErrorCode.GATEWAY_LOST, "the gateway is gone", retryable=True)
 
-    # --- the end of an attempt ---------------------------------------------------------------------------------------
+    # --- the end of an attempt ----------------------------------------------------------------------------------------
 
     def _finish(self, attempt: Attempt) -> None:
         self._end(attempt, attempt.finished(), "cancelled" if attempt.was_cancelled else "ok", None)

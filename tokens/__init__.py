@@ -1,1 +1,1 @@
-"""Prompts to token ids, exactly as the served model makes them and without any hub; calls of tools out of answers."""
+"""Tokenization of prompts exactly as the served model does it, without a model hub; parsing of tool calls."""

@@ -1,4 +1,4 @@
-"""Model cards come out of model folders, which may come from anywhere: they are judged before they are used."""
+"""Checks of model cards. They come from model folders of any origin and are validated before use."""
 
 import asyncio
 import contextlib
@@ -11,11 +11,11 @@ import jinja2
 from tokens.chat_template import ChatTemplate, parsed
 from tokens.model_tokens import AnyTemplate
 from tokens.renderer import Renderer, RendererDied
-from tokens.template_proof import why_unproven
+from tokens.template_proof import unproven_reason
 from web.errors import InvalidParameter
 
-MAX_TEMPLATE_CHARS: Final = 256 * 1024  # ten times the longest known
-MAX_SPECIAL_TOKEN_CHARS: Final = 64 * 1024  # of all that a template may name
+MAX_TEMPLATE_CHARS: Final = 256 * 1024  # ten times the longest known template
+MAX_SPECIAL_TOKEN_CHARS: Final = 64 * 1024  # of all special tokens available to a template
 MAX_TOKENIZER_BYTES: Final = 128 * 1024 * 1024  # the largest known has 33 MB
 MAX_CONTEXT_LENGTH: Final = 64 * 1024 * 1024  # tokens
 _PROBE: Final[list[dict[str, Any]]] = [{"role": "user", "content": "Hello"}]
@@ -24,46 +24,46 @@ log = logging.getLogger(__name__)
 
 
 class UnusableCard(Exception):
-    """A model cannot be served with what its card says; the message tells why."""
+    """A model cannot be served with what its card says; the message says why."""
 
 
 def check_context_length(tokens: int) -> None:
-    """Refuse lengths that cannot be. Raises UnusableCard."""
+    """Refuse impossible context lengths. Raises UnusableCard."""
     if not 0 < tokens <= MAX_CONTEXT_LENGTH:
         raise UnusableCard(f"its context length is {tokens}")
 
 
 def check_tokenizer_size(count_bytes: int) -> None:
-    """Refuse a tokenizer that is larger than any. Raises UnusableCard."""
+    """Refuse a tokenizer above the size limit. Raises UnusableCard."""
     if count_bytes > MAX_TOKENIZER_BYTES:
-        raise UnusableCard(f"its tokenizer has {count_bytes} bytes; at most {MAX_TOKENIZER_BYTES} are loaded")
+        raise UnusableCard(f"its tokenizer has {count_bytes} bytes; the limit is {MAX_TOKENIZER_BYTES}")
 
 
 async def usable_template(model: str, source: str, special_tokens: Mapping[str, str]) -> AnyTemplate:
-    """A chat template that has rendered a conversation within its limits, or refused to.
+    """Return a chat template that has rendered (or refused) a probe conversation within its limits.
 
-    In the gateway itself only where it is proven to end soon; until then nothing of it has run here, not even its
-    compilation, which works out what is constant. Raises UnusableCard, and Overloaded where the machine is too busy to
-    tell.
+    It runs in the gateway's process only if it is proven to terminate quickly. Before that proof nothing of it has run
+    here, not even its compilation, which evaluates constants. Raises UnusableCard, and Overloaded if the machine is too
+    busy to decide.
     """
     if len(source) > MAX_TEMPLATE_CHARS or sum(map(len, special_tokens.values())) > MAX_SPECIAL_TOKEN_CHARS:
-        raise UnusableCard(f"its chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are taken")
+        raise UnusableCard(f"its chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARS}")
     try:
-        reason = await asyncio.to_thread(_why_elsewhere, source)
+        reason = await asyncio.to_thread(_unproven_reason, source)
     except jinja2.TemplateSyntaxError as error:
-        raise UnusableCard(f"its chat template is none: {error}") from error
+        raise UnusableCard(f"its chat template is invalid: {error}") from error
     if reason is None:
         template = await asyncio.to_thread(ChatTemplate, source, special_tokens)
-        with contextlib.suppress(InvalidParameter):  # it wants another conversation
+        with contextlib.suppress(InvalidParameter):  # it needs another kind of conversation
             template.render(_PROBE)
         return template
-    log.info("model %s: its chat template is rendered in a process of its own: %s", model, reason)
+    log.info("model %s: its chat template is rendered in a separate process: %s", model, reason)
     return await _renderer(source, special_tokens)
 
 
-def _why_elsewhere(source: str) -> str | None:
+def _unproven_reason(source: str) -> str | None:
     try:
-        return why_unproven(parsed(source))
+        return unproven_reason(parsed(source))
     except RecursionError:
         return "it is nested too deeply"
 

@@ -1,8 +1,8 @@
-"""The models that callers may name, and what is known of their tokens.
+"""The catalog of configured models, with their tokenizers and chat templates.
 
-A model exists because it is configured. How to count its tokens comes from the configuration or, mostly, from the card
-that its workers publish; until the first card has come the model is "not ready". Cards live in a KV bucket, tokenizers
-in an object bucket under their digest, and in a cache on disk.
+A model exists because it is configured. Its tokenizer comes from the configuration or, usually, from the card that its
+workers publish; until the first card arrives the model is "not ready". Cards live in a KV bucket, tokenizers in an
+object bucket under their digest and in a cache on disk.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ from tokens.tools.dialect import Dialect
 from web.errors import ModelNotFound, ModelNotReady, Overloaded
 
 RETRY_S: Final = 2.0
-FETCH_LIMIT_S: Final = 60.0  # for a tokenizer of the configuration, which tiktoken may have to fetch
+FETCH_LIMIT_S: Final = 60.0  # for a configured tokenizer, which tiktoken may have to download
 TEMPLATE_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 log = logging.getLogger(__name__)
 
 
 class ModelCatalog:
-    """Names → models → tokens. ``start`` it and run ``run`` as a supervised task."""
+    """Maps names to models and models to their tokens. Call ``start``, then run ``run`` as a supervised task."""
 
     def __init__(
         self,
@@ -58,7 +58,10 @@ class ModelCatalog:
         by_messages: Collection[str] = (),
         only_by_messages: Collection[str] = (),
     ) -> None:
-        """``by_messages``: models with a pool that takes messages; ``only_by_messages``: those with no other."""
+        """Create a catalog, not yet started.
+
+        ``by_messages``: models with a pool that takes messages; ``only_by_messages``: models that have only such pools.
+        """
         self._by_messages = frozenset(by_messages)
         self._only_by_messages = frozenset(only_by_messages)
         self._bus = bus
@@ -68,11 +71,11 @@ class ModelCatalog:
         self._tokens: dict[str, ModelTokens] = {}
         self._cards: dict[str, ModelCard] = {}
         self._unusable: dict[str, str] = {}
-        self._stale = set(models)  # models whose card must be read (again)
+        self._stale = set(models)  # models whose card must be (re)read
         self._wake = asyncio.Event()
         self._pool = EncoderPool()
 
-    # --- what the HTTP side asks --------------------------------------------------------------------------------------
+    # --- lookups ------------------------------------------------------------------------------------------------------
 
     @property
     def models(self) -> Mapping[str, ModelTokenSettings]:
@@ -81,18 +84,18 @@ class ModelCatalog:
 
     @property
     def pool(self) -> EncoderPool:
-        """The threads for what is long."""
+        """The thread pool for long prompts."""
         return self._pool
 
     def canonical_name(self, name: str, principal: Principal) -> str:
-        """The model behind a name or an alias, if the caller may use it. Raises ModelNotFound."""
+        """Return the model behind a name or alias that ``principal`` may use. Raises ModelNotFound."""
         model = self._names.get(name)
         if model is None or not principal.may_use(model):
             raise ModelNotFound(f"The model `{name}` does not exist or you do not have access to it.", param="model")
         return model
 
     def tokens_of(self, model: str) -> ModelTokens:
-        """How to count a model's tokens. Raises ModelNotReady."""
+        """Return a model's tokenizer, template and limits. Raises ModelNotReady."""
         tokens = self._tokens.get(model)
         if tokens is None and model in self._unusable:
             raise ModelNotReady(f"The model `{model}` cannot be served: {self._unusable[model]}.")
@@ -101,40 +104,40 @@ class ModelCatalog:
         return tokens
 
     def context_length(self, model: str) -> int | None:
-        """Prompt + output tokens; None while unknown."""
+        """Return the context length in prompt + output tokens; None while unknown."""
         tokens = self._tokens.get(model)
         return tokens.context_length if tokens else self._models[model].context_length
 
     def not_ready(self) -> list[str]:
-        """The configured models whose tokens cannot be counted yet."""
+        """Return the configured models whose tokens cannot be counted yet."""
         return [model for model in self._models if model not in self._tokens]
 
     @property
     def unusable(self) -> Mapping[str, str]:
-        """The models whose last card cannot be used, and why."""
+        """Models whose last card cannot be used, with the reason."""
         return self._unusable
 
-    # --- life ---------------------------------------------------------------------------------------------------------
+    # --- life cycle ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen for cards, and load what is there already. Raises BusError, and TokenizerError for configured ones."""
+        """Subscribe to cards and load existing ones. Raises BusError, and TokenizerError for configured tokenizers."""
         self._cache_dir.mkdir(parents=True, exist_ok=True)
         await self._bus.subscribe(subjects.kv_subject(subjects.MODELS_BUCKET, "*"), self._on_card)
         self._bus.on_reconnect(self._on_reconnected)
         for settings in self._models.values():
             if settings.tokenizer is not None:
-                await _encoder(settings.tokenizer)  # a mistake ends the start
+                await _encoder(settings.tokenizer)  # a configuration error aborts the start
         await self._load_stale()
 
     async def run(self) -> None:
-        """Load cards as they come; never returns."""
+        """Load cards as they arrive; never return."""
         while True:
             await self._wait(RETRY_S if self._stale else None)
             self._wake.clear()
             await self._load_stale()
 
     async def close(self) -> None:
-        """End the encoder threads, and the processes that render."""
+        """Stop the encoder threads and the renderer processes."""
         for tokens in self._tokens.values():
             await tokens.close()
         self._pool.close()
@@ -158,26 +161,26 @@ class ModelCatalog:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     async def _load_stale(self) -> None:
-        # At the same time: a card that takes long to be refused holds up no other.
-        await asyncio.gather(*map(self._judge, sorted(self._stale)))
+        # Concurrently: a card that is slow to check delays no other.
+        await asyncio.gather(*map(self._try_load, sorted(self._stale)))
 
-    async def _judge(self, model: str) -> None:
+    async def _try_load(self, model: str) -> None:
         try:
             await self._load(model)
-        except (BusError, Overloaded) as error:  # stays stale: tried again
+        except (BusError, Overloaded) as error:  # stays stale: retried
             log.warning("model %s: %s", model, error)
         except (ProtocolError, TokenizerError, UnusableCard) as error:
             log.error("model %s cannot be served: %s", model, error)  # noqa: TRY400  # an operator's mistake
             await self._refuse(model, str(error))
-        except Exception as error:  # a card that does what nobody foresaw: it must not end the gateway
+        except Exception as error:  # an unforeseen fault of a card must not stop the gateway
             log.exception("model %s cannot be served", model)
             await self._refuse(model, f"{type(error).__name__}: {error}")
         else:
-            if model in self._tokens:  # else look again: the news of a card may be here before the card is stored
+            if model in self._tokens:  # else retry: the notification may arrive before the card is stored
                 self._stale.discard(model)
 
     async def _refuse(self, model: str, reason: str) -> None:
-        """Serve a model no more, until its next card."""
+        """Stop serving a model until its next card."""
         self._stale.discard(model)
         self._cards.pop(model, None)
         self._unusable[model] = reason
@@ -196,7 +199,7 @@ class ModelCatalog:
         context_length = _smaller(settings.context_length, card.context_length if card else None)
         encoder, template_source, special_tokens = await self._parts(settings, card)
         if encoder is None or context_length is None:
-            return  # nobody knows yet; a card will come
+            return  # unknown until the first card arrives
         check_context_length(context_length)
         counts_chats = not has_card or (template_source is None and model in self._by_messages)
         if counts_chats:
@@ -252,23 +255,23 @@ class ModelCatalog:
         return await asyncio.to_thread(HuggingFaceEncoder, data), source, special_tokens
 
     async def _tokenizer_json(self, name: str) -> bytes:
-        """From the cache, or the object bucket. Raises BusError or TokenizerError."""
+        """Load a tokenizer from the cache or the object bucket. Raises BusError or TokenizerError."""
         cached = self._cache_dir / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
         try:
             data = await asyncio.to_thread(cached.read_bytes)
             if tokenizer_object_name(data) == name:
                 return data
-            log.warning("%s does not hold what its name says: fetched again", cached)
+            log.warning("%s does not match the digest in its name: fetching again", cached)
         except FileNotFoundError:
             pass
         except OSError as error:
-            log.warning("%s cannot be read: fetched again: %s", cached, error)
+            log.warning("%s cannot be read, fetching again: %s", cached, error)
         data = await get_object(self._bus, subjects.ARTIFACTS_BUCKET, name)
         if tokenizer_object_name(data) != name:
-            raise TokenizerError(f"object {name} does not hold what its name says")
+            raise TokenizerError(f"object {name} does not match the digest in its name")
         try:
-            await asyncio.to_thread(_write_whole, cached, data)
-        except OSError as error:  # it is only a cache
+            await asyncio.to_thread(_write_atomically, cached, data)
+        except OSError as error:  # the cache is optional
             log.warning("%s cannot be written: %s", cached, error)
         return data
 
@@ -282,8 +285,8 @@ def _smaller(configured: int | None, published: int | None) -> int | None:
     return min(known, default=None)
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    part = path.with_suffix(f".{uuid.uuid4().hex}.part")  # another process may be at it too
+def _write_atomically(path: Path, data: bytes) -> None:
+    part = path.with_suffix(f".{uuid.uuid4().hex}.part")  # another process may write it concurrently
     try:
         part.write_bytes(data)
         part.replace(path)
@@ -292,7 +295,7 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 
 async def _encoder(tokenizer: str) -> Encoder:
-    """What the configuration names. Raises TokenizerError, also where tiktoken waits for the net for too long."""
+    """Load a configured tokenizer. Raises TokenizerError, also if tiktoken's download exceeds FETCH_LIMIT_S."""
     try:
         async with asyncio.timeout(FETCH_LIMIT_S):
             return await asyncio.to_thread(_configured_encoder, tokenizer)
@@ -308,7 +311,7 @@ def _configured_encoder(tokenizer: str) -> Encoder:
 
 
 def _configured_template(tokenizer: str) -> tuple[str | None, dict[str, str]]:
-    """Chat template and special tokens of a model folder; nothing for a mere tokenizer.json or a tiktoken encoding.
+    """Return chat template and special tokens of a model folder; nothing for a tokenizer.json or a tiktoken encoding.
 
     Raises TokenizerError.
     """

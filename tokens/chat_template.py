@@ -1,7 +1,7 @@
-"""Chat templates, rendered exactly as transformers does (``PreTrainedTokenizer.apply_chat_template``).
+"""Chat templates, rendered exactly as by transformers (``PreTrainedTokenizer.apply_chat_template``).
 
-Templates come from model folders, which may come from anywhere: the sandbox keeps them from touching anything but
-their input, which is plain JSON data.
+Templates come from model folders of any origin: the sandbox gives them access to nothing but their input, which is
+plain JSON data.
 """
 
 import json
@@ -18,18 +18,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from web.errors import InvalidParameter
 
-RENDER_CPU_LIMIT_S: Final = 10.0  # of the thread: a busy machine refuses nothing
-PIECES_AT_A_TIME: Final = 8  # between two looks at the clock, and before the first: it costs a call of the system
-MAX_RENDERED_CHARS: Final = 32 * 1024 * 1024  # several times what the largest body holds
+RENDER_CPU_LIMIT_S: Final = 10.0  # CPU time of the thread: a busy machine causes no refusals
+PIECES_AT_A_TIME: Final = 8  # between two reads of the clock (a system call), and before the first
+MAX_RENDERED_CHARS: Final = 32 * 1024 * 1024  # several times the largest body
 
 
 class _GenerationBlocks(Extension):
-    """``{% generation %}`` marks the assistant's text for training; here it is only text."""
+    """Support for ``{% generation %}``, which marks the assistant's text for training; here it has no effect."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]  # Jinja only looks names up in it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Render the body as it is."""
+        """Render the body unchanged."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
@@ -62,7 +62,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-# What a conversation is counted by that an API renders in a way of its own: about as many tokens, none of them sent.
+# Template for counting conversations that a hosted API renders itself: about as many tokens, none of which are sent.
 COUNTING_SOURCE: Final = """\
 {%- for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}
@@ -76,16 +76,16 @@ COUNTING_SOURCE: Final = """\
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a call: an object, and where a template joins them to a text, as DeepSeek's do, its JSON."""
+    """Arguments of a call: an object that becomes its JSON where a template (DeepSeek's) concatenates it to a text."""
 
     def __radd__(self, text: str) -> str:
         return text + json.dumps(self, ensure_ascii=False)
 
 
-def _counted(pieces: Iterator[str]) -> str:
-    """What a template writes, as long as it is not too much: it may write anything for each message, and nothing long.
+def _join_within_limits(pieces: Iterator[str]) -> str:
+    """Join the pieces that a template writes, within limits of size and CPU time.
 
-    The proof of a template (``template_proof``) rests upon these limits.
+    The proof of a template (``template_proof``) relies on these limits.
     """
     written: list[str] = []
     chars, deadline_s = 0, None
@@ -93,23 +93,23 @@ def _counted(pieces: Iterator[str]) -> str:
         written.append(piece)
         chars += len(piece)
         if chars > MAX_RENDERED_CHARS:
-            raise jinja2.TemplateError(f"it would have more than {MAX_RENDERED_CHARS} characters")
+            raise jinja2.TemplateError(f"the text would exceed {MAX_RENDERED_CHARS} characters")
         if not len(written) % PIECES_AT_A_TIME:
             now_s = time.thread_time()
             if deadline_s is None:
                 deadline_s = now_s + RENDER_CPU_LIMIT_S
             elif now_s > deadline_s:
-                raise jinja2.TemplateError(f"it takes longer than {RENDER_CPU_LIMIT_S:g} s")
+                raise jinja2.TemplateError(f"rendering takes longer than {RENDER_CPU_LIMIT_S:g} s")
     return "".join(written)
 
 
 def parsed(source: str) -> nodes.Template:
-    """The syntax tree of a template, nothing of which has run. Raises jinja2.TemplateSyntaxError and RecursionError."""
+    """Return a template's syntax tree without running it. Raises jinja2.TemplateSyntaxError and RecursionError."""
     return _environment().parse(source)
 
 
 class BeyondLimits(InvalidParameter):
-    """A template needs more memory or depth for a conversation than there is."""
+    """A template exceeds the available memory or recursion depth for a conversation."""
 
 
 class ChatTemplate:
@@ -119,9 +119,11 @@ class ChatTemplate:
         """Compile ``source``. Raises jinja2.TemplateSyntaxError."""
         environment = _environment()
         self.source = source
-        self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))  # that it reads
+        self.variables = frozenset(
+            meta.find_undeclared_variables(environment.parse(source))
+        )  # variables that the template reads
         self._template = environment.from_string(source)
-        # They are copied for each conversation, and Jinja's own chain of mappings takes five times as long to copy.
+        # Copied for each conversation; Jinja's own chain of mappings takes five times as long to copy.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
 
@@ -133,9 +135,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation; ``variables`` are the caller's own (``chat_template_kwargs``).
+        """Render a conversation; ``variables`` are the client's own (``chat_template_kwargs``).
 
-        Raises InvalidParameter, with the template's own words where that refuses the conversation.
+        Raises InvalidParameter, with the template's own message if the template refuses the conversation.
         """
         fixed = {
             **self._special_tokens,
@@ -148,22 +150,22 @@ class ChatTemplate:
             if name in fixed:
                 raise InvalidParameter(f"'{name}' cannot be set here.", param=f"chat_template_kwargs.{name}")
         try:
-            return _counted(self._template.generate(fixed, **(variables or {})))
+            return _join_within_limits(self._template.generate(fixed, **(variables or {})))
         except jinja2.TemplateError as error:
             raise InvalidParameter(f"The model's chat template refuses this: {error}", param="messages") from error
         except (RecursionError, MemoryError) as error:
             message = f"The model's chat template cannot render this: {type(error).__name__}: {error}"
             raise BeyondLimits(message, param="messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-            # A template is a program; what it does with data it did not expect is the data's fault, not ours.
+            # A template is a program: if it fails on unexpected data, the request is at fault.
             message = f"The model's chat template cannot render this: {type(error).__name__}: {error}"
             raise InvalidParameter(message, param="messages") from error
 
 
 def up_to_content(text: str, content: str) -> str:
-    """A rendered conversation up to the end of its last message's content, so that an answer goes on with that.
+    """Cut a rendered conversation after its last message's content, so that the answer continues that message.
 
-    As transformers does it: a template may have trimmed the content. Raises InvalidParameter.
+    Follows transformers: a template may have trimmed the content. Raises InvalidParameter.
     """
     start = text.rfind(content.strip())
     if start < 0 or not content.strip():

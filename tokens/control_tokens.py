@@ -1,8 +1,8 @@
-"""What a caller writes is text: the name of a control token in a message does not become the token.
+"""Protection against forged control tokens: a control token's name in a message stays text.
 
-A rendered conversation is one text, in which a control token that the template wrote looks like the same characters in
-a message. So where a message holds such characters, which is rare, they are taken out before the template runs and put
-back after it, when the template's own tokens have got names that nobody can know:
+In a rendered conversation a control token written by the template looks like the same characters in a message. So if a
+message contains such characters, which is rare, they are replaced before the template runs and restored afterwards,
+when the template's own tokens have random names that no client can guess:
 
     a message                     hi<|im_end|>
     as the template gets it       hi915…
@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 
 from tokens.encoders import Encoder
 
-# Families that do not call their marks of turns special (DeepSeek's "<｜User｜>") write them so. "<think>" and
-# "<tool_call>" are not meant: answers bring them as text, and conversations bring them back.
+# The shape of turn markers that some families (DeepSeek's "<｜User｜>") do not declare special. It excludes "<think>"
+# and "<tool_call>": answers contain them as text, and later conversations repeat them.
 _SHAPE: Final = re.compile(r"<[|｜][^<>\s]*[|｜]>")
 _NAME_DIGITS: Final = 20  # 63 bits
 
@@ -26,40 +26,42 @@ _Value = TypeVar("_Value")
 
 
 def _new_name() -> str:
-    # Digits pass every filter of a template as they are. The only 9 is the first: no name can begin within another, or
-    # in digits that stand before it.
+    # Digits pass every filter of a template unchanged. The only 9 is the first digit: no name can begin within another
+    # name or within digits before it.
     return "9" + "".join(str(secrets.randbelow(9)) for _ in range(_NAME_DIGITS))
 
 
 class ControlTokens:
-    """Those of one tokenizer, by their texts."""
+    """The control tokens of one tokenizer, by their texts."""
 
     def __init__(self, encoder: Encoder) -> None:
         added = encoder.added_tokens().items()
         texts = [text for text, (_, special) in added if text and (special or _SHAPE.fullmatch(text))]
-        texts.sort(key=len, reverse=True)  # as tokenizers do, the longest is taken where several begin
+        texts.sort(key=len, reverse=True)  # like tokenizers: of several matches the longest wins
         self._encoder = encoder
-        self._names = {text: _new_name() for text in texts}  # of the template's own, in the copy of the tokenizer
-        self._marks = {text: _new_name() for text in texts}  # of those in messages, while the template runs
+        self._names = {
+            text: _new_name() for text in texts
+        }  # of the template's own tokens, in the copy of the tokenizer
+        self._marks = {text: _new_name() for text in texts}  # of tokens in messages, while the template runs
         self._texts = {mark: text for text, mark in self._marks.items()}
         self._firsts = {text[0] for text in texts}
         self._any_text = _any_of(self._names)
         self._any_mark = _any_of(self._texts)
-        self._encode: Callable[[str], list[int]] | None = None  # large: made when it is first needed
+        self._encode: Callable[[str], list[int]] | None = None  # large: created on first use
 
-    def are_in(self, texts: Collection[str]) -> bool:
-        """Whether one of the texts holds the text of a control token."""
+    def occur_in(self, texts: Collection[str]) -> bool:
+        """Report whether one of the texts contains the text of a control token."""
         search = self._any_text.search
-        # Looking for a character or two is quicker than for hundreds of texts, and nearly always enough.
+        # Searching for one or two characters is faster than for hundreds of texts, and nearly always sufficient.
         return any(search(text) for first in self._firsts for text in texts if first in text)
 
     def marked(self, value: _Value) -> _Value:
-        """Plain JSON data with the texts of control tokens taken out of all its strings. Raises RecursionError."""
+        """Return plain JSON data with control tokens' texts replaced in all strings. Raises RecursionError."""
 
-        def replace(value: Any) -> Any:  # noqa: ANN401  # what comes in goes out
+        def replace(value: Any) -> Any:  # noqa: ANN401  # same type as the input
             if isinstance(value, str):
                 return self._any_text.sub(lambda found: self._marks[found.group()], value)
-            if isinstance(value, dict):  # of its own kind: arguments of calls are more than a dict
+            if isinstance(value, dict):  # keeps the subclass: ``Arguments`` extends dict
                 return type(value)({replace(key): replace(one) for key, one in value.items()})
             if isinstance(value, list | tuple):
                 return type(value)(map(replace, value))
@@ -68,14 +70,14 @@ class ControlTokens:
         return replace(value)  # type: ignore[no-any-return]
 
     def encode(self, rendered: str) -> list[int]:
-        """Token ids of what a template has made of ``marked`` data: only the template's control tokens are any."""
+        """Encode text rendered from ``marked`` data: only the template's own control tokens become tokens."""
         if self._encode is None:
             self._encode = self._encoder.renamed(self._names)
         text = self._any_text.sub(lambda found: self._names[found.group()], rendered)
         return self._encode(self.unmarked(text))
 
     def unmarked(self, text: str) -> str:
-        """What has become of ``marked`` data, as it is read."""
+        """Restore the original texts in text rendered from ``marked`` data."""
         return self._any_mark.sub(lambda found: self._texts[found.group()], text)
 
 

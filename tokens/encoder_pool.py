@@ -1,11 +1,11 @@
-"""The threads in which what is long is read, rendered and encoded: shared fairly by tenant.
+"""The threads that parse, render and encode long prompts, shared fairly between tenants.
 
     tenant a: [4 MB] [4 MB] ──┐
     tenant b: [20 KB] ────────┼─ round robin ─> ENCODER_THREADS
     tenant c: [5 KB] [5 KB] ──┘
 
-Short pieces of work find a thread soon, whatever the long ones take: of these, one for each tenant runs at a time, and
-all but one of the threads take them. What waits is bounded for each tenant and for all together.
+Short items find a thread soon, however long the others take: of the long ones each tenant runs one at a time, on all
+threads but one. Waiting items are bounded per tenant and in total.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from typing import Any, Final, TypeVar
 
 from web.errors import Overloaded, RateLimitExceeded
 
-# One more than long works may take: they run without the interpreter's lock, beside the event loop and the engines.
+# One more than long items may use: they run without the GIL, beside the event loop and the engines.
 ENCODER_THREADS: Final = max(2, min(4, (os.cpu_count() or 1) // 2 + 1))
 LONG_BYTES: Final = 64 * 1024  # of text: some 50 ms of encoding
-# Working and waiting. One body may have 4 MB, and a text of ASCII takes up as many bytes as it has characters.
+# Running and waiting. A body may have 4 MB, and ASCII text takes one byte per character.
 MAX_BYTES: Final = 64 * 1024 * 1024
 MAX_TENANT_BYTES: Final = 16 * 1024 * 1024
-MAX_TENANT_WORKS: Final = 256
-TRIM_BYTES: Final = 512 * 1024  # of text: encoding takes some 100 times as much for a moment
+MAX_TENANT_ITEMS: Final = 256
+TRIM_BYTES: Final = 512 * 1024  # of text: encoding temporarily allocates about 100 times as much
 
 _malloc_trim: Final[Callable[[int], int] | None] = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 _Result = TypeVar("_Result")
 
 
-class _Work:
-    """Something to do in a thread."""
+class _WorkItem:
+    """A function to run in a thread."""
 
     __slots__ = ("do", "done", "is_long")
 
@@ -45,24 +45,24 @@ class _Work:
 
 
 class _Share:
-    """What one tenant has given to do."""
+    """One tenant's waiting and running items."""
 
-    __slots__ = ("count_bytes", "runs_long", "waiting", "works")
+    __slots__ = ("count_bytes", "items", "runs_long", "waiting")
 
     def __init__(self) -> None:
-        self.waiting: deque[_Work] = deque()
-        self.works = 0  # waiting and working
-        self.count_bytes = 0  # theirs
+        self.waiting: deque[_WorkItem] = deque()
+        self.items = 0  # waiting and running
+        self.count_bytes = 0  # of these items
         self.runs_long = False
 
 
 class EncoderPool:
-    """Only the event loop touches it; what it runs is run in its threads."""
+    """A fair thread pool. Use it from the event loop only; work runs in its threads."""
 
     def __init__(self, threads: int = ENCODER_THREADS) -> None:
         self._most = threads
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        self._shares: dict[str, _Share] = {}  # of tenants that have something to do, the next one's turn first
+        self._shares: dict[str, _Share] = {}  # tenants with items, next turn first
         self._bytes = 0
         self._running = 0
         self._running_long = 0
@@ -70,16 +70,16 @@ class EncoderPool:
     async def run(
         self, tenant: str, size_bytes: int, work: Callable[[], _Result], *, is_quick: bool = False
     ) -> _Result:
-        """Run ``work`` in a thread. It is about so many bytes of text, and takes long where these are many.
+        """Run ``work`` in a thread. ``size_bytes`` of text decide whether it counts as long.
 
-        ``is_quick``: not even then.
-        Raises RateLimitExceeded where too much of the tenant's waits already, and Overloaded where too much of all.
+        ``is_quick``: never long, whatever its size.
+        Raises RateLimitExceeded if too many bytes of the tenant are queued, and Overloaded if too many in total.
         """
         share = self._shares.get(tenant) or _Share()
         self._refuse_if_full(share, size_bytes)
         self._shares[tenant] = share
         do = work if is_quick or size_bytes <= TRIM_BYTES else partial(_do_and_trim, work)
-        one = _Work(do, is_long=size_bytes > LONG_BYTES and not is_quick)
+        one = _WorkItem(do, is_long=size_bytes > LONG_BYTES and not is_quick)
         share.waiting.append(one)
         self._count(share, 1, size_bytes)
         self._start_some()
@@ -88,21 +88,21 @@ class EncoderPool:
             return result
         finally:
             self._count(share, -1, -size_bytes)
-            if not share.works:
+            if not share.items:
                 self._shares.pop(tenant, None)
 
     def _refuse_if_full(self, share: _Share, size_bytes: int) -> None:
-        # What is beyond a bound by itself is taken when nothing else is there: it would never be, otherwise.
+        # An item that alone exceeds a bound is accepted when nothing else is queued; otherwise it would never run.
         is_full = share.count_bytes and share.count_bytes + size_bytes > MAX_TENANT_BYTES
-        if is_full or share.works >= MAX_TENANT_WORKS:
+        if is_full or share.items >= MAX_TENANT_ITEMS:
             error = RateLimitExceeded("Too many long prompts of this key or its team are being counted at the moment.")
             error.retry_after_s = Overloaded.retry_after_s
             raise error
         if self._bytes and self._bytes + size_bytes > MAX_BYTES:
             raise Overloaded("Too many long prompts are being counted at the moment.")
 
-    def _count(self, share: _Share, works: int, count_bytes: int) -> None:
-        share.works += works
+    def _count(self, share: _Share, items: int, count_bytes: int) -> None:
+        share.items += items
         share.count_bytes += count_bytes
         self._bytes += count_bytes
 
@@ -113,20 +113,20 @@ class EncoderPool:
                 return
             self._start(*found)
 
-    def _next(self) -> tuple[_Share, _Work] | None:
-        """What is to run now; its tenant's next turn comes after everybody else's."""
+    def _next(self) -> tuple[_Share, _WorkItem] | None:
+        """Return the next item to run, and move its tenant to the end of the round."""
         for tenant, share in self._shares.items():
-            while share.waiting and share.waiting[0].done.done():  # nobody waits for it any more
+            while share.waiting and share.waiting[0].done.done():  # its caller no longer waits
                 share.waiting.popleft()
             if share.waiting and self._may_run(share, share.waiting[0]):
                 self._shares[tenant] = self._shares.pop(tenant)
                 return share, share.waiting.popleft()
         return None
 
-    def _may_run(self, share: _Share, work: _Work) -> bool:
+    def _may_run(self, share: _Share, work: _WorkItem) -> bool:
         return not work.is_long or (not share.runs_long and self._running_long < self._most - 1)
 
-    def _start(self, share: _Share, work: _Work) -> None:
+    def _start(self, share: _Share, work: _WorkItem) -> None:
         self._running += 1
         if work.is_long:
             self._running_long += 1
@@ -134,7 +134,7 @@ class EncoderPool:
         running = asyncio.get_running_loop().run_in_executor(self._threads, work.do)
         running.add_done_callback(lambda ended: self._ended(share, work, ended))
 
-    def _ended(self, share: _Share, work: _Work, ended: asyncio.Future[Any]) -> None:
+    def _ended(self, share: _Share, work: _WorkItem, ended: asyncio.Future[Any]) -> None:
         self._running -= 1
         if work.is_long:
             self._running_long -= 1
@@ -142,7 +142,7 @@ class EncoderPool:
         if ended.cancelled():
             work.done.cancel()
         elif work.done.done():
-            ended.exception()  # nobody waits for it any more
+            ended.exception()  # its caller no longer waits
         elif (error := ended.exception()) is not None:
             work.done.set_exception(error)
         else:
@@ -150,12 +150,12 @@ class EncoderPool:
         self._start_some()
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _do_and_trim(do: Callable[[], _Result]) -> _Result:
-    """Give what the work took back to the system: the allocator would keep it, half a gigabyte after 4 MB of text."""
+    """Run ``do`` and return freed memory to the system; the allocator would keep 0.5 GB after 4 MB of text."""
     try:
         return do()
     finally:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the library that the model's tokenizer is made for."""
+"""Conversion between text and token ids, with the library of the model's tokenizer."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,66 +13,66 @@ TIKTOKEN_PREFIX: Final = "tiktoken:"
 
 
 class TokenizerError(ValueError):
-    """A tokenizer cannot be loaded; the message says which and why."""
+    """A tokenizer cannot be loaded; the message names it and the reason."""
 
 
 class EncodedPair(NamedTuple):
     """Two texts in one sequence of tokens."""
 
     token_ids: list[int]
-    first_tokens: int  # of them, those of the first text (token type 0); all, for a model that does not tell them apart
+    first_tokens: int  # tokens of the first text (token type 0); all, for a model without token types
 
 
 class Encoder(Protocol):
-    """What counts a model's tokens. Safe to call from several threads; ``encode`` lets the others run meanwhile."""
+    """A model's tokenizer. Safe to call from several threads; ``encode`` releases the GIL."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, with the tokenizer's own beginning and end tokens if asked for."""
+        """Return the token ids of a text, with the tokenizer's BOS and EOS tokens if ``add_special_tokens``."""
         ...
 
     def encode_inputs(self, texts: list[str], *, add_special_tokens: bool, most_tokens: int | None) -> list[list[int]]:
-        """Token ids of several texts, cut off so that each has ``most_tokens`` at most with the special ones."""
+        """Return the token ids of several texts, each cut to ``most_tokens`` including special tokens."""
         ...
 
     def encode_pairs(self, pairs: list[tuple[str, str]], *, most_tokens: int | None) -> list["EncodedPair"]:
-        """Token ids of pairs of texts, put together as the tokenizer does; the longer text is cut off first.
+        """Return the token ids of pairs of texts, joined by the tokenizer; the longer text is cut first.
 
-        Raises TokenizerError where the tokenizer has no such form.
+        Raises TokenizerError if the tokenizer does not support pairs.
         """
         ...
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         ...
 
     def token_text(self, token_id: int) -> str | None:
-        """How the vocabulary writes one token; None where it has no such."""
+        """Return a token's entry in the vocabulary; None if the id does not exist."""
         ...
 
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
-        """Tokens that stand for a text of their own: its id, and whether it is a special one."""
+        """Return the added tokens by text: the id, and whether the token is special."""
         ...
 
     @property
-    def most_chars(self) -> int | None:
-        """The most characters that one token can stand for; None: there is no such bound."""
+    def max_chars(self) -> int | None:
+        """Maximum number of characters of one token; None if unbounded."""
         ...
 
     @property
     def may_backtrack(self) -> bool:
-        """Whether even a short text may take long: half a second, after which the library gives up."""
+        """True if even a short text may take long: half a second, after which the library gives up."""
         ...
 
     def renamed(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
-        """What encodes texts in which these added tokens go by other names, and by these only.
+        """Return an encoding function in which these added tokens have only their new names.
 
-        Without the tokenizer's own beginning and end tokens. It is a copy, as large as the tokenizer itself.
+        It adds no BOS and EOS tokens. It holds a copy, as large as the tokenizer itself.
         """
         ...
 
 
 class HuggingFaceEncoder:
-    """A ``tokenizer.json``, by the Rust library behind transformers' tokenizers."""
+    """A ``tokenizer.json``, loaded with the Rust library behind transformers' tokenizers."""
 
     def __init__(self, tokenizer_json: bytes) -> None:
         """Parse the file's content. Raises TokenizerError."""
@@ -81,24 +81,26 @@ class HuggingFaceEncoder:
         except Exception as error:  # the library raises bare Exceptions
             raise TokenizerError(f"unusable tokenizer.json: {error}") from error
         except BaseException as error:
-            raise _of_panic(error) from error
-        # A file may ask for these; they would change a prompt silently.
+            raise _panic_error(error) from error
+        # A file may enable these; they would silently change a prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        longest = max(map(len, self._tokenizer.get_vocab()), default=0)  # in bytes or characters, which are fewer
+        longest = max(
+            map(len, self._tokenizer.get_vocab()), default=0
+        )  # in bytes or characters (never more than bytes)
         parts = msgspec.json.decode(tokenizer_json, type=_Parts)
-        self.most_chars = _most_chars(parts, longest)
+        self.max_chars = _max_chars(parts, longest)
         self.may_backtrack = _may_backtrack(parts)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See Encoder. ``encode`` holds the GIL, the batch call does not, and the fast one computes no offsets."""
+        """Return a text's token ids. The batch call releases the GIL, and its fast variant computes no offsets."""
         try:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
-            raise _of_panic(error) from error
+            raise _panic_error(error) from error
 
     def encode_inputs(self, texts: list[str], *, add_special_tokens: bool, most_tokens: int | None) -> list[list[int]]:
-        """See Encoder."""
+        """Return the token ids of several texts, each cut to ``most_tokens``."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         if most_tokens is None:
             return [encoding.ids for encoding in encodings]
@@ -111,7 +113,7 @@ class HuggingFaceEncoder:
         ]
 
     def encode_pairs(self, pairs: list[tuple[str, str]], *, most_tokens: int | None) -> list[EncodedPair]:
-        """See Encoder."""
+        """Return the token ids of pairs of texts."""
         encodings = self._tokenizer.encode_batch_fast(pairs, add_special_tokens=True)
         if most_tokens is not None:
             room = most_tokens - self._special_tokens(is_pair=True)
@@ -122,23 +124,23 @@ class HuggingFaceEncoder:
         return [_encoded_pair(encoding) for encoding in encodings]
 
     def decode(self, token_ids: list[int]) -> str:
-        """See Encoder."""
+        """Return the text of token ids, special tokens included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> str | None:
-        """See Encoder."""
+        """Return a token's entry in the vocabulary; None where it has none."""
         return self._tokenizer.id_to_token(token_id)
 
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
-        """See Encoder."""
+        """Return the added tokens by text, with id and whether each is special."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: (token_id, token.special) for token_id, token in added.items()}
 
     def renamed(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
-        """See Encoder."""
+        """Return an encoding function in which added tokens have other names."""
         copy = HuggingFaceEncoder(_with_names(self._tokenizer.to_str(), names))
         old_ids = {names.get(text, text): token_id for text, (token_id, _) in self.added_tokens().items()}
-        # A token that the model's own vocabulary lacks is numbered when the copy is made.
+        # A token missing from the model's own vocabulary gets a new id in the copy.
         ids = {new_id: old_ids[name] for name, (new_id, _) in copy.added_tokens().items()}
         return lambda text: [ids.get(token_id, token_id) for token_id in copy.encode(text, add_special_tokens=False)]
 
@@ -146,7 +148,7 @@ class HuggingFaceEncoder:
         return self._tokenizer.num_special_tokens_to_add(is_pair)
 
     def _cut(self, text: str, room: int, *, add_special_tokens: bool) -> tokenizers.Encoding:
-        """Encode with the first ``room`` tokens of the text, beside the special ones."""
+        """Encode with the first ``room`` tokens of the text, plus the special tokens."""
         encoding = self._bare(text)
         encoding.truncate(max(0, room))
         return self._tokenizer.post_process(encoding, None, add_special_tokens)
@@ -162,17 +164,17 @@ class HuggingFaceEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _of_panic(error: BaseException) -> TokenizerError:
-    """What to raise for a panic of the library, which is no Exception; raises all else as it is."""
+def _panic_error(error: BaseException) -> TokenizerError:
+    """Return the error for a panic of the library (not an Exception); re-raise anything else."""
     if type(error).__name__ != "PanicException":
         raise error
     return TokenizerError(f"the tokenizer cannot encode this: {error}")
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens each of two texts keeps that together have more than ``room``: the longer one is cut off first.
+    """Return how many tokens each of two texts keeps within ``room`` together: the longer one is cut first.
 
-    As the strategy of that name in the tokenizers library, which can only be set for a whole tokenizer.
+    Equals the strategy of that name in the tokenizers library, which can only be set for an entire tokenizer.
     """
     shorter = min(first, second)
     longer = max(shorter, room - shorter)
@@ -183,16 +185,16 @@ def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def _encoded_pair(encoding: tokenizers.Encoding) -> EncodedPair:
-    """Take a pair whose token types are first zeros, then ones (BERT), or only zeros (RoBERTa)."""
+    """Convert a pair whose token types are zeros, then ones (BERT), or only zeros (RoBERTa)."""
     types = encoding.type_ids
     first_tokens = len(types) - sum(types)
     if types[first_tokens:] != [1] * (len(types) - first_tokens):
-        raise TokenizerError("the tokenizer numbers the texts of a pair in a way that is not supported")
+        raise TokenizerError("the tokenizer's token types for pairs of texts are not supported")
     return EncodedPair(encoding.ids, first_tokens)
 
 
 class _Part(msgspec.Struct):
-    """A normalizer or a pre-tokenizer of a ``tokenizer.json``; of a sequence, its parts."""
+    """A normalizer or pre-tokenizer of a ``tokenizer.json``, with its parts if it is a sequence."""
 
     type: str
     normalizers: list["_Part"] = []
@@ -213,7 +215,7 @@ class _AddedToken(msgspec.Struct):
 
 
 class _Parts(msgspec.Struct):
-    """What of a ``tokenizer.json`` says whether any part of a text can vanish."""
+    """The fields of a ``tokenizer.json`` that determine whether a part of a text can vanish."""
 
     model: _Model
     normalizer: _Part | None = None
@@ -221,16 +223,16 @@ class _Parts(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-# Normalizers that leave at least so many of this many characters; composing (NFC) makes one of four at most.
+# Normalizers, and how many characters they reduce to one at most; composing (NFC) joins up to four.
 _SHRINKS_TO_ONE_OF: Final = {"ByteLevel": 1, "Lowercase": 1, "Prepend": 1, "NFC": 4, "NFD": 1}
 _KEEPING_PRE_TOKENIZERS: Final = {"ByteLevel", "Metaspace", "Digits"}
 _KEEPING_IF_NOT_REMOVED: Final = {"Split", "Punctuation"}
 
 
-def _most_chars(parts: _Parts, longest: int) -> int | None:
-    """The most characters one token stands for: ``longest``, where every character of a text is in some token.
+def _max_chars(parts: _Parts, longest: int) -> int | None:
+    """Return the maximum characters of one token: ``longest``, if every character of a text is in some token.
 
-    That needs a model that knows all bytes, and nothing before it that drops characters (as BERT's cleaning does).
+    That needs a model that covers all bytes, and no earlier step that drops characters (as BERT's cleaning does).
     """
     normalizers = _flat(parts.normalizer)
     pre_tokenizers = _flat(parts.pre_tokenizer)
@@ -258,14 +260,14 @@ _REPEATED_GROUP: Final = re.compile(r"(?<!\\)\)[*+{]")
 
 
 def _may_backtrack(parts: _Parts) -> bool:
-    """Whether it splits texts by a pattern that repeats a group: what is repeated within it may be tried in any way."""
+    """Report whether it splits texts by a pattern with a repeated group, which may backtrack exponentially."""
     patterns = [part.pattern for part in (*_flat(parts.normalizer), *_flat(parts.pre_tokenizer))]
     texts = [pattern["Regex"] for pattern in patterns if isinstance(pattern, dict) and "Regex" in pattern]
     return any(_REPEATED_GROUP.search(_CHARACTER_CLASS.sub("", text)) for text in texts)
 
 
 def _keeps_length(part: _Part) -> bool:
-    """Whether it replaces a text by one at least as long."""
+    """Report whether it replaces a text by one at least as long."""
     replaced = part.pattern.get("String") if isinstance(part.pattern, dict) else None
     return part.type == "Replace" and isinstance(replaced, str) and len(part.content or "") >= len(replaced)
 
@@ -278,12 +280,12 @@ def _flat(part: _Part | None) -> list[_Part]:
 
 
 def _with_names(tokenizer_json: str, names: Mapping[str, str]) -> bytes:
-    """The file of a tokenizer whose added tokens have other names, in the vocabulary of its model too."""
+    """Return a tokenizer's file with its added tokens renamed, in the vocabulary of its model too."""
     document = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
     added: list[dict[str, Any]] = msgspec.json.decode(document["added_tokens"])
     for token in added:
         token["content"] = names.get(token["content"], token["content"])
-    model = msgspec.json.decode(document["model"], type=dict[str, msgspec.Raw])  # merges are many, and stay as they are
+    model = msgspec.json.decode(document["model"], type=dict[str, msgspec.Raw])  # the many merges stay unparsed
     vocabulary = msgspec.json.decode(model["vocab"])
     renamed: object = (
         {names.get(text, text): token_id for text, token_id in vocabulary.items()}
@@ -301,7 +303,7 @@ def _raw(value: object) -> msgspec.Raw:
 
 
 class TiktokenEncoder:
-    """An encoding of OpenAI's tiktoken, by name."""
+    """An encoding of OpenAI's tiktoken library, by name."""
 
     def __init__(self, encoding_name: str) -> None:
         """Load the encoding. Raises TokenizerError."""
@@ -312,47 +314,47 @@ class TiktokenEncoder:
                 f"the tiktoken encoding {encoding_name!r} is not in tiktoken's cache, and cannot be fetched: put its"
                 f" file into the folder TIKTOKEN_CACHE_DIR, or name a tokenizer.json: {error}"
             ) from error
-        except Exception as error:  # the library raises what it likes for a name that it does not know
+        except Exception as error:  # the library raises various types for an unknown name
             raise TokenizerError(f"tiktoken encoding {encoding_name!r}: {error}") from error
         added = map(len, self._encoding.special_tokens_set)
-        self.most_chars: int | None = max([*map(len, self._encoding.token_byte_values()), *added])
+        self.max_chars: int | None = max([*map(len, self._encoding.token_byte_values()), *added])
         self.may_backtrack = False
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See Encoder. tiktoken's encodings add no tokens of their own."""
+        """Return a text's token ids; tiktoken's encodings add no special tokens."""
         del add_special_tokens
         return self._encoding.encode(text, allowed_special="all")
 
     def encode_inputs(self, texts: list[str], *, add_special_tokens: bool, most_tokens: int | None) -> list[list[int]]:
-        """See Encoder."""
+        """Return the token ids of several texts, each cut to ``most_tokens``."""
         return [self.encode(text, add_special_tokens=add_special_tokens)[:most_tokens] for text in texts]
 
     def encode_pairs(self, pairs: list[tuple[str, str]], *, most_tokens: int | None) -> list[EncodedPair]:  # noqa: ARG002  # the protocol's
-        """See Encoder."""
-        raise TokenizerError("tiktoken's encodings have no form for pairs of texts")
+        """Return the token ids of pairs of texts."""
+        raise TokenizerError("tiktoken's encodings do not support pairs of texts")
 
     def decode(self, token_ids: list[int]) -> str:
-        """See Encoder."""
+        """Return the text of token ids, special tokens included."""
         return self._encoding.decode(token_ids)
 
     def token_text(self, token_id: int) -> str | None:
-        """See Encoder."""
+        """Return a token's entry in the vocabulary; None where it has none."""
         try:
             return self._encoding.decode_single_token_bytes(token_id).decode(errors="replace")
         except KeyError:
             return None
 
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
-        """See Encoder."""
+        """Return the added tokens by text, with id and whether each is special."""
         return {text: (self._encoding.encode_single_token(text), True) for text in self._encoding.special_tokens_set}
 
     def renamed(self, names: Mapping[str, str]) -> Callable[[str], list[int]]:
-        """See Encoder."""
+        """Return an encoding function in which added tokens have other names."""
         encoding = self._encoding
         special = {names.get(text, text): token_id for text, (token_id, _) in self.added_tokens().items()}
         copy = tiktoken.Encoding(
             encoding.name,
-            pat_str=encoding._pat_str,  # noqa: SLF001  # tiktoken's documentation extends encodings so
+            pat_str=encoding._pat_str,  # noqa: SLF001  # the documented way to extend an encoding
             mergeable_ranks=encoding._mergeable_ranks,  # noqa: SLF001
             special_tokens=special,
         )
@@ -360,7 +362,7 @@ class TiktokenEncoder:
 
 
 def read_tokenizer_file(path: Path) -> bytes:
-    """The tokenizer.json at a path or in a model folder. Raises TokenizerError."""
+    """Read the tokenizer.json at a path or in a model folder. Raises TokenizerError."""
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         return file.read_bytes()

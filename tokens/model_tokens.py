@@ -1,4 +1,4 @@
-"""Everything about one served model's tokens: its template, its tokenizer, its context length."""
+"""One served model's tokens: its chat template, tokenizer and context length."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +14,16 @@ from tokens.tools.dialect import Dialect
 from web.errors import ContextLengthExceeded, InvalidParameter
 
 INLINE_CHARS: Final = 4096  # about 1 ms of encoding; longer prompts go to a thread
-END_TOKENS: Final = 16  # of a prompt: enough to hold a mark that begins reasoning, also where it is spelled out
+END_TOKENS: Final = 16  # of a prompt: enough for a mark that begins reasoning, even in several tokens
 
-Messages = Sequence[Mapping[str, Any]]  # of a conversation, and its tools: as chat templates expect them
+Messages = Sequence[Mapping[str, Any]]  # of a conversation, or its tools, as chat templates expect them
 Conversation = tuple[Messages, Messages, Mapping[str, Any] | None]  # with its tools, and the template's variables
 AnyTemplate = ChatTemplate | Renderer
 _Result = TypeVar("_Result")
 
 
 class ModelTokens:
-    """Renders and encodes prompts for one model, never holding up the event loop."""
+    """Renders and encodes prompts for one model without blocking the event loop."""
 
     def __init__(
         self,
@@ -44,30 +44,30 @@ class ModelTokens:
         counts_chats: bool = False,
     ) -> None:
         self.model = model
-        # protocol.messages.Revision.tokenizer of the workers that understand its ids; NO_TOKENIZER: there are none.
+        # protocol.messages.Revision.tokenizer of the workers that understand its ids; NO_TOKENIZER: no such workers.
         self.tokenizer = tokenizer
-        self.takes_messages = takes_messages  # some of its pools do
-        self.counts_chats = counts_chats  # and no others answer a conversation, whose ids merely count its tokens
-        self.pooling = pooling  # what it makes of its inputs; None: it generates text
+        self.takes_messages = takes_messages  # some of its pools take messages
+        self.counts_chats = counts_chats  # only those answer chats: ids merely count tokens
+        self.pooling = pooling  # None: a model that generates text
         self.context_length = context_length  # prompt + output tokens
-        self.dialect = dialect  # how answers to a conversation are written, where they are not mere text
-        self.lenient_schemas = lenient_schemas  # what of them no grammar can enforce is left out, not refused
+        self.dialect = dialect  # of answers to a conversation; None: plain text
+        self.lenient_schemas = lenient_schemas  # keywords that no grammar can enforce are ignored
         self._encoder = encoder
         self._template = template
         self._tool_template = tool_template or template  # for conversations with tools
         self._pool = pool
-        self._tenant = ""  # whose threads are taken
+        self._tenant = ""  # whose share of the threads is used
         self._add_special_tokens = add_special_tokens
         self._control_tokens = None if control_tokens_in_content else ControlTokens(encoder)
 
     def of_tenant(self, tenant: str) -> "ModelTokens":
-        """The same, counting for a tenant: at his expense where it takes long."""
+        """Return a copy that charges long work to a tenant's share of the threads."""
         tokens = object.__new__(ModelTokens)
-        tokens.__dict__.update(self.__dict__, _tenant=tenant)  # per request: copy.copy takes ten times as long
+        tokens.__dict__.update(self.__dict__, _tenant=tenant)  # done per request: copy.copy takes ten times as long
         return tokens
 
     async def close(self) -> None:
-        """End the processes that render its templates."""
+        """Stop the processes that render its templates."""
         for template in (self._template, self._tool_template):
             if isinstance(template, Renderer):
                 await template.close()
@@ -75,14 +75,15 @@ class ModelTokens:
     async def encode_text(
         self, text: str, *, add_special_tokens: bool | None = None, within_context: str | None = None
     ) -> list[int]:
-        """Token ids of a plain prompt, with the model's own special tokens unless told otherwise.
+        """Return the token ids of a plain prompt, by default with the model's own special tokens.
 
-        ``within_context``: the request's field that holds it; raises ContextLengthExceeded for one that is too long.
+        ``within_context``: the prompt's field in the request; raises ContextLengthExceeded if the prompt is too long.
         """
         special = self._add_special_tokens if add_special_tokens is None else add_special_tokens
-        self._refuse_unread(text, within_context)
+        self._refuse_too_long(text, within_context)
         return await self._run(
-            len(text), lambda: self._fitting(self._encoder.encode(text, add_special_tokens=special), within_context)
+            len(text),
+            lambda: self._check_length(self._encoder.encode(text, add_special_tokens=special), within_context),
         )
 
     async def encode_chat(
@@ -95,11 +96,11 @@ class ModelTokens:
         variables: Mapping[str, Any] | None = None,
         within_context: str | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, up to the end of the last message's text if that is to be continued.
+        """Return the token ids of a conversation, up to the end of the last message's text if that is continued.
 
-        The text of a control token in a message is text, unless the model's settings say otherwise.
-        ``within_context``: see ``encode_text``. Raises InvalidParameter where the template refuses it, or there is
-        none.
+        The text of a control token in a message stays text, unless the model's settings say otherwise.
+        ``within_context``: see ``encode_text``. Raises InvalidParameter if the template refuses the conversation or the
+        model has none.
         """
         template = self._tool_template if tools else self._template
         if template is None:
@@ -112,7 +113,7 @@ class ModelTokens:
 
         def marked() -> tuple[bool, Conversation]:
             control, given = self._control_tokens, (messages, tools, variables)
-            if control is not None and control.are_in(texts):
+            if control is not None and control.occur_in(texts):
                 return True, control.marked(given)
             return False, given
 
@@ -121,11 +122,11 @@ class ModelTokens:
                 text = up_to_content(text, conversation[0][-1].get("content") or "")
             control = self._control_tokens
             if control is not None and is_marked:
-                self._refuse_unread(control.unmarked(text), within_context)
-                return self._fitting(control.encode(text), within_context)
-            self._refuse_unread(text, within_context)
-            # The template has written all special tokens.
-            return self._fitting(self._encoder.encode(text, add_special_tokens=False), within_context)
+                self._refuse_too_long(control.unmarked(text), within_context)
+                return self._check_length(control.encode(text), within_context)
+            self._refuse_too_long(text, within_context)
+            # The template has already written all special tokens.
+            return self._check_length(self._encoder.encode(text, add_special_tokens=False), within_context)
 
         def rendered_and_encoded(template: ChatTemplate) -> list[int]:
             is_marked, given = marked()
@@ -145,27 +146,27 @@ class ModelTokens:
         return await self._run(len(text), lambda: encoded(text, given, is_marked=is_marked))
 
     def template_reads(self, variable: str) -> bool:
-        """Whether the chat template, or the one for conversations with tools, makes use of a variable."""
+        """Report whether the chat template, or the one for conversations with tools, uses a variable."""
         return any(template and variable in template.variables for template in (self._template, self._tool_template))
 
     async def token_texts(self, token_ids: list[int]) -> list[str | None]:
-        """How the vocabulary writes each token; None where it has no such."""
+        """Return each token's entry in the vocabulary; None for ids that do not exist."""
         return await self._run(len(token_ids), lambda: [self._encoder.token_text(token_id) for token_id in token_ids])
 
     def end_of(self, prompt_ids: list[int]) -> str:
-        """The last few characters of an encoded prompt."""
+        """Return the text of the last END_TOKENS tokens of an encoded prompt."""
         return self._encoder.decode(prompt_ids[-END_TOKENS:])
 
     async def encode_inputs(
         self, texts: list[str], *, add_special_tokens: bool | None, most_tokens: int | None, field: str
     ) -> list[list[int]]:
-        """Token ids of several texts, cut off where they have more than ``most_tokens``.
+        """Return the token ids of several texts, each cut to ``most_tokens`` (None: not cut).
 
-        ``field``: the request's, which holds them; raises ContextLengthExceeded for one too long that is not cut off.
+        ``field``: their field in the request; raises ContextLengthExceeded for a text that is too long and not cut.
         """
         if most_tokens is None:
             for number, text in enumerate(texts):
-                self._refuse_unread(text, f"{field}.{number}")
+                self._refuse_too_long(text, f"{field}.{number}")
         special = self._add_special_tokens if add_special_tokens is None else add_special_tokens
         return await self._run(
             sum(map(len, texts)),
@@ -173,12 +174,12 @@ class ModelTokens:
         )
 
     async def encode_pairs(self, pairs: list[tuple[str, str]], *, most_tokens: int | None) -> list[EncodedPair]:
-        """Token ids of pairs of texts. Raises TokenizerError where the tokenizer has no form for them."""
+        """Return the token ids of pairs of texts. Raises TokenizerError if the tokenizer does not support pairs."""
         size = sum(len(first) + len(second) for first, second in pairs)
         return await self._run(size, lambda: self._encoder.encode_pairs(pairs, most_tokens=most_tokens))
 
     async def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return await self._run(len(token_ids), lambda: self._encoder.decode(token_ids))
 
     async def _run(self, size: int, work: Callable[[], _Result]) -> _Result:
@@ -186,20 +187,20 @@ class ModelTokens:
             return work()
         return await self._pool.run(self._tenant, size, work)
 
-    def _refuse_unread(self, text: str, field: str | None) -> None:
-        """Raise ContextLengthExceeded for a text that is too long however it is encoded, which would take seconds."""
-        most_chars = self._encoder.most_chars
-        if field is None or most_chars is None or len(text) <= self.context_length * most_chars:
+    def _refuse_too_long(self, text: str, field: str | None) -> None:
+        """Raise ContextLengthExceeded for a text that is too long in any encoding; encoding it would take seconds."""
+        max_chars = self._encoder.max_chars
+        if field is None or max_chars is None or len(text) <= self.context_length * max_chars:
             return
-        at_least = math.ceil(len(text) / most_chars)
+        at_least = math.ceil(len(text) / max_chars)
         raise ContextLengthExceeded(
             f"This model's maximum context length is {self.context_length} tokens. However, the {len(text)} characters"
             f" of your {field} make at least {at_least} tokens. Please reduce the length of the {field}.",
             param=field,
         )
 
-    def _fitting(self, token_ids: list[int], field: str | None) -> list[int]:
-        """Raise ContextLengthExceeded for too many tokens, and let go of them: a refusal may live for long."""
+    def _check_length(self, token_ids: list[int], field: str | None) -> list[int]:
+        """Raise ContextLengthExceeded for too many tokens, and free them: the exception may live for long."""
         count = len(token_ids)
         if field is None or count < self.context_length:
             return token_ids
@@ -208,7 +209,7 @@ class ModelTokens:
 
 
 def use_of(tokens: ModelTokens) -> str:
-    """What a model is for, for those who asked it for something else."""
+    """Describe what a model is for, for the refusal of other requests."""
     if tokens.pooling is None:
         return "it generates text; use /v1/chat/completions or /v1/completions"
     if tokens.pooling.task == "embed":
@@ -217,7 +218,7 @@ def use_of(tokens: ModelTokens) -> str:
 
 
 def prompt_too_long(context_length: int, prompt_tokens: int, prompt_param: str) -> ContextLengthExceeded:
-    """The refusal of a prompt that leaves no token for an answer."""
+    """Return the refusal of a prompt that leaves no token for an answer."""
     return ContextLengthExceeded(
         f"This model's maximum context length is {context_length} tokens. However, your {prompt_param} resulted in"
         f" {prompt_tokens} tokens. Please reduce the length of the {prompt_param}.",

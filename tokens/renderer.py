@@ -1,12 +1,12 @@
-"""Chat templates that are not proven to end soon (``template_proof``), each rendered in a process of its own.
+"""Chat templates that are not proven to terminate quickly (``template_proof``), each rendered in a separate process.
 
     gateway                                          renderer
     ModelTokens ── conversation, length first ─────> stdin ──> the template, under limits of time and memory
                 <─ text, or why there is none ────── stdout
                                                      SIGPROF, RLIMIT_AS ──> it ends; the next one starts another
 
-One such process for each template: what one costs, others' do not pay for. It has no torch, and of the gateway only the
-template's own code. This module is both sides: the gateway's, and with ``python -m`` the process.
+Each template has its own process, so that an expensive one does not slow down others. The process imports no torch, and
+of the gateway only the template code. This module has both sides: the gateway's and, with ``python -m``, the process.
 """
 
 import asyncio
@@ -25,28 +25,28 @@ from msgspec import Struct
 from tokens.chat_template import Arguments, BeyondLimits, ChatTemplate
 from web.errors import InvalidParameter, Overloaded
 
-RENDER_CPU_S: Final = 2.0  # of one conversation
+RENDER_CPU_S: Final = 2.0  # CPU time for one conversation
 COMPILE_CPU_S: Final = 2.0
-ANSWER_LIMIT_S: Final = 20.0  # then the machine is too busy, which says nothing of the template
-END_LIMIT_S: Final = 5.0  # of a killed process; past it, the machine hangs
+ANSWER_LIMIT_S: Final = 20.0  # beyond it the machine is too busy; the template is not at fault
+END_LIMIT_S: Final = 5.0  # of a killed process; beyond it, the machine hangs
 MEMORY_BYTES: Final = 1024**3
 MAX_WAITING: Final = 64  # conversations for one template
 _LENGTH: Final = struct.Struct(">I")
 
 
 class RendererDied(Exception):
-    """The process has used up its time or memory."""
+    """The process has exhausted its time or memory."""
 
 
 class Source(Struct):
-    """What the process is told first."""
+    """The first message to the process: the template."""
 
     source: str
     special_tokens: dict[str, str]
 
 
 class Conversation(Struct):
-    """What is to be rendered."""
+    """A conversation to render."""
 
     messages: list[Any]
     add_generation_prompt: bool
@@ -55,29 +55,29 @@ class Conversation(Struct):
 
 
 class Rendered(Struct):
-    """What became of it."""
+    """The result for a Source or a Conversation."""
 
     text: str = ""
-    refusal: str | None = None  # the template's, in words for the caller
+    refusal: str | None = None  # the template's message, for the client
     param: str | None = None
     is_beyond_limits: bool = False
-    variables: list[str] = []  # that the template reads; told of the source
+    variables: list[str] = []  # variables that the template reads; in the answer to the source
 
 
 class Renderer:
-    """The gateway's side. Only the event loop touches it."""
+    """The gateway's side. Use it from the event loop only."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
-        self.variables: frozenset[str] = frozenset()  # that it reads; known once it has started
+        self.variables: frozenset[str] = frozenset()  # variables that it reads; known after the start
         self._special_tokens = dict(special_tokens)
         self._process: asyncio.subprocess.Process | None = None
-        self._killed: asyncio.subprocess.Process | None = None  # the last one
+        self._killed: asyncio.subprocess.Process | None = None  # the last killed process
         self._turn = asyncio.Lock()
         self._waiting = 0
 
     async def start(self) -> None:
-        """Compile the template. Raises RendererDied, Overloaded, and InvalidParameter in words for the operator."""
+        """Compile the template. Raises RendererDied, Overloaded, and InvalidParameter (for the operator)."""
         async with self._turn:
             await self._started()
 
@@ -89,77 +89,79 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """See ChatTemplate. Raises Overloaded too, and InvalidParameter where time or memory does not suffice."""
+        """Render a conversation. Raises Overloaded, and InvalidParameter if refused or beyond time or memory."""
         if self._waiting >= MAX_WAITING:
-            raise Overloaded("Too many conversations wait for this model's chat template at the moment.")
-        asked = Conversation(list(messages), add_generation_prompt, list(tools), dict(variables) if variables else None)
+            raise Overloaded("Too many conversations are waiting for this model's chat template.")
+        request = Conversation(
+            list(messages), add_generation_prompt, list(tools), dict(variables) if variables else None
+        )
         self._waiting += 1
         try:
-            told = await self._told(asked)
+            result = await self._send(request)
         except RendererDied as error:
             message = f"The model's chat template cannot render this: {error}"
             raise InvalidParameter(message, param="messages") from error
         finally:
             self._waiting -= 1
-        if told.refusal is not None:
-            raise InvalidParameter(told.refusal, param=told.param)
-        return told.text
+        if result.refusal is not None:
+            raise InvalidParameter(result.refusal, param=result.param)
+        return result.text
 
     async def probe(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Render a conversation, or have it refused.
+        """Render a conversation; a refusal by the template is fine.
 
-        Raises RendererDied where the limits do not suffice for that, and Overloaded.
+        Raises RendererDied if the limits are too low for it, and Overloaded.
         """
-        told = await self._told(Conversation(list(messages), add_generation_prompt=True, tools=[], variables=None))
-        if told.is_beyond_limits:
-            raise RendererDied(told.refusal)
+        result = await self._send(Conversation(list(messages), add_generation_prompt=True, tools=[], variables=None))
+        if result.is_beyond_limits:
+            raise RendererDied(result.refusal)
 
-    async def _told(self, asked: Conversation) -> Rendered:
+    async def _send(self, request: Conversation) -> Rendered:
         async with self._turn:
             process = self._process
             if process is None or process.returncode is not None:
                 process = await self._started()
-            return await self._ask(process, asked)
+            return await self._ask(process, request)
 
     async def _started(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "tokens.renderer",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # it finds what we find, and nothing else
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # the same import path as ours
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
         self._process = process
-        told = await self._ask(process, Source(self.source, self._special_tokens))
-        if told.refusal is not None:
+        result = await self._ask(process, Source(self.source, self._special_tokens))
+        if result.refusal is not None:
             self.kill()
-            raise InvalidParameter(told.refusal, param="model")
-        self.variables = frozenset(told.variables)
+            raise InvalidParameter(result.refusal, param="model")
+        self.variables = frozenset(result.variables)
         return process
 
-    async def _ask(self, process: asyncio.subprocess.Process, asked: Source | Conversation) -> Rendered:
+    async def _ask(self, process: asyncio.subprocess.Process, request: Source | Conversation) -> Rendered:
         try:
             async with asyncio.timeout(ANSWER_LIMIT_S):
-                told = msgspec.msgpack.decode(await _answer_of(process, _framed(asked)), type=Rendered)
-        except TimeoutError as error:  # its own limits are of the processor's time, and have not been reached
+                result = msgspec.msgpack.decode(await _answer_of(process, _framed(request)), type=Rendered)
+        except TimeoutError as error:  # its own limits are of CPU time, and were not reached
             self.kill()
-            raise Overloaded(f"A chat template got no answer within {ANSWER_LIMIT_S:g} s.") from error
+            raise Overloaded(f"A chat template was not rendered within {ANSWER_LIMIT_S:g} s.") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             self.kill()
-            raise RendererDied("it takes more time or memory than it may have") from error
-        except BaseException:  # nobody takes the answer, which the next one would get
+            raise RendererDied("it exceeds the limits of time or memory") from error
+        except BaseException:  # the unread answer would go to the next conversation
             self.kill()
             raise
-        return told
+        return result
 
     def kill(self) -> None:
-        """End the process; the next conversation starts another."""
+        """Kill the process; the next conversation starts another."""
         process, self._process = self._process, None
         if process is not None:
             self._killed = process
             process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001  # kills it, and closes its pipes
 
     async def close(self) -> None:
-        """End the process for good, and return when it has ended."""
+        """Kill the process permanently, and wait until it has exited."""
         self.kill()
         if self._killed is not None:
             with contextlib.suppress(TimeoutError):
@@ -168,7 +170,7 @@ class Renderer:
 
 
 async def _answer_of(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
-    if process.stdin is None or process.stdout is None:  # never: they are pipes
+    if process.stdin is None or process.stdout is None:  # impossible: they are pipes
         return b""
     process.stdin.write(frame)
     await process.stdin.drain()
@@ -185,32 +187,32 @@ def _framed(message: Struct) -> bytes:
 
 
 def main() -> None:
-    """Render conversations until there are no more."""
-    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends us
+    """Render conversations until the input ends."""
+    request, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway stops this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    source = msgspec.msgpack.decode(_read(asked), type=Source)
-    signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)  # SIGPROF ends a process that does not handle it
+    source = msgspec.msgpack.decode(_read(request), type=Source)
+    signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)  # an unhandled SIGPROF terminates the process
     try:
         template = ChatTemplate(source.source, source.special_tokens)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the template is at fault, and the gateway says so
+    except Exception as error:  # noqa: BLE001  # any fault is the template's, and reported by the gateway
         _answer(answers, Rendered(refusal=f"{type(error).__name__}: {error}"))
         return
     _answer(answers, Rendered(variables=sorted(template.variables)))
-    while data := _read(asked):
+    while data := _read(request):
         signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_S)
         _answer(answers, _rendered(template, msgspec.msgpack.decode(data, type=Conversation)))
 
 
-def _rendered(template: ChatTemplate, asked: Conversation) -> Rendered:
+def _rendered(template: ChatTemplate, request: Conversation) -> Rendered:
     try:
         return Rendered(
             template.render(
-                [_with_arguments(message) for message in asked.messages],
-                add_generation_prompt=asked.add_generation_prompt,
-                tools=asked.tools,
-                variables=asked.variables,
+                [_with_arguments(message) for message in request.messages],
+                add_generation_prompt=request.add_generation_prompt,
+                tools=request.tools,
+                variables=request.variables,
             )
         )
     except InvalidParameter as error:
@@ -219,7 +221,7 @@ def _rendered(template: ChatTemplate, asked: Conversation) -> Rendered:
 
 
 def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as it was before it travelled: arguments of calls are more than a dict."""
+    """Restore ``Arguments`` objects, which are sent as plain dicts, in a message's calls."""
     for call in message.get("tool_calls", ()):
         if isinstance(call["function"]["arguments"], dict):
             call["function"]["arguments"] = Arguments(call["function"]["arguments"])

@@ -1,4 +1,4 @@
-"""What the expressions of a chat template can be: a part of ``template_proof``, which says what for."""
+"""Bounds for the values of a chat template's expressions: a part of ``template_proof``, which says why."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,12 +26,18 @@ from tokens.template_values import (
 )
 
 MAX_WEIGHT: Final = 64.0
-MAX_STEPS: Final = 50_000  # of the proof itself: macros are looked through at each call
-_TIME_CHARS: Final = 100  # that a time is written in
+MAX_STEPS: Final = 50_000  # of the proof itself: a macro is analysed at each call
+_TIME_CHARS: Final = 100  # of a formatted time
 
 _NUMBERS: Final = {"length", "count", "int", "abs"}
 _FREE_FILTERS: Final = {"first", "last", "default", "d", "safe", "items"}
-_LISTS: Final = {"map": 0, "select": 0, "reject": 0, "selectattr": 1, "rejectattr": 1}  # where the applied one stands
+_LISTS: Final = {
+    "map": 0,
+    "select": 0,
+    "reject": 0,
+    "selectattr": 1,
+    "rejectattr": 1,
+}  # index of the applied filter or test
 _TEXTS: Final = {"trim", "upper", "lower", "capitalize", "title", "string"}
 _CHEAP_FILTERS: Final = _TEXTS | {"list", "reverse", *_LISTS}
 _HEAVY_FILTERS: Final = {"tojson": AS_TEXT, "join": AS_TEXT + 1, "dictsort": 1.0, "sort": 1.0, "unique": 1.0}
@@ -49,15 +55,15 @@ _LOOP_NUMBERS: Final = {"index", "index0", "revindex", "revindex0", "first", "la
 
 
 class Expressions:
-    """What the expressions of a template can be, at the place where the walk is."""
+    """Bounds for a template's expressions at the current statement of the walk."""
 
     def __init__(self) -> None:
         self.names: dict[str, Value] = {}
         self.macros: dict[str, nodes.Macro] = {}
         self.spaces: set[str] = set()  # names of namespaces
-        self.gathered: dict[str, Value] = {}  # "ns.name" → what it can be
-        self.loops: list[bool] = []  # those around: whether each goes over rows
-        self.is_written = False  # what is looked at is written at once, and counted as it comes
+        self.gathered: dict[str, Value] = {}  # "ns.name" → its bound
+        self.loops: list[bool] = []  # enclosing loops: whether each iterates over rows
+        self.is_written = False  # the current expression is output directly, and counted there
         self._steps = 0
         self._kinds: dict[type[nodes.Node], Callable[[Any], Value]] = {
             nodes.Const: lambda node: of_text(node.value) if isinstance(node.value, str) else NUMBER,
@@ -88,7 +94,7 @@ class Expressions:
         }
 
     def value(self, node: nodes.Node) -> Value:
-        """The most that an expression can be. Raises CostUnknown."""
+        """Return the bound of an expression. Raises CostUnknown."""
         self.step()
         kind = self._kinds.get(type(node))
         if kind is None:
@@ -96,19 +102,19 @@ class Expressions:
         return self.limited(kind(node))
 
     def step(self) -> None:
-        """Count a step of the proof. Raises CostUnknown where there are too many."""
+        """Count a step of the proof. Raises CostUnknown beyond MAX_STEPS."""
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise CostUnknown("it is too long")
 
     def limited(self, value: Value) -> Value:
-        """The value, if it is small enough. Raises CostUnknown."""
+        """Return the value if it is small enough. Raises CostUnknown."""
         if value.weight > MAX_WEIGHT:
             raise CostUnknown("a value may become large")
         return value
 
     def macro_call(self, macro: nodes.Macro, given: Sequence[Value], keywords: dict[str, Value]) -> Value:
-        """What a macro writes. Raises CostUnknown."""
+        """Return the value that a macro writes. Raises CostUnknown."""
         raise NotImplementedError
 
     # --- names and parts ----------------------------------------------------------------------------------------------
@@ -159,7 +165,7 @@ class Expressions:
         return self._compared(sides)
 
     def _compared(self, sides: Sequence[Value]) -> Value:
-        # Two are compared no further than the shorter one goes.
+        # A comparison reads no more than the shorter one's length.
         if not any(map(self._is_own, sides)):
             self._cheap(joined(sides))
         return NUMBER
@@ -173,7 +179,7 @@ class Expressions:
         if value.is_number:
             return value
         added = joined(part for part in parts if not part.gathered)
-        # What is gathered is copied for each turn; what is put to it must be a part of what the loop is at.
+        # A gathered value is copied in each iteration; only parts of the loop's current item may be added to it.
         self._cheap(added if value.gathered else value)
         if value.gathered and self.loops not in ([], [True]) and not self.is_written:
             raise CostUnknown("a loop within another one gathers in a namespace")
@@ -183,7 +189,7 @@ class Expressions:
 
     def _arithmetic(self, node: nodes.BinExpr) -> Value:
         left, right = self.value(node.left), self.value(node.right)
-        if isinstance(node, nodes.Sub | nodes.FloorDiv):  # no text has these
+        if isinstance(node, nodes.Sub | nodes.FloorDiv):  # not defined for texts
             return NUMBER if not left.gathered + right.gathered else replace(NUMBER, gathered=(), is_grown=True)
         if not (left.is_number and right.is_number):
             raise CostUnknown(f"{type(node).__name__} of what may be a text")
@@ -208,7 +214,7 @@ class Expressions:
         arguments = [*node.args, *[keyword.value for keyword in node.kwargs]]
         given = list(map(self.value, arguments))
         if node.name in _NUMBERS:
-            if node.name in {"int", "abs"}:  # a text is looked through
+            if node.name in {"int", "abs"}:  # they scan a text
                 self._cheap(value)
             return NUMBER
         if node.name in _FREE_FILTERS:
@@ -227,7 +233,7 @@ class Expressions:
         return replace(self._cheap(value), is_rows=value.is_rows and node.name not in _TEXTS)
 
     def _check_applied(self, node: nodes.Filter, arguments: Sequence[nodes.Expr]) -> None:
-        """``map('trim')``, ``select('string')``: what they apply must be known, too."""
+        """Check the filter or test that ``map('trim')`` or ``select('string')`` applies: it must be known, too."""
         if node.name not in _LISTS or [keyword.key for keyword in node.kwargs] == ["attribute"]:
             return
         place, known = _LISTS[node.name], _TEXTS | _NUMBERS if node.name == "map" else _TESTS
@@ -273,13 +279,13 @@ class Expressions:
             return replace(of_input(), is_rows=True)
         raise CostUnknown(f"the function {name} is not known")
 
-    # --- what a loop may do with a value ------------------------------------------------------------------------------
+    # --- use of a value in a loop -------------------------------------------------------------------------------------
 
     def _is_own(self, value: Value) -> bool:
         return value.is_number or value.level == math.inf or (value.level >= len(self.loops) and not value.is_repeated)
 
     def _cheap(self, value: Value) -> Value:
-        """It is copied or looked through."""
+        """Return a value that is copied or scanned. Raises CostUnknown in a loop that does not own it."""
         if self.is_written or self._is_own(value) or self.loops == [True]:
             return value
         raise CostUnknown("a loop copies what is not its own")

@@ -1,15 +1,16 @@
-"""Whether a chat template is proven to end soon, whatever conversation it is given.
+"""Proof that a chat template terminates quickly for every conversation.
 
-A template is a program out of a model folder. Nearly all only walk over messages, their calls and tools, and put texts
-together; for those this walk over their syntax tree finds bounds, and they run within the gateway. Whatever it does not
-understand is not proven, and runs elsewhere (``renderer``). Two things are bounded, in units of the conversation:
+A template is a program from a model folder. Nearly all only iterate over messages, their calls and tools, and join
+texts; for those this walk over their syntax tree finds bounds, and they run inside the gateway. A template with any
+construct unknown here is not proven, and runs in another process (``renderer``). Two things are bounded, in units of
+the conversation:
 
-- *Time*: a loop goes over a part of the message, call, … that the loop around it is at, so that all loops together go
-  over the conversation once; only the tools may be gone over for each message. What a loop does with anything else (a
-  system prompt, all tools) costs no more than copying it for each message, or is written at once, where the output's
-  own limit ends it.
-- *Size*: every value has a ``weight``, the most it can be in multiples of the conversation. What a namespace gathers in
-  a loop may only grow by parts of what the loop is at.
+- *Time*: a loop iterates over a part of the enclosing loop's current item (message, call, …), so that all loops
+  together visit the conversation once; only the tools may be visited for each message. Any other value in a loop (a
+  system prompt, all tools) costs no more than a copy for each message, or is output directly, within the output's own
+  limit.
+- *Size*: every value has a ``weight``, its maximum size in multiples of the conversation. In a loop a namespace may
+  only grow by parts of the loop's current item.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +37,8 @@ from tokens.template_values import (
 MAX_MACRO_DEPTH: Final = 6
 
 
-def why_unproven(template: nodes.Template) -> str | None:
-    """What keeps a parsed template from being proven; None where nothing does."""
+def unproven_reason(template: nodes.Template) -> str | None:
+    """Return the reason why a parsed template is not proven; None if it is."""
     try:
         _Proof().body(template.body)
     except CostUnknown as reason:
@@ -48,13 +49,13 @@ def why_unproven(template: nodes.Template) -> str | None:
 
 
 class _Proof(Expressions):
-    """The walk over the statements, in the order in which the template runs."""
+    """The walk over the statements, in the template's order of execution."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._captures: list[tuple[int, list[Value]]] = []  # what is written into variables: since which loop, and what
-        self._calls: list[str] = []  # macros around
-        self._is_over_tools = False  # for each message
+        self._captures: list[tuple[int, list[Value]]] = []  # output captured in variables: loop depth, values
+        self._calls: list[str] = []  # enclosing macros
+        self._is_over_tools = False  # inside a loop over the tools for each message
         self._statements: dict[type[nodes.Node], Callable[[Any], None]] = {
             nodes.Output: self._output,
             nodes.If: self._if,
@@ -100,7 +101,7 @@ class _Proof(Expressions):
             raise CostUnknown("a name has two meanings")
         self.macros[node.name] = node
 
-    # --- what is written ----------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------------
 
     def _output(self, node: nodes.Output) -> None:
         for child in node.nodes:
@@ -115,7 +116,7 @@ class _Proof(Expressions):
         if len(self.loops) > depth:
             if not self._is_own(value) or value.gathered:
                 raise CostUnknown("a loop gathers what is not its own")
-            if value.level == inf:  # the template's own text, as often as the conversation has characters
+            if value.level == inf:  # the template's own text, at most once per character of the conversation
                 value = replace(value, weight=max(1.0, size_of_text(node)))
         written.append(as_text(value))
 
@@ -129,14 +130,14 @@ class _Proof(Expressions):
         return self.limited(replace(joined(written), is_number=False, is_text=True))
 
     def macro_call(self, macro: nodes.Macro, given: Sequence[Value], keywords: dict[str, Value]) -> Value:
-        """See Expressions."""
+        """Return the value that a macro writes. Raises CostUnknown."""
         if macro.name in self._calls or len(self._calls) >= MAX_MACRO_DEPTH:
             raise CostUnknown("a macro calls itself")
         names = [argument.name for argument in macro.args]
         if len(given) > len(names) or not keywords.keys() <= set(names):
-            raise CostUnknown("a macro has other arguments than it says")
+            raise CostUnknown("a macro is called with other arguments than it declares")
         before = dict(self.names)
-        # It does not see what its caller sees: these names are others there, perhaps of the conversation.
+        # A macro does not see its caller's variables: these names mean others there, perhaps of the conversation.
         self.names = {name: replace(value, level=0.0, weight=max(1.0, value.weight)) for name, value in before.items()}
         defaults = dict(zip(names[len(names) - len(macro.defaults) :], macro.defaults, strict=True))
         arguments = {name: self.value(defaults[name]) if name in defaults else Value() for name in names}
@@ -162,7 +163,7 @@ class _Proof(Expressions):
         self._is_over_tools = was_over_tools or is_product
         self.loops.append(over.is_rows and not is_product)
         item = replace(over, level=depth + 1.0, is_rows=False, is_repeated=over.is_repeated or is_product)
-        for _ in range(2):  # the second time with what the first has gathered
+        for _ in range(2):  # the second time with the values gathered in the first
             self.names = before | dict.fromkeys(names_of(node.target), item) | {"loop": NUMBER}
             if node.test is not None:
                 self.value(node.test)
@@ -173,7 +174,7 @@ class _Proof(Expressions):
         self._scoped(node.else_)
 
     def _goes_down(self, over: Value) -> bool:
-        """Whether a loop goes over a part of what the loop around it is at."""
+        """Report whether a loop iterates over a part of the enclosing loop's current item."""
         return over.level >= len(self.loops)
 
     def _assignment(self, node: nodes.Assign) -> None:
@@ -213,7 +214,7 @@ class _Proof(Expressions):
 
 
 def size_of_text(node: nodes.Node) -> float:
-    """How long a text of the template's own is. Raises CostUnknown where it is put together."""
+    """Return the length of a literal text of the template. Raises CostUnknown for a computed one."""
     if isinstance(node, nodes.TemplateData):
         return float(len(node.data))
     return size_of_constant(node)

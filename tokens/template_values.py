@@ -1,4 +1,4 @@
-"""How large a value of a chat template can be, and what it is a part of: the arithmetic of ``template_proof``."""
+"""Bounds for the size of a chat template's values, and their origin: the arithmetic of ``template_proof``."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,37 +7,37 @@ from typing import Final
 
 from jinja2 import nodes
 
-MAX_RANGE: Final = 2048  # turns of a loop that only counts
+MAX_RANGE: Final = 2048  # iterations of a loop over a range
 MAX_PATTERN_CHARS: Final = 40
-AS_TEXT: Final = 4.0  # how many times as long as in the request's body something may be, as a text or as JSON
-TOOLS: Final = "tools"  # at most 128 of them: the one thing that may be gone over for each message
+AS_TEXT: Final = 4.0  # maximum growth of a value from the request's body to a text or JSON
+TOOLS: Final = "tools"  # at most 128: the only list that may be iterated for each message
 ROWS: Final = frozenset({"messages", TOOLS})
 
 
 class CostUnknown(Exception):
-    """The template does something whose cost is not known."""
+    """The template does something with unknown cost."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """The most that an expression can be."""
+    """The bound of an expression."""
 
     weight: float = 0.0
-    level: float = math.inf  # it is a part of what the loop of this depth is at; inf: it is in the template itself
+    level: float = math.inf  # part of the current item of the loop at this depth; inf: of the template itself
     is_number: bool = False
     is_text: bool = False
-    is_rows: bool = False  # one of the lists whose length the gateway bounds
+    is_rows: bool = False  # a list with a length bounded by the gateway
     of_tools: bool = False
-    is_repeated: bool = False  # a part of the tools, while each message goes over them
-    gathered: tuple[str, ...] = ()  # what it holds of namespaces
-    is_grown: bool = False  # and something else was done with that than to put it before or after other texts
+    is_repeated: bool = False  # a part of the tools, inside a loop over them for each message
+    gathered: tuple[str, ...] = ()  # the namespaces' fields it contains
+    is_grown: bool = False  # these were used other than by concatenation
 
 
 NUMBER: Final = Value(is_number=True)
 
 
 def joined(given: Iterable[Value]) -> Value:
-    """Several values put together."""
+    """Return the bound of several values joined."""
     values = list(given)
     return Value(
         sum(value.weight for value in values),
@@ -51,32 +51,32 @@ def joined(given: Iterable[Value]) -> Value:
 
 
 def either(values: Sequence[Value]) -> Value:
-    """One of several values."""
+    """Return the bound of any one of several values."""
     is_text = all(value.is_text for value in values)
     return replace(joined(values), weight=max(value.weight for value in values), is_number=False, is_text=is_text)
 
 
 def of_input() -> Value:
-    """Something of the conversation."""
+    """Return the bound of a part of the conversation."""
     return Value(weight=1.0, level=0.0)
 
 
 def of_text(text: str) -> Value:
-    """A text of the template's own."""
+    """Return the bound of a literal text of the template."""
     return Value(
         weight=len(text) / 4096, is_text=True
     )  # templates are longer than their texts, and conversations have some size
 
 
 def as_text(value: Value) -> Value:
-    """A value as it is written: a list or an object as Python's own notation, which escapes."""
+    """Return the bound of a value as output: lists and objects become Python's notation, with escapes."""
     if value.is_text or value.is_number:
         return value
     return replace(value, weight=value.weight * AS_TEXT, is_text=True, is_rows=False)
 
 
 def names_of(target: nodes.Node) -> list[str]:
-    """The names that a loop or an assignment sets. Raises CostUnknown."""
+    """Return the names that a loop or an assignment sets. Raises CostUnknown."""
     if isinstance(target, nodes.Name):
         return [target.name]
     if isinstance(target, nodes.Tuple):
@@ -85,12 +85,12 @@ def names_of(target: nodes.Node) -> list[str]:
 
 
 def is_call_of(node: nodes.Node, name: str) -> bool:
-    """Whether an expression calls the function of that name."""
+    """Report whether an expression calls the function of that name."""
     return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == name
 
 
 def size_of_constant(node: nodes.Node) -> float:
-    """By how much an argument of a filter may lengthen what comes out. Raises CostUnknown."""
+    """Return by how much an argument of a filter may lengthen the result. Raises CostUnknown."""
     if isinstance(node, nodes.Tuple):
         return sum(map(size_of_constant, node.items))
     if not isinstance(node, nodes.Const):
@@ -101,7 +101,7 @@ def size_of_constant(node: nodes.Node) -> float:
 
 
 def growth_by_replacing(arguments: Sequence[nodes.Expr]) -> float:
-    """How many times as long a text is after a replacement. Raises CostUnknown."""
+    """Return the factor by which a replacement may lengthen a text. Raises CostUnknown."""
     if len(arguments) != 2 or not all(isinstance(one, nodes.Const) and isinstance(one.value, str) for one in arguments):
         raise CostUnknown("replace with what is made")
     old, new = (str(one.value) for one in arguments if isinstance(one, nodes.Const))
@@ -109,13 +109,13 @@ def growth_by_replacing(arguments: Sequence[nodes.Expr]) -> float:
 
 
 def is_plain_pattern(node: nodes.Node) -> bool:
-    """Whether a time is written in a fixed width."""
+    """Report whether a time is formatted in a fixed width."""
     pattern = node.value if isinstance(node, nodes.Const) else None
     return isinstance(pattern, str) and len(pattern) < MAX_PATTERN_CHARS and not any(map(str.isdigit, pattern))
 
 
 def is_short(node: nodes.Node) -> bool:
-    """Whether a bound of a range is a small number, or the length of one of the lists."""
+    """Report whether a bound of a range is a small number, or the length of one of the lists."""
     if isinstance(node, nodes.Const):
         return isinstance(node.value, int) and abs(node.value) <= MAX_RANGE
     if isinstance(node, nodes.Filter):

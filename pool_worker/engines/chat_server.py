@@ -102,14 +102,14 @@ class ChatServerEngine:
             self._changed.clear()
 
     def stats(self) -> EngineStats:
-        """See ``base.Engine``."""
+        """Return statistics for the worker's heartbeats."""
         usage = len(self._running) / self._sequences
         return self._stats.snapshot(
             running=len(self._running), waiting=self._waiting, kv_usage=usage, counters=self._counters
         )
 
     async def stop(self) -> None:
-        """See ``base.Engine``."""
+        """Stop everything and free its resources."""
         self._is_stopped = True
         self._changed.set()
         tasks = {task for running in self._tasks.values() for task in running.values()}
@@ -123,7 +123,7 @@ class ChatServerEngine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: ChatRequest) -> None:
-        """See ``base.Engine``."""
+        """Accept a request without blocking."""
         try:
             choices = self._choices(request)
         except RequestRejected as error:
@@ -143,7 +143,7 @@ class ChatServerEngine:
         return [ChatChoice(request, points.get(index) or ChatPoint(index, "", 0)) for index in live]
 
     def cancel(self, request_id: str) -> None:
-        """See ``base.Engine``."""
+        """Cancel a request; unknown ids are ignored."""
         for choice, task in self._tasks.get(request_id, {}).items():
             if not choice.has_ended:
                 self._put(choice.broken_off("cancelled"))

@@ -81,7 +81,7 @@ class LocalEngine:
         return capacity
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
-        """See ``base.Engine``."""
+        """Return the card of ``model`` and its tokenizer.json."""
         base = self._tokenizers[None]
         tokenizer = self._tokenizers.get(model, base)
         tokenizer_json = tokenizer.backend_tokenizer.to_str().encode()
@@ -109,15 +109,15 @@ class LocalEngine:
         return self._settings.revision or digest_of(self._weights, tokenizer_object)
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """See ``base.Engine``."""
+        """Accept a request without blocking."""
         self._tell(request)
 
     def cancel(self, request_id: str) -> None:
-        """See ``base.Engine``."""
+        """Cancel a request; unknown ids are ignored."""
         self._tell(request_id)
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """See ``base.Engine``."""
+        """Yield the outputs of each engine step."""
         while not self._is_stopping:
             while self._steps:
                 outputs = self._steps.popleft()
@@ -129,11 +129,11 @@ class LocalEngine:
             self._steps_changed.clear()
 
     def stats(self) -> EngineStats:
-        """See ``base.Engine``."""
+        """Return statistics for the worker's heartbeats."""
         return self._engine.stats()
 
     async def stop(self) -> None:
-        """See ``base.Engine``."""
+        """Stop everything and free its resources."""
         with self._inbox_changed:
             self._is_stopping = True
             self._inbox_changed.notify()

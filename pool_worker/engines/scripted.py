@@ -209,7 +209,7 @@ class ScriptedEngine:
         return Capacity(*held, settings.max_model_len, *held)
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
-        """See ``base.Engine``."""
+        """Return the card of ``model`` and its tokenizer.json."""
         tokenizer_json = self._script.tokenizer.to_str().encode()
         card = ModelCard(
             v=PROTOCOL_VERSION,
@@ -239,7 +239,7 @@ class ScriptedEngine:
                 raise RequestRejected(field, "the scripted engine has no probabilities")
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """See ``base.Engine``."""
+        """Accept a request without blocking."""
         self._wake.set()
         try:
             self._check(request)
@@ -276,7 +276,7 @@ class ScriptedEngine:
         return Directives.of(self._script.tokenizer.decode(list(prompt_ids), skip_special_tokens=False))
 
     def cancel(self, request_id: str) -> None:
-        """See ``base.Engine``."""
+        """Cancel a request; unknown ids are ignored."""
         for choices in (self._running, self._stalled, self._waiting):
             cancelled = [choice for choice in choices if choice.request_id == request_id]
             for choice in cancelled:
@@ -285,7 +285,7 @@ class ScriptedEngine:
         self._wake.set()
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """See ``base.Engine``."""
+        """Yield the outputs of each engine step."""
         while not self._is_stopped:
             self._admit()
             await self._wait_for_step()
@@ -298,7 +298,7 @@ class ScriptedEngine:
                 yield outputs
 
     def stats(self) -> EngineStats:
-        """See ``base.Engine``."""
+        """Return statistics for the worker's heartbeats."""
         held = [*self._running, *self._stalled]
         kv_tokens = sum([choice.prompt_tokens + choice.made for choice in held])
         kv_usage = min(1.0, kv_tokens / self._settings.max_kv_tokens)
@@ -306,7 +306,7 @@ class ScriptedEngine:
         return self._step_stats.snapshot(running=len(held), waiting=waiting, kv_usage=kv_usage, counters=self._counters)
 
     async def stop(self) -> None:
-        """See ``base.Engine``."""
+        """Stop everything and free its resources."""
         self._is_stopped = True
         self._wake.set()
 

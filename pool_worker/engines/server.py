@@ -134,7 +134,7 @@ class ServerEngine:
         self._changed.set()
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
-        """See ``base.Engine``."""
+        """Return the card of ``model`` and its tokenizer.json."""
         tokenizer_json = self._tokenizer.backend_tokenizer.to_str().encode()
         templates = self._tokenizer.chat_templates
         card = ModelCard(
@@ -162,13 +162,13 @@ class ServerEngine:
             self._changed.clear()
 
     def stats(self) -> EngineStats:
-        """See ``base.Engine``."""
+        """Return statistics for the worker's heartbeats."""
         live = [choice for choice in self._running if choice.text.finish_reason is None]
         usage = min(1.0, sum(choice.total_tokens for choice in live) / self._info.kv_tokens)
         return self._stats.snapshot(running=len(live), waiting=self._waiting, kv_usage=usage, counters=self._counters)
 
     async def stop(self) -> None:
-        """See ``base.Engine``."""
+        """Stop everything and free its resources."""
         self._is_stopped = True
         self._changed.set()
         tasks = {task for running in self._tasks.values() for task in running.values()}
@@ -182,7 +182,7 @@ class ServerEngine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """See ``base.Engine``."""
+        """Accept a request without blocking."""
         try:
             choices = self._choices(request)
         except RequestRejected as error:
@@ -213,7 +213,7 @@ class ServerEngine:
         return [ServerChoice(request, index, self._tokens, self._tokenizer.eos_ids) for index in range(params.n)]
 
     def cancel(self, request_id: str) -> None:
-        """See ``base.Engine``."""
+        """Cancel a request; unknown ids are ignored."""
         for choice, task in self._tasks.get(request_id, {}).items():
             if choice.text.finish_reason is None:
                 self._put(choice.end("cancelled"))

@@ -57,7 +57,7 @@ class HttpSource:
         self._connection = ServerConnection(settings, lose)
 
     async def start(self) -> ServerFacts:
-        """See TokenSource."""
+        """Wait until the server is ready; return what it reports."""
         settings = self._settings
         if settings.model is None and "{model}" in self._format.facts_path:
             raise EngineDiedError(f"engine.model: required for {settings.kind}")
@@ -73,11 +73,11 @@ class HttpSource:
         return facts if settings.honours is None else replace(facts, honoured=frozenset(settings.honours))
 
     async def watch(self) -> None:
-        """See TokenSource."""
+        """Check the server's health until it is lost."""
         await self._connection.watch(self._format.health_path)
 
     async def stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
-        """See TokenSource."""
+        """Pass each event of one choice to ``take``."""
         seen_tokens = 0
 
         def read(event: Mapping[str, Any]) -> bool:
@@ -90,7 +90,7 @@ class HttpSource:
         await self._connection.stream(path, self._format.body(ask), self._format.framing, read)
 
     async def close(self) -> None:
-        """See TokenSource."""
+        """Disconnect from the server."""
         await self._connection.close()
 
 

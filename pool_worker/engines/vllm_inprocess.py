@@ -50,7 +50,7 @@ class VllmInProcess:
         self._running = 0  # streams
 
     async def start(self) -> ServerFacts:
-        """See TokenSource. It may take minutes: vLLM loads the model and may compile it."""
+        """Start vLLM and return its facts. It may take minutes: vLLM loads the model and may compile it."""
         loop = asyncio.get_running_loop()
         starting: asyncio.Future[_Started] = loop.create_future()
 
@@ -74,7 +74,7 @@ class VllmInProcess:
         return _facts(started.engine.vllm_config)
 
     async def watch(self) -> None:
-        """See TokenSource."""
+        """Check the server's health until it is lost."""
         while True:
             await asyncio.sleep(HEALTH_PERIOD_S)
             if self._started.engine.errored:
@@ -82,7 +82,7 @@ class VllmInProcess:
                 return
 
     async def stream(self, ask: ServerRequest, take: Callable[[Delta], bool]) -> None:
-        """See TokenSource."""
+        """Pass each event of one choice to ``take``."""
         vllm = self._started
         if not self._running:
             self._heard_s = time.monotonic()
@@ -123,7 +123,7 @@ class VllmInProcess:
         return self._vllm
 
     async def close(self) -> None:
-        """See TokenSource."""
+        """Disconnect from the server."""
         if self._vllm is not None:
             await asyncio.to_thread(self._vllm.engine.shutdown)
 

@@ -40,7 +40,7 @@ class SideCarEngine:
         self._inner: TokenEngine | None = None
 
     async def start(self) -> Capacity:
-        """See ``base.Engine``."""
+        """Start the engine."""
         if self._process is None:
             return await self._start_inner()
         await self._process.start()
@@ -86,7 +86,7 @@ class SideCarEngine:
         return capacity
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """See ``base.Engine``."""
+        """Yield the outputs of each engine step."""
         async for outputs in self._started.steps():
             yield outputs
         if self._death is not None:
@@ -98,19 +98,19 @@ class SideCarEngine:
         return self._inner
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
-        """See ``base.Engine``."""
+        """Return the card of ``model`` and its tokenizer.json."""
         return self._started.model_card(model)
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """See ``base.Engine``."""
+        """Accept a request without blocking."""
         self._started.submit(request)
 
     def cancel(self, request_id: str) -> None:
-        """See ``base.Engine``."""
+        """Cancel a request; unknown ids are ignored."""
         self._started.cancel(request_id)
 
     def stats(self) -> EngineStats:
-        """See ``base.Engine``."""
+        """Return statistics for the worker's heartbeats."""
         return self._started.stats()
 
     async def stop(self) -> None:

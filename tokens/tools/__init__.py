@@ -1,1 +1,1 @@
-"""How models write calls of tools and their reasoning: reading it out of answers, and forcing it by a grammar."""
+"""Formats of tool calls and reasoning: parsing them from answers, and enforcing them by a grammar."""

@@ -1,11 +1,11 @@
-"""One argument of a call that a family writes without quotes: as a text or as JSON, by its schema."""
+"""Unquoted arguments of tool calls: text or JSON, by the argument's schema."""
 
 import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-MAX_REFERENCES: Final = 8  # that are followed from one to the next
-MAX_SCHEMAS: Final = 64  # that are looked at for one argument: alternatives may have alternatives, even themselves
+MAX_REFERENCES: Final = 8  # length of a chain of references
+MAX_SCHEMAS: Final = 64  # visited for one argument: alternatives may nest, even in themselves
 _PYTHONS: Final = {"True": "true", "False": "false", "None": "null"}
 _TYPES: Final = {
     bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null",
@@ -14,7 +14,7 @@ TEXT_OR_NULL: Final = frozenset({"string", "null"})
 
 
 def resolved(schema: object, root: Mapping[str, Any], left: int = MAX_REFERENCES) -> object:
-    """A schema, or the one within ``root`` that it only refers to; as it is where there is none."""
+    """Follow a schema's reference within ``root``; return it unchanged if it has none or the target is missing."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/") or not left:
         return schema
@@ -25,7 +25,7 @@ def resolved(schema: object, root: Mapping[str, Any], left: int = MAX_REFERENCES
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a value may have, by their names in JSON Schema; none where that is not said."""
+    """Return the JSON Schema types that a value may have; none if unspecified."""
     types: set[str] = set()
     waiting = [schema]
     for _ in range(MAX_SCHEMAS):
@@ -49,7 +49,7 @@ def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any]:
-    """The only values that a schema allows, where it lists them."""
+    """Return the values that a schema enumerates (``enum`` or ``const``), if any."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -57,7 +57,7 @@ def values_of(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def alternatives_of(schema: Mapping[str, Any]) -> list[object]:
-    """The schemas of which a value follows one, where it is said so; also the only part of a schema."""
+    """Return a schema's alternatives (``anyOf``, ``oneOf``), or the single part of an ``allOf``."""
     parts = schema.get("allOf")
     if isinstance(parts, list) and len(parts) == 1:
         return parts
@@ -66,7 +66,7 @@ def alternatives_of(schema: Mapping[str, Any]) -> list[object]:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value that was written as ``text``; a string, where it is none of its types."""
+    """Return the JSON of a value written as ``text``; a string if it has none of ``types``."""
     value = _PYTHONS.get(text.strip(), text.strip())
     type_ = _type_of(value)
     if "string" not in types:
@@ -79,12 +79,12 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def inside_string(text: str) -> str:
-    """A part of a text, as it stands between the quotes of a JSON string."""
+    """Escape a part of a text for use inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _type_of(value: str) -> str | None:
-    """The type of a JSON text; None if it is none."""
+    """Return the type of a JSON text; None if it is not valid JSON."""
     try:
         return _TYPES[type(json.loads(value, parse_constant=_refuse))]
     except (ValueError, RecursionError):
@@ -92,4 +92,4 @@ def _type_of(value: str) -> str | None:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

@@ -1,4 +1,4 @@
-"""The plug point for families of models: how one writes calls of tools."""
+"""The interface of tool-call formats, one for each family of models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -10,42 +10,42 @@ from tokens.tools.source import Reading, Source
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of each tool, by its name
 
-MAX_FORCED_CALLS: Final = 16  # that a grammar lets an answer hold
+MAX_FORCED_CALLS: Final = 16  # in one answer, by its grammar
 
 
 class Tool(Struct, frozen=True):
     """A tool that an answer may call."""
 
     name: str
-    schema: dict[str, Any]  # of its arguments, as they are to be forced
+    schema: dict[str, Any]  # of its arguments, as enforced
     is_strict: bool
 
 
 class ToolFormat(Protocol):
-    """One family's way to write calls."""
+    """One family's format of tool calls."""
 
-    marks: tuple[str, ...]  # that frame calls, and may be special tokens
-    reads_reasoning: bool  # whether it reads reasoning too, which is then nobody else's
+    marks: tuple[str, ...]  # delimiters of calls, which may be special tokens
+    reads_reasoning: bool  # whether it parses reasoning too, instead of a separate reasoning format
 
     def read(self, source: Source, tools: Schemas) -> Reading[None]:
-        """Read the whole answer, or what follows its reasoning: content and calls of ``tools``.
+        """Read the complete answer, or what follows its reasoning: content and calls of ``tools``.
 
-        What is no well-formed call is content. Ends with the text only.
+        Anything but a well-formed call is content. Ends only with the text.
         """
         ...
 
     def call_id(self) -> str:
-        """A new id for a call."""
+        """Return a new id for a call."""
         ...
 
     def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """An expression for one to ``most`` calls and nothing else."""
+        """Return an expression for one to ``most`` calls and nothing else."""
         ...
 
     def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """An expression for any text in which each call that begins is a valid one, of at most ``most``."""
+        """Return an expression for any text in which every begun call is valid, with at most ``most`` calls."""
         ...
 
     def answer(self, lark: LarkGrammar, content: str) -> str | None:
-        """An expression for an answer whose content is ``content``; None where that may look like a call."""
+        """Return an expression for an answer whose content is ``content``; None if that may look like a call."""
         ...

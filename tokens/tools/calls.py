@@ -1,4 +1,4 @@
-"""One call as a JSON object, ``{"name": …, "arguments": {…}}``: what most families write between their marks."""
+"""One call as a JSON object, ``{"name": …, "arguments": {…}}``, as most families write it between their marks."""
 
 import json
 from collections.abc import Collection
@@ -11,10 +11,10 @@ NO_ARGUMENTS: Final = "{}"
 
 
 def read_call(source: Source, names: Collection[str] | None = None) -> Reading[bool]:
-    """Read one call and what space follows; False, with the text looked at and nothing told, where there is none.
+    """Read one call and the space after it; return False, having emitted nothing and peeked at the text, if none.
 
-    The call begins to be told as soon as its name is known and its arguments begin; from then on what the model writes
-    is the arguments, right or wrong, as with OpenAI. ``names``: those that a call must have to be one.
+    The call is emitted once its name is known and its arguments begin; from then on the model's text counts as the
+    arguments, valid or not, as with OpenAI. ``names``: the valid names of calls, if restricted.
     """
     if (yield from source.peek()) != "{":
         return False
@@ -27,7 +27,7 @@ def read_call(source: Source, names: Collection[str] | None = None) -> Reading[b
         separator = yield from source.peek()
     if not call.is_told and (separator != "}" or not call.name):
         return False
-    call.tell_rest(source)
+    call.emit_rest(source)
     if separator == "}":
         source.at += 1
     yield from source.skip_space()
@@ -35,23 +35,23 @@ def read_call(source: Source, names: Collection[str] | None = None) -> Reading[b
 
 
 class _Call:
-    """What is known of a call that is being read."""
+    """The state of a call that is being read."""
 
     def __init__(self, names: Collection[str] | None) -> None:
         self.name = ""
         self.is_told = False
         self._names = names
-        self._arguments = NO_ARGUMENTS  # where they stand before the name
+        self._arguments = NO_ARGUMENTS  # if they precede the name
 
     def read_member(self, source: Source) -> Reading[bool]:
-        """Read a key and its value; False where this is no call, or ends."""
+        """Read a key and its value; return False if this is not a call, or it ends."""
         key = _text_of((yield from source.value()))
         if key is None or (yield from source.peek()) != ":":
             return False
         source.at += 1
         if key in ARGUMENT_KEYS and self.name and not self.is_told:
             self.is_told = True
-            source.tell(Kind.CALL, self.name)
+            source.emit(Kind.CALL, self.name)
             yield from pass_arguments(source)
             return True
         value = yield from source.value()
@@ -62,32 +62,32 @@ class _Call:
             self._arguments = value
         return bool(value)
 
-    def tell_rest(self, source: Source) -> None:
-        """Tell a call whose arguments stood before its name, or that has none."""
+    def emit_rest(self, source: Source) -> None:
+        """Emit a call whose arguments preceded its name, or that has none."""
         if not self.is_told:
-            source.tell(Kind.CALL, self.name)
-            source.tell(Kind.ARGUMENTS, _text_of(self._arguments) or self._arguments)
+            source.emit(Kind.CALL, self.name)
+            source.emit(Kind.ARGUMENTS, _text_of(self._arguments) or self._arguments)
 
 
 def pass_arguments(source: Source) -> Reading[None]:
-    """Tell the arguments as they come; those that were written as a string of JSON when they are complete."""
+    """Emit the arguments as they arrive; arguments written as a JSON string only when complete."""
     if (yield from source.peek()) != '"':
         yield from source.pass_value(Kind.ARGUMENTS)
         return
     text = yield from source.value()
     if text:
-        source.tell(Kind.ARGUMENTS, _text_of(text) or text)
+        source.emit(Kind.ARGUMENTS, _text_of(text) or text)
         source.drop()
     else:
         source.give_back(Kind.ARGUMENTS)
 
 
 def _text_of(value: str) -> str | None:
-    """The text of a JSON string; None if ``value`` is none."""
+    """Return the text of a JSON string; None if ``value`` is not one."""
     if not value.startswith('"'):
         return None
     try:
-        text = json.loads(value, strict=False)  # some models write line ends as they are
+        text = json.loads(value, strict=False)  # some models do not escape line ends
     except ValueError:
         return None
     return text if isinstance(text, str) else None

@@ -1,4 +1,4 @@
-"""DeepSeek's two ways, by version: V3 and R1, then V3.1.
+"""DeepSeek's two formats, by version: V3 and R1, then V3.1.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
     ```json
@@ -8,7 +8,7 @@
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>
     <｜tool▁calls▁end｜>
 
-the second without the line end. Either one is read in both.
+the second without the line end. Both versions' readers accept both formats.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""How one model writes reasoning and calls; how one answer of it is read and, where that is asked for, forced."""
+"""One model's formats of reasoning and calls: parsing its answers and, if requested, constraining them."""
 
 import json
 import re
@@ -21,20 +21,20 @@ from tokens.tools.registry import (
 from tokens.tools.source import Kind, Piece, Reading, Source
 from tokens.tools.thinking import Thinking
 
-FIELD: Final = "tools"  # of a request: at fault where the grammar of its calls is refused
+FIELD: Final = "tools"  # the request's field to name when the grammar of its calls is refused
 ANY_OBJECT: Final = {"type": "object"}
-SLICE_CHARS: Final = 4096  # of a text that its reader gets at once
+SLICE_CHARS: Final = 4096  # of a text, passed to its reader at a time
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one model writes."""
+    """The formats of one model's reasoning and calls."""
 
     format: ToolFormat | None
     thinking: Thinking | None
     takes_tools: bool
     token_ids: Mapping[str, int]  # of marks that are single tokens
-    has_special_marks: bool  # whether some of them are left out of a text unless asked for
+    has_special_marks: bool  # whether some are special tokens, omitted from text by default
 
     @classmethod
     def of(
@@ -45,13 +45,13 @@ class Dialect:
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> "Dialect | None":
-        """The dialect of a chat template, as far as no other is named; None where there is nothing to be read.
+        """Return the dialect of a chat template, unless parsers are named; None if there is nothing to parse.
 
-        ``added_tokens``: those of the vocabulary by their text: id, and whether it is special.
+        ``added_tokens``: the vocabulary's added tokens by text: id, and whether special.
         """
         tool_parser = tool_parser or tool_parser_of(template)
         reasoning_parser = reasoning_parser or reasoning_parser_of(template)
-        if HARMONY in {tool_parser, reasoning_parser}:  # it has both in one, or neither
+        if HARMONY in {tool_parser, reasoning_parser}:  # one format for both
             tool_format = TOOL_FORMATS[HARMONY] if reasoning_parser == HARMONY else None
             tool_parser = tool_parser if tool_format else NONE
         else:
@@ -71,29 +71,29 @@ class Dialect:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether every answer must be read, also where no tools are given."""
+        """True if every answer must be parsed, even without tools."""
         return self.thinking is not None or (self.format is not None and self.format.reads_reasoning)
 
 
-PLAIN: Final = Dialect(None, None, takes_tools=False, token_ids={}, has_special_marks=False)  # mere text
+PLAIN: Final = Dialect(None, None, takes_tools=False, token_ids={}, has_special_marks=False)  # text only
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What the answers to one request may hold."""
+    """The permitted form of the answers to one request."""
 
     dialect: Dialect
-    tools: tuple[Tool, ...]  # that may be called
-    is_single_call: bool = False  # further ones are neither forced nor told
-    begins_in_reasoning: bool = False  # the prompt has begun it
-    is_legacy: bool = False  # its one call is told as ``function_call``
+    tools: tuple[Tool, ...]  # that answers may call
+    is_single_call: bool = False  # further calls are neither forced nor emitted
+    begins_in_reasoning: bool = False  # the prompt opens the reasoning
+    is_legacy: bool = False  # its one call is returned as ``function_call``
 
     def parser(self) -> "AnswerParser":
-        """What reads one choice."""
+        """Return a parser for one choice."""
         return AnswerParser(self)
 
     def read(self, source: Source) -> Reading[None]:
-        """Read one choice."""
+        """Read one choice's reasoning, content and calls."""
         dialect = self.dialect
         if dialect.thinking is not None:
             yield from dialect.thinking.read(source, is_open=self.begins_in_reasoning)
@@ -103,24 +103,24 @@ class AnswerForm:
             yield from source.pass_until((), Kind.CONTENT)
 
     def new_call_id(self) -> str:
-        """An id for a call, as this model's template wants it to be."""
+        """Return an id for a call in the form that this model's template expects."""
         return self.dialect.format.call_id() if self.dialect.format is not None else new_call_id()
 
     def grammar(self, *, must_call: bool, content: Grammar | None) -> Grammar | None:
-        """What forces the answers; None where nothing is to be forced.
+        """Return the grammar of the answers; None if they are unconstrained.
 
-        Calls are forced where there must be one, or where a tool is strict; then those of others are any object.
-        ``content``: what all must look like that is no call. Raises ValueError where that may not be told from a call.
+        Calls are constrained if one is required or a tool is strict; other tools then accept any object as arguments.
+        ``content``: the grammar of all text outside calls. Raises ValueError if it cannot be distinguished from a call.
         """
         dialect = self.dialect
         lark = LarkGrammar(dialect.token_ids)
         tool_format = dialect.format
         if must_call and tool_format is not None:
-            body = tool_format.forced(lark, self.tools, most=self._most_calls)
+            body = tool_format.forced(lark, self.tools, most=self._max_calls)
         elif content is not None:
             body = self._answer(lark, content)
         elif tool_format is not None and any(tool.is_strict for tool in self.tools):
-            body = tool_format.free(lark, self._loosened(), most=self._most_calls)
+            body = tool_format.free(lark, self._loosened(), most=self._max_calls)
         else:
             return None
         before = ""
@@ -130,7 +130,7 @@ class AnswerForm:
         return Grammar("lark", lark.source(f"{before} ({body})"), field)
 
     @property
-    def _most_calls(self) -> int:
+    def _max_calls(self) -> int:
         return 1 if self.is_single_call else MAX_FORCED_CALLS
 
     def _answer(self, lark: LarkGrammar, content: Grammar) -> str:
@@ -143,14 +143,14 @@ class AnswerForm:
             raise ValueError("this model's calls look like JSON themselves")
         if not self.tools:
             return answer
-        return f"{answer} | {tool_format.forced(lark, self._loosened(), most=self._most_calls)}"
+        return f"{answer} | {tool_format.forced(lark, self._loosened(), most=self._max_calls)}"
 
     def _loosened(self) -> list[Tool]:
         return [tool if tool.is_strict else Tool(tool.name, ANY_OBJECT, is_strict=False) for tool in self.tools]
 
 
 class AnswerParser:
-    """Takes the text of one choice as it comes, and tells what it is."""
+    """An incremental parser of one choice's text into pieces."""
 
     def __init__(self, form: AnswerForm) -> None:
         self.form = form
@@ -161,31 +161,31 @@ class AnswerParser:
 
     @property
     def reasoning(self) -> Sequence[tuple[int, int]]:
-        """Where in the whole text reasoning was, as far as it is told: begin and end of each stretch."""
+        """Begin and end of each emitted stretch of reasoning, in the complete text."""
         return self._source.reasoning
 
     def push(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Take more text; return what can be told by now, and after the last text everything."""
-        # What is not told yet is copied again and again: a whole answer at once would make that long.
+        """Add text; return the pieces that are certain by now, and after the last text all."""
+        # Held text is copied repeatedly, which is slow for a complete answer at once.
         for start in range(0, len(text) or 1, SLICE_CHARS):
             self._source.feed(text[start : start + SLICE_CHARS])
             self._source.has_ended = is_last and start + SLICE_CHARS >= len(text)
             next(self._reading, None)
         pieces = self._source.take_pieces()
-        return [piece for piece in pieces if self._is_wanted(piece)] if self._is_single_call else pieces
+        return [piece for piece in pieces if self._is_emitted(piece)] if self._is_single_call else pieces
 
-    def _is_wanted(self, piece: Piece) -> bool:
+    def _is_emitted(self, piece: Piece) -> bool:
         self._calls += piece.kind is Kind.CALL
         return self._calls <= 1 or piece.kind not in {Kind.CALL, Kind.ARGUMENTS}
 
 
 def _rule_of(lark: LarkGrammar, grammar: Grammar) -> str:
-    """A rule of what the caller wants all content to look like. Raises ValueError for a schema that is no object."""
+    """Return a rule for the client's grammar of the content. Raises ValueError for a schema that is not an object."""
     if grammar.kind == "regex":
         return lark.rule("/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", grammar.source).replace("\n", r"\n") + "/")
     if grammar.kind == "lark":
         return lark.rule(f"%lark {{\n{grammar.source}\n}}")
     schema = ANY_OBJECT if grammar.kind == "json_object" else json.loads(grammar.source)
     if not isinstance(schema, Mapping):
-        raise ValueError("the schema must be a JSON object")  # noqa: TRY004  # the caller's value is at fault
+        raise ValueError("the schema must be a JSON object")  # noqa: TRY004  # the client's value is invalid
     return lark.json(schema)

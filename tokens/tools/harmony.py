@@ -1,9 +1,9 @@
-"""gpt-oss: OpenAI's harmony, where an answer is messages on channels.
+"""OpenAI's harmony format (gpt-oss), in which an answer is a series of messages on channels.
 
     <|channel|>analysis<|message|>The user wants …<|end|>
     <|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"zone": "UTC"}<|call|>
 
-without the line ends. Analysis is reasoning; what is on the final channel, or on commentary for nobody, is content. The
+without the line ends. Analysis is reasoning; the final channel, and commentary without a recipient, are content. The
 prompt ends in ``<|start|>assistant``, and the tokens that end a turn are not part of the text.
 """
 
@@ -29,13 +29,13 @@ _FUNCTIONS: Final = "functions."
 
 
 class HarmonyFormat:
-    """See the module and ToolFormat."""
+    """The harmony format of calls and reasoning."""
 
     marks: tuple[str, ...] = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
     reads_reasoning = True
 
     def read(self, source: Source, tools: Schemas) -> Reading[None]:
-        """See ToolFormat."""
+        """Read content and calls of ``tools`` to the end of the text."""
         while (yield from source.peek()):
             header = yield from source.until((MESSAGE,), MAX_HEADER_CHARS)
             if header is None or CHANNEL not in header:
@@ -48,34 +48,34 @@ class HarmonyFormat:
             yield from source.skip_space()
 
     def call_id(self) -> str:
-        """See ToolFormat."""
+        """Return a new id for a call."""
         return new_call_id()
 
     def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat. One call: its token ends the turn."""
+        """Return an expression for one to ``most`` calls. One call: its token ends the turn."""
         del most
         return f"{_analysis(lark)} {_calls(lark, tools)}"
 
     def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat."""
+        """Return an expression for text with at most ``most`` valid calls."""
         del most
         preamble = _message(lark, "commentary", f"{TEXT} {_next(lark)}")
         return f"{_analysis(lark)} {preamble}? ({_calls(lark, tools)} | {_message(lark, 'final', TEXT)})"
 
     def answer(self, lark: LarkGrammar, content: str) -> str:
-        """See ToolFormat."""
+        """Return an expression for an answer whose content is ``content``."""
         return f"{_analysis(lark)} {_message(lark, 'final', content)}"
 
 
 def _kind_of(source: Source, header: str, names: Collection[str]) -> Kind:
-    """What a message is, by its header; a call is told to begin."""
+    """Return a message's kind by its header; emit the beginning of a call."""
     channel = _CHANNEL.search(header)
     recipient = _RECIPIENT.search(header)
     if recipient is not None and recipient[1].startswith(_FUNCTIONS) and names:
-        source.tell(Kind.CALL, recipient[1].removeprefix(_FUNCTIONS))
+        source.emit(Kind.CALL, recipient[1].removeprefix(_FUNCTIONS))
         return Kind.ARGUMENTS
     if recipient is not None or (channel is not None and channel[1] == "analysis"):
-        return Kind.REASONING  # also what is for a tool of the model's own, which is not here
+        return Kind.REASONING  # also messages to the model's built-in tools, which do not exist here
     return Kind.CONTENT
 
 

@@ -1,4 +1,4 @@
-"""Hermes, Qwen 2.5 and 3, and many that were tuned like them.
+"""The format of Hermes, Qwen 2.5 and 3, and many models tuned like them.
 
 Let me see.
 <tool_call>
@@ -21,13 +21,13 @@ _NEW_LINE: Final = literal("\n")
 
 
 class HermesFormat:
-    """See the module and ToolFormat."""
+    """Calls as JSON between ``<tool_call>`` and ``</tool_call>``."""
 
     marks: tuple[str, ...] = (OPEN, CLOSE)
     reads_reasoning = False
 
     def read(self, source: Source, tools: Schemas) -> Reading[None]:
-        """See ToolFormat."""
+        """Read content and calls of ``tools`` to the end of the text."""
         del tools
         marks: tuple[str, ...] = (OPEN,)
         while mark := (yield from source.pass_until(marks, Kind.CONTENT)):
@@ -40,20 +40,20 @@ class HermesFormat:
                 source.give_back(Kind.CONTENT)
 
     def call_id(self) -> str:
-        """See ToolFormat."""
+        """Return a new id for a call."""
         return new_call_id()
 
     def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat."""
+        """Return an expression for one to ``most`` calls."""
         call = lark.rule(f"{lark.mark(OPEN)} {_after_mark(lark, tools)}")
         return repeated(call, _NEW_LINE, most)
 
     def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat."""
+        """Return an expression for text with at most ``most`` valid calls."""
         return free_text(lark, OPEN, _after_mark(lark, tools), most)
 
     def answer(self, lark: LarkGrammar, content: str) -> str:
-        """See ToolFormat."""
+        """Return an expression for an answer whose content is ``content``."""
         del lark
         return content
 

@@ -1,9 +1,9 @@
-"""Kimi K2: each call begins with its id, which also says its name and how many calls there were before it.
+"""The format of Kimi K2: each call begins with its id, made of its name and the number of earlier calls.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}
     <|tool_call_end|><|tool_calls_section_end|>
 
-without the line end. Its templates write the id instead of the name into later prompts: so callers get that id.
+without the line end. Its templates write the id instead of the name into later prompts, so clients get that id.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Final
 from tokens.tools.lark import LarkGrammar, literal
 from tokens.tools.sections import Section
 
-OPENS: Final = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")  # it writes the second now and then
+OPENS: Final = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")  # the model sometimes writes the second
 CALL: Final = "<|tool_call_begin|>"
 ARGUMENTS: Final = "<|tool_call_argument_begin|>"
 _FUNCTIONS: Final = "functions."

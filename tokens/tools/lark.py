@@ -1,7 +1,7 @@
-"""Writing grammars in llguidance's dialect of Lark (its docs/syntax.md).
+"""Generation of grammars in llguidance's dialect of Lark (its docs/syntax.md).
 
-A mark may be one token of the vocabulary or be spelled out, and which added tokens count as special to llguidance
-depends on how they look: so either way is allowed.
+A mark may be one token of the vocabulary or several, and llguidance decides by their spelling which added tokens are
+special. Therefore both forms are allowed.
 """
 
 import json
@@ -10,11 +10,13 @@ from typing import Any, Final
 
 TEXT: Final = "TEXT"  # any text without special tokens
 SPACE: Final = "SPACE"
-JSON_SPACE: Final = r"[\x20\x0A\x0D\x09]{0,20}"  # between the parts of JSON: some models never stop making it
+JSON_SPACE: Final = (
+    r"[\x20\x0A\x0D\x09]{0,20}"  # between the parts of JSON; bounded, as some models generate it endlessly
+)
 
 
 class LarkGrammar:
-    """The rules of one grammar; ``token_ids`` are those of marks that are single tokens."""
+    """The rules of one grammar; ``token_ids`` maps marks that are single tokens to their ids."""
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
         self._token_ids = token_ids
@@ -27,31 +29,31 @@ class LarkGrammar:
         return name
 
     def mark(self, mark: str) -> str:
-        """An expression for a mark."""
+        """Return an expression for a mark."""
         token_id = self._token_ids.get(mark)
         return literal(mark) if token_id is None else f"(<[{token_id}]> | {literal(mark)})"
 
     def text_until(self, mark: str) -> str:
-        """A rule for any text up to the first ``mark``, and that mark."""
+        """Add a rule for any text up to and including the first ``mark``; return its name."""
         spelled = self.rule(f"{TEXT} {literal(mark)}", "[lazy]")
         token_id = self._token_ids.get(mark)
         return spelled if token_id is None else self.rule(f"{TEXT} <[{token_id}]> | {spelled}")
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A rule for JSON that follows a schema, which stays a document of its own: references in it hold."""
+        """Add a rule for JSON with a schema; return its name. The schema stays a document: its references work."""
         options = {"whitespace_pattern": JSON_SPACE}
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
     def source(self, start: str) -> str:
-        """The whole grammar."""
+        """Return the complete grammar's source."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
 
 def literal(text: str) -> str:
-    """An expression for exactly this text."""
+    """Return an expression for exactly this text."""
     return json.dumps(text)
 
 
 def one_of(expressions: Sequence[str]) -> str:
-    """An expression for any of several."""
+    """Return an expression for any one of several."""
     return f"({' | '.join(expressions)})"

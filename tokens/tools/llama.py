@@ -1,9 +1,9 @@
-"""Llama 3: an answer that is a JSON object is a call.
+"""The format of Llama 3: an answer that is a JSON object is a call.
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}
 
-Several are separated by semicolons; ``<|python_tag|>`` may stand before the first. As JSON may also be an answer, a
-call is one of the request's own tools.
+Several are separated by semicolons; ``<|python_tag|>`` may precede the first. JSON may also be an ordinary answer, so a
+call must name one of the request's tools.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,34 +19,34 @@ PYTHON_TAG: Final = "<|python_tag|>"
 
 
 class LlamaFormat:
-    """See the module and ToolFormat."""
+    """Calls as bare JSON objects, separated by semicolons."""
 
     marks: tuple[str, ...] = (PYTHON_TAG,)
     reads_reasoning = False
 
     def read(self, source: Source, tools: Schemas) -> Reading[None]:
-        """See ToolFormat."""
+        """Read content and calls of ``tools`` to the end of the text."""
         if (yield from source.peek()) == "{":
             yield from _read_calls(source, tools)
         while (yield from source.pass_until((PYTHON_TAG,), Kind.CONTENT)):
             yield from _read_calls(source, tools)
 
     def call_id(self) -> str:
-        """See ToolFormat."""
+        """Return a new id for a call."""
         return new_call_id()
 
     def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat. One call: its templates take no more into a conversation."""
+        """Return an expression for one to ``most`` calls. One call: its templates accept no more in a conversation."""
         del most
         return json_calls(lark, tools, "parameters")
 
     def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat."""
+        """Return an expression for text with at most ``most`` valid calls."""
         text = lark.rule(r"/[ \t\r\n]*([^{ \t\r\n](.|\n)*)?/")
         return f"{text} | {lark.mark(PYTHON_TAG)}? {self.forced(lark, tools, most=most)}"
 
     def answer(self, lark: LarkGrammar, content: str) -> None:
-        """See ToolFormat."""
+        """Return an expression for an answer whose content is ``content``."""
         del lark, content
 
 

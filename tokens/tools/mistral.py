@@ -1,9 +1,9 @@
-"""Mistral's two ways, by age of the tokenizer.
+"""Mistral's two formats, older and newer tokenizers'.
 
     [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]
     [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}
 
-The newer one repeats the whole for each further call, and may put ``[CALL_ID]…`` after the name.
+The newer one repeats the mark for each further call, and may have ``[CALL_ID]…`` after the name.
 """
 
 import re
@@ -27,7 +27,7 @@ _NAME: Final = re.compile(r"[\w.-]+")
 
 
 class MistralFormat:
-    """See the module and ToolFormat. ``is_new``: the way that is forced; either one is read."""
+    """Calls after ``[TOOL_CALLS]``. ``is_new`` selects the format of grammars; both formats are read."""
 
     marks: tuple[str, ...] = (OPEN, ARGS, CALL_ID)
     reads_reasoning = False
@@ -36,28 +36,28 @@ class MistralFormat:
         self._is_new = is_new
 
     def read(self, source: Source, tools: Schemas) -> Reading[None]:
-        """See ToolFormat."""
+        """Read content and calls of ``tools`` to the end of the text."""
         del tools
         while (yield from source.pass_until((OPEN,), Kind.CONTENT)):
             is_list = (yield from source.peek()) == "["
             yield from _read_list(source) if is_list else _read_named(source)
 
     def call_id(self) -> str:
-        """See ToolFormat."""
+        """Return a new id for a call."""
         letters = string.ascii_letters + string.digits
         return "".join(secrets.choice(letters) for _ in range(CALL_ID_CHARS))
 
     def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat."""
+        """Return an expression for one to ``most`` calls."""
         call = lark.rule(f"{lark.mark(OPEN)} {self._after_mark(lark, tools, most)}")
         return repeated(call, "", most) if self._is_new else call
 
     def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat."""
+        """Return an expression for text with at most ``most`` valid calls."""
         return free_text(lark, OPEN, self._after_mark(lark, tools, most), most if self._is_new else 1)
 
     def answer(self, lark: LarkGrammar, content: str) -> str:
-        """See ToolFormat."""
+        """Return an expression for an answer whose content is ``content``."""
         del lark
         return content
 
@@ -87,6 +87,6 @@ def _read_named(source: Source) -> Reading[None]:
         source.give_back(Kind.CONTENT)
         return
     yield from source.follows(ARGS)
-    source.tell(Kind.CALL, name)
+    source.emit(Kind.CALL, name)
     yield from pass_arguments(source)
     yield from source.skip_space()

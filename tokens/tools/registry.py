@@ -1,6 +1,6 @@
-"""All formats by the names that settings call them, and which of them a chat template speaks.
+"""The registry of formats by their names in the settings, and their detection from a chat template.
 
-Some go by the names that vLLM has for them too.
+Some have the same names as in vLLM.
 """
 
 from typing import Final
@@ -46,11 +46,11 @@ REASONING_FORMATS: Final[dict[str, Thinking | None]] = {
     "glm45": _THINK,
     "kimi_k2": Thinking("<think>", "</think>", ended_by=(*KIMI_K2.opens, KIMI_K2.call)),
     "mistral": Thinking("[THINK]", "[/THINK]"),
-    HARMONY: None,  # its tool format reads both
+    HARMONY: None,  # its tool format parses both
 }
 
-# What a template holds all of that writes calls so; the first that fits.
-_TELLTALES: Final = (
+# Strings that all occur in a template with this format; the first match wins.
+_SIGNATURES: Final = (
     (HARMONY, ("<|channel|>",)),
     ("mistral", ("[TOOL_CALLS]", ARGS)),
     ("mistral_list", ("[TOOL_CALLS]",)),
@@ -66,12 +66,12 @@ _TELLTALES: Final = (
 
 
 def tool_parser_of(template: str) -> str:
-    """The name of the format in which a template writes calls, or "none"."""
-    return next((name for name, marks in _TELLTALES if all(mark in template for mark in marks)), NONE)
+    """Return the name of the format in which a template writes calls, or "none"."""
+    return next((name for name, marks in _SIGNATURES if all(mark in template for mark in marks)), NONE)
 
 
 def reasoning_parser_of(template: str) -> str:
-    """The name of the format in which a template writes reasoning, or "none"."""
+    """Return the name of the format in which a template writes reasoning, or "none"."""
     if "<|channel|>" in template:
         return HARMONY
     if "[THINK]" in template:

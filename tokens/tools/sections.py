@@ -1,6 +1,6 @@
-"""Calls in a section of their own, each a head that holds the name, then its arguments as JSON.
+"""Formats with calls in a section, each a head with the name, then its arguments as JSON.
 
-What families differ in is a table of marks.
+A table of marks describes each family.
 """
 
 import re
@@ -21,21 +21,21 @@ MAX_HEAD_CHARS: Final = 256
 class Section:
     """One family's marks."""
 
-    opens: tuple[str, ...]  # any of which begins a section; the first is forced
+    opens: tuple[str, ...]  # any one begins a section; grammars use the first
     close: str
-    call: str  # begins a call, also where the section's mark was forgotten
+    call: str  # begins a call, also if the model omitted the section's mark
     end_of_call: str
-    between: str  # calls
+    between: str  # separates calls
     inner_marks: tuple[str, ...]  # of heads
-    head: re.Pattern[str]  # all between ``call`` and the arguments, with the groups "name" and, if it has, "number"
-    write_head: Callable[[LarkGrammar, str], str]  # an expression for the head of a call of the tool named
-    after_arguments: str = ""  # as forced calls have it
-    fence: str = ""  # is dropped after arguments
-    own_id: str = ""  # with {name} and {number}: how the model calls its calls
+    head: re.Pattern[str]  # between ``call`` and the arguments; groups "name" and optionally "number"
+    write_head: Callable[[LarkGrammar, str], str]  # returns an expression for the head of a call
+    after_arguments: str = ""  # in grammars
+    fence: str = ""  # dropped after the arguments
+    own_id: str = ""  # the model's form of call ids, with {name} and {number}
 
 
 class SectionFormat:
-    """See the module and ToolFormat."""
+    """Calls in a section, by one family's marks."""
 
     reads_reasoning = False
 
@@ -45,7 +45,7 @@ class SectionFormat:
         self.marks: tuple[str, ...] = (*self._begins, section.end_of_call, section.close, *section.inner_marks)
 
     def read(self, source: Source, tools: Schemas) -> Reading[None]:
-        """See ToolFormat."""
+        """Read content and calls of ``tools`` to the end of the text."""
         del tools
         section, marks, number = self._section, self._begins, -1
         while mark := (yield from source.pass_until(marks, Kind.CONTENT)):
@@ -61,30 +61,30 @@ class SectionFormat:
                 source.give_back(Kind.CONTENT)
                 continue
             number = max(number + 1, int(head.groupdict().get("number") or 0))
-            source.tell(Kind.CALL, head["name"], section.own_id.format(name=head["name"], number=number))
+            source.emit(Kind.CALL, head["name"], section.own_id.format(name=head["name"], number=number))
             yield from self._read_arguments(source)
             marks = (*self._begins, section.end_of_call, section.close)
 
     def call_id(self) -> str:
-        """See ToolFormat."""
+        """Return a new id for a call."""
         return new_call_id()
 
     def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat."""
+        """Return an expression for one to ``most`` calls."""
         section = self._section
         call = lark.rule(f"{lark.mark(section.call)} {self._after_mark(lark, tools)}")
         calls = repeated(call, literal(section.between) if section.between else "", most)
         return f"{lark.mark(section.opens[0])} {calls} {lark.mark(section.close)}"
 
     def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat."""
+        """Return an expression for text with at most ``most`` valid calls."""
         section = self._section
         opens = [f"{lark.text_until(mark)} {lark.mark(section.call)}" for mark in section.opens]
         begin = one_of([*opens, lark.text_until(section.call)])
         return f"({begin} {self._after_mark(lark, tools)} {lark.mark(section.close)}?){{0,{most}}} {TEXT}"
 
     def answer(self, lark: LarkGrammar, content: str) -> str:
-        """See ToolFormat."""
+        """Return an expression for an answer whose content is ``content``."""
         del lark
         return content
 
@@ -95,7 +95,7 @@ class SectionFormat:
     def _read_arguments(self, source: Source) -> Reading[None]:
         section = self._section
         if (yield from source.follows(section.end_of_call)):
-            source.tell(Kind.ARGUMENTS, NO_ARGUMENTS)
+            source.emit(Kind.ARGUMENTS, NO_ARGUMENTS)
         else:
             yield from source.pass_value(Kind.ARGUMENTS)
             if section.fence:

@@ -1,10 +1,10 @@
-"""The text of one choice as its readers see it: a sequence that they wait for where it has not come yet.
+"""The text of one choice as a stream for its readers, which wait for text that has not arrived yet.
 
-A reader is a generator. It looks at the text as if all of it were there, and yields wherever it needs more; so what it
-finds cannot depend on how the text was cut into frames. What it has understood it *tells*, as pieces; until then the
-text is *held*, so that what turns out to be no call can still be given back as it was.
+A reader is a generator. It reads the text as if complete, and yields wherever it needs more, so that its result cannot
+depend on how the text was split into frames. It *emits* what it has parsed as pieces; until then the text is *held*, so
+that text that turns out not to be a call can still be emitted unchanged.
 
-    text:  already told, dropped │ held, looked at │ held, not looked at
+    text:  already emitted, dropped │ held, looked at │ held, not looked at
                                  0                 at
 """
 
@@ -14,11 +14,11 @@ from enum import Enum, auto
 from functools import cache
 from typing import Final, NamedTuple, TypeVar
 
-MAX_HELD_CHARS: Final = 65_536  # of one value that is looked at before it is told
-MAX_LAYOUT_CHARS: Final = 64  # white space before a mark, which is no text of its own
+MAX_HELD_CHARS: Final = 65_536  # of one value that is parsed before it is emitted
+MAX_LAYOUT_CHARS: Final = 64  # white space before a mark that is not content
 
 _T = TypeVar("_T")
-Reading = Generator[None, None, _T]  # yields where it needs more text
+Reading = Generator[None, None, _T]  # yields when it needs more text
 
 _SPACE: Final = re.compile(r"\s*")
 _IN_STRING: Final = re.compile(r'["\\]')
@@ -27,68 +27,68 @@ _AFTER_SCALAR: Final = re.compile(r"[,}\]\s]")
 
 
 class Kind(Enum):
-    """What a piece of an answer is."""
+    """The kind of a piece of an answer."""
 
     CONTENT = auto()
     REASONING = auto()
-    CALL = auto()  # of a tool begins; the text is the tool's name
-    ARGUMENTS = auto()  # of the call that began last, as JSON text
-    REFUSAL = auto()  # only of what comes in parts
+    CALL = auto()  # a call of a tool begins; the text is the tool's name
+    ARGUMENTS = auto()  # of the latest call, as JSON text
+    REFUSAL = auto()  # only of answers that arrive in parts
 
 
 class Piece(NamedTuple):
-    """A part of an answer that has been understood."""
+    """A parsed part of an answer."""
 
     kind: Kind
     text: str
-    call_id: str = ""  # of a call, where the model has said one
+    call_id: str = ""  # of a call, if the model wrote one
 
 
 class Source:
-    """See the module."""
+    """The text of one choice: fed by the parser, read and emitted by readers."""
 
     def __init__(self) -> None:
         self.at = 0
         self.has_ended = False
-        self.reasoning: list[tuple[int, int]] = []  # where in the whole text it was: begin and end of each stretch
-        self._begin = 0  # of ``_text`` in the whole text
+        self.reasoning: list[tuple[int, int]] = []  # begin and end of each stretch in the complete text
+        self._begin = 0  # offset of ``_text`` in the complete text
         self._text = ""
         self._pieces: list[tuple[Kind, list[str], str]] = []
 
-    # --- what feeds it ------------------------------------------------------------------------------------------------
+    # --- for the parser -----------------------------------------------------------------------------------------------
 
     def feed(self, text: str) -> None:
-        """Add what has come."""
+        """Add text that has arrived."""
         self._text += text
 
     def take_pieces(self) -> list[Piece]:
-        """What has been told since the last call."""
+        """Return the pieces emitted since the last call."""
         pieces, self._pieces = self._pieces, []
         return [Piece(kind, "".join(texts), call_id) for kind, texts, call_id in pieces]
 
-    # --- what readers tell --------------------------------------------------------------------------------------------
+    # --- for readers: emitting ----------------------------------------------------------------------------------------
 
-    def tell(self, kind: Kind, text: str, call_id: str = "") -> None:
-        """Tell a piece; neighbours of one kind become one."""
+    def emit(self, kind: Kind, text: str, call_id: str = "") -> None:
+        """Emit a piece; merge it with a preceding one of the same kind."""
         if self._pieces and self._pieces[-1][0] is kind is not Kind.CALL:
             self._pieces[-1][1].append(text)
         elif text:
             self._pieces.append((kind, [text], call_id))
 
     def drop(self) -> None:
-        """Forget what was looked at: it has been understood."""
+        """Discard the peeked text: it has been parsed."""
         self._begin += self.at
         self._text, self.at = self._text[self.at :], 0
 
     def give_back(self, kind: Kind) -> None:
-        """Tell what was looked at as it is: it was no call."""
-        self.tell(kind, self._text[: self.at])
+        """Emit the peeked text unchanged: it was not a call."""
+        self.emit(kind, self._text[: self.at])
         self.drop()
 
-    # --- how readers look ---------------------------------------------------------------------------------------------
+    # --- for readers: peeking -----------------------------------------------------------------------------------------
 
     def peek(self) -> Reading[str]:
-        """Move over white space; return the next character, nothing at the end."""
+        """Skip white space; return the next character, "" at the end."""
         while True:
             self.at = _end_of_space(self._text, self.at)
             if self.at < len(self._text):
@@ -98,13 +98,13 @@ class Source:
             yield
 
     def skip_space(self) -> Reading[None]:
-        """Drop what was looked at, and white space after it."""
+        """Discard the peeked text and white space after it."""
         self.drop()
         yield from self.peek()
         self.drop()
 
     def follows(self, mark: str) -> Reading[bool]:
-        """Whether ``mark`` comes next, white space before it aside; then it is looked at, else nothing is."""
+        """Report whether ``mark`` comes next, ignoring white space before it; peek past it only if so."""
         start = self.at
         yield from self.peek()
         while len(self._text) - self.at < len(mark) and mark.startswith(self._text[self.at :]) and not self.has_ended:
@@ -116,7 +116,7 @@ class Source:
         return False
 
     def skip(self, char: str) -> Reading[None]:
-        """Drop what was looked at, and ``char`` if it comes next."""
+        """Discard the peeked text, and ``char`` if it comes next."""
         self.drop()
         while not self._text and not self.has_ended:
             yield
@@ -125,7 +125,7 @@ class Source:
             self.drop()
 
     def until(self, marks: Sequence[str], limit_chars: int) -> Reading[str | None]:
-        """The text before the first of ``marks``, which comes next then; None if it is not within the limit."""
+        """Return the text before the first of ``marks``, and stop there; None if none is within the limit."""
         start = looked_at = self.at
         pattern, longest = _any_of(tuple(marks)), max(map(len, marks))
         while True:
@@ -139,7 +139,7 @@ class Source:
             yield
 
     def value(self) -> Reading[str]:
-        """Look at one JSON value, after white space; nothing where it does not end, or is too long to be held."""
+        """Return one JSON value after white space; "" if it does not end or is too long to hold."""
         yield from self.peek()
         start = seen = self.at
         limit = start + MAX_HELD_CHARS
@@ -154,14 +154,14 @@ class Source:
                 return ""
             yield
 
-    # --- text that is passed on as it comes ---------------------------------------------------------------------------
+    # --- for readers: streaming ---------------------------------------------------------------------------------------
 
     def pass_until(
         self, marks: Sequence[str], kind: Kind, *, encode: Callable[[str], str] | None = None
     ) -> Reading[str | None]:
-        """Tell text up to the first of ``marks``; return it, looked at, or None where the text has ended before.
+        """Emit text up to the first of ``marks``; return that mark, peeked at, or None if the text ends before.
 
-        White space before a mark is held with it, unless the text is told as ``encode`` writes it.
+        White space before a mark is held with it, unless the text is emitted through ``encode``.
         """
         self.at = 0
         pattern = _any_of(tuple(marks))
@@ -180,7 +180,7 @@ class Source:
             if kind is Kind.REASONING and text:
                 self._note_reasoning(sure)
             self._begin += sure
-            self.tell(kind, text if encode is None else encode(text))
+            self.emit(kind, text if encode is None else encode(text))
             if found is not None:
                 self.at = found.end() - sure
                 return found.group()
@@ -195,7 +195,7 @@ class Source:
         self.reasoning.append((start, self._begin + chars))
 
     def pass_value(self, kind: Kind) -> Reading[None]:
-        """Tell one JSON value as it comes. What was looked at before it is dropped."""
+        """Emit one JSON value as it arrives, after discarding the peeked text."""
         yield from self.skip_space()
         end = _ValueEnd()
         while True:
@@ -208,16 +208,16 @@ class Source:
 
 
 class _ValueEnd:
-    """Finds where a JSON value ends, in text that comes bit by bit. It counts brackets; it does not validate."""
+    """Finds the end of a JSON value in text that arrives in chunks. It counts brackets; it does not validate."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._is_scalar: bool | None = None  # None: nothing has come yet
+        self._is_scalar: bool | None = None  # None: nothing has arrived yet
         self._in_string = False
         self._is_escaped = False
 
     def find(self, text: str) -> int | None:
-        """How many characters of the next bit belong to the value if it ends in it, else None."""
+        """Return how many characters of the next chunk belong to the value if it ends there, else None."""
         if self._is_scalar is None and text:
             self._is_scalar = text[0] not in '{["'
         if self._is_scalar:
@@ -253,12 +253,12 @@ def _end_of_space(text: str, start: int) -> int:
 
 
 def _start_of_layout(text: str, end: int) -> int:
-    """Where the white space before ``end`` begins, as far as it is layout."""
+    """Return the start of the white space before ``end``, at most MAX_LAYOUT_CHARS back."""
     return max(len(text[:end].rstrip()), end - MAX_LAYOUT_CHARS)
 
 
 def _possible_beginning(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of ``text`` may be the beginning of a mark."""
+    """Return how many characters at the end of ``text`` may be the beginning of a mark."""
     longest = min(len(text), max(map(len, marks), default=1) - 1)
     for length in range(longest, 0, -1):
         tail = text[-length:]

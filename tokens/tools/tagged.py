@@ -1,6 +1,6 @@
-"""Calls in which each argument stands between tags of its own, a text as it is, anything else as JSON.
+"""Formats with each argument between tags of its own: strings verbatim, anything else as JSON.
 
-The schema says which arguments are texts. What families differ in is a table of tags.
+The schema determines which arguments are strings. A table of tags describes each family.
 """
 
 import json
@@ -35,23 +35,23 @@ _BOUNDS_OF_TEXT: Final = frozenset({"pattern", "format", "minLength", "maxLength
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands between ``<tool_call>`` and ``</tool_call>`` in one family.
+    """The tags between ``<tool_call>`` and ``</tool_call>`` in one family.
 
-    Before a key and after a value there must be something.
+    The tags before a key and after a value must not be empty.
     """
 
     before_name: str
-    after_name: str  # nothing: it ends with its line, or where the next tag begins
+    after_name: str  # empty: the name ends with its line or at the next tag
     before_key: str
     after_key: str
     before_value: str
     after_value: str
     after_values: str
-    has_lines: bool  # each tag and each value stands on a line of its own, else lines are as the model likes
+    has_lines: bool  # each tag and each value has its own line; otherwise lines are free
 
 
 class TaggedFormat:
-    """See the module and ToolFormat."""
+    """Calls with tagged arguments, by one family's tags."""
 
     reads_reasoning = False
 
@@ -59,47 +59,47 @@ class TaggedFormat:
         self._tags = tags
         keys_and_values = (tags.before_key, tags.after_key, tags.before_value, tags.after_value)
         self.marks: tuple[str, ...] = (OPEN, CLOSE, *filter(None, keys_and_values))
-        # A line end around a value is not part of it where values have lines of their own.
+        # A line end around a value is not part of it if values have their own lines.
         self._ends = ("\n" + tags.after_value, tags.after_value) if tags.has_lines else (tags.after_value,)
         self._line = literal("\n") if tags.has_lines else f"{literal(chr(10))}?"
 
     def read(self, source: Source, tools: Schemas) -> Reading[None]:
-        """See ToolFormat."""
+        """Read content and calls of ``tools`` to the end of the text."""
         while (yield from source.pass_until((OPEN,), Kind.CONTENT)):
             name = yield from self._read_name(source)
             if name is None:
                 source.give_back(Kind.CONTENT)
                 continue
             source.drop()
-            source.tell(Kind.CALL, name)
+            source.emit(Kind.CALL, name)
             yield from self._read_arguments(source, tools.get(name, {}))
             has_end = bool(self._tags.after_values) and (yield from source.follows(self._tags.after_values))
-            if (yield from source.follows(CLOSE)) or has_end:  # else it was cut off, and its arguments stay open
-                source.tell(Kind.ARGUMENTS, "}")
+            if (yield from source.follows(CLOSE)) or has_end:  # otherwise it was truncated, and its arguments stay open
+                source.emit(Kind.ARGUMENTS, "}")
             yield from source.skip_space()
 
     def call_id(self) -> str:
-        """See ToolFormat."""
+        """Return a new id for a call."""
         return new_call_id()
 
     def forced(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat. Raises ValueError for a text with bounds of its own."""
+        """Return an expression for one to ``most`` calls. Raises ValueError for a string argument with bounds."""
         call = lark.rule(f"{lark.mark(OPEN)} {self._after_mark(lark, tools)}")
         return repeated(call, self._line, most)
 
     def free(self, lark: LarkGrammar, tools: Sequence[Tool], *, most: int) -> str:
-        """See ToolFormat. Raises ValueError for a text with bounds of its own."""
+        """Return an expression for text with at most ``most`` valid calls. Raises ValueError for a bounded string."""
         return free_text(lark, OPEN, self._after_mark(lark, tools), most)
 
     def answer(self, lark: LarkGrammar, content: str) -> str:
-        """See ToolFormat."""
+        """Return an expression for an answer whose content is ``content``."""
         del lark
         return content
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _read_name(self, source: Source) -> Reading[str | None]:
-        """Look at a function's name and what ends it; None where there is none."""
+        """Peek at a function's name and the tag that ends it; return None if there is no name."""
         tags = self._tags
         if tags.before_name and not (yield from source.follows(tags.before_name)):
             return None
@@ -111,7 +111,7 @@ class TaggedFormat:
 
     def _read_arguments(self, source: Source, schema: Mapping[str, Any]) -> Reading[None]:
         tags, properties = self._tags, schema.get("properties")
-        source.tell(Kind.ARGUMENTS, "{")
+        source.emit(Kind.ARGUMENTS, "{")
         separator = ""
         while (yield from source.follows(tags.before_key)):
             key = yield from source.until((tags.after_key,), MAX_NAME_CHARS)
@@ -124,27 +124,27 @@ class TaggedFormat:
                 yield from source.skip("\n")
             source.drop()
             key = key.strip()
-            source.tell(Kind.ARGUMENTS, f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            source.emit(Kind.ARGUMENTS, f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
             yield from self._read_value(source, _types_of_property(properties, key, schema))
 
     def _read_value(self, source: Source, types: frozenset[str]) -> Reading[None]:
-        """Tell one value, a text as it comes, and what of it there is where it is cut off."""
+        """Emit one value: a string as it arrives; a truncated value as far as it goes."""
         is_text = "string" in types and types <= TEXT_OR_NULL
         text = None
         if types != _TEXT:
             limit_chars = MAX_NULL_CHARS + len(self._ends[0]) if is_text else MAX_HELD_CHARS
             text = yield from source.until(self._ends, limit_chars)
         if text is not None:
-            source.tell(Kind.ARGUMENTS, as_json(text, types))
+            source.emit(Kind.ARGUMENTS, as_json(text, types))
             yield from source.follows(self._tags.after_value)
         elif is_text:
-            source.tell(Kind.ARGUMENTS, '"')
+            source.emit(Kind.ARGUMENTS, '"')
             if (yield from source.pass_until(self._ends, Kind.ARGUMENTS, encode=inside_string)):
-                source.tell(Kind.ARGUMENTS, '"')
+                source.emit(Kind.ARGUMENTS, '"')
         source.drop()
 
-    # --- forcing ------------------------------------------------------------------------------------------------------
+    # --- grammar ------------------------------------------------------------------------------------------------------
 
     def _after_mark(self, lark: LarkGrammar, tools: Sequence[Tool]) -> str:
         tags = self._tags
@@ -157,13 +157,13 @@ class TaggedFormat:
         return f"{before} {one_of(calls)} {after} {lark.mark(CLOSE)}"
 
     def _arguments(self, lark: LarkGrammar, tool: Tool) -> str:
-        """An expression for a tool's arguments, in the order of its schema; any, as texts, where that names none."""
+        """Return an expression for a tool's arguments in the schema's order; any string arguments if it names none."""
         schema = tool.schema
         if "properties" not in schema and schema.get("additionalProperties") is not False:
             return f"({self._argument(lark, _KEY, self._text(lark))})*"
         required, properties = schema.get("required", ()), schema.get("properties", {})
         if not isinstance(properties, Mapping):
-            raise ValueError(f"the properties of {tool.name!r} must be an object")  # noqa: TRY004  # the caller's value
+            raise ValueError(f"the properties of {tool.name!r} must be an object")  # noqa: TRY004  # the client's value
         parts = []
         for name, of_value in properties.items():
             part = self._argument(lark, literal(name), self._value(lark, name, of_value, schema))
@@ -176,7 +176,7 @@ class TaggedFormat:
         return f"{lark.mark(tags.before_key)} {key} {lark.mark(tags.after_key)} {before} {value} {self._line}"
 
     def _value(self, lark: LarkGrammar, name: str, schema: object, root: Mapping[str, Any]) -> str:
-        """An expression for a value and its end. Raises ValueError for a text with bounds of its own."""
+        """Return an expression for a value and its end. Raises ValueError for a string with bounds."""
         schema = resolved(schema, root)
         bounds = schema if isinstance(schema, Mapping) else {}
         types = types_of(schema, root)
@@ -202,5 +202,5 @@ class TaggedFormat:
 
 
 def _types_of_property(properties: object, key: str, root: Mapping[str, Any]) -> frozenset[str]:
-    """The types of an argument; one that the schema does not know is a text."""
+    """Return the types of an argument; one missing from the schema is a string."""
     return types_of(properties[key], root) if isinstance(properties, Mapping) and key in properties else _TEXT

@@ -60,21 +60,21 @@ class AnthropicFormat:
         self.honoured = frozenset(self._names)
 
     def auth(self) -> httpx.Auth | None:
-        """See ChatFormat."""
+        """Return the authentication of every request; None for a bearer token."""
         return _VersionAndKey(self._settings.api_version, self._settings.api_key)
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
-        """See ChatFormat."""
+        """Return the HTTP status that an error stands for."""
         del headers
         return 402 if status == 400 and _UNPAID in text else status
 
     def path(self, ask: ChatServerRequest) -> str:
-        """See ChatFormat."""
+        """Return the path to post to."""
         del ask
         return "/v1/messages"
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """See ChatFormat. Raises RequestRejected for what the API does not take."""
+        """Build the body of a streaming request. Raises RequestRejected for what the API does not take."""
         refuse_continuation(ask, self)
         told = alternate(ask, _Blocks())
         body: dict[str, Any] = {
@@ -103,7 +103,7 @@ class AnthropicFormat:
         return {"thinking": {"type": "adaptive", "display": "summarized"}}
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
-        """See ChatFormat."""
+        """Return a reader of the answer to one request."""
         return _Reader(owed(ask))
 
 
@@ -221,7 +221,7 @@ class _Reader:
         self._has_arguments = False
 
     def read(self, told: Mapping[str, Any]) -> ChatDelta:
-        """See AnswerReader. Events of kinds that are not known are passed over, as the API asks for."""
+        """Read one event; skip events of unknown kinds, as the API asks. Raises MalformedEvent or ServerFailure."""
         event = read_event(told, _Event)
         if event.type == "error":
             raise ServerFailure(str(event.error))

@@ -45,7 +45,7 @@ class SignatureV4(httpx.Auth):
         self._region = region
 
     async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
-        """See httpx.Auth."""
+        """Add the credentials to the request."""
         try:
             # Renewing asks another service, and blocks.
             frozen = await asyncio.to_thread(self._credentials.get_frozen_credentials)

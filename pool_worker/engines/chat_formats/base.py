@@ -99,7 +99,7 @@ class HeaderAuth(httpx.Auth):
         self._key = key
 
     def auth_flow(self, request: httpx.Request) -> Any:  # noqa: ANN401  # httpx' own generator type
-        """See httpx.Auth."""
+        """Add the key to the request."""
         request.headers[self._name] = self._key.get_secret_value()
         yield request
 

@@ -59,19 +59,19 @@ class BedrockFormat:
         self.continues = settings.continues
 
     def auth(self) -> httpx.Auth | None:
-        """See ChatFormat."""
+        """Return the authentication of every request; None for a bearer token."""
         return auth_of(self._settings, "bedrock")
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
-        """See ChatFormat."""
+        """Return the HTTP status that an error stands for."""
         return meant_by_aws(status, headers, text)
 
     def path(self, ask: ChatServerRequest) -> str:
-        """See ChatFormat."""
+        """Return the path to post to."""
         return f"/model/{quote(ask.model, safe='')}/converse-stream"
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """See ChatFormat. Raises RequestRejected for what the API does not take."""
+        """Build the body of a streaming request. Raises RequestRejected for what the API does not take."""
         refuse_continuation(ask, self)
         told = alternate(ask, _Blocks())
         body: dict[str, Any] = {"messages": [{"role": role, "content": blocks} for role, blocks in told.messages]}
@@ -84,7 +84,7 @@ class BedrockFormat:
         return body | {"inferenceConfig": inference} | _tools(ask.chat, told) | _output(ask.chat)
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
-        """See ChatFormat."""
+        """Return a reader of the answer to one request."""
         return _Reader(owed(ask))
 
 
@@ -193,7 +193,7 @@ class _Reader:
         self._has_arguments = False
 
     def read(self, told: Mapping[str, Any]) -> ChatDelta:
-        """See AnswerReader."""
+        """Read one event. Raises MalformedEvent or ServerFailure."""
         event = read_event(told, _Event)
         if event.content_block_start is not None:
             return ChatDelta(self._begin(event.content_block_start))

@@ -43,7 +43,7 @@ class AccessToken(httpx.Auth):
         self._renewing = asyncio.Lock()
 
     async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
-        """See httpx.Auth."""
+        """Add the credentials to the request."""
         async with self._renewing:
             if not self._credentials.valid:  # which it is not any more some minutes before it expires
                 try:

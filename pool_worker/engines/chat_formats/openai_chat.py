@@ -47,22 +47,22 @@ class OpenAIChatFormat:
         self.continues = profile.in_last_message is not None
 
     def auth(self) -> httpx.Auth | None:
-        """See ChatFormat."""
+        """Return the authentication of every request; None for a bearer token."""
         header, key = self._profile.key_header, self._settings.api_key
         return None if header is None or key is None else HeaderAuth(header, key)
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
-        """See ChatFormat."""
+        """Return the HTTP status that an error stands for."""
         del headers, text
         return status
 
     def path(self, ask: ChatServerRequest) -> str:
-        """See ChatFormat."""
+        """Return the path to post to."""
         path = self._profile.continued_path if _is_continued(ask) and self._profile.continued_path else None
         return (path or self._profile.path).format(model=ask.model, api_version=self._settings.api_version)
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """See ChatFormat. Raises RequestRejected for what only some APIs take."""
+        """Build the body of a streaming request. Raises RequestRejected for what only some APIs take."""
         profile, chat = self._profile, ask.chat
         body: dict[str, Any] = {"model": ask.model, "messages": self._messages(ask), "stream": True}
         if profile.asks_for_usage:
@@ -120,7 +120,7 @@ class OpenAIChatFormat:
         return told
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
-        """See ChatFormat."""
+        """Return a reader of the answer to one request."""
         return _Reader(self._repeated(ask))
 
     def _repeated(self, ask: ChatServerRequest) -> str:
@@ -231,7 +231,7 @@ class _Reader:
         self._call = -1  # whose arguments come
 
     def read(self, event: Mapping[str, Any]) -> ChatDelta:
-        """See AnswerReader."""
+        """Read one event. Raises MalformedEvent or ServerFailure."""
         if event.get("error") is not None:
             raise ServerFailure(str(event["error"]))
         try:

@@ -35,7 +35,7 @@ class SageMakerFormat(OpenAIChatFormat):
         self.health_path = None  # of the container, which only the endpoint reaches
 
     def auth(self) -> httpx.Auth | None:
-        """See ChatFormat."""
+        """Return the authentication of every request; None for a bearer token."""
         return auth_of(self._endpoint, "sagemaker")
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
@@ -45,6 +45,6 @@ class SageMakerFormat(OpenAIChatFormat):
         return meant_by_aws(status, headers, text)
 
     def path(self, ask: ChatServerRequest) -> str:
-        """See ChatFormat."""
+        """Return the path to post to."""
         del ask
         return f"/endpoints/{quote(self._endpoint.endpoint, safe='')}/invocations-response-stream"

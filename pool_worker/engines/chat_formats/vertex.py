@@ -72,20 +72,20 @@ class VertexFormat:
         self._settings = settings
 
     def auth(self) -> httpx.Auth | None:
-        """See ChatFormat."""
+        """Return the authentication of every request; None for a bearer token."""
         return AccessToken()
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
-        """See ChatFormat."""
+        """Return the HTTP status that an error stands for."""
         del headers
         return meant_by_google(status, text)
 
     def path(self, ask: ChatServerRequest) -> str:
-        """See ChatFormat."""
+        """Return the path to post to."""
         return f"{model_path(self._settings, 'google', ask.model)}:streamGenerateContent?alt=sse"
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """See ChatFormat. Raises RequestRejected for what the API does not take."""
+        """Build the body of a streaming request. Raises RequestRejected for what the API does not take."""
         refuse_continuation(ask, self)
         told = alternate(ask, _Parts())
         body: dict[str, Any] = {"contents": [{"role": _ROLES[role], "parts": parts} for role, parts in told.messages]}
@@ -105,7 +105,7 @@ class VertexFormat:
         return {"thinkingConfig": config} if config else {}
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
-        """See ChatFormat."""
+        """Return a reader of the answer to one request."""
         del ask
         return _Reader()
 
@@ -197,7 +197,7 @@ class _Reader:
     """Reads the chunks of one answer."""
 
     def read(self, event: Mapping[str, Any]) -> ChatDelta:
-        """See AnswerReader."""
+        """Read one event. Raises MalformedEvent or ServerFailure."""
         chunk = read_event(event, _Chunk)
         if chunk.error is not None:
             raise ServerFailure(str(chunk.error))

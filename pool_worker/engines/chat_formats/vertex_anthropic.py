@@ -24,20 +24,20 @@ class VertexAnthropicFormat(AnthropicFormat):
         self._place = settings
 
     def auth(self) -> httpx.Auth | None:
-        """See ChatFormat."""
+        """Return the authentication of every request; None for a bearer token."""
         return AccessToken()
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
-        """See ChatFormat."""
+        """Return the HTTP status that an error stands for."""
         del headers
         return meant_by_google(status, text)
 
     def path(self, ask: ChatServerRequest) -> str:
-        """See ChatFormat."""
+        """Return the path to post to."""
         return f"{model_path(self._place, 'anthropic', ask.model)}:streamRawPredict"
 
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
-        """See ChatFormat."""
+        """Build the body of a streaming request."""
         body = super().body(ask)
         del body["model"]
         return body | {"anthropic_version": self._place.api_version}

@@ -39,7 +39,7 @@ class LlamaCppFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """See WireFormat. What it would do by itself (top_k 40, min_p 0.05, …) is switched off."""
+        """Build the body of a streaming request. The server's defaults (top_k 40, min_p 0.05, …) are off."""
         params = ask.params
         body: dict[str, Any] = {
             "prompt": list(ask.token_ids),
@@ -69,7 +69,7 @@ class LlamaCppFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """See WireFormat."""
+        """Read one event."""
         del seen_tokens
         if "error" in event:
             raise ServerFailure(str(event["error"]))

@@ -34,7 +34,7 @@ class LMDeployFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """See WireFormat."""
+        """Build the body of a streaming request."""
         params = ask.params
         return {
             "input_ids": list(ask.token_ids),
@@ -53,7 +53,7 @@ class LMDeployFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """See WireFormat. An end token is not among the ids."""
+        """Read one event. An end token is not among the ids."""
         del seen_tokens
         if "error" in event:
             raise ServerFailure(str(event["error"]))

@@ -87,7 +87,7 @@ class OllamaFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """See WireFormat."""
+        """Read one event."""
         del seen_tokens
         if "error" in event:
             raise ServerFailure(str(event["error"]))

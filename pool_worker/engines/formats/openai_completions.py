@@ -25,12 +25,12 @@ class OpenAICompletionsFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """See WireFormat."""
+        """Read what the server reports about itself."""
         return model_of(answer, model)
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """See WireFormat. What OpenAI's API does not have goes by the names that vLLM and others gave it."""
+        """Build the body of a streaming request. Fields unknown to OpenAI have vLLM's names."""
         given = {name: getattr(ask.params, name) for name in ask.facts.honoured or OpenAICompletionsFormat.honoured}
         if "min_tokens" in given:
             given["min_tokens"] = ask.min_tokens
@@ -50,7 +50,7 @@ class OpenAICompletionsFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """See WireFormat. An event without a choice has the usage."""
+        """Read one event. An event without a choice has the usage."""
         del seen_tokens
         choice = choice_of(event)
         if choice is None:

@@ -33,7 +33,7 @@ class SGLangFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """See WireFormat."""
+        """Build the body of a streaming request."""
         params = ask.params
         sampling: dict[str, Any] = {
             "max_new_tokens": ask.max_tokens,
@@ -57,7 +57,7 @@ class SGLangFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """See WireFormat."""
+        """Read one event."""
         if "error" in event:
             raise ServerFailure(str(event["error"]))
         told = event.get("meta_info")

@@ -47,7 +47,7 @@ class TgiFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """See WireFormat. What is off must be left out: its bounds do not include the neutral values."""
+        """Build the body of a streaming request. Neutral values are out of bounds, so omitted."""
         params = ask.params
         parameters: dict[str, Any] = {
             "max_new_tokens": ask.max_tokens,
@@ -79,7 +79,7 @@ class TgiFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """See WireFormat. The last event has the details, and an end token that ended it."""
+        """Read one event. The last event has the details, and an end token that ended it."""
         del seen_tokens
         if "error" in event:
             raise ServerFailure(str(event["error"]))

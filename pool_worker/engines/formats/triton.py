@@ -53,7 +53,7 @@ class TritonFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """See WireFormat."""
+        """Build the body of a streaming request."""
         params, inputs = ask.params, ask.facts.inputs
         given: dict[str, Any] = {
             name: getattr(params, name) for name in (ask.facts.honoured or frozenset()) - {"seed", "min_tokens"}
@@ -71,7 +71,7 @@ class TritonFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """See WireFormat. Only some backends tell the reason of the end; for others, closing the stream is the end."""
+        """Read one event. Only some backends tell the reason of the end; for others, closing the stream is the end."""
         del seen_tokens
         if event.get("closed") is True:
             return Delta(ended_by="eos")

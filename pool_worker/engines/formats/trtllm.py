@@ -35,7 +35,7 @@ class TrtLlmFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """See WireFormat."""
+        """Build the body of a streaming request."""
         params = ask.params
         body: dict[str, Any] = {
             "model": ask.facts.model,
@@ -68,7 +68,7 @@ class TrtLlmFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """See WireFormat. An end token is not among the ids."""
+        """Read one event. An end token is not among the ids."""
         del seen_tokens
         choice = choice_of(event)
         if choice is None:

@@ -35,7 +35,7 @@ class VllmFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """See WireFormat."""
+        """Build the body of a streaming request."""
         body = {
             "model": ask.facts.model,
             "prompt": list(ask.token_ids),
@@ -50,7 +50,7 @@ class VllmFormat:
 
     @staticmethod
     def read(event: Mapping[str, Any], seen_tokens: int) -> Delta:
-        """See WireFormat. The last event has the usage and no choice."""
+        """Read one event. The last event has the usage and no choice."""
         del seen_tokens
         choice = choice_of(event)
         if choice is None:

@@ -222,11 +222,11 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         ),
         (
             ("context_length = 2048", 'tool_parser = "hermits"'),
-            "models.small.tool_parser: 'hermits' is not known; there are: hermes, llama3_json, ",
+            "models.small.tool_parser: 'hermits' is unknown; known names: hermes, llama3_json, ",
         ),
         (
             ("context_length = 2048", 'reasoning_parser = "hermes"'),
-            "models.small.reasoning_parser: 'hermes' is not known; there are: think, ",
+            "models.small.reasoning_parser: 'hermes' is unknown; known names: think, ",
         ),
         (("[nats]", "[tenants.shop]\nweight = 0\n[nats]"), "tenants.shop.weight: Input should be greater than 0"),
         (

@@ -173,6 +173,6 @@ async def test_a_card_that_a_busy_machine_has_no_time_for(
         with monkeypatch.context() as busy:
             busy.setattr("tokens.renderer.ANSWER_LIMIT_S", 0.0)
             await publish(bus, chat_template="{{ 'a' * 3 }}{{ 2 ** 3 }}")
-            await until(lambda: "no answer within" in caplog.text)
+            await until(lambda: "was not rendered within" in caplog.text)
             assert not catalog.unusable
         await until(lambda: not catalog.not_ready())

@@ -173,4 +173,6 @@ def test_all_else_is_encoded_as_ever(name: str, contents: list[str]) -> None:
     for template in TEMPLATES.values():
         rendered = ChatTemplate(template, {"bos_token": BOS}).render(messages)
         assert control.encode(rendered) == encoder.encode(rendered, add_special_tokens=False)
-    assert control.are_in(contents) is False or "<|im_start|>" in "".join(contents) or "<|im_end|>" in "".join(contents)
+    assert (
+        control.occur_in(contents) is False or "<|im_start|>" in "".join(contents) or "<|im_end|>" in "".join(contents)
+    )

@@ -113,7 +113,7 @@ async def test_what_waits_is_bounded(stage: Stage, monkeypatch: pytest.MonkeyPat
     assert await code_of(stage.pool.run("the last", 1, list)) == (503, "overloaded")
     await stage.let_go("greedy 0")
     assert await stage.pool.run("the last", 1, lambda: 5) == 5
-    monkeypatch.setattr(encoder_pool, "MAX_TENANT_WORKS", 3)
+    monkeypatch.setattr(encoder_pool, "MAX_TENANT_ITEMS", 3)
     assert await code_of(stage.pool.run("greedy", 1, list)) == (429, "rate_limit_exceeded")
 
 

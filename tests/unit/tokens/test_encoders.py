@@ -57,7 +57,7 @@ def test_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = encoder.encode("he<|end|>", add_special_tokens=True)
     assert ids == [256, 257]
     assert encoder.decode(ids) == "he<|end|>"
-    assert encoder.most_chars == len("<|end|>")
+    assert encoder.max_chars == len("<|end|>")
 
 
 def part(kind: str, **rest: object) -> dict[str, object]:
@@ -81,12 +81,10 @@ def test_how_much_text_a_token_can_stand_for(changes: dict[str, object], factor:
     """Where characters may vanish, no length of a text says how many tokens it has at least."""
     document = json.loads(byte_tokenizer_json()) | changes
     longest = max(map(len, (BOS, START)))
-    assert HuggingFaceEncoder(json.dumps(document).encode()).most_chars == (
-        None if factor is None else longest * factor
-    )
+    assert HuggingFaceEncoder(json.dumps(document).encode()).max_chars == (None if factor is None else longest * factor)
 
 
 def test_a_token_that_swallows_spaces_stands_for_any_number() -> None:
     document = json.loads(byte_tokenizer_json())
     document["added_tokens"][0]["rstrip"] = True
-    assert HuggingFaceEncoder(json.dumps(document).encode()).most_chars is None
+    assert HuggingFaceEncoder(json.dumps(document).encode()).max_chars is None

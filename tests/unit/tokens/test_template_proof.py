@@ -9,7 +9,7 @@ from tests import tool_templates
 from tests.small_tokenizer import CHATML
 from tests.unit.tokens import test_chat_template as styles
 from tokens.chat_template import parsed
-from tokens.template_proof import why_unproven
+from tokens.template_proof import unproven_reason
 
 DEMO = Path(__file__).parents[3] / "models/spillway-demo/chat_template.jinja"
 # Constructs of published templates that those of our tests lack.
@@ -44,7 +44,7 @@ USUAL |= {"chatml": CHATML, "demo": DEMO.read_text(), "more": MORE}
 
 @pytest.mark.parametrize("name", USUAL)
 def test_the_usual_ones_are_proven(name: str) -> None:
-    assert why_unproven(parsed(USUAL[name])) is None
+    assert unproven_reason(parsed(USUAL[name])) is None
 
 
 @pytest.mark.parametrize(
@@ -112,4 +112,4 @@ def test_the_usual_ones_are_proven(name: str) -> None:
     ],
 )
 def test_bombs_are_not(source: str) -> None:
-    assert why_unproven(parsed(source)) is not None
+    assert unproven_reason(parsed(source)) is not None
