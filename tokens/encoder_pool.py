@@ -73,7 +73,7 @@ class EncoderPool:
         """Run ``work`` in a thread. ``size_bytes`` of text decide whether it counts as long.
 
         ``is_quick``: never long, whatever its size.
-        Raises RateLimitExceeded if too many bytes of the tenant are queued, and Overloaded if too many in total.
+        Raises RateLimitExceeded if too much of the tenant's work is queued, and Overloaded if too much in total.
         """
         share = self._shares.get(tenant) or _Share()
         self._refuse_if_full(share, size_bytes)

@@ -1,4 +1,4 @@
-"""Engines a worker can run: the plug point's registry."""
+"""The registry of the engines that a worker can run."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from pool_worker.settings import (
 
 
 def create(settings: EngineSettings) -> AnyEngine:
-    """Make the engine that the settings ask for, not yet started. Each kind imports no more than it needs."""
+    """Create the configured engine, not yet started. Each kind imports no more than it needs."""
     if isinstance(settings, ScriptedEngineSettings):
         return ScriptedEngine(settings)
     if isinstance(settings, ServerEngineSettings):

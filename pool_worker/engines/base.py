@@ -1,4 +1,4 @@
-"""The plug point for engines: what a worker asks of anything that turns prompts into tokens.
+"""The interface between a worker and its engine, which turns prompts into tokens.
 
 One file per engine in this folder, one registry in ``__init__``, and one conformance suite
 (``tests/conformance/test_engines.py``) that every engine must pass.
@@ -16,40 +16,40 @@ from protocol.messages import ModelCard
 
 
 class EngineDiedError(Exception):
-    """The engine can make no more tokens; the worker must exit so that its jobs go elsewhere."""
+    """The engine is lost; the worker must exit so that its jobs continue elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an engine can hold at once."""
+    """The capacity of an engine."""
 
     max_sequences: int  # or pooling jobs
     max_kv_tokens: int
     max_model_len: int  # prompt + output tokens of one sequence
-    # What the engine itself says that it can hold, whatever the settings say; None: it does not say.
+    # The engine's own report, whatever the settings say; None: unknown.
     told_sequences: int | None = None
     told_kv_tokens: int | None = None
 
 
 class Engine(Protocol):
-    """An engine as its worker sees it. Every method is called on the worker's event loop.
+    """An engine's interface. Every method is called on the worker's event loop.
 
-    The order of life is ``start`` → (``submit`` | ``cancel`` | iterate ``steps``)* → ``stop``; what may be submitted
-    is what parts the two kinds below.
+    The life cycle is ``start`` → (``submit`` | ``cancel`` | iterate ``steps``)* → ``stop``. The two kinds below differ
+    in what may be submitted.
     """
 
     name: str
     takes: Input
-    continues: bool  # it goes on with what another engine has begun
+    continues: bool  # it can continue an answer begun by another engine
 
     async def start(self) -> Capacity:
-        """Load whatever there is to load. Raises EngineDiedError with a reason an operator can act on."""
+        """Load the model or connect. Raises EngineDiedError with a reason an operator can act on."""
         ...
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
-        """The card under which ``model`` is served, and its tokenizer.json.
+        """Return the card under which ``model`` is served, and its tokenizer.json.
 
-        One without a tokenizer is not published: it only says whose answers the engine can go on with.
+        A card without a tokenizer is not published: it only says which workers' answers the engine can continue.
         """
         ...
 
@@ -58,39 +58,39 @@ class Engine(Protocol):
         ...
 
     def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """Yield what each engine step made, until ``stop``. Raises EngineDiedError when the engine is lost.
+        """Yield the outputs of each engine step until ``stop``. Raises EngineDiedError when the engine is lost.
 
-        Once only, and by one caller. A choice that ``resume`` brings in complete ends again without a token.
+        Called once. A choice that ``resume`` brings in complete ends again without a token.
         """
         ...
 
     def stats(self) -> EngineStats:
-        """How it does, for the worker's heartbeats; every number counted since ``start``."""
+        """Return statistics for the worker's heartbeats; every number counted since ``start``."""
         ...
 
     async def stop(self) -> None:
-        """Free everything. Running requests are dropped without further output."""
+        """Free all resources. Running requests are dropped without further output."""
         ...
 
 
 class TokenEngine(Engine, Protocol):
-    """An engine that is given the prompt's token ids; from these it may make the text that its server takes."""
+    """An engine that receives the prompt's token ids, and may convert them to text for its server."""
 
     takes: Literal["ids", "text"]
     counted_by: CountedBy
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
-        """Take a request. Never blocks; a request the engine must refuse ends in ``steps`` with a Refusal."""
+        """Accept a request. Never blocks; a request the engine must refuse ends in ``steps`` with a Refusal."""
         ...
 
 
 class ChatEngine(Engine, Protocol):
-    """An engine that is given conversations. What ``steps`` yields that is no end by a fault is a ``ChatOutput``."""
+    """An engine that receives conversations. ``steps`` yields ``ChatOutput`` for all but failures."""
 
     takes: Literal["messages"]
 
     def submit(self, request: ChatRequest) -> None:
-        """Take a request likewise."""
+        """Accept a request. Never blocks; refusals end in ``steps`` as for TokenEngine."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What is handed to an engine that takes messages, and what it yields: parts of an answer instead of tokens."""
+"""Requests to engines that take messages, and their outputs: parts of an answer instead of tokens."""
 
 from dataclasses import dataclass, field
 
@@ -8,10 +8,10 @@ from protocol.chat import Chat, ChatUsage, Part
 
 @dataclass(frozen=True, slots=True)
 class ChatPoint:
-    """Where another worker left off with a choice."""
+    """The state in which another worker left a choice."""
 
     index: int
-    text: str  # what the client has of it
+    text: str  # already sent to the client
     tokens: int  # that it has used up
     is_complete: bool = False
 
@@ -29,9 +29,9 @@ class ChatRequest:
 
 @dataclass(slots=True)
 class ChatOutput(SequenceOutput):
-    """What came for one choice; `text` and `token_ids` stay empty."""
+    """The output of one choice; `text` and `token_ids` stay empty."""
 
     parts: tuple[Part, ...] = ()
     tokens: int = 0  # that these parts have, as estimated
     usage: ChatUsage | None = field(default=None)  # with the finish reason
-    is_filtered: bool = False  # it was stopped for what it says
+    is_filtered: bool = False  # stopped by a content filter

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ChatServerEngine:
-    """See the module; the order of life is that of ``base.Engine``."""
+    """A server or hosted API that takes messages; see ``base.Engine`` for the life cycle."""
 
     takes: Literal["messages"] = TAKES_MESSAGES
 

@@ -1,4 +1,4 @@
-"""How a streamed body is cut into events: one function a framing, and their registry. What they mean is a format's."""
+"""Framings split a streamed body into events: one function each, and their registry. Formats interpret the events."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from typing import Any, Final, Literal
@@ -18,11 +18,11 @@ CLOSED: Final = b'{"closed":true}'  # an event of ours: the body is at its end, 
 
 
 class MalformedEvent(Exception):
-    """An event of a stream is not what its format says; the server's answer cannot be trusted any further."""
+    """An event violates its format; the rest of the server's answer cannot be trusted."""
 
 
 class ServerFailure(Exception):
-    """The server says in its stream that the request failed."""
+    """The server reports in its stream that the request failed."""
 
 
 async def sse_events(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

@@ -46,7 +46,7 @@ _Tokenizers = dict[str | None, PreTrainedTokenizerBase]  # of the model (None), 
 
 
 class LocalEngine:
-    """See the module; the order of life is that of ``base.Engine``."""
+    """Spillway's own engine in a thread; see ``base.Engine`` for the life cycle."""
 
     name = "spillway"
     takes: Literal["ids", "text"] = "ids"

@@ -1,4 +1,4 @@
-"""What differs for our own engine where its model makes vectors instead of text."""
+"""Configuration of Spillway's own engine for models that return vectors instead of text."""
 
 from typing import Final
 
@@ -41,5 +41,5 @@ def pooling_capacity(config: EngineConfig, info: PoolingInfo) -> Capacity:
 
 
 def pooling_card(info: PoolingInfo) -> PoolingCard:
-    """Tell gateways what the model makes."""
+    """Return the description of the model's vectors for gateways."""
     return PoolingCard(info.task, info.dimensions, info.is_matryoshka, info.matryoshka_dimensions)

@@ -59,7 +59,7 @@ _DIRECTIVE: Final = re.compile(r"\[\[(?:tokens=(\d+)|(fail|stall|crash|exit) aft
 
 @dataclass(frozen=True, slots=True)
 class Directives:
-    """What a prompt asks for."""
+    """The directives in a prompt."""
 
     tokens: int | None = None
     fault: str | None = None  # fail, stall, crash or exit
@@ -119,7 +119,7 @@ class ScriptedChoice:
         return SequenceOutput(self.request_id, self.index, [], text, None, reason, stopped_by)
 
     def fault_is_due(self) -> bool:
-        """Whether the scripted fault strikes instead of the next token."""
+        """Report whether the scripted fault occurs instead of the next token."""
         return self.fault is not None and self.made >= self.fault_at
 
     def step(self) -> SequenceOutput:
@@ -170,7 +170,7 @@ class ScriptedChoice:
 
 
 class ScriptedEngine:
-    """See the module; the order of life is that of ``base.Engine``."""
+    """A deterministic engine without a model; see ``base.Engine`` for the life cycle."""
 
     name = "scripted"
     takes: Literal["ids", "text"] = "ids"

@@ -34,11 +34,11 @@ class ScriptedInput:
 
     @property
     def request_id(self) -> str:
-        """Whose input it is."""
+        """The id of the request of this input."""
         return self._request.request_id
 
     def fault_is_due(self) -> bool:
-        """Whether the scripted fault strikes instead of the answer."""
+        """Report whether the scripted fault occurs instead of the answer."""
         return self.fault is not None
 
     def step(self) -> SequenceOutput:

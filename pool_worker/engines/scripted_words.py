@@ -61,7 +61,7 @@ def build_tokenizer(further_token: str = "") -> Tokenizer:
 
 
 class Script:
-    """Which token comes at which place of which answer."""
+    """The deterministic token sequences of all answers."""
 
     def __init__(self, tokenizer: Tokenizer, revision: str = "") -> None:
         self.tokenizer = tokenizer

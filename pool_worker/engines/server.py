@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class ServerEngine:
-    """See the module; the order of life is that of ``base.Engine``."""
+    """An inference server as an engine; see ``base.Engine`` for the life cycle."""
 
     def __init__(
         self, settings: TokenServerSettings, source_of: Callable[[Callable[[str], None]], TokenSource]

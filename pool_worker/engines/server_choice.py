@@ -44,7 +44,7 @@ class ServerChoice:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether another worker has begun it."""
+        """True if another worker has begun it."""
         return bool(self._resumed_ids)
 
     def replay(self) -> SequenceOutput | None:

@@ -20,7 +20,7 @@ _PROBE: Final = "so \n it  goes:\t{é} 世界 🙂"
 
 
 class UnwritableError(Exception):
-    """What an answer has so far cannot be said in text."""
+    """The answer so far cannot be written as text."""
 
 
 class TextTokens:
@@ -40,11 +40,11 @@ class TextTokens:
         self._longest = max(map(len, self._id_of), default=0)
 
     def can_write(self) -> bool:
-        """Whether texts of many kinds come back from the tokens that they are read as."""
+        """Report whether sample texts of many kinds survive encoding and decoding."""
         return self._shown(self.ids(b"x"), _PROBE) == _PROBE
 
     def keeps_blanks(self) -> bool:
-        """Whether an answer that is decoded without what came before it keeps its first blank."""
+        """Report whether an answer decoded without its context keeps its first blank."""
         return self._shown([], " x") == " x"
 
     def _shown(self, context: Sequence[int], text: str) -> str:

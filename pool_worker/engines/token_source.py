@@ -1,4 +1,4 @@
-"""What makes a ServerEngine's tokens: a server behind a URL (here), or vLLM in this process (``vllm_inprocess``)."""
+"""Sources of a ServerEngine's tokens: a server behind a URL (here), or vLLM in this process (``vllm_inprocess``)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

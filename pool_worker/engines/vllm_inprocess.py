@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class VllmInProcess:
-    """See the module; and TokenSource."""
+    """vLLM's AsyncLLM as a TokenSource."""
 
     place = "vLLM in this process"
     abilities: type[Abilities] = VllmFormat  # the same engine as behind its server

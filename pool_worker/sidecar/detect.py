@@ -1,4 +1,4 @@
-"""Which inference server listens at a URL, from what it tells of itself.
+"""Detection of the kind of inference server at a URL, from its own answers.
 
 OpenAI-style servers name themselves as the owner of their models; the others have pages of their own.
 """
@@ -63,7 +63,7 @@ async def detect(settings: ServerEngineSettings) -> str:
 
 
 async def _ask(client: httpx.AsyncClient) -> str | None:
-    """Raises httpx.HTTPError where there is no answer, or one that says to come back later."""
+    """Probe a server for its kind. Raises httpx.HTTPError without an answer, or if it says to retry later."""
     for path, kind_of in PROBES:
         async with client.stream("GET", path) as response:
             if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:

@@ -23,7 +23,7 @@ from protocol.messages import ModelCard
 
 
 class SideCarEngine:
-    """See the module; the order of life is that of ``base.Engine``."""
+    """A server of detected or configured kind as an engine; see ``base.Engine`` for the life cycle."""
 
     def __init__(self, settings: ServerEngineSettings, create: Callable[[EngineSettings], AnyEngine]) -> None:
         """``create`` makes the engine for a server that runs and whose kind is known."""

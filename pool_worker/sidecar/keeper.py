@@ -1,4 +1,4 @@
-"""Keeps one server process, and all that it starts, no longer than the worker that wants it. A program of its own.
+"""A separate program that ends one server process, and all it started, together with the worker that owns it.
 
     python keeper.py STOP_LIMIT_S COMMAND…
 

@@ -1,4 +1,4 @@
-"""How often a server is started again before the worker gives up."""
+"""The limit on restarts of a server before the worker gives up."""
 
 import time
 from collections import deque

@@ -45,7 +45,7 @@ _UNPAID: Final = "credit balance"  # in what a 400 says that is about the accoun
 
 
 class AnthropicFormat:
-    """See the module."""
+    """Anthropic's Messages API as a ChatFormat."""
 
     framing: Framing = "server-sent events"
     health_path: str | None = None
@@ -192,7 +192,7 @@ class _OutputDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """What ``message_start`` and ``message_delta`` tell together."""
+    """The usage that ``message_start`` and ``message_delta`` report together."""
 
     input_tokens: Count  # beside those that were written to the cache, or read from it
     output_tokens: Count

@@ -1,4 +1,4 @@
-"""What Amazon's APIs have in common: signatures (version 4), by the extra ``aws``, and what their errors mean."""
+"""Common parts of Amazon's APIs: signatures (version 4, by the extra ``aws``) and the meaning of errors."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping

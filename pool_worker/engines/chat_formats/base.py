@@ -1,4 +1,4 @@
-"""What a wire format of messages is: how one API is asked to go on with a conversation, and what it answers.
+"""The interface of wire formats of messages: requests to continue a conversation, and their answers.
 
 One file a format in this folder, one registry in ``__init__``, and one conformance suite that all must pass
 (``tests/conformance/test_chat_engines.py``). A format is pure: it makes bodies and reads events. The connection, its
@@ -32,7 +32,7 @@ _Told = TypeVar("_Told", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class ChatServerRequest:
-    """What is asked of a server for one choice."""
+    """A request to a server for one choice."""
 
     model: str  # as the server calls it
     chat: Chat
@@ -44,7 +44,7 @@ class ChatServerRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """What one event says."""
+    """The content of one event."""
 
     parts: Sequence[Part] = ()
     ended_by: EndReason | None = None  # no part follows; a usage may. Calls of tools end by "stop"

@@ -45,7 +45,7 @@ _ENDS: Final[dict[str, EndReason]] = {  # not "malformed_model_output", "malform
 
 
 class BedrockFormat:
-    """See the module."""
+    """Amazon Bedrock's ConverseStream as a ChatFormat."""
 
     framing: Framing = "AWS event stream"
     health_path: str | None = None
@@ -156,7 +156,7 @@ class _Delta(msgspec.Struct, rename="camel"):
 
 
 class _Content(msgspec.Struct, rename="camel"):
-    """What ``contentBlockStart``, ``contentBlockDelta`` and ``contentBlockStop`` say."""
+    """The payload of ``contentBlockStart``, ``contentBlockDelta`` and ``contentBlockStop``."""
 
     content_block_index: int = 0
     start: _Delta | None = None

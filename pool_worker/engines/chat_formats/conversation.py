@@ -22,7 +22,7 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Blocks(Protocol):
-    """How one API writes what is said."""
+    """One API's form of the blocks of a message."""
 
     def text(self, text: str) -> Block:
         """Write a text, which is not empty."""
@@ -39,7 +39,7 @@ class Blocks(Protocol):
 
 @dataclass(slots=True)
 class Conversation:
-    """What is said: neighbouring messages have different roles, and each has a block at least."""
+    """A conversation in which neighbouring messages have different roles, and each has at least one block."""
 
     system: list[str] = field(default_factory=list)
     messages: list[tuple[Role, list[Block]]] = field(default_factory=list)
@@ -118,7 +118,7 @@ def schema_of(parameters: str | None) -> msgspec.Raw:
 
 
 class Overlap:
-    """What an answer begins with although the client has it already."""
+    """The beginning of an answer that the client has already."""
 
     def __init__(self, text: str) -> None:
         """Expect ``text`` before anything new."""

@@ -1,4 +1,4 @@
-"""What the formats of Google's Vertex AI share: where models are, what errors mean, access tokens.
+"""Common parts of the formats of Google's Vertex AI: model paths, the meaning of errors, access tokens.
 
 Tokens come by the extra ``gcp``. They are renewed before they expire, off the event loop.
 """
@@ -56,7 +56,7 @@ class AccessToken(httpx.Auth):
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What google-auth wants to know of an answer."""
+    """The parts of a response that google-auth needs."""
 
     status: int
     headers: Mapping[str, str]

@@ -32,7 +32,7 @@ _ENDS: Final[dict[str, EndReason]] = {
 
 
 class OpenAIChatFormat:
-    """See the module."""
+    """OpenAI's chat format as a ChatFormat."""
 
     framing: Framing = "server-sent events"
     takes_tools = True
@@ -135,7 +135,7 @@ def _is_continued(ask: ChatServerRequest) -> bool:
 
 
 def _sampling(ask: ChatServerRequest, profile: Profile) -> dict[str, Any]:
-    """Return what the caller has set; what he has not is the API's own default, as he would have it there."""
+    """Return what the caller has set; the API's own defaults apply to the rest."""
     params = ask.params
     told: dict[str, Any] = {"temperature": params.temperature}  # its default is not everywhere the same
     for name in _DEFAULTS.keys() & profile.honoured:

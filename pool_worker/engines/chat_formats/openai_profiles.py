@@ -1,4 +1,4 @@
-"""What differs between those who speak OpenAI's chat format: one record each, by their own documentation.
+"""Differences between servers with OpenAI's chat format: one record each, by their own documentation.
 
 Fields that an API lacks are refused by name; nothing is dropped. Where a document does not say that an assistant's
 message is gone on with, it is not. The documents are listed in docs/ENGINES.md.
@@ -16,7 +16,7 @@ _BOTH_SCHEMAS: Final = frozenset({"json_object", "json_schema"})
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One of them. What is not said is as with OpenAI."""
+    """One server's or API's profile. The defaults are OpenAI's."""
 
     path: str = "/v1/chat/completions"  # ``{model}`` and ``{api_version}`` are filled in
     health_path: str | None = None  # None: a hosted API, which is not asked how it does

@@ -22,7 +22,7 @@ _ANSWERED: Final = re.compile(r'"OriginalStatusCode":\s*(\d{3})|(?:client|server
 
 
 class SageMakerFormat(OpenAIChatFormat):
-    """See the module."""
+    """OpenAI's chat format behind a SageMaker endpoint."""
 
     framing: Framing = "server-sent events in an AWS event stream"
 

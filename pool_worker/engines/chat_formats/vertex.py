@@ -58,7 +58,7 @@ _ANY_SIGNATURE: Final = "skip_thought_signature_validator"
 
 
 class VertexFormat:
-    """See the module."""
+    """Gemini on Vertex AI as a ChatFormat."""
 
     framing: Framing = "server-sent events"
     health_path: str | None = None

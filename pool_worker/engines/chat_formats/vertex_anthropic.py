@@ -16,7 +16,7 @@ from pool_worker.settings import VertexAnthropicSettings
 
 
 class VertexAnthropicFormat(AnthropicFormat):
-    """See the module."""
+    """Claude on Vertex AI as a ChatFormat."""
 
     def __init__(self, settings: VertexAnthropicSettings) -> None:
         """Ask as the settings say."""

@@ -1,4 +1,4 @@
-"""What a wire format is: how one inference server is asked for what follows in one choice, and what it answers.
+"""The interface of wire formats: requests to an inference server to continue one choice, and their answers.
 
 One file a format in this folder, one registry in ``__init__``, and one conformance suite that all must pass
 (``tests/conformance/test_engines.py``). A format is pure: it makes bodies and reads events. The connection, the
@@ -35,7 +35,7 @@ SAMPLING: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server tells of itself; None where it does not."""
+    """Facts that a server reports about itself; None where unknown."""
 
     model: str  # as the server calls it
     max_model_len: int | None = None  # prompt and output tokens of one sequence
@@ -57,7 +57,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one event says."""
+    """The content of one event."""
 
     token_ids: Sequence[int] = ()
     text: str = ""  # of a server that answers in text: what is new
@@ -68,7 +68,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ServerRequest:
-    """What is to follow in one choice."""
+    """A request to continue one choice."""
 
     facts: ServerFacts
     token_ids: Sequence[int]  # the prompt, and what the choice has already
@@ -84,7 +84,7 @@ Medium = Literal["ids", "text"]
 
 
 class Abilities(Protocol):
-    """What can be asked of a server, in whatever way it is reached."""
+    """The abilities of a server, however it is reached."""
 
     asked_in: Medium  # what the prompt is sent as
     answers_in: Medium  # what the answer comes as

@@ -15,7 +15,7 @@ _ENDS: Final = {"eos": "eos", "limit": "length", "word": "stop"}
 
 
 class LlamaCppFormat:
-    """See the module."""
+    """llama.cpp's ``/completion`` as a WireFormat."""
 
     asked_in: Medium = "ids"
     answers_in: Medium = "ids"

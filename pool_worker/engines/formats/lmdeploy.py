@@ -15,7 +15,7 @@ _ENDS: Final = {"stop": "eos", "length": "length"}
 
 
 class LMDeployFormat:
-    """See the module."""
+    """LMDeploy's ``/generate`` as a WireFormat."""
 
     asked_in: Medium = "ids"
     answers_in: Medium = "ids"

@@ -1,4 +1,4 @@
-"""How many tokens a server's memory holds, where it tells that on a page of its own.
+"""The number of tokens that a server's memory holds, for servers that report it on a separate page.
 
 vLLM: the metric ``vllm:cache_config_info`` (https://docs.vllm.ai/en/latest/usage/metrics.html). SGLang:
 ``/get_server_info`` (https://docs.sglang.ai/basic_usage/native_api.html).
@@ -17,7 +17,7 @@ _VLLM_LABEL: Final = re.compile(rb'(kv_cache_size_tokens|num_gpu_blocks|block_si
 
 @dataclass(frozen=True, slots=True)
 class MemoryPage:
-    """Where a server tells it, and how the page is read: None where it does not say after all."""
+    """The page on which a server reports it, and a parser of that page: None if the number is missing."""
 
     path: str
     read: Callable[[bytes], int | None]

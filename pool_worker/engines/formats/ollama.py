@@ -15,7 +15,7 @@ _ENDS: Final = {"stop": "eos", "length": "length"}
 
 
 class OllamaFormat:
-    """See the module."""
+    """Ollama's ``/api/generate`` as a WireFormat."""
 
     asked_in: Medium = "text"
     answers_in: Medium = "text"

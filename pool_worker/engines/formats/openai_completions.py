@@ -11,7 +11,7 @@ from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 
 class OpenAICompletionsFormat:
-    """See the module."""
+    """OpenAI's ``/v1/completions`` as a WireFormat."""
 
     asked_in: Medium = "text"
     answers_in: Medium = "text"

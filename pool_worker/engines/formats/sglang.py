@@ -11,7 +11,7 @@ from pool_worker.engines.framing import Framing, MalformedEvent, ServerFailure
 
 
 class SGLangFormat:
-    """See the module."""
+    """SGLang's ``/generate`` as a WireFormat."""
 
     asked_in: Medium = "ids"
     answers_in: Medium = "ids"

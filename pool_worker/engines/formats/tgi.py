@@ -16,7 +16,7 @@ _ENDS: Final = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"
 
 
 class TgiFormat:
-    """See the module."""
+    """TGI's ``/generate_stream`` as a WireFormat."""
 
     asked_in: Medium = "text"
     answers_in: Medium = "ids"

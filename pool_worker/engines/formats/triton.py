@@ -25,7 +25,7 @@ _ENDS: Final = {"stop": "eos", "length": "length"}
 
 
 class TritonFormat:
-    """See the module."""
+    """Triton's ``/generate_stream`` as a WireFormat."""
 
     asked_in: Medium = "text"
     answers_in: Medium = "text"

@@ -16,7 +16,7 @@ from pool_worker.engines.framing import Framing
 
 
 class TrtLlmFormat:
-    """See the module."""
+    """``trtllm-serve``'s ``/v1/completions`` as a WireFormat."""
 
     asked_in: Medium = "ids"
     answers_in: Medium = "ids"

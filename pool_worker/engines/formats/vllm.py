@@ -16,7 +16,7 @@ _ID_PREFIX: Final = "token_id:"
 
 
 class VllmFormat:
-    """See the module."""
+    """vLLM's ``/v1/completions`` as a WireFormat."""
 
     asked_in: Medium = "ids"
     answers_in: Medium = "ids"
