@@ -92,8 +92,8 @@ async def create_key(
             **_columns(_settings(key)),
         }
         await connection.execute(insert(ApiKeyRow).values(row))
-        told = {field: value for field, value in _settings(key).items() if value is not None}
-        await record(connection, Change(actor, "key.create", key.key_id, None, told))
+        fields = {field: value for field, value in _settings(key).items() if value is not None}
+        await record(connection, Change(actor, "key.create", key.key_id, None, fields))
     return key, token
 
 
@@ -164,8 +164,8 @@ async def revoke_key(
         after = replace(before, revoked_unix_ms=unix_now_ms())
         values = {"revoked_unix_ms": after.revoked_unix_ms, "stops_running": stops_running}
         await connection.execute(_of(before).values(values))
-        told = ({"revoked_unix_ms": None}, {name: value for name, value in values.items() if value})
-        await record(connection, Change(actor, "key.revoke", before.key_id, *told))
+        changes = ({"revoked_unix_ms": None}, {name: value for name, value in values.items() if value})
+        await record(connection, Change(actor, "key.revoke", before.key_id, *changes))
     return after
 
 

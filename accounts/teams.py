@@ -118,8 +118,8 @@ async def create_team(
             **asdict(policy),
         }
         await connection.execute(insert(TeamRow).values(row))
-        told = {field: value for field, value in _settings(team).items() if value is not None}
-        await record(connection, Change(actor, "team.create", team.team_id, None, told))
+        fields = {field: value for field, value in _settings(team).items() if value is not None}
+        await record(connection, Change(actor, "team.create", team.team_id, None, fields))
     return team
 
 

@@ -80,7 +80,7 @@ class RequestTrace:
         self._tracing = tracing
         self._span = span
         self._queue: Span | None = None  # of the current attempt
-        self._told_failures = 0
+        self._traced_failures = 0
 
     @property
     def trace_id(self) -> str:
@@ -137,7 +137,7 @@ class RequestTrace:
 
     def queued(self, request: OpenRequest, after_s: float) -> None:
         """An attempt goes into the queue, after a pause."""
-        self._tell_failures(request)
+        self._trace_failures(request)
         links = []
         if self._queue is not None:
             links.append(Link(self._queue.get_span_context(), {names.ATTEMPT: request.attempt - 1}))
@@ -173,7 +173,7 @@ class RequestTrace:
 
     def ended(self, request: OpenRequest, record: RequestRecord) -> None:
         """End the spans with the request's record."""
-        self._tell_failures(request)
+        self._trace_failures(request)
         self._end_queue(record.error_code or record.outcome)
         self._span.set_attributes(_result(request, record))
         if record.error_code is not None:
@@ -188,8 +188,8 @@ class RequestTrace:
             self._queue.set_attribute(names.ERROR_TYPE, error)
             self._queue.end()
 
-    def _tell_failures(self, request: OpenRequest) -> None:
-        for failure in request.log.failures[self._told_failures :]:
+    def _trace_failures(self, request: OpenRequest) -> None:
+        for failure in request.log.failures[self._traced_failures :]:
             self._span.add_event(
                 names.ATTEMPT_FAILED,
                 {
@@ -198,7 +198,7 @@ class RequestTrace:
                     **({names.WORKER_ID: failure.worker_id} if failure.worker_id else {}),
                 },
             )
-        self._told_failures = len(request.log.failures)
+        self._traced_failures = len(request.log.failures)
 
 
 def _result(request: OpenRequest, record: RequestRecord) -> dict[str, AttributeValue]:

@@ -105,9 +105,9 @@ async def _traces(settings: WorkerSettings) -> AsyncIterator["AttemptTraces | No
 async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, _Result]) -> _Result | None:
     """Do the work; None if the process is asked to stop before it is done."""
     working = asyncio.create_task(work)
-    told_to_stop = asyncio.create_task(stop.requested.wait())
-    await asyncio.wait({working, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
-    told_to_stop.cancel()
+    stop_requested = asyncio.create_task(stop.requested.wait())
+    await asyncio.wait({working, stop_requested}, return_when=asyncio.FIRST_COMPLETED)
+    stop_requested.cancel()
     if working.done():
         return working.result()
     working.cancel()

@@ -31,7 +31,7 @@ class Peers:
         self._worker_id = worker_id
         self._hosted_pool = hosted_pool
         self._peers: dict[str, Heartbeat] = {}  # none of them draining
-        self._heard_s: dict[str, float] = {}  # monotonic clock
+        self._last_seen_s: dict[str, float] = {}  # monotonic clock
         self._listening_since_s = 0.0
         self._on_change: list[Callable[[], None]] = []
         bus.on_reconnect(self._on_reconnected)
@@ -80,12 +80,12 @@ class Peers:
 
     def _live(self) -> list[Heartbeat]:
         oldest_s = time.monotonic() - HEARTBEAT_LIMIT_S
-        for worker_id in [id_ for id_, heard_s in self._heard_s.items() if heard_s < oldest_s]:
+        for worker_id in [id_ for id_, last_seen_s in self._last_seen_s.items() if last_seen_s < oldest_s]:
             self._forget(worker_id)
         return list(self._peers.values())
 
     def _forget(self, worker_id: str) -> bool:
-        self._heard_s.pop(worker_id, None)
+        self._last_seen_s.pop(worker_id, None)
         return self._peers.pop(worker_id, None) is not None
 
     async def _on_heartbeat(self, message: Msg) -> None:
@@ -98,9 +98,9 @@ class Peers:
         else:
             has_changed = worker_id not in self._peers
             self._peers[worker_id] = heartbeat
-            self._heard_s[worker_id] = time.monotonic()
+            self._last_seen_s[worker_id] = time.monotonic()
         if has_changed:
-            self._tell()
+            self._notify()
 
     async def _on_disconnect(self, message: Msg) -> None:
         try:
@@ -109,13 +109,13 @@ class Peers:
             log.warning("%s", error)
             return
         if event is not None and self._forget(event.worker_id):
-            self._tell()
+            self._notify()
 
     async def _on_reconnected(self) -> None:
         # Silence proved nothing while our own connection was gone.
         self._listening_since_s = time.monotonic()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for callback in self._on_change:
             callback()
 

@@ -173,11 +173,11 @@ class Worker:
                 work.create_task(self._watch_pace(stop), name="pace"),
             ]
             stepping = work.create_task(self._run_engine(), name="engine")
-            told_to_stop = work.create_task(stop.requested.wait(), name="stopping")
-            await asyncio.wait({stepping, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
+            stop_requested = work.create_task(stop.requested.wait(), name="stopping")
+            await asyncio.wait({stepping, stop_requested}, return_when=asyncio.FIRST_COMPLETED)
             pulling.cancel()
             await self._end_work(stop)
-            await _cancel({pulling, told_to_stop, stepping, *keeping})
+            await _cancel({pulling, stop_requested, stepping, *keeping})
         if not stepping.cancelled():
             raise stepping.result()
 

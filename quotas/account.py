@@ -57,16 +57,16 @@ def exchange(
     account = as_of(account, terms, now_s, but=gateway_id)
     before = account.leases.get(gateway_id) or account.vanished.get(gateway_id)
     account = _with_report(_without_presumption(account, gateway_id), report, now_s)
-    told = 0 if before is None else before.spent_nano_usd
+    reported = 0 if before is None else before.spent_nano_usd
     if report.period == account.period:
-        told += report.spent_nano_usd
+        reported += report.spent_nano_usd
     held = report.held if report.period == account.period else (*report.held[:3], 0)
     idle = report.idle if report.period == account.period else (*report.idle[:3], 0)
     others = {one: lease for one, lease in account.leases.items() if one != gateway_id}
     free = free_amounts(replace(account, leases=others), terms.limits, held)
     granted = _granted(free, idle, report, terms.limits)
     expires_unix_ms = int((now_s + LEASE_S) * 1000)
-    lease = Lease(number, expires_unix_ms, plus(held, granted), plus(idle, granted), told)
+    lease = Lease(number, expires_unix_ms, plus(held, granted), plus(idle, granted), reported)
     return Exchanged(replace(account, leases={**others, gateway_id: lease}), granted, expires_unix_ms)
 
 
@@ -84,10 +84,10 @@ def recounted(
     nano-USD that each vanished gateway's requests cost, what it had reported among them; none of them may be missing.
     """
     account = _without_the_past(account, terms, now_s)
-    told = account.spent_nano_usd - account.presumed_nano_usd
+    reported = account.spent_nano_usd - account.presumed_nano_usd
     for gateway_id, gone in account.vanished.items():
-        told += max(0, by_vanished.get(gateway_id, 0) - gone.spent_nano_usd)
-    return replace(account, spent_nano_usd=max(told, ledger_nano_usd), presumed_nano_usd=0, vanished={})
+        reported += max(0, by_vanished.get(gateway_id, 0) - gone.spent_nano_usd)
+    return replace(account, spent_nano_usd=max(reported, ledger_nano_usd), presumed_nano_usd=0, vanished={})
 
 
 def merged(account: Account, known: Account) -> Account:
@@ -199,14 +199,14 @@ def _without_the_past(account: Account, terms: Limits, now_s: float) -> Account:
 
 def _with_report(account: Account, report: Report, now_s: float) -> Account:
     oldest = int(now_s) - WINDOW_S
-    requests, tokens = (_added(seconds, told, oldest) for seconds, told in zip(account.used, report.used, strict=True))
+    requests, tokens = (_added(seconds, more, oldest) for seconds, more in zip(account.used, report.used, strict=True))
     account = replace(account, used=(requests, tokens))
     if report.period != account.period:
         return account
     return replace(account, spent_nano_usd=account.spent_nano_usd + report.spent_nano_usd)
 
 
-def _added(seconds: dict[int, int], told: dict[int, int], oldest: int) -> dict[int, int]:
+def _added(seconds: dict[int, int], fields: dict[int, int], oldest: int) -> dict[int, int]:
     """Both added up, without what is out of the window or has come to nothing."""
-    whole = {at: seconds.get(at, 0) + told.get(at, 0) for at in seconds.keys() | told.keys()}
+    whole = {at: seconds.get(at, 0) + fields.get(at, 0) for at in seconds.keys() | fields.keys()}
     return {at: used for at, used in whole.items() if at > oldest and used > 0}

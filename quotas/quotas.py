@@ -293,7 +293,7 @@ class Quotas:
             local.wake()
             await asyncio.sleep(0)  # they look
             if local.waiting:
-                await self._tell_wanted(local)
+                await self._publish_wanted(local)
             elif not local.is_wanted:
                 return
 
@@ -334,7 +334,7 @@ class Quotas:
         local.seed = Seed(now_s, spent)
         self._exchange_soon(local)
 
-    async def _tell_wanted(self, local: LocalAccount) -> None:
+    async def _publish_wanted(self, local: LocalAccount) -> None:
         try:
             await self._bus.publish(subjects.QUOTA_WANTED, f"{self._gateway_id} {local.account_id}".encode())
         except BusError as error:  # who waits is refused soon

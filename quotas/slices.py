@@ -47,7 +47,7 @@ class Slice:
         self._used: tuple[dict[int, int], dict[int, int]] = ({}, {})  # of RATES, not reported yet
         self._spent = 0  # of MONEY, not reported yet
         self._taken = [0, 0, 0, 0]  # since the last report
-        self._told_s = 0.0  # when that was
+        self._reported_s = 0.0  # when that was
         self._usual = NOTHING  # what was expected then to be taken soon
 
     @property
@@ -68,8 +68,8 @@ class Slice:
     def with_unreported(self, account: Account) -> Account:
         """The account with what was used and spent since the last report."""
         requests, tokens = (
-            {at_s: told.get(at_s, 0) + mine.get(at_s, 0) for at_s in told.keys() | mine.keys()}
-            for told, mine in zip(account.used, self._used, strict=True)
+            {at_s: reported.get(at_s, 0) + mine.get(at_s, 0) for at_s in reported.keys() | mine.keys()}
+            for reported, mine in zip(account.used, self._used, strict=True)
         )
         spent = self._spent if account.period == self.period else 0
         return replace(account, used=(requests, tokens), spent_nano_usd=account.spent_nano_usd + spent)
@@ -133,7 +133,7 @@ class Slice:
         self._roll_over(period_at(terms.budget_period, now_s))
         self.idle = [max(0, idle) for idle in self.idle]  # an overdraft is told as used, and that is that
         self._usual = self._taken_soon(now_s) if keep_idle else NOTHING
-        self._taken, self._told_s = [0, 0, 0, 0], now_s
+        self._taken, self._reported_s = [0, 0, 0, 0], now_s
         wanted = self._usual
         for one in needs:
             wanted = plus(wanted, one)
@@ -156,7 +156,7 @@ class Slice:
 
     def _taken_soon(self, now_s: float) -> Amounts:
         """Return what requests will take in ``AHEAD_S`` at the rate since the last report."""
-        share = AHEAD_S / min(LONG_S, max(SHORT_S, now_s - self._told_s))
+        share = AHEAD_S / min(LONG_S, max(SHORT_S, now_s - self._reported_s))
         soon = [math.ceil(taken * share) for taken in self._taken]
         return soon[0], soon[1], soon[2], soon[3]
 
@@ -168,8 +168,8 @@ class Slice:
 
     def undo_report(self, report: Report, given_back: Amounts) -> None:
         """The account has not taken it."""
-        for mine, told in zip(self._used, report.used, strict=True):
-            for at_s, used in told.items():
+        for mine, reported in zip(self._used, report.used, strict=True):
+            for at_s, used in reported.items():
                 mine[at_s] = mine.get(at_s, 0) + used
         if report.period == self.period:
             self._spent += report.spent_nano_usd

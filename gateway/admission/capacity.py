@@ -71,8 +71,8 @@ class Capacity:
             if capacity is not None:
                 yield capacity
 
-    def heard(self, beat: Heartbeat) -> None:
-        """A worker has told its state."""
+    def on_heartbeat(self, beat: Heartbeat) -> None:
+        """Take a worker's state from its heartbeat."""
         before = self._beats.get(beat.worker_id)
         self._remove(beat.worker_id)
         if beat.draining:

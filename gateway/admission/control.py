@@ -52,7 +52,7 @@ class AdmissionControl:
         self.hosted_has_room: Callable[[Admission], bool] = lambda _: False  # gateway.dispatch.overflow
         self._elsewhere = PeerLanes(bus, settings.gateway_id)
         self._registry = registry
-        registry.on_beat = self.capacity.heard
+        registry.on_beat = self.capacity.on_heartbeat
         self._models = {model: ModelUsage() for model in models}
         self._tenants: dict[str, TenantUsage] = {}
         self._contended: set[str] = set()  # models for which jobs waited at the last look
@@ -64,7 +64,7 @@ class AdmissionControl:
         last_s = time.monotonic()
         while True:
             await self._backlog.poll()
-            await self._elsewhere.tell(self._lanes_in_use())
+            await self._elsewhere.publish(self._lanes_in_use())
             now_s = time.monotonic()
             self._elsewhere.forget_old(now_s)
             self.capacity.keep(self._registry.alive, now_s)

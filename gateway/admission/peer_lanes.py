@@ -25,8 +25,8 @@ class PeerLanes:
     def __init__(self, bus: Bus, gateway_id: str) -> None:
         self._bus = bus
         self._gateway_id = gateway_id
-        self._heard: dict[str, tuple[float, frozenset[LaneInUse]]] = {}  # by gateway, with the time
-        self._has_told = False
+        self._reports: dict[str, tuple[float, frozenset[LaneInUse]]] = {}  # by gateway, with the time
+        self._has_reported = False
 
     async def start(self) -> None:
         """Subscribe. Raises BusError."""
@@ -34,31 +34,31 @@ class PeerLanes:
 
     async def _on_message(self, message: Msg) -> None:
         try:
-            told = decode_lanes(message.data)
+            reported = decode_lanes(message.data)
         except ProtocolError as error:
             log.warning("another gateway's lanes: %s", error)
             return
-        if told.gateway_id != self._gateway_id:
-            self._heard[told.gateway_id] = time.monotonic(), frozenset(told.lanes)
+        if reported.gateway_id != self._gateway_id:
+            self._reports[reported.gateway_id] = time.monotonic(), frozenset(reported.lanes)
 
-    async def tell(self, in_use: Iterable[LaneInUse]) -> None:
+    async def publish(self, in_use: Iterable[LaneInUse]) -> None:
         """Let the others know of ours; silence says that there are none, once that has been said."""
         lanes = tuple(islice(in_use, MAX_TOLD))
-        if lanes or self._has_told:
+        if lanes or self._has_reported:
             try:
                 await self._bus.publish(subjects.LANES_IN_USE, encode(LanesInUse(self._gateway_id, lanes)))
             except BusError as error:  # told again soon
                 log.debug("the lanes in use could not be told: %s", error)
-        self._has_told = bool(lanes)
+        self._has_reported = bool(lanes)
 
     def use(self, tenant: str, model: str, lane: str) -> bool:
         """Return whether another gateway has jobs of this tenant waiting in the lane."""
-        if not self._heard:
+        if not self._reports:
             return False
         in_use = LaneInUse(tenant, model, lane)
-        return any(in_use in lanes for _, lanes in self._heard.values())
+        return any(in_use in lanes for _, lanes in self._reports.values())
 
     def forget_old(self, now_s: float) -> None:
         """Drop what was said too long ago."""
-        for gateway_id in [one for one, (heard_s, _) in self._heard.items() if now_s - heard_s > VALID_S]:
-            del self._heard[gateway_id]
+        for gateway_id in [one for one, (last_seen_s, _) in self._reports.items() if now_s - last_seen_s > VALID_S]:
+            del self._reports[gateway_id]

@@ -13,7 +13,7 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import Heartbeat, decode_heartbeat
 from protocol.topology import HEARTBEAT_LIMIT_S
 
-FORGIVENESS_S: Final = 2.0  # how long a worker may take to come back after the queue server was away
+EXCUSED_SILENCE_S: Final = 2.0  # how long a worker may take to come back after the queue server was away
 FORGET_AFTER_S: Final = 60.0
 
 log = logging.getLogger(__name__)
@@ -28,22 +28,22 @@ class WorkerRegistry:
         self.on_beat: Callable[[Heartbeat], None] | None = None  # told of every heartbeat
         self.on_lost: OnLost | None = None  # told at once
         self._bus = bus
-        self._heard_s: dict[str, float] = {}
+        self._last_seen_s: dict[str, float] = {}
         self._beats: dict[str, tuple[float, Heartbeat]] = {}  # with the time each came
-        self._forgiven_until_s = float("-inf")
+        self._silence_excused_until_s = float("-inf")
         self._excused_until_s: dict[str, float] = {}
 
     async def start(self) -> None:
         """Listen to the heartbeats of all workers. Raises BusError."""
         await self._bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
 
-    def heard(self, worker_id: str, now_s: float) -> None:
+    def seen(self, worker_id: str, now_s: float) -> None:
         """Any message of a worker is a sign of life."""
-        self._heard_s[worker_id] = now_s
+        self._last_seen_s[worker_id] = now_s
 
     def knows(self, worker_id: str) -> bool:
         """Return whether it has sent a heartbeat and has not been lost since."""
-        return worker_id in self._heard_s
+        return worker_id in self._last_seen_s
 
     def last_beat(self, worker_id: str) -> Heartbeat | None:
         """Return its last heartbeat, alive or not."""
@@ -60,18 +60,18 @@ class WorkerRegistry:
 
     def silence_s(self, worker_id: str, now_s: float) -> float:
         """For how long it has not been heard of."""
-        return now_s - self._heard_s.get(worker_id, float("-inf"))
+        return now_s - self._last_seen_s.get(worker_id, float("-inf"))
 
     def reset_silence(self, now_s: float) -> None:
         """Judge nobody for a while: silence was ours or the queue server's, not the workers'."""
-        self._forgiven_until_s = now_s + FORGIVENESS_S
+        self._silence_excused_until_s = now_s + EXCUSED_SILENCE_S
 
     def excuse(self, worker_id: str, now_s: float) -> None:
         """Do not judge this worker for a while: the queue server has cut it off, and it will be back."""
-        self._excused_until_s[worker_id] = now_s + FORGIVENESS_S
+        self._excused_until_s[worker_id] = now_s + EXCUSED_SILENCE_S
 
     def _is_excused(self, worker_id: str, now_s: float) -> bool:
-        return now_s < max(self._forgiven_until_s, self._excused_until_s.get(worker_id, float("-inf")))
+        return now_s < max(self._silence_excused_until_s, self._excused_until_s.get(worker_id, float("-inf")))
 
     def alive(self, worker_id: str, now_s: float) -> bool:
         """Return whether the worker has sent something within ``HEARTBEAT_LIMIT_S``, or its silence is excused."""
@@ -82,7 +82,7 @@ class WorkerRegistry:
         is_lost = code is ErrorCode.WORKER_LOST
         if is_lost and self._is_excused(worker_id, now_s):
             return
-        if self._heard_s.pop(worker_id, None) is not None and is_lost:
+        if self._last_seen_s.pop(worker_id, None) is not None and is_lost:
             log.warning("worker %s is lost: %s", worker_id, reason)
         if self.on_lost is not None:
             self.on_lost(worker_id, code, f"worker {worker_id} is lost: {reason}", now_s)
@@ -97,8 +97,8 @@ class WorkerRegistry:
         """Drop what is known of workers long gone, so that the registry does not grow for ever."""
         for worker_id in [w for w, until_s in self._excused_until_s.items() if until_s < now_s]:
             del self._excused_until_s[worker_id]
-        for worker_id in [w for w, heard_s in self._heard_s.items() if now_s - heard_s > FORGET_AFTER_S]:
-            del self._heard_s[worker_id]
+        for worker_id in [w for w, last_seen_s in self._last_seen_s.items() if now_s - last_seen_s > FORGET_AFTER_S]:
+            del self._last_seen_s[worker_id]
         for worker_id in [w for w, (came_s, _) in self._beats.items() if now_s - came_s > FORGET_AFTER_S]:
             del self._beats[worker_id]
 
@@ -114,9 +114,9 @@ class WorkerRegistry:
             worker_id = message.subject.rpartition(".")[2]
             if not self.knows(worker_id):
                 log.warning("heartbeat on %s: %s", message.subject, error)
-            self.heard(worker_id, now_s)
+            self.seen(worker_id, now_s)
             return
-        self.heard(beat.worker_id, now_s)
+        self.seen(beat.worker_id, now_s)
         self._beats[beat.worker_id] = (now_s, beat)
         if self.on_beat is not None:
             self.on_beat(beat)

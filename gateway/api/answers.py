@@ -39,7 +39,7 @@ class CompleteAnswer(NamedTuple):
 
     marked: bytes
     logprobs: Sequence[Iterator[bytes]]  # the pieces of each
-    told: Sequence[ChoiceContent]  # of every choice
+    contents: Sequence[ChoiceContent]  # of every choice
 
     @property
     def body(self) -> bytes:
@@ -87,7 +87,7 @@ class CollectedChoice:
             self.logprobs.append(held)
 
     @property
-    def told(self) -> ChoiceContent:
+    def content(self) -> ChoiceContent:
         """The choice's content."""
         return ChoiceContent("".join(self.texts), self.finish_reason, self.parts)
 
@@ -124,38 +124,38 @@ def chat_answer(
     """
     parsers = [form.parser() if form else None for _ in gathered]
     rows = [_chat_row(index, *one, details, check) for index, one in enumerate(zip(gathered, parsers, strict=True))]
-    told_tokens = sum(choice.reasoning_tokens for choice in gathered)
-    if form is not None and (form.dialect.has_reasoning or told_tokens):
+    counted_tokens = sum(choice.reasoning_tokens for choice in gathered)
+    if form is not None and (form.dialect.has_reasoning or counted_tokens):
         read = [(parser.reasoning, choice.frames) for choice, parser in zip(gathered, parsers, strict=True) if parser]
-        usage = with_reasoning_tokens(usage, told_tokens + sum(reasoning_tokens(*one) for one in read))
+        usage = with_reasoning_tokens(usage, counted_tokens + sum(reasoning_tokens(*one) for one in read))
     head = answer_head(answer_id, "chat.completion", created, model, details)
     marked = encode_json({**head, "choices": rows, "usage": usage, **_of_prompt(gathered[0], details)})
     logprobs = [
         chat_pieces(choice.token_logprobs(), as_ids=details.tokens_as_ids) for choice in gathered if choice.logprobs
     ]
-    return CompleteAnswer(marked, logprobs, [choice.told for choice in gathered])
+    return CompleteAnswer(marked, logprobs, [choice.content for choice in gathered])
 
 
-def choice_object(told: ChoiceContent, parser: AnswerParser | None) -> dict[str, Any]:
+def choice_object(content: ChoiceContent, parser: AnswerParser | None) -> dict[str, Any]:
     """Return the choice object of a chat; ``parser``: a new one, where answers are more than text."""
     if parser is None:
-        message = {"role": "assistant", "content": told.text, "refusal": None}
+        message = {"role": "assistant", "content": content.text, "refusal": None}
     else:
-        message = parsed_message(told.text, parser, told.parts)
-    return {"message": message, "finish_reason": finish_reason_of(told.finish_reason, message)}
+        message = parsed_message(content.text, parser, content.parts)
+    return {"message": message, "finish_reason": finish_reason_of(content.finish_reason, message)}
 
 
 def _chat_row(
     index: int, choice: CollectedChoice, parser: AnswerParser | None, details: AnswerOptions, check: SchemaCheck | None
 ) -> dict[str, Any]:
-    told = choice_object(choice.told, parser)
-    message = told["message"]
+    fields = choice_object(choice.content, parser)
+    message = fields["message"]
     return {
         "index": index,
         "message": message,
         "logprobs": _LOGPROBS_HERE if choice.logprobs else None,
-        "finish_reason": told["finish_reason"],
-        **(check.told(message["content"], calls_of(message), told["finish_reason"]) if check else {}),
+        "finish_reason": fields["finish_reason"],
+        **(check.fields(message["content"], calls_of(message), fields["finish_reason"]) if check else {}),
         **_own_token_ids(choice, details),
     }
 
@@ -166,12 +166,12 @@ def _own_token_ids(choice: CollectedChoice, details: AnswerOptions) -> dict[str,
 
 def _of_prompt(first: CollectedChoice, details: AnswerOptions) -> dict[str, Any]:
     """Return the fields about the prompt, which come with the first choice."""
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if details.prompt_ids is not None:
-        told["prompt_token_ids"] = details.prompt_ids
+        fields["prompt_token_ids"] = details.prompt_ids
     if details.prompt_logprobs is not None:
-        told["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs, details.prompt_logprobs)
-    return told
+        fields["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs, details.prompt_logprobs)
+    return fields
 
 
 class CompletionRows(NamedTuple):
@@ -179,7 +179,7 @@ class CompletionRows(NamedTuple):
 
     rows: Sequence[dict[str, Any]]
     logprobs: Sequence[Iterator[bytes]]  # of those rows that have them
-    told: Sequence[ChoiceContent]
+    contents: Sequence[ChoiceContent]
 
 
 def completion_answer(
@@ -195,7 +195,7 @@ def completion_answer(
     head = answer_head(answer_id, "text_completion", created, model, details)
     marked = encode_json({**head, "choices": [row for prompt in prompts for row in prompt.rows], "usage": usage})
     logprobs = [pieces for prompt in prompts for pieces in prompt.logprobs]
-    return CompleteAnswer(marked, logprobs, [told for prompt in prompts for told in prompt.told])
+    return CompleteAnswer(marked, logprobs, [content for prompt in prompts for content in prompt.contents])
 
 
 def completion_rows(
@@ -210,7 +210,7 @@ def completion_rows(
             "text": details.echo + "".join(choice.texts),
             "logprobs": _LOGPROBS_HERE if has else None,
             "finish_reason": choice.finish_reason,
-            **(check.told("".join(choice.texts), [], choice.finish_reason) if check else {}),
+            **(check.fields("".join(choice.texts), [], choice.finish_reason) if check else {}),
             **_own_token_ids(choice, details),
             **of_prompt,
         }
@@ -221,7 +221,7 @@ def completion_rows(
         for choice, has in zip(gathered, has_logprobs, strict=True)
         if has
     ]
-    return CompletionRows(rows, logprobs, [choice.told for choice in gathered])
+    return CompletionRows(rows, logprobs, [choice.content for choice in gathered])
 
 
 def _completion_logprobs(

@@ -99,7 +99,7 @@ class Call(AnswerEncoder, Protocol):
         """Build the conversation for pools that take messages, once the prompt is encoded. Raises InvalidParameter."""
         ...
 
-    def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
+    def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """Implement ``gateway.payloads.answers.ChoiceEncoder``."""
         ...
 
@@ -197,7 +197,7 @@ class ChatCall(JobCall[ChatCompletionRequest]):
             check=self._check,
         )
 
-    def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
+    def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """Implement ``Call``."""
         form = self._parts_form
         return choice_object(ChoiceContent(text, finish_reason, parts), form.parser() if form else None)
@@ -297,7 +297,7 @@ class CompletionCall(JobCall[CompletionRequest]):
         del tokens, max_tokens, prompt_tokens
         return None
 
-    def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
+    def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """Implement ``Call``."""
         del parts
         return {"text": text, "finish_reason": finish_reason}

@@ -93,14 +93,14 @@ def chat_of(request: ChatCompletionRequest, *, is_limited: bool) -> Chat:
 
 
 def _turn(message: Message) -> Turn:
-    told: dict[str, Any] = message.for_template()  # older forms of tools become calls there
+    fields: dict[str, Any] = message.for_template()  # older forms of tools become calls there
     calls = tuple(
         Call(call["id"], call["function"]["name"], function.arguments)
-        for call, function in zip(told.get("tool_calls", ()), message.called, strict=True)
+        for call, function in zip(fields.get("tool_calls", ()), message.called, strict=True)
     )
-    role = "developer" if message.role == "developer" else told["role"]
+    role = "developer" if message.role == "developer" else fields["role"]
     reasoning = message.reasoning_content or message.reasoning
-    return Turn(role, message.content, message.name, calls, told.get("tool_call_id"), reasoning)
+    return Turn(role, message.content, message.name, calls, fields.get("tool_call_id"), reasoning)
 
 
 def _tool(tool: ToolDefinition) -> Tool:

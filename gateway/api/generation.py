@@ -118,7 +118,7 @@ class GenerationEndpoint(Endpoint[_Call]):
         created = exchange.received_unix_ms // 1000
         whole = await maker.whole(exchange.id, created, request.mailbox.tokens(), usage_of(request))
         if answer is not None:
-            answer.add_whole(whole.told, whole.body)
+            answer.add_whole(whole.contents, whole.body)
         if whole.logprobs:
             await exchange.answer_pieces(whole.pieces(), request)
         else:

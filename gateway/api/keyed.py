@@ -206,8 +206,8 @@ async def _pass_on(exchange: Exchange, next_part: NextPart, *, is_first: bool) -
             exchange.abort()
             return
         if part.status and exchange.sent_status is None:
-            told = () if is_first else ((STANDING_HEADER, part.standing.encode()),)
-            await exchange.start_recorded(part.status, (*part.headers, *told))
+            headers = () if is_first else ((STANDING_HEADER, part.standing.encode()),)
+            await exchange.start_recorded(part.status, (*part.headers, *headers))
         position += len(part.body)
         if part.body or part.complete:
             try:

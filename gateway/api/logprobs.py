@@ -85,9 +85,9 @@ class CompletionLogprobs:
             self._offset += len(token.text)
         return _lists(rows)
 
-    def pieces(self, told: dict[str, Any] | None, tokens: Iterable[TokenLogprob]) -> Iterator[bytes]:
-        """The lists for all tokens, piece by piece; ``told``: those of the prompt, which come before."""
-        lists = told or _lists([])
+    def pieces(self, fields: dict[str, Any] | None, tokens: Iterable[TokenLogprob]) -> Iterator[bytes]:
+        """The lists for all tokens, piece by piece; ``fields``: those of the prompt, which come before."""
+        lists = fields or _lists([])
         columns = {name: list(values) for name, values in lists.items()}
         largest = columns.pop("top_logprobs")
 

@@ -72,7 +72,7 @@ class _StreamedChoice:
     def __init__(self, form: AnswerForm) -> None:
         self.parser: AnswerParser = form.parser()
         self.calls = 0
-        self._calls_told = 0  # in parts, with those that are not sent
+        self._calls_seen = 0  # in parts, with those that are not sent
         self._reasoning_tokens = 0  # as an API says
         self._frames: list[tuple[int, int]] = []  # characters and tokens of each
         self._form = form
@@ -93,8 +93,8 @@ class _StreamedChoice:
             return self.parser.push(frame.text, is_last=frame.finish_reason is not None)
         if frame.usage is not None:
             self._reasoning_tokens += frame.usage.reasoning_tokens
-        calls_before = self._calls_told
-        self._calls_told += sum(part.kind == "call" for part in frame.parts)
+        calls_before = self._calls_seen
+        self._calls_seen += sum(part.kind == "call" for part in frame.parts)
         return list(pieces_of(frame.parts, calls_before=calls_before, is_single_call=self._form.is_single_call))
 
     def finish_reason(self, reason: str) -> str | None:
@@ -178,8 +178,8 @@ def parsed_message(text: str, parser: AnswerParser, parts: Sequence[Part] = ()) 
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     calls: list[dict[str, Any]] = []
     texts: dict[Kind, list[str]] = {}
-    told = pieces_of(parts, calls_before=0, is_single_call=parser.form.is_single_call)
-    for kind, part, call_id in (*parser.push(text, is_last=True), *told):
+    later = pieces_of(parts, calls_before=0, is_single_call=parser.form.is_single_call)
+    for kind, part, call_id in (*parser.push(text, is_last=True), *later):
         if kind is Kind.CALL:
             function = {"name": part, "arguments": ""}
             calls.append({"id": call_id or parser.form.new_call_id(), "type": "function", "function": function})

@@ -166,7 +166,7 @@ class MultiPromptAnswer:
         for name, (call, _, answer) in self._parts.items():
             prompts.append(await call.rows(by_request.pop(name)))
             if answer is not None:
-                answer.add_whole(prompts[-1].told, b"")  # a completion calls no tools
+                answer.add_whole(prompts[-1].contents, b"")  # a completion calls no tools
         return self._first.answer_body(answer_id, created, prompts, usage)
 
 

@@ -152,13 +152,13 @@ def _error_of(refusal: Refusal) -> ApiError:
 
 
 def _budget_error(refusal: Refusal) -> ApiError:
-    told = (
+    amounts = (
         f"limit {refusal.limit / NANO_USD:.6g} USD, used {refusal.used / NANO_USD:.6g} USD, this request may cost up to"
         f" {refusal.needed / NANO_USD:.6g} USD"
     )
     if refusal.retry_after_s is None:
-        return InsufficientQuota(f"The {refusal.whose}'s budget is used up: {told}.")
-    error = RateLimitExceeded(f"The {refusal.whose}'s budget is reserved by requests that are running: {told}.")
+        return InsufficientQuota(f"The {refusal.whose}'s budget is used up: {amounts}.")
+    error = RateLimitExceeded(f"The {refusal.whose}'s budget is reserved by requests that are running: {amounts}.")
     error.type = "budget"
     error.retry_after_s = math.ceil(refusal.retry_after_s)
     return error

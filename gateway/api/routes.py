@@ -157,10 +157,10 @@ async def _tokenized(services: Services, exchange: Exchange, principal: Principa
     check_shape(limits, messages=len(request.messages or ()), choices=1)
     tokens = services.catalog.tokens_of(_model_named(services, request, principal)).of_tenant(tenant)
     token_ids = await _token_ids(request, tokens)
-    told: dict[str, Any] = {"count": len(token_ids), "max_model_len": tokens.context_length, "tokens": token_ids}
+    fields: dict[str, Any] = {"count": len(token_ids), "max_model_len": tokens.context_length, "tokens": token_ids}
     if request.return_token_strs:
-        told["token_strs"] = await tokens.token_texts(token_ids)
-    return await pool.run(tenant, len(body), partial(json_answer, told), is_quick=True)
+        fields["token_strs"] = await tokens.token_texts(token_ids)
+    return await pool.run(tenant, len(body), partial(json_answer, fields), is_quick=True)
 
 
 def _read_tokenize(body: bytes) -> TokenizeRequest:

@@ -43,7 +43,7 @@ class SchemaCheck:
         else:
             self._tools[tool] = _Checked(schema)
 
-    def told(self, text: str | None, calls: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
+    def fields(self, text: str | None, calls: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
         """``schema_errors`` of a choice: a list, empty where all is well, or None where that could not be checked.
 
         ``calls``: the ``function`` of each. Nothing is told of an answer that was cut off.
@@ -88,12 +88,12 @@ class _Checked:
                 patterns = jsonschema_rs.RegexOptions(size_limit=PATTERN_BYTES)
                 self._validator = jsonschema_rs.validator_for(self._schema, pattern_options=patterns)
             errors = self._validator.iter_errors(value)
-            return [_told(error) for error, _ in zip(errors, range(MAX_ERRORS), strict=False)]
+            return [_describe(error) for error, _ in zip(errors, range(MAX_ERRORS), strict=False)]
         except (jsonschema_rs.ValidationError, ValueError):  # an invalid schema, or a pattern that cannot be bounded
             return None
 
 
-def _told(error: Any) -> str:  # noqa: ANN401  # jsonschema_rs.ValidationError
+def _describe(error: Any) -> str:  # noqa: ANN401  # jsonschema_rs.ValidationError
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.instance_path)
     return f"${path}: {error.message}"[:MAX_ERROR_CHARS]
 
@@ -137,7 +137,7 @@ class CheckedChunks:
                 self._add(call, self._calls[choice])
         if row["finish_reason"] is not None:
             text = "".join(self._texts[choice])[self._echo_chars :]
-            row |= self._check.told(text, self._calls[choice], row["finish_reason"])
+            row |= self._check.fields(text, self._calls[choice], row["finish_reason"])
         return event(body)
 
     @staticmethod

@@ -38,12 +38,12 @@ class WithTokenIds:
         self._prompt_ids = prompt_ids
         self._first_index = first_index
         self._prompt_in_choice = prompt_in_choice
-        self._untold: list[list[int]] = [[] for _ in range(choices)]
+        self._unsent: list[list[int]] = [[] for _ in range(choices)]
         self._started = [False] * choices
 
     def of(self, frame: Tokens | Deltas) -> bytes:
         """Implement ``Chunks``."""
-        self._untold[frame.index] += frame.token_ids
+        self._unsent[frame.index] += frame.token_ids
         bodies = decoded(self._inner.of(frame))
         return b"".join(self._completed(body, is_last=body is bodies[-1]) for body in bodies)
 
@@ -54,5 +54,5 @@ class WithTokenIds:
             self._started[index] = True
             (choice if self._prompt_in_choice else body)["prompt_token_ids"] = self._prompt_ids
         if is_last:
-            choice["token_ids"], self._untold[index] = self._untold[index], []
+            choice["token_ids"], self._unsent[index] = self._unsent[index], []
         return event(body)

@@ -65,7 +65,7 @@ class CurrentAttempt:
         """Note the counts and timings of the worker's last frame."""
         self.timings = plausible_timings(frame.timings, now_s - self.queued_s)
         if self.hosted is not None:
-            self.hosted.told(frame)
+            self.hosted.take_final_frame(frame)
 
     def max_unreceived_tokens(self, now_s: float) -> int:
         """Return how many tokens of each choice may have been generated since the last one that arrived."""

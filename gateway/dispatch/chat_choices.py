@@ -83,9 +83,9 @@ class ChatChoices(Choices):
             return f"answer {index} cannot have {tokens} tokens"
         usage = frame.usage
         if usage is not None and usage.counted_by == "provider":
-            told = parts.tokens_before + usage.completion_tokens
-            if parts.tokens_before <= told <= most:  # else its counts are no reason to lose the answer
-                parts.usage, tokens = usage, told
+            reported = parts.tokens_before + usage.completion_tokens
+            if parts.tokens_before <= reported <= most:  # else its counts are no reason to lose the answer
+                parts.usage, tokens = usage, reported
         parts.tokens, parts.has_come = tokens, True
         parts.is_text = parts.is_text and all(part.kind == "text" for part in frame.parts)
         text = frame.text
@@ -139,8 +139,8 @@ class ChatChoices(Choices):
     @property
     def usage(self) -> ChatUsage | None:
         """Return the provider's counts. Each choice was a call of its own, with a prompt of its own."""
-        told = [parts.usage for one, parts in self._rows() if not (one.token_ids or parts.tokens_before)]
-        whole = [usage for usage in told if usage is not None]
+        reported = [parts.usage for one, parts in self._rows() if not (one.token_ids or parts.tokens_before)]
+        whole = [usage for usage in reported if usage is not None]
         if len(whole) < len(self):
             return None
         return ChatUsage(

@@ -79,7 +79,7 @@ class Dispatcher:
         self._queue = JobQueue(bus, self._lookups, settings.gateway_id, overflow)
         self._dead_letters = DeadLetters(bus)
         self._unread = UnreadBytes(settings.limits.max_unread_bytes)
-        self._unowned = UnownedAttempts(self.cancel, None if overflow is None else overflow.heard)
+        self._unowned = UnownedAttempts(self.cancel, None if overflow is None else overflow.on_unowned_frame)
         self._by_worker: dict[str, dict[str, OpenRequest]] = {}  # those that a worker has, by worker and request
         self._detector = LossDetector(bus, registry, self._by_worker.keys)
         self._frames_subject = subjects.frames_subject(settings.gateway_id)
@@ -231,8 +231,8 @@ class Dispatcher:
     def open(self, ticket: Ticket, mailbox: Mailbox | None = None) -> OpenRequest:
         """Open an admitted request, to be closed: it will end in an answer or an explicit error, and in one record."""
         now_s, admission = time.monotonic(), ticket.admission
-        for tell in self._observers.admitted:
-            tell(admission)
+        for notify in self._observers.admitted:
+            notify(admission)
         timeouts, max_attempts = self._settings.timeouts, self._settings.max_attempts
         request = OpenRequest(ticket, timeouts, max_attempts, self, now_s, mailbox=mailbox)
         tenant, mailbox = admission.principal.tenant, request.mailbox
@@ -269,8 +269,8 @@ class Dispatcher:
         if request.state is State.ENDED and request.closed and request.request_id in self._unsettled:
             del self._unsettled[request.request_id]
             record = self._recorder.closed(request)
-            for tell in self._observers.ended:
-                tell(request, record)
+            for notify in self._observers.ended:
+                notify(request, record)
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Dispatcher:
             return
         now_s = time.monotonic()
         worker_id = step.worker_id
-        self._registry.heard(worker_id, now_s)
+        self._registry.seen(worker_id, now_s)
         for frame in step.frames:
             request = self._open.get(frame.request_id)
             if request is None:
@@ -301,10 +301,10 @@ class Dispatcher:
         """Publish the current attempt after a pause."""
         if request.attempt > 1 and not request.current.is_moved:
             log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
-            for tell in self._observers.failed_over:
-                tell(request)
-        for tell_queued in self._observers.queued:
-            tell_queued(request, after_s)
+            for notify in self._observers.failed_over:
+                notify(request)
+        for notify_queued in self._observers.queued:
+            notify_queued(request, after_s)
         self._background.start(self._queue.publish(request, after_s))
 
     def withdraw(self, request: OpenRequest) -> None:
@@ -315,8 +315,8 @@ class Dispatcher:
 
     def accepted(self, request: OpenRequest) -> None:
         """Note that a worker has accepted the current attempt."""
-        for tell in self._observers.accepted:
-            tell(request)
+        for notify in self._observers.accepted:
+            notify(request)
         if request.worker_id is not None:
             how = rescue(request, self._registry.last_beat(request.worker_id))
             if how is not None:

@@ -177,7 +177,7 @@ class Overflow:
         if place is not None:
             place.refund()
 
-    def heard(self, frame: Frame) -> None:
+    def on_unowned_frame(self, frame: Frame) -> None:
         """Charge an attempt that no request waits for, if it was at a hosted pool."""
         place = self._lingering.pop((frame.request_id, frame.attempt), None)
         if place is not None:

@@ -21,7 +21,7 @@ class HostedSlot:
         self._holds_room = True
         self._counts: tuple[int, int, int] | None = None  # as the worker says at the end
 
-    def told(self, frame: Finished | Failed) -> None:
+    def take_final_frame(self, frame: Finished | Failed) -> None:
         """Note the counts of the attempt's final frame. What failed before its first token costs nothing."""
         if isinstance(frame, Finished):
             self._counts = (frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)

@@ -118,9 +118,9 @@ class Connection(HttpToolsProtocol):
             self._is_counted = False
             self._connections.leave(self._address)
         if self._in_head and not self._is_refused:
-            self._tell(None, self.url)
+            self._log_refusal(None, self.url)
         for cycle in self._waiting:
-            self._tell(None, cycle.scope["raw_path"])
+            self._log_refusal(None, cycle.scope["raw_path"])
         self._waiting.clear()
         if self._answering is not None and not self._answering.response_complete:
             self._answering.gone()
@@ -327,7 +327,7 @@ class Connection(HttpToolsProtocol):
         """Answer what cannot be routed, behind all that is still being answered, and close."""
         self._is_refused = True
         self._wait_in(None)
-        self._tell(error, self.url if self._in_head else b"")
+        self._log_refusal(error, self.url if self._in_head else b"")
         if self._is_answering:
             return
         body = error.envelope()
@@ -336,7 +336,7 @@ class Connection(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[error.status] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
         self._close()
 
-    def _tell(self, error: ApiError | None, path: bytes) -> None:
+    def _log_refusal(self, error: ApiError | None, path: bytes) -> None:
         shown = path.partition(b"?")[0][:MAX_PATH_CHARS].decode("latin-1")
         self._connections.refusals.refused(HTTP, error, client=self._address, path=shown)
 

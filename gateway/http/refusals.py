@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 class _Reason(Struct):
     count: int = 0  # since the start
     lines: int = 0  # in this window
-    untold: int = 0
+    unlogged: int = 0
     window: asyncio.TimerHandle | None = None
 
 
@@ -56,26 +56,26 @@ class RefusalLog:
         if reason.window is None:
             reason.window = asyncio.get_running_loop().call_later(WINDOW_S, self._next_window, code)
         if reason.lines == LINES_A_SECOND:
-            reason.untold += 1
+            reason.unlogged += 1
             return
         reason.lines += 1
-        told = {"reason": code, "status": status, "count": reason.count, "endpoint": endpoint, **fields}
+        reported = {"reason": code, "status": status, "count": reason.count, "endpoint": endpoint, **fields}
         if error is not None and error.param is not None:
-            told["param"] = error.param[:MAX_PATH_CHARS]
-        log.info("request refused", extra={"fields": told})
+            reported["param"] = error.param[:MAX_PATH_CHARS]
+        log.info("request refused", extra={"fields": reported})
 
     def _next_window(self, code: str) -> None:
         reason = self._reasons[code]
         reason.window = None
-        self._tell_rest(code, reason)
+        self._log_rest(code, reason)
 
-    def _tell_rest(self, code: str, reason: _Reason) -> None:
-        if reason.untold:
-            told = {"reason": code, "more": reason.untold, "count": reason.count}
-            log.info("requests refused", extra={"fields": told})
-        reason.lines = reason.untold = 0
+    def _log_rest(self, code: str, reason: _Reason) -> None:
+        if reason.unlogged:
+            fields = {"reason": code, "more": reason.unlogged, "count": reason.count}
+            log.info("requests refused", extra={"fields": fields})
+        reason.lines = reason.unlogged = 0
 
     def flush(self) -> None:
         """Log what has not been logged yet: the gateway ends."""
         for code, reason in self._reasons.items():
-            self._tell_rest(code, reason)
+            self._log_rest(code, reason)

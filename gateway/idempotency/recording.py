@@ -43,19 +43,19 @@ class Recording:
             self._body += message["body"]
             self.complete = not message["more_body"]
             self._on_growth(len(message["body"]))
-        self._tell()
+        self._notify()
 
     def end(self) -> None:
         """Note that the application has returned."""
         self.ended = True
-        self._tell()
+        self._notify()
 
     def forget_front(self, count_bytes: int) -> None:
         """Drop the oldest part of the body; readers behind it fail."""
         del self._body[:count_bytes]
         self._forgotten_bytes += count_bytes
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed.clear()
 

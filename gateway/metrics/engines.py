@@ -41,21 +41,21 @@ HISTOGRAMS: Final[dict[str, tuple[str, Callable[[EngineStats], Histogram]]]] = {
 
 def engine_families(beats: Iterable[Heartbeat], models: Collection[str]) -> Iterator[Metric]:
     """The series of all workers that serve one of ``models`` and whose engines tell."""
-    told = [(_labels(beat, models), beat.stats) for beat in beats if beat.stats is not None]
-    told = [(labels, stats) for labels, stats in told if labels[0]]
+    reported = [(_labels(beat, models), beat.stats) for beat in beats if beat.stats is not None]
+    reported = [(labels, stats) for labels, stats in reported if labels[0]]
     for name, (meaning, number) in GAUGES.items():
         gauge = GaugeMetricFamily(name, meaning, labels=LABELS)
-        for labels, stats in told:
+        for labels, stats in reported:
             gauge.add_metric(labels, number(stats))
         yield gauge
     for name, (meaning, number) in COUNTERS.items():
         counter = CounterMetricFamily(name, meaning, labels=LABELS)
-        for labels, stats in told:
+        for labels, stats in reported:
             counter.add_metric(labels, number(stats))
         yield counter
     for name, (meaning, histogram_of) in HISTOGRAMS.items():
         histogram = HistogramMetricFamily(name, meaning, labels=LABELS)
-        for labels, stats in told:
+        for labels, stats in reported:
             add_histogram(histogram, labels, histogram_of(stats))
         yield histogram
 
@@ -64,7 +64,7 @@ def worker_families(beats: Collection[Heartbeat], models: Collection[str]) -> It
     """The workers by model."""
     info = GaugeMetricFamily("spillway_worker_info", "A live worker; always 1.", labels=WORKER_LABELS)
     draining = GaugeMetricFamily("spillway_worker_draining", "1: it takes no new jobs.", labels=WORKER_LABELS)
-    told = GaugeMetricFamily(
+    reported = GaugeMetricFamily(
         "spillway_worker_heartbeat_timestamp_seconds", "Its last heartbeat, by its own clock.", labels=WORKER_LABELS
     )
     # A price and a time, no sum of money: clocks that are set back would make that fall.
@@ -82,14 +82,14 @@ def worker_families(beats: Collection[Heartbeat], models: Collection[str]) -> It
         labels = (beat.worker_id, beat.pool, beat.provider, beat.region, beat.tier, beat.engine)
         info.add_metric(labels, 1)
         draining.add_metric(labels, int(beat.draining))
-        told.add_metric(labels, beat.sent_unix_ms / 1000)
+        reported.add_metric(labels, beat.sent_unix_ms / 1000)
         price.add_metric(labels, beat.usd_per_hour)
         busy.add_metric(labels, beat.busy_ms / 1000)
         if beat.pace is not None and beat.pace.tpot_ms:
             tpot.add_metric(labels, beat.pace.tpot_ms / 1000)
         if beat.pace is not None and beat.pace.slowdown:
             slowdown.add_metric(labels, beat.pace.slowdown)
-    yield from (info, draining, told, price, busy, tpot, slowdown)
+    yield from (info, draining, reported, price, busy, tpot, slowdown)
     serving = GaugeMetricFamily(
         "spillway_model_workers", "Live workers that take jobs of a configured model.", labels=("model_name",)
     )

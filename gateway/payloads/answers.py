@@ -18,7 +18,7 @@ _EVENT_END: Final = b"\n\n"
 class ChoiceEncoder(Protocol):
     """Encodes a choice's text as a call does."""
 
-    def told(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
+    def choice(self, text: str, finish_reason: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
         """Return the choice object of a complete answer, without logprobs and token ids; ``parts`` follow its text."""
         ...
 
@@ -80,7 +80,7 @@ class RecordedAnswer:
         choices = []
         rows = zip(self._texts, self._finish_reasons, self._parts, strict=True)
         for index, (texts, finish_reason, parts) in enumerate(rows):
-            choice = {"index": index, **encoder.told("".join(texts), finish_reason or "", parts)}
+            choice = {"index": index, **encoder.choice("".join(texts), finish_reason or "", parts)}
             for place, call in enumerate(choice.get("message", {}).get("tool_calls", ())):
                 call["id"] = ids.get((index, place), call["id"])
             choices.append(choice)
@@ -89,8 +89,8 @@ class RecordedAnswer:
     def _call_ids(self) -> dict[tuple[int, int], str]:
         """Ids that the client got, by choice and position."""
         ids = {}
-        for told in self._calls:
-            for choice in msgspec.json.decode(told)["choices"]:
+        for reported in self._calls:
+            for choice in msgspec.json.decode(reported)["choices"]:
                 calls = (choice.get("delta") or choice["message"]).get("tool_calls", ())
                 for place, call in enumerate(calls):
                     if "id" in call:

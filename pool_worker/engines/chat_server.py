@@ -226,7 +226,7 @@ class ChatChoice:
         self._request = request
         self._point = point
         self._chars = 0
-        self._told_tokens = 0
+        self._reported_tokens = 0
 
     def ask(self, model: str) -> ChatServerRequest:
         """Return what the server is asked for."""
@@ -242,14 +242,14 @@ class ChatChoice:
         if not delta.parts:
             return None
         self._chars += sum(len(part.text) for part in delta.parts)
-        tokens = math.ceil(self._chars / CHARS_PER_TOKEN) - self._told_tokens
-        self._told_tokens += tokens
+        tokens = math.ceil(self._chars / CHARS_PER_TOKEN) - self._reported_tokens
+        self._reported_tokens += tokens
         return self._output(parts=tuple(delta.parts), tokens=tokens)
 
     def end(self) -> ChatOutput:
         """End as the server has said, with its counts or, where it gives none, ours."""
         self.has_ended = True
-        usage = self.usage or ChatUsage("estimate", self.prompt_tokens, self._told_tokens)
+        usage = self.usage or ChatUsage("estimate", self.prompt_tokens, self._reported_tokens)
         output = self._output(usage=usage, is_filtered=self.ended_by == "content_filter")
         output.finish_reason = "length" if self.ended_by == "length" else "stop"
         output.cached_tokens, output.timings = usage.cached_tokens, self.clock.timings()

@@ -110,11 +110,11 @@ class LocalEngine:
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
         """Accept a request without blocking."""
-        self._tell(request)
+        self._post(request)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request; unknown ids are ignored."""
-        self._tell(request_id)
+        self._post(request_id)
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
         """Yield the outputs of each engine step."""
@@ -143,7 +143,7 @@ class LocalEngine:
         if has_loaded:
             await asyncio.to_thread(self._thread.join, STOP_LIMIT_S)
 
-    def _tell(self, message: _Message) -> None:
+    def _post(self, message: _Message) -> None:
         with self._inbox_changed:
             self._inbox.append(message)
             self._inbox_changed.notify()

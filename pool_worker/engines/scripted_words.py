@@ -79,8 +79,8 @@ class Script:
 
     def answer_seed(self, prompt_ids: Sequence[int], choice: int) -> int:
         """Return what an answer depends on: the prompt, the number of the choice, and the revision; nothing else."""
-        told = self._salt + pack_token_ids(prompt_ids)
-        digest = hashlib.blake2b(told, digest_size=8, person=b"%d" % choice).digest()
+        reported = self._salt + pack_token_ids(prompt_ids)
+        digest = hashlib.blake2b(reported, digest_size=8, person=b"%d" % choice).digest()
         return int.from_bytes(digest, "little")
 
     def answer_tokens(self, seed: int) -> int:

@@ -83,26 +83,26 @@ class ServerChoice:
     def take(self, delta: Delta) -> SequenceOutput | None:
         """Take what one event says; return what it yields, None if that is nothing. Raises MalformedEvent."""
         self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
-        told, is_cut = delta.token_ids, False
+        reported, is_cut = delta.token_ids, False
         if self._answer is not None:
-            told, is_cut = self._answer.read(delta.text, self.params.max_tokens - self.text.produced_tokens)
-        self.streamed_tokens += len(told)
+            reported, is_cut = self._answer.read(delta.text, self.params.max_tokens - self.text.produced_tokens)
+        self.streamed_tokens += len(reported)
         token_ids: list[int] = []
         text = ""
-        for token_id in told:
+        for token_id in reported:
             token_ids.append(token_id)
             text += self.text.read(token_id)
             if self.text.finish_reason is not None:
                 break
         ended_by = "length" if is_cut else delta.ended_by
         if ended_by is not None and self.text.finish_reason is None:
-            text += self._end_as_told(ended_by, token_ids)
+            text += self._end_as_reported(ended_by, token_ids)
         logprobs = self._logprobs(token_ids, delta.scored)
         if not token_ids and not text and self.text.finish_reason is None:
             return None
         return self._output(token_ids, text, logprobs)
 
-    def _end_as_told(self, ended_by: str, token_ids: list[int]) -> str:
+    def _end_as_reported(self, ended_by: str, token_ids: list[int]) -> str:
         """End as the server says, where the tokens have not told yet."""
         if ended_by == "eos" and self._eos_ids:  # it is not among the ids, but is a token like others
             token_id = min(self._eos_ids)

@@ -68,7 +68,7 @@ class ServerConnection:
             trust_env=False,
         )
         self._running = 0  # streams
-        self._heard_s = 0.0  # monotonic clock: the last event of any stream
+        self._last_seen_s = 0.0  # monotonic clock: the last event of any stream
         self._retries = MAX_RETRIES_SAVED
         self._is_watched = False
         self._is_reachable = asyncio.Event()
@@ -142,7 +142,7 @@ class ServerConnection:
         self._retries = min(MAX_RETRIES_SAVED, self._retries + RETRY_SHARE)
         content = msgspec.json.encode(body)
         if not self._running:
-            self._heard_s = time.monotonic()
+            self._last_seen_s = time.monotonic()
         self._running += 1
         try:
             for attempt in range(BUSY_TRIES):
@@ -167,7 +167,7 @@ class ServerConnection:
                     return await self._refused(response)
                 reading = _Reading(response, self._settings.silence_s)
                 async for data in FRAMINGS[framing](reading.chunks()):
-                    self._heard_s = reading.event_s = time.monotonic()
+                    self._last_seen_s = reading.event_s = time.monotonic()
                     if take(_decode(data)):
                         return None  # the connection is closed, which tells the server to stop
         except httpx.ConnectError as error:
@@ -195,7 +195,9 @@ class ServerConnection:
         if isinstance(error, ServerFailure):
             return f"the server failed: {str(error)[:MAX_ERROR_CHARS]}"
         if isinstance(error, httpx.ReadTimeout):
-            if time.monotonic() - self._heard_s >= self._settings.silence_s:  # and none of its other streams says more
+            if (
+                time.monotonic() - self._last_seen_s >= self._settings.silence_s
+            ):  # and none of its other streams says more
                 self._lose("it is healthy, and makes no tokens")
             return f"the server was silent for {self._settings.silence_s:g} s"
         if isinstance(error, httpx.HTTPError):

@@ -46,7 +46,7 @@ class VllmInProcess:
         self._lose = lose
         self._vllm: _Started | None = None
         self._numbers = count()  # of the requests, whose ids must be vLLM's own: a cancelled one may come again
-        self._heard_s = 0.0  # monotonic clock: the last output of any stream
+        self._last_seen_s = 0.0  # monotonic clock: the last output of any stream
         self._running = 0  # streams
 
     async def start(self) -> ServerFacts:
@@ -85,7 +85,7 @@ class VllmInProcess:
         """Pass each event of one choice to ``take``."""
         vllm = self._started
         if not self._running:
-            self._heard_s = time.monotonic()
+            self._last_seen_s = time.monotonic()
         self._running += 1
         try:
             await self._stream(ask, take)
@@ -96,7 +96,9 @@ class VllmInProcess:
                 self._lose(f"its engine core has died: {error}")
             raise AttemptFailed(f"vLLM failed: {error.__cause__ or error}") from error
         except TimeoutError:
-            if time.monotonic() - self._heard_s >= self._settings.silence_s:  # and none of its other streams says more
+            if (
+                time.monotonic() - self._last_seen_s >= self._settings.silence_s
+            ):  # and none of its other streams says more
                 self._lose("it makes no tokens")
             raise AttemptFailed(f"vLLM was silent for {self._settings.silence_s:g} s") from None
         except (MalformedEvent, ServerFailure) as error:
@@ -111,7 +113,7 @@ class VllmInProcess:
         answer = vllm.engine.generate(prompt, vllm.sampling_params(ask), f"spillway-{next(self._numbers)}")
         async with asyncio.timeout(silence_s) as limit, aclosing(answer) as outputs:
             async for output in outputs:
-                self._heard_s = time.monotonic()
+                self._last_seen_s = time.monotonic()
                 limit.reschedule(loop.time() + silence_s)
                 if take(_delta(output)):
                     return  # closed, it tells the engine core to stop
@@ -139,11 +141,11 @@ class _Started:
 
     def sampling_params(self, ask: ServerRequest) -> object:
         """Return what is asked for as vLLM has it."""
-        told = sampling(ask)
-        structured = told.pop("structured_outputs", None)
+        reported = sampling(ask)
+        structured = reported.pop("structured_outputs", None)
         if structured is not None:
-            told["structured_outputs"] = self.package.StructuredOutputsParams(**structured)
-        return self.package.SamplingParams(**told, output_kind=self.package.RequestOutputKind.DELTA)
+            reported["structured_outputs"] = self.package.StructuredOutputsParams(**structured)
+        return self.package.SamplingParams(**reported, output_kind=self.package.RequestOutputKind.DELTA)
 
 
 def _start(settings: VllmInProcessSettings) -> _Started | EngineDiedError:
@@ -162,10 +164,10 @@ def _start(settings: VllmInProcessSettings) -> _Started | EngineDiedError:
     chosen = {"max_model_len": settings.max_model_len, "max_num_seqs": settings.max_sequences}
     given = {name: value for name, value in chosen.items() if value is not None}
     try:
-        told = arguments.AsyncEngineArgs(
+        reported = arguments.AsyncEngineArgs(
             **{"disable_log_stats": True, **settings.engine_args, **given, "model": settings.model}
         )
-        engine = async_llm.AsyncLLM.from_engine_args(told)
+        engine = async_llm.AsyncLLM.from_engine_args(reported)
     except Exception as error:  # whatever a model or an argument can do wrong, the operator shall read it
         log.exception("vLLM did not start")
         return EngineDiedError(f"vLLM cannot serve {settings.model}: {str(error) or type(error).__name__}")
@@ -192,8 +194,8 @@ def _delta(output: Any) -> Delta:  # noqa: ANN401  # RequestOutput
     )
 
 
-def _scored(token_ids: Sequence[int], told: Sequence[Mapping[int, Any]]) -> list[Scored]:
+def _scored(token_ids: Sequence[int], reported: Sequence[Mapping[int, Any]]) -> list[Scored]:
     return [
         Scored(likely[id_].logprob, sorted(((one, likely[one].logprob) for one in likely), key=lambda pair: -pair[1]))
-        for id_, likely in zip(token_ids, told, strict=True)
+        for id_, likely in zip(token_ids, reported, strict=True)
     ]

@@ -25,7 +25,7 @@ def read_call(source: Source, names: Collection[str] | None = None) -> Reading[b
         if not (yield from call.read_member(source)):
             break
         separator = yield from source.peek()
-    if not call.is_told and (separator != "}" or not call.name):
+    if not call.is_reported and (separator != "}" or not call.name):
         return False
     call.emit_rest(source)
     if separator == "}":
@@ -39,7 +39,7 @@ class _Call:
 
     def __init__(self, names: Collection[str] | None) -> None:
         self.name = ""
-        self.is_told = False
+        self.is_reported = False
         self._names = names
         self._arguments = NO_ARGUMENTS  # if they precede the name
 
@@ -49,8 +49,8 @@ class _Call:
         if key is None or (yield from source.peek()) != ":":
             return False
         source.at += 1
-        if key in ARGUMENT_KEYS and self.name and not self.is_told:
-            self.is_told = True
+        if key in ARGUMENT_KEYS and self.name and not self.is_reported:
+            self.is_reported = True
             source.emit(Kind.CALL, self.name)
             yield from pass_arguments(source)
             return True
@@ -64,7 +64,7 @@ class _Call:
 
     def emit_rest(self, source: Source) -> None:
         """Emit a call whose arguments preceded its name, or that has none."""
-        if not self.is_told:
+        if not self.is_reported:
             source.emit(Kind.CALL, self.name)
             source.emit(Kind.ARGUMENTS, _text_of(self._arguments) or self._arguments)
 

@@ -76,19 +76,19 @@ class AnthropicFormat:
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
         """Build the body of a streaming request. Raises RequestRejected for what the API does not take."""
         refuse_continuation(ask, self)
-        told = alternate(ask, _Blocks())
+        conversation = alternate(ask, _Blocks())
         body: dict[str, Any] = {
             "model": ask.model,
             "max_tokens": ask.max_tokens or self._settings.max_output_tokens,
-            "messages": [{"role": role, "content": blocks} for role, blocks in told.messages],
+            "messages": [{"role": role, "content": blocks} for role, blocks in conversation.messages],
             "stream": True,
         }
-        if told.system:
-            body["system"] = [{"type": "text", "text": text} for text in told.system]
+        if conversation.system:
+            body["system"] = [{"type": "text", "text": text} for text in conversation.system]
         return (
             body
             | sampling(ask, self._names, MAX_TEMPERATURE)
-            | _tools(ask.chat, told)
+            | _tools(ask.chat, conversation)
             | self._thinking(ask)
             | _output(ask.chat)
         )
@@ -132,10 +132,10 @@ class _Blocks:
         return {"type": "tool_result", "tool_use_id": call.id, "content": text}
 
 
-def _tools(chat: Chat, told: Conversation) -> dict[str, Any]:
+def _tools(chat: Chat, conversation: Conversation) -> dict[str, Any]:
     if not chat.tools:
         # The API wants to know the tools of earlier calls, also where none may be called any more.
-        names = dict.fromkeys(call.name for call in told.called.values())
+        names = dict.fromkeys(call.name for call in conversation.called.values())
         stubs = [_tool(Tool(name)) for name in names]
         return {"tools": stubs, "tool_choice": {"type": "none"}} if stubs else {}
     choice: dict[str, Any] = {"type": "auto"}
@@ -149,12 +149,12 @@ def _tools(chat: Chat, told: Conversation) -> dict[str, Any]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": tool.name, "input_schema": schema_of(tool.parameters)}
+    fields: dict[str, Any] = {"name": tool.name, "input_schema": schema_of(tool.parameters)}
     if tool.description is not None:
-        told["description"] = tool.description
+        fields["description"] = tool.description
     if tool.is_strict:
-        told["strict"] = True
-    return told
+        fields["strict"] = True
+    return fields
 
 
 def _output(chat: Chat) -> dict[str, Any]:
@@ -220,9 +220,9 @@ class _Reader:
         self._call: int | None = None  # the block whose arguments come
         self._has_arguments = False
 
-    def read(self, told: Mapping[str, Any]) -> ChatDelta:
+    def read(self, reported: Mapping[str, Any]) -> ChatDelta:
         """Read one event; skip events of unknown kinds, as the API asks. Raises MalformedEvent or ServerFailure."""
-        event = read_event(told, _Event)
+        event = read_event(reported, _Event)
         if event.type == "error":
             raise ServerFailure(str(event.error))
         if event.message is not None:
@@ -260,9 +260,9 @@ class _Reader:
         return [Part("reasoning", thinking)] * bool(thinking) + [Part("text", text)] * bool(text)
 
 
-def _usage_of(told: Mapping[str, Any]) -> ChatUsage | None:
+def _usage_of(reported: Mapping[str, Any]) -> ChatUsage | None:
     """Return what the API says; None where that cannot be, so that it is estimated."""
-    usage = read_counts(told, _Usage)
+    usage = read_counts(reported, _Usage)
     if usage is None:
         return None
     cached = usage.cache_read_input_tokens or 0

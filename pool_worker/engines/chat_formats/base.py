@@ -27,7 +27,7 @@ WITHOUT_MEANING: Final = frozenset({"skip_special_tokens", "grammar"})
 EndReason = Literal["stop", "length", "content_filter"]
 Count = Annotated[int, msgspec.Meta(ge=0)]  # of tokens, as an API tells it
 
-_Told = TypeVar("_Told", bound=msgspec.Struct)
+_Counts = TypeVar("_Counts", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,12 @@ def sampling(ask: ChatServerRequest, names: Mapping[str, str], max_temperature: 
     """Return what the caller has set, under an API's own names; what they have not is the API's own default."""
     if ask.params.temperature > max_temperature:
         raise RequestRejected("temperature", f"this pool's API takes at most {max_temperature:g}")
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, api_name in names.items():
         value = ask.seed if name == "seed" else getattr(ask.params, name)
         if value != getattr(_UNSET, name):
-            told[api_name] = list(value) if isinstance(value, tuple) else value
-    return told
+            fields[api_name] = list(value) if isinstance(value, tuple) else value
+    return fields
 
 
 _UNSET: Final = SamplingParams()
@@ -147,7 +147,7 @@ def refuse_continuation(ask: ChatServerRequest, chat_format: ChatFormat) -> None
         raise RequestRejected("continue_final_message", "this pool's API does not support it")
 
 
-def read_event(event: Mapping[str, Any], kind: type[_Told]) -> _Told:
+def read_event(event: Mapping[str, Any], kind: type[_Counts]) -> _Counts:
     """Return an event as what the API's documents say of it. Raises MalformedEvent."""
     try:
         return msgspec.convert(event, kind)
@@ -155,10 +155,10 @@ def read_event(event: Mapping[str, Any], kind: type[_Told]) -> _Told:
         raise MalformedEvent(str(error)) from error
 
 
-def read_counts(told: object, kind: type[_Told]) -> _Told | None:
+def read_counts(reported: object, kind: type[_Counts]) -> _Counts | None:
     """Return what the API says of tokens; None where that cannot be, so that it is estimated."""
     try:
-        return msgspec.convert(told, kind)
+        return msgspec.convert(reported, kind)
     except msgspec.ValidationError:
         return None
 

@@ -73,15 +73,17 @@ class BedrockFormat:
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
         """Build the body of a streaming request. Raises RequestRejected for what the API does not take."""
         refuse_continuation(ask, self)
-        told = alternate(ask, _Blocks())
-        body: dict[str, Any] = {"messages": [{"role": role, "content": blocks} for role, blocks in told.messages]}
-        if told.system:
-            body["system"] = [{"text": text} for text in told.system]
+        conversation = alternate(ask, _Blocks())
+        body: dict[str, Any] = {
+            "messages": [{"role": role, "content": blocks} for role, blocks in conversation.messages]
+        }
+        if conversation.system:
+            body["system"] = [{"text": text} for text in conversation.system]
         inference = sampling(ask, _NAMES, MAX_TEMPERATURE)
         limit = ask.max_tokens or self._settings.max_output_tokens
         if limit is not None:
             inference["maxTokens"] = limit
-        return body | {"inferenceConfig": inference} | _tools(ask.chat, told) | _output(ask.chat)
+        return body | {"inferenceConfig": inference} | _tools(ask.chat, conversation) | _output(ask.chat)
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
         """Return a reader of the answer to one request."""
@@ -101,9 +103,9 @@ class _Blocks:
         return {"toolResult": {"toolUseId": call.id, "content": [{"text": text}]}}
 
 
-def _tools(chat: Chat, told: Conversation) -> dict[str, Any]:
+def _tools(chat: Chat, conversation: Conversation) -> dict[str, Any]:
     if not chat.tools:
-        if told.called:  # it has no way to forbid tools, and wants to know those of earlier calls
+        if conversation.called:  # it has no way to forbid tools, and wants to know those of earlier calls
             raise RequestRejected("tools", "this pool's API takes no calls of tools without tools")
         return {}
     if chat.is_single_call:
@@ -117,12 +119,12 @@ def _tools(chat: Chat, told: Conversation) -> dict[str, Any]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": tool.name, "inputSchema": {"json": schema_of(tool.parameters)}}
+    fields: dict[str, Any] = {"name": tool.name, "inputSchema": {"json": schema_of(tool.parameters)}}
     if tool.description:
-        told["description"] = tool.description
+        fields["description"] = tool.description
     if tool.is_strict:
-        told["strict"] = True
-    return told
+        fields["strict"] = True
+    return fields
 
 
 def _output(chat: Chat) -> dict[str, Any]:
@@ -192,9 +194,9 @@ class _Reader:
         self._call: int | None = None  # the block whose arguments come
         self._has_arguments = False
 
-    def read(self, told: Mapping[str, Any]) -> ChatDelta:
+    def read(self, reported: Mapping[str, Any]) -> ChatDelta:
         """Read one event. Raises MalformedEvent or ServerFailure."""
-        event = read_event(told, _Event)
+        event = read_event(reported, _Event)
         if event.content_block_start is not None:
             return ChatDelta(self._begin(event.content_block_start))
         if event.content_block_delta is not None:
@@ -225,9 +227,9 @@ class _Reader:
         return [Part("text", text)] if text else []
 
 
-def _usage_of(told: object) -> ChatUsage | None:
+def _usage_of(reported: object) -> ChatUsage | None:
     """Return what the API says; None where that cannot be, so that it is estimated."""
-    usage = read_counts(told, _Usage)
+    usage = read_counts(reported, _Usage)
     if usage is None:
         return None
     cached = usage.cache_read_input_tokens

@@ -53,15 +53,15 @@ def alternate(ask: ChatServerRequest, blocks: Blocks) -> Conversation:
         turns.pop()
     elif turns[-1].role == "assistant":
         raise RequestRejected("messages", "this pool's API would go on with the assistant's message at the end")
-    told = Conversation()
+    conversation = Conversation()
     for turn in turns:
-        _take(told, turn, blocks)
-    if not told.messages:
+        _take(conversation, turn, blocks)
+    if not conversation.messages:
         raise RequestRejected("messages", "this pool's API needs a message of the user")
     said = _begun(ask).rstrip()
     if said:
-        _add(told, "assistant", [blocks.text(said)])
-    return told
+        _add(conversation, "assistant", [blocks.text(said)])
+    return conversation
 
 
 def owed(ask: ChatServerRequest) -> str:
@@ -75,33 +75,33 @@ def _begun(ask: ChatServerRequest) -> str:
     return before + ask.prefix
 
 
-def _take(told: Conversation, turn: Turn, blocks: Blocks) -> None:
+def _take(conversation: Conversation, turn: Turn, blocks: Blocks) -> None:
     if turn.name is not None and turn.role != "tool":
         raise RequestRejected("messages", "this pool's API takes no 'name' in a message")
     text = turn.content or ""
     if turn.role in _SYSTEM_ROLES:
-        if told.messages:
+        if conversation.messages:
             raise RequestRejected("messages", f"this pool's API takes {turn.role} messages at the beginning only")
-        told.system += [text] if text else []
+        conversation.system += [text] if text else []
     elif turn.role == "tool":
-        call = told.called.get(turn.call_id or "")
+        call = conversation.called.get(turn.call_id or "")
         if call is None:
             raise RequestRejected("messages", f"a result of a call that was not made, {turn.call_id!r}")
-        _add(told, "user", [blocks.result(call, text)])
+        _add(conversation, "user", [blocks.result(call, text)])
     else:
-        told.called |= {call.id: call for call in turn.calls}
+        conversation.called |= {call.id: call for call in turn.calls}
         said = [blocks.text(text)] if text else []
         said += [blocks.call(call, _arguments(call)) for call in turn.calls]
         if not said:
             raise RequestRejected("messages", "this pool's API takes no empty message")
-        _add(told, "assistant" if turn.role == "assistant" else "user", said)
+        _add(conversation, "assistant" if turn.role == "assistant" else "user", said)
 
 
-def _add(told: Conversation, role: Role, said: Sequence[Block]) -> None:
-    if told.messages and told.messages[-1][0] == role:
-        told.messages[-1][1].extend(said)
+def _add(conversation: Conversation, role: Role, said: Sequence[Block]) -> None:
+    if conversation.messages and conversation.messages[-1][0] == role:
+        conversation.messages[-1][1].extend(said)
     else:
-        told.messages.append((role, list(said)))
+        conversation.messages.append((role, list(said)))
 
 
 def _arguments(call: Call) -> msgspec.Raw:

@@ -100,7 +100,7 @@ class OpenAIChatFormat:
                 raise RequestRejected("messages", "this pool's API takes no 'name' in a message")
             message["name"] = turn.name
         if turn.calls:
-            message["tool_calls"] = [_told_call(call) for call in turn.calls]
+            message["tool_calls"] = [_call_object(call) for call in turn.calls]
         if turn.call_id is not None:
             message["tool_call_id"] = turn.call_id
         return message
@@ -108,16 +108,16 @@ class OpenAIChatFormat:
     def _tools(self, chat: Chat) -> dict[str, Any]:
         if not chat.tools:
             return {}
-        told: dict[str, Any] = {"tools": [_told_tool(tool) for tool in chat.tools]}
+        fields: dict[str, Any] = {"tools": [_tool_object(tool) for tool in chat.tools]}
         if chat.only_tool is not None:
-            told["tool_choice"] = {"type": "function", "function": {"name": chat.only_tool}}
+            fields["tool_choice"] = {"type": "function", "function": {"name": chat.only_tool}}
         elif chat.tool_choice is not None:
-            told["tool_choice"] = self._profile.must_call if chat.tool_choice == "required" else chat.tool_choice
+            fields["tool_choice"] = self._profile.must_call if chat.tool_choice == "required" else chat.tool_choice
         if chat.is_single_call:
             if not self._profile.takes_single_call:
                 raise RequestRejected("parallel_tool_calls", "this pool's API does not support it")
-            told["parallel_tool_calls"] = False
-        return told
+            fields["parallel_tool_calls"] = False
+        return fields
 
     def reader(self, ask: ChatServerRequest) -> AnswerReader:
         """Return a reader of the answer to one request."""
@@ -137,18 +137,18 @@ def _is_continued(ask: ChatServerRequest) -> bool:
 def _sampling(ask: ChatServerRequest, profile: Profile) -> dict[str, Any]:
     """Return what the caller has set; the API's own defaults apply to the rest."""
     params = ask.params
-    told: dict[str, Any] = {"temperature": params.temperature}  # its default is not everywhere the same
+    fields: dict[str, Any] = {"temperature": params.temperature}  # its default is not everywhere the same
     for name in _DEFAULTS.keys() & profile.honoured:
         value = getattr(params, name)
         if value != _DEFAULTS[name]:
-            told[name] = list(value) if isinstance(value, tuple) else value
+            fields[name] = list(value) if isinstance(value, tuple) else value
     if params.stop:
-        told["stop"] = list(params.stop)
+        fields["stop"] = list(params.stop)
     if params.logit_bias:
-        told["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+        fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
     if ask.seed is not None:
-        told[profile.seed_field] = ask.seed
-    return told
+        fields[profile.seed_field] = ask.seed
+    return fields
 
 
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -167,11 +167,11 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
-def _told_call(call: Call) -> dict[str, Any]:
+def _call_object(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _told_tool(tool: Tool) -> dict[str, Any]:
+def _tool_object(tool: Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -303,15 +303,15 @@ def _end_of(reason: str | None) -> EndReason | None:
     return ended
 
 
-def _usage_of(told: object) -> ChatUsage | None:
+def _usage_of(reported: object) -> ChatUsage | None:
     """Return what the provider says; None where that cannot be, so that it is estimated."""
-    if not isinstance(told, dict):
+    if not isinstance(reported, dict):
         return None
-    prompt, completion = _count(told.get("prompt_tokens")), _count(told.get("completion_tokens"))
+    prompt, completion = _count(reported.get("prompt_tokens")), _count(reported.get("completion_tokens"))
     if prompt is None or completion is None:
         return None
-    cached = (told.get("prompt_tokens_details") or {}).get("cached_tokens", told.get("prompt_cache_hit_tokens"))
-    reasoning = (told.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    cached = (reported.get("prompt_tokens_details") or {}).get("cached_tokens", reported.get("prompt_cache_hit_tokens"))
+    reasoning = (reported.get("completion_tokens_details") or {}).get("reasoning_tokens")
     return ChatUsage(
         "provider",
         prompt,

@@ -87,10 +87,12 @@ class VertexFormat:
     def body(self, ask: ChatServerRequest) -> dict[str, Any]:
         """Build the body of a streaming request. Raises RequestRejected for what the API does not take."""
         refuse_continuation(ask, self)
-        told = alternate(ask, _Parts())
-        body: dict[str, Any] = {"contents": [{"role": _ROLES[role], "parts": parts} for role, parts in told.messages]}
-        if told.system:
-            body["systemInstruction"] = {"parts": [{"text": text} for text in told.system]}
+        conversation = alternate(ask, _Parts())
+        body: dict[str, Any] = {
+            "contents": [{"role": _ROLES[role], "parts": parts} for role, parts in conversation.messages]
+        }
+        if conversation.system:
+            body["systemInstruction"] = {"parts": [{"text": text} for text in conversation.system]}
         generation = sampling(ask, _NAMES, MAX_TEMPERATURE) | _schema(ask.chat.schema) | self._thinking(ask.chat)
         limit = ask.max_tokens or self._settings.max_output_tokens
         if limit is not None:
@@ -126,10 +128,10 @@ class _Parts:
 def _schema(schema: AnswerSchema | None) -> dict[str, Any]:
     if schema is None:
         return {}
-    told: dict[str, Any] = {"responseMimeType": "application/json"}
+    fields: dict[str, Any] = {"responseMimeType": "application/json"}
     if schema.schema is not None:
-        told["responseJsonSchema"] = msgspec.Raw(schema.schema.encode())
-    return told
+        fields["responseJsonSchema"] = msgspec.Raw(schema.schema.encode())
+    return fields
 
 
 def _tools(chat: Chat) -> dict[str, Any]:
@@ -147,10 +149,10 @@ def _tools(chat: Chat) -> dict[str, Any]:
 
 
 def _declaration(tool: Tool) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": tool.name, "parametersJsonSchema": schema_of(tool.parameters)}
+    fields: dict[str, Any] = {"name": tool.name, "parametersJsonSchema": schema_of(tool.parameters)}
     if tool.description is not None:
-        told["description"] = tool.description
-    return told
+        fields["description"] = tool.description
+    return fields
 
 
 class _FunctionCall(msgspec.Struct):
@@ -222,9 +224,9 @@ def _parts_of(part: _Part) -> list[Part]:
     return [Part("reasoning" if part.thought else "text", part.text)] if part.text else []
 
 
-def _usage_of(told: object) -> ChatUsage | None:
+def _usage_of(reported: object) -> ChatUsage | None:
     """Return what the API says; None where that cannot be, so that it is estimated."""
-    usage = read_counts(told, _Usage)
+    usage = read_counts(reported, _Usage)
     if usage is None:
         return None
     thoughts = usage.thoughts_token_count

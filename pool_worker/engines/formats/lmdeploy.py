@@ -57,11 +57,11 @@ class LMDeployFormat:
         del seen_tokens
         if "error" in event:
             raise ServerFailure(str(event["error"]))
-        told = event.get("meta_info")
-        if not isinstance(told, dict):
+        reported = event.get("meta_info")
+        if not isinstance(reported, dict):
             raise MalformedEvent("an event without meta_info")
         new = ids(event.get("output_ids") or [], "output_ids")
-        reason = told.get("finish_reason")
+        reason = reported.get("finish_reason")
         if reason is None:
             return Delta(new)
         ended_by = _ENDS.get(str(reason.get("type"))) if isinstance(reason, dict) else None

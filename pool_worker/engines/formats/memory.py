@@ -27,17 +27,17 @@ def _vllm(page: bytes) -> int | None:
     """Add up the engines of one server: with data parallelism it has several."""
     total = 0
     for labels in _VLLM_CACHE.findall(page):
-        told = {name: int(value) for name, value in _VLLM_LABEL.findall(labels)}
-        total += told.get(b"kv_cache_size_tokens") or told.get(b"num_gpu_blocks", 0) * told.get(b"block_size", 0)
+        fields = {name: int(value) for name, value in _VLLM_LABEL.findall(labels)}
+        total += fields.get(b"kv_cache_size_tokens") or fields.get(b"num_gpu_blocks", 0) * fields.get(b"block_size", 0)
     return total or None
 
 
 def _sglang(page: bytes) -> int | None:
     try:
-        told = msgspec.json.decode(page, type=dict[str, Any]).get("max_total_num_tokens")
+        reported = msgspec.json.decode(page, type=dict[str, Any]).get("max_total_num_tokens")
     except msgspec.DecodeError:
         return None
-    return told if isinstance(told, int) and told > 0 else None
+    return reported if isinstance(reported, int) and reported > 0 else None
 
 
 MEMORY_PAGES: Final[Mapping[str, MemoryPage]] = {

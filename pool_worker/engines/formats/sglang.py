@@ -60,19 +60,19 @@ class SGLangFormat:
         """Read one event."""
         if "error" in event:
             raise ServerFailure(str(event["error"]))
-        told = event.get("meta_info")
-        if not isinstance(told, dict):
+        reported = event.get("meta_info")
+        if not isinstance(reported, dict):
             raise MalformedEvent("an event without meta_info")
         output = ids(event.get("output_ids"), "output_ids")
-        count = told.get("completion_tokens")
+        count = reported.get("completion_tokens")
         # Servers with --stream-output-ids-incremental give only what is new: the count tells which of the two it is.
         is_whole = len(output) == count if isinstance(count, int) else True
         new = output[seen_tokens:] if is_whole else output
-        reason = told.get("finish_reason")
+        reason = reported.get("finish_reason")
         kind = reason.get("type") if isinstance(reason, dict) else None
         if kind == "abort":
             raise ServerFailure(str(reason.get("message") if isinstance(reason, dict) else reason))
         if kind not in {None, "stop", "length"}:
             raise MalformedEvent(f"finish_reason {kind!r} is not known")
-        cached = told.get("cached_tokens")
+        cached = reported.get("cached_tokens")
         return Delta(new, ended_by=kind, cached_tokens=cached if isinstance(cached, int) else 0)

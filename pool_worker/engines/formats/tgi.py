@@ -84,16 +84,16 @@ class TgiFormat:
         if "error" in event:
             raise ServerFailure(str(event["error"]))
         try:
-            told = msgspec.convert(event, _Event)
+            read = msgspec.convert(event, _Event)
         except msgspec.ValidationError as error:
             raise MalformedEvent(str(error)) from error
         ended_by = None
-        if told.details is not None:
-            ended_by = _ENDS.get(told.details.finish_reason)
+        if read.details is not None:
+            ended_by = _ENDS.get(read.details.finish_reason)
             if ended_by is None:
-                raise MalformedEvent(f"finish_reason {told.details.finish_reason!r} is not known")
-        scored = Scored(told.token.logprob, [(one.id, one.logprob) for one in told.top_tokens])
-        return Delta([told.token.id], scored=[scored], ended_by=ended_by)
+                raise MalformedEvent(f"finish_reason {read.details.finish_reason!r} is not known")
+        scored = Scored(read.token.logprob, [(one.id, one.logprob) for one in read.top_tokens])
+        return Delta([read.token.id], scored=[scored], ended_by=ended_by)
 
 
 class _Token(msgspec.Struct):

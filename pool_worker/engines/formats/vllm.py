@@ -63,7 +63,7 @@ class VllmFormat:
 def sampling(ask: ServerRequest) -> dict[str, Any]:
     """Return what is asked for, by the names that vLLM's API and its ``SamplingParams`` have in common."""
     params = ask.params
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_tokens": ask.max_tokens,
         "detokenize": False,
         "skip_special_tokens": False,
@@ -80,16 +80,16 @@ def sampling(ask: ServerRequest) -> dict[str, Any]:
         "logit_bias": dict(params.logit_bias),
     }
     if ask.seed is not None:
-        told["seed"] = ask.seed
+        fields["seed"] = ask.seed
     if params.logprobs is not None:
-        told["logprobs"] = params.logprobs
+        fields["logprobs"] = params.logprobs
     if params.allowed_token_ids:
-        told["allowed_token_ids"] = list(params.allowed_token_ids)
+        fields["allowed_token_ids"] = list(params.allowed_token_ids)
     if params.bad_words:
-        told["bad_words"] = list(params.bad_words)
+        fields["bad_words"] = list(params.bad_words)
     if params.grammar is not None:
-        told["structured_outputs"] = _structured(params.grammar.kind, params.grammar.source)
-    return told
+        fields["structured_outputs"] = _structured(params.grammar.kind, params.grammar.source)
+    return fields
 
 
 def _structured(kind: str, source: str) -> dict[str, Any]:
@@ -100,11 +100,11 @@ def _structured(kind: str, source: str) -> dict[str, Any]:
 
 def _scored(logprobs: object) -> list[Scored]:
     try:
-        told = msgspec.convert(logprobs, _Logprobs)
-        tops = told.top_logprobs or [None] * len(told.token_logprobs)
+        reported = msgspec.convert(logprobs, _Logprobs)
+        tops = reported.top_logprobs or [None] * len(reported.token_logprobs)
         return [
             Scored(logprob, sorted(((_id(key), value) for key, value in (top or {}).items()), key=lambda one: -one[1]))
-            for logprob, top in zip(told.token_logprobs, tops, strict=True)
+            for logprob, top in zip(reported.token_logprobs, tops, strict=True)
         ]
     except (msgspec.ValidationError, ValueError) as error:
         raise MalformedEvent(f"logprobs: {error}") from error

@@ -30,7 +30,7 @@ class Watched:
 
     def hear(self, *worker_ids: str) -> None:
         for worker_id in worker_ids:
-            self.registry.heard(worker_id, time.monotonic())
+            self.registry.seen(worker_id, time.monotonic())
 
     def give_work(self, *worker_ids: str) -> None:
         self.busy += worker_ids

@@ -7,14 +7,14 @@ from tests.unit.gateway.admission.controls import beat
 def capacity_with(*beats: object) -> Capacity:
     capacity = Capacity(["m", "m2"])
     for one in beats:
-        capacity.heard(one)  # type: ignore[arg-type]
+        capacity.on_heartbeat(one)  # type: ignore[arg-type]
     return capacity
 
 
 def test_live_workers_are_added_up() -> None:
     capacity = capacity_with(beat("a", free=3, running=1), beat("b", free=2), beat("a", free=4))
     assert (capacity.of("m").workers, capacity.of("m").free_sequences, capacity.of("m").running) == (2, 6, 0)
-    capacity.heard(beat("b", free=2, draining=True))
+    capacity.on_heartbeat(beat("b", free=2, draining=True))
     assert (capacity.of("m").workers, capacity.of("m").free_sequences) == (1, 4)
     capacity.keep(lambda _worker_id, _now_s: False, 0.0)
     assert (capacity.of("m").workers, capacity.of("m").free_sequences) == (0, 0)
@@ -27,7 +27,7 @@ def test_what_our_jobs_took_counts_until_the_next_heartbeat() -> None:
     capacity.took("a", 5)
     capacity.took("nobody", 1)
     assert capacity.of("m").free_sequences == 0
-    capacity.heard(beat("a", free=2))
+    capacity.on_heartbeat(beat("a", free=2))
     assert capacity.of("m").free_sequences == 2
 
 
@@ -40,36 +40,36 @@ def test_the_rate_is_measured_only_while_jobs_wait() -> None:
     capacity = capacity_with(beat(running=4, jobs_taken=4))
     model = capacity.of("m")
     for taken in range(5, 25):  # one job completed in each second, but more was not asked for
-        capacity.heard(beat(running=4, jobs_taken=taken))
+        capacity.on_heartbeat(beat(running=4, jobs_taken=taken))
         model.measure(1.0, contended=False)
     assert model.jobs_per_s is None
     for taken in range(29, 109, 4):
-        capacity.heard(beat(running=4, jobs_taken=taken))
+        capacity.on_heartbeat(beat(running=4, jobs_taken=taken))
         model.measure(1.0, contended=True)
     assert model.jobs_per_s == pytest.approx(4, rel=0.05)
 
 
 def test_jobs_taken_by_a_worker_that_fills_up_are_none_served() -> None:
     capacity = capacity_with(beat(free=64))
-    capacity.heard(beat(running=64, jobs_taken=64))
+    capacity.on_heartbeat(beat(running=64, jobs_taken=64))
     capacity.of("m").measure(1.0, contended=True)
     assert capacity.of("m").jobs_per_s is None
-    capacity.heard(beat(running=64, jobs_taken=80))  # too few have ended to tell
+    capacity.on_heartbeat(beat(running=64, jobs_taken=80))  # too few have ended to tell
     capacity.of("m").measure(1.0, contended=True)
     assert capacity.of("m").jobs_per_s is None
-    capacity.heard(beat(running=64, jobs_taken=128))
+    capacity.on_heartbeat(beat(running=64, jobs_taken=128))
     capacity.of("m").measure(2.0, contended=True)
     assert capacity.of("m").jobs_per_s == pytest.approx(64 / 4, rel=0.05)
 
 
 def test_the_rate_follows_the_number_of_workers() -> None:
     capacity = capacity_with(beat("a"))
-    capacity.heard(beat("a", jobs_taken=20))
+    capacity.on_heartbeat(beat("a", jobs_taken=20))
     capacity.of("m").measure(2.0, contended=True)
     assert capacity.of("m").jobs_per_s == pytest.approx(10)
-    capacity.heard(beat("b"))
+    capacity.on_heartbeat(beat("b"))
     assert capacity.of("m").jobs_per_s == pytest.approx(20)
     capacity.keep(lambda _worker_id, _now_s: False, 0.0)
     assert capacity.of("m").jobs_per_s is None
-    capacity.heard(beat("c"))
+    capacity.on_heartbeat(beat("c"))
     assert capacity.of("m").jobs_per_s == pytest.approx(10)  # what one such worker can do is still known

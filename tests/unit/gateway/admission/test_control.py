@@ -17,8 +17,8 @@ def fill(gate: AdmissionControl, jobs: int, **rest: Any) -> None:
 
 def serve(gate: AdmissionControl, jobs_per_s: int) -> None:
     """One worker, all of it taken, that has shown how fast it is."""
-    gate.capacity.heard(beat(running=1, jobs_taken=1))
-    gate.capacity.heard(beat(running=1, jobs_taken=1 + 10 * jobs_per_s))
+    gate.capacity.on_heartbeat(beat(running=1, jobs_taken=1))
+    gate.capacity.on_heartbeat(beat(running=1, jobs_taken=1 + 10 * jobs_per_s))
     gate.capacity.of("m").measure(10.0, contended=True)
 
 
@@ -40,7 +40,7 @@ def refused(gate: AdmissionControl, **rest: Any) -> Failure:
 )
 def test_bounds_on_what_waits(limits: dict[str, int], code: ErrorCode) -> None:
     gate = control(limits=limits)
-    gate.capacity.heard(beat(running=1))
+    gate.capacity.on_heartbeat(beat(running=1))
     tickets = [gate.enter(admission(f"{n}", prompt_tokens=10, tenant=f"t{n}")) for n in range(3)]
     assert refused(gate, prompt_tokens=10).code is code
     tickets[0].accepted("w")
@@ -66,13 +66,13 @@ def test_without_workers_requests_wait_within_a_bound() -> None:
     assert gate.refusal(admission("next")) is None
     fill(gate, 1, tenant="other")
     assert refused(gate).code is ErrorCode.NO_WORKERS
-    gate.capacity.heard(beat())
+    gate.capacity.on_heartbeat(beat())
     assert gate.refusal(admission("next")) is None
 
 
 def test_free_places_make_all_bounds_moot() -> None:
     gate = control(limits={"max_queued_requests": 1})
-    gate.capacity.heard(beat(free=3))
+    gate.capacity.on_heartbeat(beat(free=3))
     fill(gate, 2)
     assert gate.refusal(admission("next")) is None
     assert refused(gate, sampling=Sampling(max_tokens=1, n=2)).code is ErrorCode.TOO_MANY_QUEUED
@@ -80,7 +80,7 @@ def test_free_places_make_all_bounds_moot() -> None:
 
 def test_batch_keeps_no_interactive_request_out() -> None:
     gate = control(limits={"max_queued_requests": 3, "max_queued_prompt_tokens": 3})
-    gate.capacity.heard(beat())
+    gate.capacity.on_heartbeat(beat())
     fill(gate, 3, batch=True)
     assert refused(gate, batch=True).code is ErrorCode.TOO_MANY_QUEUED
     fill(gate, 2)
@@ -91,7 +91,7 @@ def test_batch_keeps_no_interactive_request_out() -> None:
 
 def test_the_estimated_wait_against_the_callers_patience() -> None:
     gate = control()
-    gate.capacity.heard(beat())
+    gate.capacity.on_heartbeat(beat())
     fill(gate, 40)
     assert gate.refusal(admission("next", queue_wait_s=0.1)) is None  # nothing is known
     serve(gate, jobs_per_s=2)
@@ -115,7 +115,7 @@ def test_callers_that_will_not_wait() -> None:
     nobody = refused(gate, do_not_queue=True)
     assert nobody.code is ErrorCode.NO_WORKERS
     assert nobody.message == "no worker is alive, and the request is not to be queued"
-    gate.capacity.heard(beat(free=1))
+    gate.capacity.on_heartbeat(beat(free=1))
     assert gate.refusal(admission("next", do_not_queue=True)) is None
     ticket = gate.enter(admission("first"))
     assert refused(gate, do_not_queue=True).code is ErrorCode.NO_FREE_PLACE
@@ -138,7 +138,7 @@ def test_bounds_and_weights_of_tenants() -> None:
 
 def test_a_tenants_request_with_a_free_place_does_not_wait() -> None:
     gate = control(tenants={"shop": {"max_queued": 1}})
-    gate.capacity.heard(beat(free=2))
+    gate.capacity.on_heartbeat(beat(free=2))
     gate.enter(admission("1", key_name="shop"))  # on its way to a worker
     assert gate.refusal(admission("2", key_name="shop")) is None
     gate.enter(admission("2", key_name="shop"))
@@ -193,7 +193,7 @@ def enter_until_refused(gate: AdmissionControl, **rest: Any) -> int:
 
 def busy(**rest: Any) -> AdmissionControl:
     gate = control(**rest)
-    gate.capacity.heard(beat(running=1))
+    gate.capacity.on_heartbeat(beat(running=1))
     return gate
 
 
@@ -241,8 +241,8 @@ def test_what_other_gateways_hold_leaves_less() -> None:
 async def test_hosted_workers_are_no_capacity_of_a_models_own() -> None:
     hosted = {"api": {"provider": "openai", "models": ["m"]}}
     gate = control(hosted=hosted, limits={"max_queued_without_workers": 1})
-    gate.capacity.heard(beat("api-1", free=4, tier="hosted", pool="api"))
-    gate.capacity.heard(beat("api-2", free=4, tier="hosted", pool="unknown"))
+    gate.capacity.on_heartbeat(beat("api-1", free=4, tier="hosted", pool="api"))
+    gate.capacity.on_heartbeat(beat("api-2", free=4, tier="hosted", pool="unknown"))
     assert not gate.has_workers("m")
     assert gate.would_wait(admission(), 1e9)
     assert gate.capacity.hosted("api", "m").free_sequences == 4
@@ -250,7 +250,7 @@ async def test_hosted_workers_are_no_capacity_of_a_models_own() -> None:
     assert gate.refusal(admission("req_2")) is not None
     gate.hosted_has_room = lambda _: True
     assert gate.refusal(admission("req_2")) is None
-    gate.capacity.heard(beat("ours", free=9))
+    gate.capacity.on_heartbeat(beat("ours", free=9))
     assert not gate.would_wait(admission("req_2"), 0.0)
 
 

@@ -2,7 +2,7 @@ import time
 
 from nats.aio.msg import Msg
 
-from gateway.admission.registry import FORGET_AFTER_S, FORGIVENESS_S, WorkerRegistry
+from gateway.admission.registry import EXCUSED_SILENCE_S, FORGET_AFTER_S, WorkerRegistry
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ErrorCode
@@ -18,36 +18,36 @@ def registry(bus: Bus | None = None) -> WorkerRegistry:
 def test_silence_is_death() -> None:
     workers = registry()
     assert not workers.alive("w", 0.0)
-    workers.heard("w", 10.0)
+    workers.seen("w", 10.0)
     assert workers.alive("w", 10.0 + HEARTBEAT_LIMIT_S)
     assert not workers.alive("w", 10.01 + HEARTBEAT_LIMIT_S)
 
 
 def test_nobody_is_judged_for_our_own_silence() -> None:
     workers = registry()
-    workers.heard("w", 10.0)
+    workers.seen("w", 10.0)
     workers.reset_silence(20.0)
-    assert workers.alive("w", 20.0 + FORGIVENESS_S / 2)
-    assert not workers.alive("w", 20.0 + FORGIVENESS_S)
+    assert workers.alive("w", 20.0 + EXCUSED_SILENCE_S / 2)
+    assert not workers.alive("w", 20.0 + EXCUSED_SILENCE_S)
 
 
 def test_the_long_dead_are_forgotten() -> None:
     workers = registry()
-    workers.heard("old", 0.0)
-    workers.heard("new", 10.0)
+    workers.seen("old", 0.0)
+    workers.seen("new", 10.0)
     workers.forget_dead(FORGET_AFTER_S + 5)
-    assert set(workers._heard_s) == {"new"}
+    assert set(workers._last_seen_s) == {"new"}
 
 
 def test_a_loss_is_told_at_once_and_ends_with_the_next_sign_of_life() -> None:
     workers = registry()
     told: list[tuple[str, ErrorCode]] = []
     workers.on_lost = lambda worker_id, code, _reason, _now_s: told.append((worker_id, code))
-    workers.heard("w", 10.0)
+    workers.seen("w", 10.0)
     workers.lose("w", ErrorCode.WORKER_LOST, "gone", 10.1)
     assert not workers.alive("w", 10.1)
     assert told == [("w", ErrorCode.WORKER_LOST)]
-    workers.heard("w", 10.2)
+    workers.seen("w", 10.2)
     assert workers.alive("w", 10.2)
 
 
@@ -55,7 +55,7 @@ def test_those_whom_the_server_has_cut_off_may_come_back() -> None:
     workers = registry()
     told: list[str] = []
     workers.on_lost = lambda worker_id, _code, _reason, _now_s: told.append(worker_id)
-    workers.heard("cut", 10.0)
+    workers.seen("cut", 10.0)
     workers.excuse("cut", 10.0)
     workers.lose("cut", ErrorCode.WORKER_LOST, "gone", 10.1)
     workers.lose_silent(["cut"], 11.9)

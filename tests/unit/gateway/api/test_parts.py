@@ -47,7 +47,7 @@ class ChoiceEncoder:
     def __init__(self, of: AnswerForm) -> None:
         self._form = of
 
-    def told(self, text: str, finish_reason: str, parts: Any = ()) -> dict[str, Any]:
+    def choice(self, text: str, finish_reason: str, parts: Any = ()) -> dict[str, Any]:
         return choice_object(ChoiceContent(text, finish_reason, parts), self._form.parser())
 
 

@@ -19,7 +19,7 @@ def check_of(schema: object, tool: str | None = None) -> SchemaCheck:
 
 
 def errors_of(schema: object, text: str, finish_reason: str = "stop") -> Any:
-    return check_of(schema).told(text, [], finish_reason).get("schema_errors", "absent")
+    return check_of(schema).fields(text, [], finish_reason).get("schema_errors", "absent")
 
 
 def test_what_meets_its_schema_and_what_does_not() -> None:
@@ -67,9 +67,9 @@ def test_schema_and_answer_are_bounded_together() -> None:
 def test_calls_are_checked_by_their_tools() -> None:
     check = check_of({"not": {"required": ["a"]}}, "f")
     check.add(UNIQUE, None)
-    told = check.told("so", [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "?"}], "tool_calls")
+    told = check.fields("so", [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "?"}], "tool_calls")
     assert len(told["schema_errors"]) == 1
-    assert check.told(None, [{"name": "f", "arguments": "{}"}], "tool_calls") == {"schema_errors": []}
+    assert check.fields(None, [{"name": "f", "arguments": "{}"}], "tool_calls") == {"schema_errors": []}
 
 
 def finished(events: bytes) -> list[Any]:

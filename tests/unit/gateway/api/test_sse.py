@@ -47,7 +47,7 @@ def whole_chat(
 
 async def written(answer: CompleteAnswer) -> bytes:
     body = b"".join([piece async for piece in answer.pieces()])
-    assert len(json.loads(answer.body)["choices"]) == len(answer.told)  # it is whole without log-probabilities, too
+    assert len(json.loads(answer.body)["choices"]) == len(answer.contents)  # it is whole without log-probabilities, too
     return body
 
 
