@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
@@ -245,7 +245,6 @@ aborts = st.tuples(st.just("abort"), st.integers(0, 50))
 events_of_a_day = st.lists(st.one_of(requests, aborts, st.just(("step",))), max_size=80)
 
 
-@settings(deadline=None)
 @given(
     events_of_a_day,
     st.integers(1, 5),

@@ -128,7 +128,7 @@ def renew_and_wait(world: World, seconds: float) -> None:
             world.exchange(name, ())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(_STEPS, max_size=60))
 def test_nothing_is_admitted_beyond_a_limit_and_nothing_leaks(steps: list[tuple]) -> None:
     world = play(steps)

@@ -164,7 +164,7 @@ async def test_a_message_that_is_continued() -> None:
         st.text("thecaHi .19<|im_>\n☃", max_size=12) | st.sampled_from(TEXTS[:-2]), min_size=1, max_size=3
     )
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_all_else_is_encoded_as_ever(name: str, contents: list[str]) -> None:
     """The other way of encoding makes the same tokens of the same text, where no message holds a control token's."""
     encoder = ENCODERS[name]

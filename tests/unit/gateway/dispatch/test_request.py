@@ -569,7 +569,7 @@ async def test_only_attempts_that_their_workers_cannot_record_are_recorded_here(
 
 
 @given(seed=st.integers(0, 2**32), loss=st.floats(0, 0.6), n=st.integers(1, 3), length=st.integers(1, 15))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_is_lost_or_repeated_the_text_comes_out_once(seed: int, loss: float, n: int, length: int) -> None:
     """Workers die, frames get lost and come twice; the caller's text is that of an undisturbed run."""
     with mock.patch.object(attempts_module, "MAX_FREE_FAILURES", 10_000):

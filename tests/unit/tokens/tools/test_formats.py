@@ -366,7 +366,7 @@ def test_reasoning(text: str, expected: Told, begins_in_reasoning: bool) -> None
     check_every_cut(form, text, expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(parser=st.sampled_from(["hermes", "harmony"]), is_open=st.booleans(), source=st.randoms(use_true_random=False))
 def test_it_is_known_where_reasoning_was(parser: str, is_open: bool, source: random.Random) -> None:
     form = form_of(parser, "harmony" if parser == "harmony" else "think", begins_in_reasoning=is_open)
@@ -501,7 +501,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     parser=st.sampled_from(
         ["hermes", "llama3_json", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "kimi_k2", "harmony"]
