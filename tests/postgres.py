@@ -122,7 +122,7 @@ class PostgresServer:
         asyncio.run(self._execute(statement))
 
     async def _execute(self, statement: str) -> None:
-        connection = await asyncpg.connect(self.url("postgres"), timeout=5)
+        connection = await asyncpg.connect(self.url("postgres"), timeout=HANGS_S)
         try:
             await connection.execute(statement)
         finally:

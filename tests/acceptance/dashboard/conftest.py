@@ -17,6 +17,7 @@ from ledger.store import store_records
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
 from tests.acceptance.system import System, run_system
 from tests.usage_records import attempt_record, request_record
+from tests.waiting import HANGS_S
 
 PASSWORD = "correct horse battery"
 ZONE = "Asia/Kolkata"
@@ -123,7 +124,7 @@ def open_visit(
         timezone_id=ZONE,
         accept_downloads=True,
     )
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(HANGS_S * 1000)
     visit = Visit(context.new_page(), system.base_url)
     yield visit
     context.close()

@@ -29,6 +29,7 @@ from tests.unit.engine.tiny_models import (
     make_model,
     run,
 )
+from tests.waiting import HANGS_S
 
 SCHEMAS = 500
 VOCABULARY = byte_level_tokenizer().get_vocab()
@@ -313,7 +314,7 @@ def test_masks_are_made_while_the_forward_pass_runs(model: PreTrainedModel, monk
 
     def wait_for_masks(chunks: Any) -> Any:
         for _ in chunks:
-            assert made.acquire(timeout=10)
+            assert made.acquire(timeout=HANGS_S)
         return forward(chunks)
 
     monkeypatch.setattr(Matcher, "make_mask", note)
