@@ -74,7 +74,7 @@ OUT_OF_MEMORY = "MemoryError|time or memory"
         ({"chat_template": NESTED}, "time or memory"),
         ({"chat_template": LARGE}, OUT_OF_MEMORY),
         ({"chat_template": AT_COMPILATION}, "time or memory"),
-        ({"chat_template": "{% if %}"}, "is none"),
+        ({"chat_template": "{% if %}"}, "is invalid"),
         ({"chat_template": "x" * 300_000}, "300000 characters"),
         ({"tool_template": NESTED}, "time or memory"),
         ({"context_length": 10**12}, "context length"),
