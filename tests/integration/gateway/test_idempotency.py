@@ -134,11 +134,11 @@ async def test_two_at_once_share_one_run(start_gateway: Start) -> None:
     gateway = await start_gateway()
     held = Held()
     worker = await gateway.add_worker(script=held)
-    asking = [asyncio.create_task(stream(gateway)) for _ in range(5)]
+    heard = [asyncio.Event() for _ in range(6)]
+    asking = [asyncio.create_task(stream(gateway, heard=one)) for one in heard[:5]]
     await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
-    heard = asyncio.Event()
-    late = asyncio.create_task(stream(gateway, heard=heard))
-    await heard.wait()
+    late = asyncio.create_task(stream(gateway, heard=heard[5]))
+    await until(lambda: all(one.is_set() for one in heard))
     held.may_go_on.set()
     answers = [await task for task in (*asking, late)]
     assert all(answer.complete for answer in answers)
@@ -308,7 +308,8 @@ async def test_without_the_bucket_a_key_counts_at_its_gateway(start_gateway: Sta
     await asyncio.sleep(0.2)
     nats_server.start()
     answers = [await task for task in asking]
-    assert sorted(answer.standing or "" for answer in answers) == ["", "attached"]
+    standings = sorted(answer.standing or "" for answer in answers)
+    assert standings in (["", "attached"], ["", "replayed"])  # where it came after the other's end
     assert all(answer.complete for answer in answers)
     assert len({attempt.job.request_id for attempt in worker.attempts}) == 1
 

@@ -17,8 +17,11 @@ from tests.waiting import HANGS_S
 UNLIMITED = resource.RLIM_INFINITY
 
 
-async def store(bus: Bus, message_id: str) -> int:
-    return await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, b"x", message_id=message_id, timeout_s=0.5)
+FAILS_S = 0.5  # so long a store that must fail is waited for
+
+
+async def store(bus: Bus, message_id: str, limit_s: float = HANGS_S) -> int:
+    return await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, b"x", message_id=message_id, timeout_s=limit_s)
 
 
 async def test_a_store_that_is_broken_is_mended_once_there_is_room(
@@ -34,12 +37,12 @@ async def test_a_store_that_is_broken_is_mended_once_there_is_room(
         await store(bus, "before")
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, UNLIMITED))  # no file may grow
         with pytest.raises(BusTimeout):
-            await store(bus, "meanwhile")
+            await store(bus, "meanwhile", FAILS_S)
         monkeypatch.setattr(embedded_nats, "MIN_FREE_BYTES", 1 << 62)
         waiting = asyncio.create_task(server.wait())
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (UNLIMITED, UNLIMITED))
         with pytest.raises(BusTimeout):
-            await store(bus, "later")  # why it has to be ended at all
+            await store(bus, "later", FAILS_S)  # why it has to be ended at all
         assert not waiting.done()  # nor would it help while there is no room
         monkeypatch.setattr(embedded_nats, "MIN_FREE_BYTES", 1)
         async with asyncio.timeout(HANGS_S):
