@@ -1,4 +1,4 @@
-"""Which jobs this worker runs: what it checks of a job before it accepts it."""
+"""Checks of a job before this worker accepts it."""
 
 import logging
 from collections.abc import Mapping

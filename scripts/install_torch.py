@@ -20,7 +20,7 @@ PIP = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
 
 
 def installed() -> bool:
-    """Whether the pinned version is there already, in any build."""
+    """Return whether the pinned version is installed already, in any build."""
     try:
         return version("torch").split("+")[0] == TORCH_VERSION
     except PackageNotFoundError:
@@ -28,7 +28,7 @@ def installed() -> bool:
 
 
 def attempts() -> list[tuple[str, list[str]]]:
-    """What to try, as (description, pip arguments)."""
+    """Return what to try, as (description, pip arguments)."""
     chosen = os.environ.get("SPILLWAY_TORCH")
     if chosen:
         return [(f"SPILLWAY_TORCH={chosen}", chosen.split())]

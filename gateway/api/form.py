@@ -71,9 +71,9 @@ def form_of_parts(request: ChatCompletionRequest) -> AnswerForm:
 def grammar_of(
     form: AnswerForm, request: ChatCompletionRequest, content: Grammar | None, check: SchemaCheck | None
 ) -> Grammar | None:
-    """What forces the answers; ``content``: what those must look like that are no calls.
+    """Return the grammar that forces the answers; ``content``: the grammar of those that are no calls.
 
-    Raises InvalidParameter where calls and other output cannot be told from each other, and for what ``json_schema``
+    Raises InvalidParameter where calls and other output cannot be distinguished, and for what ``json_schema``
     refuses.
     """
     must_call = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)

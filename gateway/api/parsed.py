@@ -29,7 +29,7 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def finish_reason_of(reason: str | None, message: Collection[str]) -> str | None:
-    """Why a choice ended, as callers know it: one that stopped after calls waits for what they bring.
+    """Return the public finish reason: a choice that stopped after calls waits for their results.
 
     ``message``: the names of what its message has.
     """

@@ -1,1 +1,1 @@
-"""How the demo model is made: its text, its training and its evaluation."""
+"""The making of the demo model: its text, its training and its evaluation."""
