@@ -26,7 +26,6 @@ import torch
 import transformers
 from transformers import LlamaForCausalLM
 
-import engine.scheduler
 from benchmarks.random_llama import empty_tokenizer, make_model
 from engine import EngineConfig, GenerationRequest, LLMEngine, SamplingParams
 
@@ -106,17 +105,15 @@ def overload(model: LlamaForCausalLM, threads: int, load: Load) -> dict[str, dic
     config = model.config
     bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     kv_bytes = bytes_per_token * sum(prompt + (load.asked or output) for prompt, output in wanted) // 4
-    usual_lookahead = engine.scheduler.LOOKAHEAD_TOKENS
     found = {}
-    for name, lookahead in {"reserve": model.config.max_position_embeddings, "preempt": usual_lookahead}.items():
-        engine.scheduler.LOOKAHEAD_TOKENS = lookahead
-        under_test = make_engine(model, max_sequences=load.requests, threads=threads, kv_bytes=kv_bytes)
+    limits = {"max_sequences": load.requests, "threads": threads, "kv_bytes": kv_bytes}
+    for name, lookahead in {"reserve": {"lookahead_tokens": config.max_position_embeddings}, "preempt": {}}.items():
+        under_test = make_engine(model, **limits, **lookahead)
         for number, (prompt, (_, output)) in enumerate(zip(prompts, wanted, strict=True)):
             # Where only the longest answer is asked for, it is not known beforehand where one ends.
             params = SamplingParams(temperature=0.0, max_tokens=load.asked or output, ignore_eos=True)
             under_test.add_request(GenerationRequest(f"{number}.{output}", prompt, params))
         found[name] = until_the_end(under_test, sum(prompt + output for prompt, output in wanted) - load.requests)
-    engine.scheduler.LOOKAHEAD_TOKENS = usual_lookahead
     return found
 
 

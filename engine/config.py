@@ -34,6 +34,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory that is used in all, if kv_bytes does not say
     cuda_graphs: bool = True  # on a GPU, replay recorded steps where every sequence decodes
     block_size: int = 16  # tokens in one KV block
+    lookahead_tokens: int = 64  # by which every running choice could grow when memory is short and another is admitted
     prefix_cache: bool = True  # keep the blocks of ended sequences for prompts that begin with the same tokens
     prompt_logits_bytes: int = 128 << 20  # most memory for one step's logits of prompts whose logprobs are wanted
     draft_tokens: int = 0  # guesses computed beside the next token where a text repeats itself; 0: none
@@ -48,8 +49,9 @@ class EngineConfig:
         for name in ("max_model_len", "kv_bytes", "threads"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
-        if self.draft_tokens < 0:
-            raise ConfigError("draft_tokens", f"must be at least 0, not {self.draft_tokens}")
+        for name in ("lookahead_tokens", "draft_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(name, f"must be at least 0, not {getattr(self, name)}")
         if self.max_batched_tokens < self.max_sequences:
             raise ConfigError("max_batched_tokens", "must be at least max_sequences, or running sequences would starve")
         if not 0 < self.gpu_memory_utilization <= 1:

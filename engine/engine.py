@@ -81,6 +81,7 @@ class LLMEngine:
             self._block_pool,
             max_sequences=config.max_sequences,
             max_batched_tokens=config.max_batched_tokens,
+            lookahead_tokens=config.lookahead_tokens,
             max_scored_tokens=max(1, config.prompt_logits_bytes // (4 * self.info.vocab_size)),
             prefix_cache=config.prefix_cache,
         )

@@ -9,7 +9,7 @@ preempted sequence is one with more tokens to catch up on, and one whose prompt 
        └──────────────────── preempted: blocks released ─────────────────┘
 
 Memory. A sequence gets blocks for its whole length while that costs nothing. Where memory is short it gets them as it
-grows, and is admitted only if every sequence could grow by `LOOKAHEAD_TOKENS`. If they all grow further, the newest is
+grows, and is admitted only if every sequence could grow by `lookahead_tokens`. If they all grow further, the newest is
 preempted: it releases its blocks and waits, before all others, to compute them again, except those still cached. The
 oldest can always continue, because the pool can hold any single sequence.
 """
@@ -24,7 +24,6 @@ from engine.prefix_keys import extend_keys
 from engine.step_stats import SequenceClock
 from engine.types import EngineCounters
 
-LOOKAHEAD_TOKENS: Final = 64
 NOTHING: Final = range(0)
 MAX_PASSED_OVER: Final = 64  # waiting sequences that are looked at to find one that need not wait for another's prompt
 
@@ -113,6 +112,7 @@ class Scheduler:
         *,
         max_sequences: int,
         max_batched_tokens: int,
+        lookahead_tokens: int,
         max_scored_tokens: int = 1,
         prefix_cache: bool = True,
     ) -> None:
@@ -123,6 +123,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the longest admitted first
         self.counters = EngineCounters()
+        self._lookahead_tokens = lookahead_tokens
         self._prefix_cache = prefix_cache
         self._pending_keys: dict[
             bytes, int
@@ -280,12 +281,12 @@ class Scheduler:
         return sequence.block_keys[: (needless - 1) // self.block_pool.block_size]
 
     def _fits(self, sequence: Sequence, found_blocks: int) -> bool:
-        """Report whether it and all running sequences could grow by LOOKAHEAD_TOKENS, after reclaiming blocks."""
+        """Report whether it and all running sequences could grow by `lookahead_tokens`, after reclaiming blocks."""
         promised = sum(self._required_blocks(other) - other.held_blocks for other in self.running)
         return self._required_blocks(sequence) - found_blocks <= self.block_pool.free_blocks - promised
 
     def _required_blocks(self, sequence: Sequence) -> int:
-        ahead = max(LOOKAHEAD_TOKENS, len(sequence.draft))  # blocks held for its draft cannot be reclaimed
+        ahead = max(self._lookahead_tokens, len(sequence.draft))  # blocks held for its draft cannot be reclaimed
         tokens = min(sequence.max_total_tokens, len(sequence.token_ids) + ahead)
         return self.block_pool.blocks_for(tokens)
 

@@ -30,7 +30,13 @@ from tests.unit.engine.tiny_models import (
 REQUESTS: Final = 13
 LONGEST: Final = 40  # tokens of an answer
 BLOCKS: Final = 31  # of 4 tokens: one request needs up to 28
-STORM: Final = {"kv_bytes": BLOCKS * 2048, "draft_tokens": 4, "max_batched_tokens": 12, "max_sequences": 6}
+STORM: Final = {
+    "kv_bytes": BLOCKS * 2048,
+    "lookahead_tokens": 0,
+    "draft_tokens": 4,
+    "max_batched_tokens": 12,
+    "max_sequences": 6,
+}
 
 
 def requests_of(source: random.Random) -> list[GenerationRequest]:
@@ -83,7 +89,6 @@ def guess_half_right(
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss_sinks"])
 def test_in_a_storm_every_answer_is_that_of_generate(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 0)
     source = random.Random(f"{family} {seed}")
     model = make_model(FAMILIES[family])
     requests = requests_of(source)

@@ -24,7 +24,7 @@ from typing import Final
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from engine import EngineConfig, GenerationRequest, LLMEngine, ResumePoint, SamplingParams, scheduler
+from engine import EngineConfig, GenerationRequest, LLMEngine, ResumePoint, SamplingParams
 from engine.types import Grammar
 from spillway.config import DEMO_MODEL_PATH
 
@@ -49,7 +49,13 @@ def make_engine() -> LLMEngine:
         eos_token_id=tokenizer.eos_token_id,
     )
     settings = EngineConfig(
-        threads=1, max_sequences=16, max_batched_tokens=64, block_size=4, kv_bytes=60 * 4 * 256, draft_tokens=3
+        threads=1,
+        max_sequences=16,
+        max_batched_tokens=64,
+        block_size=4,
+        kv_bytes=60 * 4 * 256,
+        lookahead_tokens=0,  # so that memory runs short
+        draft_tokens=3,
     )
     return LLMEngine(LlamaForCausalLM(config).eval(), tokenizer, settings)
 
@@ -118,7 +124,6 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    scheduler.LOOKAHEAD_TOKENS = 0  # so that memory runs short
     engine = make_engine()
     tracemalloc.start()
     measured: list[tuple[int, int]] = []  # resident, Python's own

@@ -138,6 +138,7 @@ class Simulation:
         max_sequences: int,
         max_batched_tokens: int,
         *,
+        lookahead_tokens: int = 64,
         prefix_cache: bool = True,
         guesses: tuple[int, int] = (0, 0),
     ) -> None:
@@ -147,6 +148,7 @@ class Simulation:
             self.pool,
             max_sequences=max_sequences,
             max_batched_tokens=max_batched_tokens,
+            lookahead_tokens=lookahead_tokens,
             prefix_cache=prefix_cache,
         )
         self.live: list[Sequence] = []
@@ -257,24 +259,29 @@ def test_scheduler_serves_everyone_within_its_budgets(
     events: list[tuple[Any, ...]],
     max_sequences: int,
     max_batched_tokens: int,
-    lookahead: int,
+    lookahead_tokens: int,
     prefix_cache: bool,
     guesses: tuple[int, int],
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", lookahead)
-        simulation = Simulation(max_sequences, max_batched_tokens, prefix_cache=prefix_cache, guesses=guesses)
-        for name, *numbers in events:
-            getattr(simulation, name)(*numbers)
-        simulation.finish()
+    simulation = Simulation(
+        max_sequences,
+        max_batched_tokens,
+        lookahead_tokens=lookahead_tokens,
+        prefix_cache=prefix_cache,
+        guesses=guesses,
+    )
+    for name, *numbers in events:
+        getattr(simulation, name)(*numbers)
+    simulation.finish()
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_scheduler_serves_everyone_in_a_storm(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_serves_everyone_in_a_storm(seed: int) -> None:
     """Longer than what a search for the smallest fault makes: memory is short most of the time."""
     source = random.Random(seed)
-    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", source.choice([0, 3, 20]))
-    simulation = Simulation(6, source.randint(6, 16), guesses=(source.randint(0, 5), source.randint(1, 5)))
+    lookahead_tokens = source.choice([0, 3, 20])
+    batched_tokens, guesses = source.randint(6, 16), (source.randint(0, 5), source.randint(1, 5))
+    simulation = Simulation(6, batched_tokens, lookahead_tokens=lookahead_tokens, guesses=guesses)
     for _ in range(200):
         event = source.random()
         if event < 0.35:
@@ -313,9 +320,8 @@ def test_whoever_waits_for_anothers_prompt_holds_up_nobody() -> None:
     simulation.finish()
 
 
-def test_the_newest_gives_way_and_goes_on_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 0)
-    simulation = Simulation(max_sequences=8, max_batched_tokens=8)  # computed again in chunks
+def test_the_newest_gives_way_and_goes_on_first() -> None:
+    simulation = Simulation(max_sequences=8, max_batched_tokens=8, lookahead_tokens=0)  # computed again in chunks
     for token in (1, 2, 3):
         simulation.add(prompt=20, output=44, token=token)
     first, second, third = simulation.live

@@ -85,15 +85,14 @@ def test_resumed_anywhere(model: PreTrainedModel) -> None:
         assert run(guessing, request("r", resume=(point,)))["r", 0].text == whole.text
 
 
-def test_in_little_memory_and_with_others(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 4)
+def test_in_little_memory_and_with_others(model: PreTrainedModel) -> None:
     source = random.Random(9)
     requests = [request(f"r{number}", REPEATING[number:], max_tokens=source.randrange(90, 150)) for number in range(8)]
     requests.append(request("long", tuple(source.choices(range(20, VOCAB_SIZE), k=120))))
     expected: Answers = {}
     for one in requests:
         expected |= run(make_engine(model, prefix_cache=False), one)
-    guessing = make_engine(model, draft_tokens=6, kv_bytes=100 * 2048)
+    guessing = make_engine(model, draft_tokens=6, kv_bytes=100 * 2048, lookahead_tokens=4)
     assert_same(run(guessing, *requests), expected)
     assert guessing.counters.preemptions > 0
     assert guessing.counters.right_tokens > 0

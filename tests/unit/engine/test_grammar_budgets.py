@@ -223,7 +223,6 @@ def test_masks_that_are_always_late_change_no_answer(model: PreTrainedModel, mon
     """Also where memory is short, so that a sequence gives way while its mask is made."""
     requests = [bound(f"r{number}", "regex", "[ab]{30}", seed=number, n=2) for number in range(3)]
     undisturbed = run(make_engine(model), *requests, free("free"))
-    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 0)
     looks: dict[Matcher, int] = {}
 
     def is_ready(matcher: Matcher) -> bool:
@@ -231,7 +230,7 @@ def test_masks_that_are_always_late_change_no_answer(model: PreTrainedModel, mon
         return looks[matcher] % 4 == 0 and (matcher.making is None or matcher.making.done())
 
     monkeypatch.setattr(Matcher, "is_ready", property(is_ready))
-    engine = make_engine(model, kv_bytes=2048 * 30)
+    engine = make_engine(model, kv_bytes=2048 * 30, lookahead_tokens=0)
     assert run(engine, *requests, free("free")) == undisturbed
     assert engine.counters.preemptions > 0
 

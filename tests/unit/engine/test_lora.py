@@ -138,13 +138,12 @@ def test_other_families(config: PreTrainedConfig, targets: list[str], tmp_path: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_storm_of_all_adapters_in_little_memory(served: Served, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storm_of_all_adapters_in_little_memory(served: Served, seed: int) -> None:
     """Arrivals, cancels, preemption, drafts, and prompts that others have cached under other adapters."""
-    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 4)
     dice = random.Random(seed)
     asked = [(dice.choice(NAMES), dice.choice(PROMPTS), dice.randint(4, NEW_TOKENS)) for _ in range(28)]
     bytes_per_block = 2 * 2 * 2 * 16 * 4 * 4  # keys and values, layers, heads, dimension, float32, tokens
-    engine = served.engine(kv_bytes=24 * bytes_per_block, draft_tokens=3 * (seed % 2))
+    engine = served.engine(kv_bytes=24 * bytes_per_block, lookahead_tokens=4, draft_tokens=3 * (seed % 2))
     answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
     coming = [
         request(str(number), adapter, prompt, max_tokens=tokens)

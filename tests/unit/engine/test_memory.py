@@ -116,11 +116,8 @@ def test_a_resumed_choice_finds_its_own_tokens(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_storm_in_little_memory_changes_no_answer(
-    model: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storm_in_little_memory_changes_no_answer(model: PreTrainedModel, seed: int) -> None:
     """Arrivals and cancels while memory holds a fraction of what everybody wants."""
-    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 4)
     source = random.Random(seed)
     requests = [
         request(
@@ -132,7 +129,7 @@ def test_a_storm_in_little_memory_changes_no_answer(
         for number in range(16)
     ]
     expected = alone(model, requests)
-    engine = make_engine(model, kv_bytes=64 * bytes_per_block(model))
+    engine = make_engine(model, kv_bytes=64 * bytes_per_block(model), lookahead_tokens=4)
     answers = drain_in_a_storm(engine, requests, source)
     assert engine.counters.preemptions > 0, "there was room for all"
     for name, answer in answers.items():

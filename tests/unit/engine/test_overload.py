@@ -46,7 +46,7 @@ def test_four_times_more_sequences_than_memory_holds(outputs: tuple[int, int]) -
     sequences = sequences_of(source, 64, (32, 256), outputs)
     needed_tokens = sum(sequence.max_total_tokens - 1 for sequence in sequences)
     pool = BlockPool(sum(-(-sequence.max_total_tokens // BLOCK_SIZE) for sequence in sequences) // 4, BLOCK_SIZE)
-    scheduler = Scheduler(pool, max_sequences=64, max_batched_tokens=512)
+    scheduler = Scheduler(pool, max_sequences=64, max_batched_tokens=512, lookahead_tokens=64)
     for sequence in sequences:
         scheduler.add(sequence)
     steps = streamed_tokens = 0

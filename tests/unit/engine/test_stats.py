@@ -89,11 +89,10 @@ def test_load_is_seen_while_it_lasts(model: PreTrainedModel) -> None:
     assert stats.kv_usage == engine._block_pool.used_blocks / engine._block_pool.total_blocks > 0
 
 
-def test_numbers_only_grow_also_for_another_thread(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_only_grow_also_for_another_thread(model: PreTrainedModel) -> None:
     """Arrivals, cancels and preemptions while somebody looks all the time."""
-    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 4)
     source = random.Random(3)
-    engine = make_engine(model, kv_bytes=32 * 4 * 512)
+    engine = make_engine(model, kv_bytes=32 * 4 * 512, lookahead_tokens=4)
     seen: list[list[float]] = []
     over = threading.Event()
 
@@ -182,11 +181,8 @@ def test_the_cancelled_say_how_far_they_came(model: PreTrainedModel, clock: Cloc
     assert seconds(told["waiting"]) == (4, 0, 0)
 
 
-def test_giving_way_is_part_of_the_phase_and_a_gap_between_tokens(
-    model: PreTrainedModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.scheduler.LOOKAHEAD_TOKENS", 4)
-    engine = make_engine(model, kv_bytes=24 * 4 * 512, prefix_cache=False)  # 96 tokens
+def test_giving_way_is_part_of_the_phase_and_a_gap_between_tokens(model: PreTrainedModel, clock: Clock) -> None:
+    engine = make_engine(model, kv_bytes=24 * 4 * 512, lookahead_tokens=4, prefix_cache=False)  # 96 tokens
     for name, prompt in {"old": PROMPT[:20], "new": PROMPT[20:]}.items():
         engine.add_request(request(name, prompt, max_tokens=40))
     told = timed(engine, clock, defaultdict(Answer))
