@@ -4,7 +4,7 @@ Every accepted request has a row, and its gateway publishes the record at the en
 records of its open requests. What remains is the intent that it published before its first answer (``intents``), and
 the attempts: workers still run, or give up, every job it had queued. The ledger writer therefore asks gateways which
 requests without a row they still hold. It writes a row for a request that no gateway has held for
-``ABANDONED_AFTER_MS`` and that has no record among those the stream had stored by then. Times are the stream's, in ms
+``abandoned_after_ms`` and that has no record among those the stream had stored by then. Times are the stream's, in ms
 since 1970: after an outage of SQL all records exist and are merely not written yet. A gateway that is connected but
 does not answer may be frozen, so the writer waits for it. A record that arrives later (its gateway was only cut off
 from the queue) replaces the row.
@@ -28,7 +28,6 @@ from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, NoResponders, ProtocolError
 from protocol.open_requests import MAX_ASKED, OpenRequestsQuery, decode_answer, encode
 
-ABANDONED_AFTER_MS: Final = 30_000
 ANSWER_LIMIT_S: Final = 2.0
 MAX_CHECKED: Final = 100_000  # requests, the oldest first
 CHUNK_REQUESTS: Final = 500
@@ -42,9 +41,13 @@ log = logging.getLogger(__name__)
 class AbandonedRequests:
     """Finds requests that no gateway holds any more."""
 
-    def __init__(self, bus: Bus, engine: AsyncEngine) -> None:
+    def __init__(
+        self, bus: Bus, engine: AsyncEngine, abandoned_after_ms: int, *, answer_limit_s: float = ANSWER_LIMIT_S
+    ) -> None:
         self._bus = bus
         self._engine = engine
+        self._abandoned_after_ms = abandoned_after_ms
+        self._answer_limit_s = answer_limit_s
         self._missed: dict[str, int] = {}  # request id → since when no gateway has held it, in ms since 1970
 
     async def check(self) -> None:
@@ -66,7 +69,8 @@ class AbandonedRequests:
 
         Raises DatabaseUnavailable; then call again.
         """
-        overdue = [name for name, ms in self._missed.items() if ms + ABANDONED_AFTER_MS <= written_until_unix_ms]
+        since_unix_ms = written_until_unix_ms - self._abandoned_after_ms
+        overdue = [name for name, ms in self._missed.items() if ms <= since_unix_ms]
         try:
             for start in range(0, len(overdue), CHUNK_REQUESTS):
                 request_ids = overdue[start : start + CHUNK_REQUESTS]
@@ -99,7 +103,7 @@ class AbandonedRequests:
         try:
             for start in range(0, len(request_ids), MAX_ASKED):
                 question = OpenRequestsQuery(tuple(request_ids[start : start + MAX_ASKED]))
-                reply = await self._bus.request(subject, encode(question), timeout_s=ANSWER_LIMIT_S)
+                reply = await self._bus.request(subject, encode(question), timeout_s=self._answer_limit_s)
                 still_open |= decode_answer(reply.data).completion_tokens
         except NoResponders:
             return {}

@@ -1,6 +1,6 @@
 """Requests that have been admitted and whose records have not arrived: the table ``open_requests``.
 
-    intent ──> held for HOLD_S ──its request has a row──────────────> acknowledged
+    intent ──> held for a while ──its request has a row─────────────> acknowledged
                    └──it has none──> open_requests, acknowledged ──its request has a row──> deleted
                                           └──no gateway has it any more──> a row (ledger.abandoned)
 
@@ -27,7 +27,6 @@ from protocol.errors import ErrorCode
 from protocol.pull import Delivery
 from protocol.usage import AttemptRecord, RequestIntent, UsageRecord
 
-HOLD_S: Final = 3.0  # far below the consumer's ack_wait, after which others would get the same
 MAX_HELD: Final = 100_000  # intents; beyond it the oldest are looked up immediately
 CHUNK_REQUESTS: Final = 1000
 
@@ -46,8 +45,9 @@ class _Held(Struct):
 class Intents:
     """Holds intents until they must be written, or their requests have rows."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, hold_s: float) -> None:
         self._engine = engine
+        self._hold_s = hold_s
         self._held: deque[_Held] = deque()  # oldest first
         self._held_rows = 0
 
@@ -58,7 +58,7 @@ class Intents:
         """
         rows = [row for record in records if (row := _row(record)) is not None]
         if rows:
-            self._held.append(_Held(rows, time.monotonic() + HOLD_S, delivery))
+            self._held.append(_Held(rows, time.monotonic() + self._hold_s, delivery))
             self._held_rows += len(rows)
 
     async def write_due(self, *, flush: bool = False) -> list[Delivery]:

@@ -23,7 +23,6 @@ from protocol.usage import UnreadUsage, read_usage
 
 REPLAY_PERIOD_S: Final = 60.0
 REPLAY_RECORDS: Final = 1000  # checked in one period
-RETRY_AFTER_S: Final = 10.0  # until a message whose records could not be parked is delivered again
 
 log = logging.getLogger(__name__)
 

@@ -27,13 +27,14 @@ def kept_since_unix_ms(days: int) -> int:
 class Retention:
     """Deletes rows older than the last ``days`` whole days, a few at a time."""
 
-    def __init__(self, engine: AsyncEngine, days: int | None) -> None:
+    def __init__(self, engine: AsyncEngine, days: int | None, *, batch_rows: int = BATCH_ROWS) -> None:
         """Keep ``days`` whole days; None never deletes."""
         self._engine = engine
         self._days = days
+        self._batch_rows = batch_rows
 
     async def delete_some(self) -> bool:
-        """Delete at most BATCH_ROWS requests, and as many attempts. Report whether there is more.
+        """Delete at most ``batch_rows`` requests, and as many attempts. Report whether there is more.
 
         Raises DatabaseUnavailable.
         """
@@ -43,24 +44,24 @@ class Retention:
         try:
             async with writing(self._engine) as connection:
                 await drop_partitions(connection, before_unix_ms)
-                attempts = await _delete_attempts(connection, before_unix_ms)
-                requests = await _delete_requests(connection, before_unix_ms)
+                attempts = await _delete_attempts(connection, before_unix_ms, self._batch_rows)
+                requests = await _delete_requests(connection, before_unix_ms, self._batch_rows)
         except SQL_ERRORS as error:
             raise DatabaseUnavailable(describe(error)) from error
-        return BATCH_ROWS in {attempts, requests}
+        return self._batch_rows in {attempts, requests}
 
 
-async def _delete_requests(connection: AsyncConnection, before_unix_ms: int) -> int:
-    old = select(RequestRow.request_id).where(RequestRow.received_unix_ms < before_unix_ms).limit(BATCH_ROWS)
+async def _delete_requests(connection: AsyncConnection, before_unix_ms: int, rows: int) -> int:
+    old = select(RequestRow.request_id).where(RequestRow.received_unix_ms < before_unix_ms).limit(rows)
     result: CursorResult[object] = await connection.execute(delete(RequestRow).where(RequestRow.request_id.in_(old)))
     return result.rowcount
 
 
-async def _delete_attempts(connection: AsyncConnection, before_unix_ms: int) -> int:
+async def _delete_attempts(connection: AsyncConnection, before_unix_ms: int, rows: int) -> int:
     """Delete attempts of requests that are past the retention, too."""
     key = (AttemptRow.request_id, AttemptRow.attempt, AttemptRow.worker_id)
     # The index is on the start of an attempt, which is at most hours after its request was received.
     is_old = and_(AttemptRow.started_unix_ms < before_unix_ms + DAY_MS, AttemptRow.received_unix_ms < before_unix_ms)
-    old = select(*key).where(is_old).limit(BATCH_ROWS)
+    old = select(*key).where(is_old).limit(rows)
     result: CursorResult[object] = await connection.execute(delete(AttemptRow).where(tuple_(*key).in_(old)))
     return result.rowcount

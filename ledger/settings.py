@@ -36,3 +36,9 @@ class LedgerSettings(Settings):
         None  # how long requests and attempts are kept, in whole UTC days; None: permanently
     )
     prices: tuple[ConfiguredPrice, ...] = ()  # entered into the price book when it starts
+    # The writer's own pace, for which spillway.toml has no keys.
+    hold_intents_s: float = 3.0  # far below the consumer's ack_wait, after which others would get the same
+    abandoned_period_s: float = 5.0
+    abandoned_after_ms: int = 30_000  # for how long no gateway has held a request
+    purge_period_s: float = 60.0
+    retry_parking_s: float = 10.0  # until a message whose records could not be parked is delivered again

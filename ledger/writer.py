@@ -22,7 +22,7 @@ from db.errors import DatabaseUnavailable
 from ledger.abandoned import AbandonedRequests
 from ledger.intents import Intents
 from ledger.machine_time import MachineTime
-from ledger.parked import RETRY_AFTER_S, Replays, park
+from ledger.parked import Replays, park
 from ledger.partitions import DAYS_AHEAD, create_partitions
 from ledger.retention import Retention
 from ledger.settings import LedgerSettings
@@ -37,8 +37,6 @@ from protocol.pull import Delivery, PullConsumer
 from protocol.usage import RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
 
 PULL_CHECK_S: Final = 0.5  # how often to check whether a pull has been written off
-PURGE_PERIOD_S: Final = 60.0
-ABANDONED_PERIOD_S: Final = 5.0
 MACHINE_TIME_PERIOD_S: Final = 15.0
 RETENTION_PERIOD_S: Final = 600.0
 PARTITIONS_PERIOD_S: Final = 600.0
@@ -58,13 +56,12 @@ class LedgerWriter:
         self._bus = bus
         self._engine = engine
         self._stopping = stopping
-        self._batch_records = settings.batch_records
-        self._batch_wait_s = settings.batch_wait_s
+        self._settings = settings
         self._held: deque[Delivery] = deque()  # bounded by what _pull requests: two batches
         self._unwritten: list[_Entry] = []  # to be handed back at the end: at most what was held when stopping was set
         self._purged_s = 0.0  # monotonic clock
-        self._intents = Intents(engine)
-        self._abandoned = AbandonedRequests(bus, engine)
+        self._intents = Intents(engine, settings.hold_intents_s)
+        self._abandoned = AbandonedRequests(bus, engine, settings.abandoned_after_ms)
         self._machine_time = MachineTime(bus, engine)
         self._replays = Replays(bus)
         self._unparked: set[int] = set()  # sequences of held messages that must be delivered again
@@ -114,7 +111,7 @@ class LedgerWriter:
             await self._record_machine_time()
             await self._delete_old()
             if not self._held:
-                await wait_for(self._stopping, began_s + self._batch_wait_s - time.monotonic())
+                await wait_for(self._stopping, began_s + self._settings.batch_wait_s - time.monotonic())
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -136,7 +133,7 @@ class LedgerWriter:
         if self._consumer.outstanding() or not self._bus.connected:
             return False
         try:
-            await self._consumer.pull(self._batch_records, expires_s=0)
+            await self._consumer.pull(self._settings.batch_records, expires_s=0)
         except BusError as error:
             log.warning("cannot pull usage records, will retry: %s", error)
             return False
@@ -144,7 +141,7 @@ class LedgerWriter:
 
     @property
     def _has_capacity(self) -> bool:
-        return len(self._held) < self._batch_records
+        return len(self._held) < self._settings.batch_records
 
     async def _on_delivery(self, delivery: Delivery) -> None:
         self._held.append(delivery)
@@ -161,14 +158,14 @@ class LedgerWriter:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     async def _write_batch(self) -> None:
-        deliveries = [self._held.popleft() for _ in range(min(len(self._held), self._batch_records))]
+        deliveries = [self._held.popleft() for _ in range(min(len(self._held), self._settings.batch_records))]
         entries = [await self._decoded(delivery) for delivery in deliveries]
         if entries:
             await self._store(entries)
 
     async def _purge_written(self) -> None:
         """Once a period, purge the records that are in SQL from the stream, so that its limit applies to the others."""
-        if time.monotonic() - self._purged_s < PURGE_PERIOD_S:
+        if time.monotonic() - self._purged_s < self._settings.purge_period_s:
             return
         self._purged_s = time.monotonic()
         try:
@@ -189,7 +186,7 @@ class LedgerWriter:
 
     async def _look_for_abandoned(self) -> None:
         """Once a period, write rows for requests that no gateway holds any more."""
-        while not await wait_for(self._stopping, ABANDONED_PERIOD_S):
+        while not await wait_for(self._stopping, self._settings.abandoned_period_s):
             await self._measure_clock()
             try:
                 await self._abandoned.check()
@@ -318,7 +315,7 @@ class LedgerWriter:
             for delivery in deliveries:
                 if delivery.stream_sequence in self._unparked:
                     self._unparked.discard(delivery.stream_sequence)
-                    await pull.nak(self._bus, delivery, RETRY_AFTER_S)
+                    await pull.nak(self._bus, delivery, self._settings.retry_parking_s)
                 else:
                     await answer(self._bus, delivery)
         except BusError as error:

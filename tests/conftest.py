@@ -11,7 +11,6 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 import migrations
-from console.login.passwords import DUMMY_HASH
 from engine import native
 from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
@@ -118,10 +117,3 @@ def database_url(request: pytest.FixtureRequest) -> str:
     """A fresh, migrated database; the test runs once for each kind."""
     fixture = "sqlite_url" if request.param == "sqlite" else "postgres_url"
     return str(request.getfixturevalue(fixture))
-
-
-@pytest.fixture
-def cheap_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passwords hashed at a 1024th of their cost, for tests of what comes after."""
-    monkeypatch.setattr("console.login.passwords.COST", 16)
-    monkeypatch.setattr("console.login.admins.DUMMY_HASH", DUMMY_HASH.replace("$16384$", "$16$"))

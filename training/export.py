@@ -42,6 +42,7 @@ class ExportPlan(Struct, frozen=True):
     seed: int = 0
     keep_failovers: bool = False  # also answers that several workers made in turn
     actor: str = "system"  # as the audit log names who exports
+    page_rows: int = 50  # read at a time, of at most some MB each
 
 
 class Exported(Struct):
@@ -103,7 +104,7 @@ class Exporter:
             await record(connection, Change(self._plan.actor, "payloads.export", "", after={"rows": total, **wanted}))
         consenting = await consenting_keys(self._engine)
         on_progress(0, total)
-        async for row in read_rows(self._engine, self._plan.wanted):
+        async for row in read_rows(self._engine, self._plan.wanted, self._plan.page_rows):
             self._read += 1
             try:
                 self._add(scratch, row, has_consent=row["key_id"] in consenting)

@@ -1,7 +1,7 @@
 """Selects the payloads that an export reads, and the keys that still allow it."""
 
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Any
 
 from msgspec import Struct
 from sqlalchemy import ColumnElement, and_, func, or_, select
@@ -11,8 +11,6 @@ from accounts.consent import may_train
 from accounts.principal import Policy
 from db.models import ApiKeyRow, PayloadRow, RequestRow, TeamRow
 from ledger.payloads.store import has_expired
-
-PAGE_ROWS: Final = 50  # of at most some MB each
 
 Row = dict[str, Any]
 
@@ -42,7 +40,7 @@ async def count_rows(engine: AsyncEngine, filters: ExportFilter) -> int:
         return await connection.scalar(select(func.count()).select_from(PayloadRow).where(filters.condition())) or 0
 
 
-async def read_rows(engine: AsyncEngine, filters: ExportFilter) -> AsyncIterator[Row]:
+async def read_rows(engine: AsyncEngine, filters: ExportFilter, page_rows: int) -> AsyncIterator[Row]:
     """Yield the rows with outcome and attempts of their requests, oldest first. Raises SQLAlchemy's errors."""
     columns = PayloadRow.__table__.c
     rows = (
@@ -50,7 +48,7 @@ async def read_rows(engine: AsyncEngine, filters: ExportFilter) -> AsyncIterator
         .outerjoin(RequestRow, RequestRow.request_id == PayloadRow.request_id)
         .where(filters.condition())
         .order_by(columns.received_unix_ms, columns.request_id)
-        .limit(PAGE_ROWS)
+        .limit(page_rows)
     )
     after: ColumnElement[bool] | None = None
     while True:
@@ -58,7 +56,7 @@ async def read_rows(engine: AsyncEngine, filters: ExportFilter) -> AsyncIterator
             page = (await connection.execute(rows if after is None else rows.where(after))).mappings().all()
         for row in page:
             yield dict(row)
-        if len(page) < PAGE_ROWS:
+        if len(page) < page_rows:
             return
         received_unix_ms, request_id = page[-1]["received_unix_ms"], page[-1]["request_id"]
         same = and_(columns.received_unix_ms == received_unix_ms, columns.request_id > request_id)

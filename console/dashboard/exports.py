@@ -67,9 +67,13 @@ class Export:
 class Exports:
     """Runs exports and keeps their files. Used by the event loop only."""
 
-    def __init__(self, reader: Reader, folder: Path) -> None:
+    def __init__(
+        self, reader: Reader, folder: Path, *, page_rows: int = PAGE_ROWS, try_again_s: float = TRY_AGAIN_S
+    ) -> None:
         self._reader = reader
         self._folder = folder
+        self._page_rows = page_rows
+        self._try_again_s = try_again_s
         self._exports: dict[str, Export] = {}
         _remove_leftovers(folder)
 
@@ -116,7 +120,7 @@ class Exports:
         after: Cursor | None = None
 
         async def next_page(connection: AsyncConnection) -> Page:
-            limit = min(PAGE_ROWS, MAX_ROWS - export.rows)
+            limit = min(self._page_rows, MAX_ROWS - export.rows)
             return await request_page(
                 connection, view.since_unix_ms, view.until_unix_ms, where=view.filters, after=after, limit=limit
             )
@@ -140,7 +144,7 @@ class Exports:
                 return await self._reader.read(ask)
             except _AWAY as error:
                 log.info("export is waiting for the ledger: %s", describe(error))
-                await asyncio.sleep(TRY_AGAIN_S)
+                await asyncio.sleep(self._try_again_s)
         return await self._reader.read(ask)
 
     def _forget_old(self) -> None:

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from accounts.audit import Change, record
 from accounts.errors import WrongPassword
-from console.login.passwords import DUMMY_HASH, hash_password, is_password
+from console.login.passwords import COST, DUMMY_HASH, hash_password, is_password
 from db.engine import changing
 from db.models import AdminRow, SessionRow
 from protocol.clock import unix_now_ms
@@ -22,10 +22,12 @@ async def has_admin(engine: AsyncEngine) -> bool:
         return (await connection.scalar(select(AdminRow.name).where(AdminRow.name == ADMIN_NAME))) is not None
 
 
-async def set_password(engine: AsyncEngine, password: str, actor: str, name: str = ADMIN_NAME) -> None:
+async def set_password(
+    engine: AsyncEngine, password: str, actor: str, name: str = ADMIN_NAME, *, cost: int = COST
+) -> None:
     """Give the local login this password; all its sessions end. Raises BadPassword, and SQL's own errors."""
     row = {
-        "password_hash": await asyncio.to_thread(hash_password, password),
+        "password_hash": await asyncio.to_thread(hash_password, password, cost),
         "changed_unix_ms": unix_now_ms(),
     }
     async with changing(engine) as connection:

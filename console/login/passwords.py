@@ -28,13 +28,13 @@ def new_password() -> str:
     return "".join(secrets.choice(BASE62) for _ in range(NEW_PASSWORD_CHARS))
 
 
-def hash_password(password: str) -> str:
+def hash_password(password: str, cost: int = COST) -> str:
     """Return the stored form of a password: ``scrypt$N$r$p$salt$hash``. Takes about 0.1 s. Raises BadPassword."""
     if not MIN_PASSWORD_CHARS <= len(password) <= MAX_PASSWORD_CHARS:
         raise BadPassword(f"a password must have {MIN_PASSWORD_CHARS} to {MAX_PASSWORD_CHARS} characters")
     salt = secrets.token_bytes(SALT_BYTES)
-    digest = _scrypt(password, salt, COST, BLOCK_SIZE, PARALLELISM)
-    return f"scrypt${COST}${BLOCK_SIZE}${PARALLELISM}${_text(salt)}${_text(digest)}"
+    digest = _scrypt(password, salt, cost, BLOCK_SIZE, PARALLELISM)
+    return f"scrypt${cost}${BLOCK_SIZE}${PARALLELISM}${_text(salt)}${_text(digest)}"
 
 
 def is_password(password: str, stored: str) -> bool:

@@ -31,7 +31,8 @@ _UNKNOWN: Final = ("unknown browsers",)
 class LoginThrottle:
     """Counts wrong passwords in this gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._max_remembered = max_remembered
         self._failures: OrderedDict[tuple[str, ...], deque[float]] = OrderedDict()
 
     def begin(self, name: str, address: str, browser: str | None) -> str | None:
@@ -68,7 +69,7 @@ class LoginThrottle:
     def _count(self, source: tuple[str, ...], limit: int, now_s: float) -> None:
         self._failures.setdefault(source, deque(maxlen=limit)).append(now_s)
         self._failures.move_to_end(source)
-        while len(self._failures) > MAX_REMEMBERED:
+        while len(self._failures) > self._max_remembered:
             self._failures.popitem(last=False)
 
 

@@ -86,10 +86,10 @@ def has_expired() -> ColumnElement[bool]:
     return PayloadRow.expires_unix_ms <= unix_now_ms()
 
 
-async def delete_expired(engine: AsyncEngine) -> int:
-    """Delete at most ``DELETE_ROWS`` expired rows; return how many. Raises SQL's own errors."""
+async def delete_expired(engine: AsyncEngine, batch_rows: int = DELETE_ROWS) -> int:
+    """Delete at most ``batch_rows`` expired rows; return how many. Raises SQL's own errors."""
     async with changing(engine) as connection:
-        return await _delete_some(connection, has_expired())
+        return await _delete_some(connection, has_expired(), batch_rows)
 
 
 class Erasure(Struct, frozen=True):
@@ -113,19 +113,19 @@ class Erasure(Struct, frozen=True):
         return PayloadRow.request_id == self.request_id
 
 
-async def erase(engine: AsyncEngine, erasure: Erasure, actor: str) -> int:
-    """Delete all of an erasure, in transactions of ``DELETE_ROWS``; return how many. Raises SQL's own errors."""
+async def erase(engine: AsyncEngine, erasure: Erasure, actor: str, *, batch_rows: int = DELETE_ROWS) -> int:
+    """Delete all of an erasure, in transactions of ``batch_rows``; return how many. Raises SQL's own errors."""
     total = 0
     while True:
         async with changing(engine) as connection:
-            deleted = await _delete_some(connection, erasure.condition())
+            deleted = await _delete_some(connection, erasure.condition(), batch_rows)
             total += deleted
-            if deleted < DELETE_ROWS:
+            if deleted < batch_rows:
                 after = {"deleted": total}
                 await record(connection, Change(actor, "payloads.delete", erasure.subject, after=after))
                 return total
 
 
-async def _delete_some(connection: AsyncConnection, condition: ColumnElement[bool]) -> int:
-    some = select(PayloadRow.request_id).where(condition).limit(DELETE_ROWS)
+async def _delete_some(connection: AsyncConnection, condition: ColumnElement[bool], batch_rows: int) -> int:
+    some = select(PayloadRow.request_id).where(condition).limit(batch_rows)
     return (await connection.execute(delete(PayloadRow).where(PayloadRow.request_id.in_(some)))).rowcount

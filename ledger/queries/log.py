@@ -54,17 +54,19 @@ async def request_page(
     where: Filters = NO_FILTERS,
     after: Cursor | None = None,
     limit: int = 100,
+    slice_rows: int = SLICE_ROWS,
+    search_limit_s: float = SEARCH_LIMIT_S,
 ) -> Page:
     """Return the newest ``limit`` requests received in [since, until) and older than ``after``.
 
     Where few requests pass the filters, a page may hold fewer of them, or none, and still have a next one: the search
-    stops after SEARCH_LIMIT_S.
+    stops after ``search_limit_s``.
     """
     condition = and_(*_conditions(where), _received >= since_unix_ms, _received < until_unix_ms)
     found: list[Row] = []
     started_s = time.monotonic()
     while True:
-        bottom = await _bottom(connection, since_unix_ms, until_unix_ms, after) if where else None
+        bottom = await _bottom(connection, since_unix_ms, until_unix_ms, after, slice_rows) if where else None
         within = condition if bottom is None else and_(condition, _received >= bottom)
         newest_first = (
             select(*_REQUESTS)
@@ -78,7 +80,7 @@ async def request_page(
         if bottom is None:
             return Page(found, None)
         after = Cursor(bottom, "")
-        if time.monotonic() - started_s > SEARCH_LIMIT_S:
+        if time.monotonic() - started_s > search_limit_s:
             return Page(found, after)
 
 
@@ -119,9 +121,11 @@ def _older_than(cursor: Cursor | None) -> ColumnElement[bool]:
     return and_(_received <= cursor.received_unix_ms, or_(_received < cursor.received_unix_ms, same))
 
 
-async def _bottom(connection: AsyncConnection, since: int, until: int, after: Cursor | None) -> int | None:
+async def _bottom(
+    connection: AsyncConnection, since: int, until: int, after: Cursor | None, slice_rows: int
+) -> int | None:
     """Return when the last request of the next slice was received; None: the remaining requests fit into one."""
     top = until if after is None else min(until, after.received_unix_ms + bool(after.request_id))
     rows = select(_received).where(_received >= since, _received < top).order_by(_received.desc())
-    found: int | None = await connection.scalar(rows.limit(1).offset(SLICE_ROWS))
+    found: int | None = await connection.scalar(rows.limit(1).offset(slice_rows))
     return found

@@ -15,7 +15,6 @@ from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, 
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S, until
 
-pytestmark = pytest.mark.usefixtures("cheap_passwords")
 PASSWORD = "correct horse battery"
 
 
@@ -24,7 +23,7 @@ async def gateways(start_gateway: Start, sqlite_url: str) -> tuple[GatewayUnderT
     """Two gateways of one installation, and a key with the scope ``admin`` alone."""
     engine = create_engine(sqlite_url)
     _, token = await create_key(engine, "admin", PEPPER, Grant(scopes=(ADMIN,)))
-    await set_password(engine, PASSWORD, "cli:test")
+    await set_password(engine, PASSWORD, "cli:test", cost=16)
     await engine.dispose()
     return await start_gateway(with_card=False), await start_gateway(with_card=False), token
 

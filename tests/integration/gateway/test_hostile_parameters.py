@@ -16,7 +16,6 @@ from tests.integration.gateway.conftest import PEPPER, Start
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
 
-pytestmark = pytest.mark.usefixtures("cheap_passwords")
 PASSWORD = "correct horse battery"
 HOSTILE = ("nope", "\0", "\ud800", "9" * 40, "-1", "x" * 5000)
 ADMIN_GETS = {
@@ -53,7 +52,7 @@ async def client(start_gateway: Start, database_url: str) -> AsyncIterator[httpx
     """Logged in, on SQLite and on PostgreSQL."""
     engine = create_engine(database_url)
     await create_key(engine, "admin", PEPPER, Grant(scopes=(ADMIN,)))
-    await set_password(engine, PASSWORD, "cli:test")
+    await set_password(engine, PASSWORD, "cli:test", cost=16)
     await engine.dispose()
     gateway = await start_gateway(with_card=False, database_url=database_url)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:

@@ -13,7 +13,6 @@ from db.engine import create_engine
 from tests.integration.gateway.conftest import Start
 from tests.waiting import HANGS_S
 
-pytestmark = pytest.mark.usefixtures("cheap_passwords")
 PASSWORD = "correct horse battery"
 RIGHT = {"name": "admin", "password": PASSWORD, "next": "/login?of=mine"}
 
@@ -22,7 +21,7 @@ RIGHT = {"name": "admin", "password": PASSWORD, "next": "/login?of=mine"}
 async def browser(start_gateway: Start, sqlite_url: str) -> AsyncIterator[httpx.AsyncClient]:
     """Somebody at a gateway whose local password is ``PASSWORD``."""
     engine = create_engine(sqlite_url)
-    await set_password(engine, PASSWORD, "cli:test")
+    await set_password(engine, PASSWORD, "cli:test", cost=16)
     await engine.dispose()
     gateway = await start_gateway(with_card=False)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:
@@ -103,7 +102,7 @@ async def test_another_sites_page_cannot_use_the_form(browser: httpx.AsyncClient
 
 async def test_behind_tls_the_cookie_is_for_tls_only(start_gateway: Start, sqlite_url: str) -> None:
     engine = create_engine(sqlite_url)
-    await set_password(engine, PASSWORD, "cli:test")
+    await set_password(engine, PASSWORD, "cli:test", cost=16)
     await engine.dispose()
     gateway = await start_gateway(with_card=False, login={"public_url": "https://llm.example.com/"})
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as client:

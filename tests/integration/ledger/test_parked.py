@@ -111,14 +111,13 @@ async def test_what_the_database_refuses_waits_for_a_person(ledger: Ledger, data
 
 
 async def test_without_a_place_to_park_the_message_stays_and_its_neighbours_are_written(
-    ledger: Ledger, database_url: str, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, database_url: str
 ) -> None:
     """Gateways make the stream, and may be older than the ledger writer."""
-    monkeypatch.setattr(writer, "RETRY_AFTER_S", 0.1)
     await ledger.apply_topology(ack_wait_s=600)
     await ledger.bus.api(f"STREAM.DELETE.{subjects.PARKED_STREAM}")
     await ledger.publish([encode_usage([encode(request_record("a")), newer_record("b")])])
-    running = RunningWriter(ledger, database_url)
+    running = RunningWriter(ledger, database_url, retry_parking_s=0.1)
     await until(lambda: ledger.has(1, 0))
     assert await ledger.unfinished() == 1
     await ledger.apply_topology(ack_wait_s=600)

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from db.engine import create_engine
-from ledger import abandoned
 from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from protocol import subjects
@@ -24,10 +23,10 @@ from tests.waiting import until
 
 
 class RunningWriter:
-    def __init__(self, ledger: Ledger, database_url: str) -> None:
+    def __init__(self, ledger: Ledger, database_url: str, **pace: float) -> None:
         self.stopping = asyncio.Event()
         self._engine = create_engine(database_url, lock_limit_s=0.1)
-        settings = LedgerSettings(nats_urls=(), database_url=database_url, batch_records=50, batch_wait_s=0.05)
+        settings = LedgerSettings(nats_urls=(), database_url=database_url, batch_records=50, batch_wait_s=0.05, **pace)
         writer = LedgerWriter(ledger.bus, self._engine, settings, self.stopping)
         self.task = asyncio.create_task(writer.run())
 
@@ -92,23 +91,23 @@ async def test_nothing_is_lost_while_sql_is_away_and_one_line_says_so(
 
 
 async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_others(
-    ledger: Ledger,
-    database_url: str,
-    request: pytest.FixtureRequest,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    ledger: Ledger, database_url: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     # After an outage an attempt was written in one batch and its request's record in a later one, and in between the
     # request counted as abandoned: it had a row of its gateway's death for a moment.
-    monkeypatch.setattr(abandoned, "ABANDONED_AFTER_MS", 3000)
-    monkeypatch.setattr("ledger.writer.ABANDONED_PERIOD_S", 0.05)
-    monkeypatch.setattr("ledger.intents.HOLD_S", 0.0)
+    abandoned_after_ms = 3000
     await ledger.apply_topology(ack_wait_s=600)
     async with sql_away(database_url, request):
-        writer = RunningWriter(ledger, database_url)
+        writer = RunningWriter(
+            ledger,
+            database_url,
+            abandoned_after_ms=abandoned_after_ms,
+            abandoned_period_s=0.05,
+            hold_intents_s=0.0,
+        )
         origin = {"gateway_id": "g", "endpoint": "completions", "key_id": "k", "key_name": "n", "stream": True}
         await ledger.publish([attempt_record("r", **origin)])
-        ends_unix_ms = unix_now_ms() + abandoned.ABANDONED_AFTER_MS
+        ends_unix_ms = unix_now_ms() + abandoned_after_ms
         await ledger.publish([request_record(f"other{number}") for number in range(200)])
         await ledger.publish([request_record("r")])
         await asyncio.sleep((ends_unix_ms - unix_now_ms()) / 1000)
@@ -118,7 +117,7 @@ async def test_a_gateway_is_not_taken_for_dead_because_its_records_are_behind_ot
 
 
 async def test_an_intent_is_not_forgotten_by_a_writer_that_dies_with_it_in_mind(
-    ledger: Ledger, database_url: str, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, database_url: str
 ) -> None:
     # An earlier writer kept what it awaited in memory, and its heir looked back by the time at which attempts began.
     await ledger.apply_topology(ack_wait_s=0.5)
@@ -127,10 +126,7 @@ async def test_an_intent_is_not_forgotten_by_a_writer_that_dies_with_it_in_mind(
     await until(lambda: ledger.has(1, 0))
     await first.die()
     assert await ledger.unfinished() == 1
-    monkeypatch.setattr("ledger.intents.HOLD_S", 0.0)
-    monkeypatch.setattr(abandoned, "ABANDONED_AFTER_MS", 0)
-    monkeypatch.setattr("ledger.writer.ABANDONED_PERIOD_S", 0.05)
-    second = RunningWriter(ledger, database_url)
+    second = RunningWriter(ledger, database_url, abandoned_after_ms=0, abandoned_period_s=0.05, hold_intents_s=0.0)
     await until(lambda: ledger.has(2, 0))
     await second.stop()
     assert await ledger.unfinished() == 0
@@ -232,12 +228,9 @@ async def test_a_consumer_made_anew_is_used_at_once(ledger: Ledger, database_url
     await writer.stop()
 
 
-async def test_what_is_written_leaves_the_stream_and_nothing_else_does(
-    ledger: Ledger, database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ledger.writer.PURGE_PERIOD_S", 0.0)
+async def test_what_is_written_leaves_the_stream_and_nothing_else_does(ledger: Ledger, database_url: str) -> None:
     await ledger.apply_topology()
-    writer = RunningWriter(ledger, database_url)
+    writer = RunningWriter(ledger, database_url, purge_period_s=0.0)
     await ledger.publish([request_record(f"r{number}") for number in range(100)])
 
     async def is_empty() -> bool:

@@ -44,12 +44,11 @@ def test_a_password_must_be_long_but_not_a_book(password: str) -> None:
         hash_password(password)
 
 
-@pytest.mark.usefixtures("cheap_passwords")
 async def test_a_password_is_checked_and_changing_it_is_written_down_and_ends_its_sessions(engine: AsyncEngine) -> None:
     assert not await has_admin(engine)
     with pytest.raises(WrongPassword):
         await check_password(engine, ADMIN_NAME, PASSWORD)
-    await set_password(engine, PASSWORD, "cli:me")
+    await set_password(engine, PASSWORD, "cli:me", cost=16)
     assert await has_admin(engine)
     await check_password(engine, ADMIN_NAME, PASSWORD)
     for name, password in ((ADMIN_NAME, PASSWORD + "!"), ("somebody", PASSWORD), ("a\0", PASSWORD), ("", "")):
@@ -57,7 +56,7 @@ async def test_a_password_is_checked_and_changing_it_is_written_down_and_ends_it
             await check_password(engine, name, password)
     sessions = SessionStore(engine, PEPPER, 60)
     mine, others = await sessions.start(ADMIN_NAME), await sessions.start("a@b.example")
-    await set_password(engine, PASSWORD + "2", "cli:me")
+    await set_password(engine, PASSWORD + "2", "cli:me", cost=16)
     assert await sessions.find(mine) is None
     assert await sessions.find(others) is not None
     with pytest.raises(WrongPassword):

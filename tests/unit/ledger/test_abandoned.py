@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from db.models import OpenRequestRow, RequestRow
-from ledger.abandoned import ABANDONED_AFTER_MS, AbandonedRequests
+from ledger.abandoned import AbandonedRequests
 from ledger.intents import Intents
 from ledger.store import store_records
 from protocol import subjects, topology
@@ -21,6 +21,7 @@ from protocol.open_requests import StillOpen, decode_ask, encode
 from protocol.usage import AttemptRecord, UsageRecord
 from tests.usage_records import attempt_record, request_intent, request_record
 
+ABANDONED_AFTER_MS = 30_000
 ORIGIN = {
     "received_unix_ms": 1_800_000_000_000,
     "gateway_id": "gw-9",
@@ -78,13 +79,13 @@ async def open_requests(engine: AsyncEngine) -> int:
 async def write(engine: AsyncEngine, *records: UsageRecord) -> None:
     """As a writer does that has held the intents for long enough."""
     await store_records(engine, records)
-    intents = Intents(engine)
+    intents = Intents(engine, hold_s=3.0)
     intents.hold(records, None)
     await intents.write_due(flush=True)
 
 
-async def look_and_record(bus: Bus, engine: AsyncEngine) -> None:
-    abandoned = AbandonedRequests(bus, engine)
+async def look_and_record(bus: Bus, engine: AsyncEngine, **limits: float) -> None:
+    abandoned = AbandonedRequests(bus, engine, ABANDONED_AFTER_MS, **limits)
     await abandoned.check()
     await abandoned.record_overdue(later_unix_ms())
 
@@ -123,7 +124,7 @@ async def test_a_request_that_its_gateway_still_has_is_left_alone_and_its_tokens
     gateway = LivingGateway(bus, {"hour-long": 7000})
     await gateway.start()
     await write(engine, intent("hour-long"), intent("forgotten"))
-    abandoned = AbandonedRequests(bus, engine)
+    abandoned = AbandonedRequests(bus, engine, ABANDONED_AFTER_MS)
     await abandoned.check()
     await abandoned.record_overdue(later_unix_ms())
     assert set(await rows(engine)) == {"forgotten"}
@@ -133,16 +134,13 @@ async def test_a_request_that_its_gateway_still_has_is_left_alone_and_its_tokens
     assert (await rows(engine))["hour-long"]["completion_tokens"] == 7000
 
 
-async def test_a_gateway_that_cannot_be_asked_may_still_have_everything(
-    bus: Bus, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_gateway_that_cannot_be_asked_may_still_have_everything(bus: Bus, engine: AsyncEngine) -> None:
     async def is_frozen(_message: Msg) -> None:
         pass
 
-    monkeypatch.setattr("ledger.abandoned.ANSWER_LIMIT_S", 0.05)
     frozen = await bus.subscribe(subjects.open_requests_subject(str(ORIGIN["gateway_id"])), is_frozen)
     await write(engine, intent("r"))
-    await look_and_record(bus, engine)
+    await look_and_record(bus, engine, answer_limit_s=0.05)
     assert await rows(engine) == {}
     await frozen.unsubscribe()
     await look_and_record(bus, engine)
@@ -224,7 +222,7 @@ async def test_an_attempt_that_another_follows_is_not_the_end(bus: Bus, engine: 
 
 async def test_a_gateway_has_time_to_leave_its_record(bus: Bus, engine: AsyncEngine) -> None:
     await write(engine, given_up("r"))
-    abandoned = AbandonedRequests(bus, engine)
+    abandoned = AbandonedRequests(bus, engine, ABANDONED_AFTER_MS)
     before_unix_ms = unix_now_ms()
     await abandoned.check()
     await abandoned.check()  # nobody has it, again: its time goes on
@@ -248,7 +246,7 @@ async def test_it_goes_by_the_streams_clock_and_not_by_its_own(
     await write(engine, intent("r"))
     right_ns = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: right_ns() - 60_000_000_000)
-    abandoned = AbandonedRequests(bus, engine)
+    abandoned = AbandonedRequests(bus, engine, ABANDONED_AFTER_MS)
     await abandoned.check()
     await abandoned.record_overdue(int(bus.clock.now_s() * 1000))
     assert await rows(engine) == {}  # its worker may still tell what it made

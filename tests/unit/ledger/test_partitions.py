@@ -88,9 +88,8 @@ async def test_retention_drops_days_and_deletes_what_is_in_no_days_partition(eng
 
 
 async def test_whoever_reads_keeps_a_partition_from_being_made_but_not_usage_from_being_written(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine,
 ) -> None:
-    monkeypatch.setattr(partitions, "LOCK_LIMIT_MS", 50)
     async with engine.connect() as reader:
         await reader.execute(text("SELECT count(*) FROM requests"))
         with pytest.raises(DatabaseUnavailable, match="lock timeout"):

@@ -4,7 +4,6 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
-from ledger.queries import log
 from ledger.queries.log import Cursor, request_history, request_page
 from ledger.store import store_records
 from tests.usage_records import attempt_record, request_record
@@ -58,17 +57,14 @@ def newest_first(numbers: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("slice_rows", [1, 4, 1000])
 @pytest.mark.parametrize("search_limit_s", [0.0, 5.0])
-async def test_pages_hold_every_request_once(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, slice_rows: int, search_limit_s: float
-) -> None:
-    monkeypatch.setattr(log, "SLICE_ROWS", slice_rows)
-    monkeypatch.setattr(log, "SEARCH_LIMIT_S", search_limit_s)
-    assert await all_pages(engine, 7) == newest_first(list(range(60)))
+async def test_pages_hold_every_request_once(engine: AsyncEngine, slice_rows: int, search_limit_s: float) -> None:
+    limits = {"slice_rows": slice_rows, "search_limit_s": search_limit_s}
+    assert await all_pages(engine, 7, **limits) == newest_first(list(range(60)))
     failed = [number for number in range(60) if number % 7 == 0]
-    assert await all_pages(engine, 2, where={"outcome": ("failed",)}) == newest_first(failed)
+    assert await all_pages(engine, 2, where={"outcome": ("failed",)}, **limits) == newest_first(failed)
     both = [number for number in range(60) if number % 2 == 1 and number % 5 == 0]
-    assert await all_pages(engine, 50, where={"model": ("m1",), "pool": ("",)}) == newest_first(both)
-    assert await all_pages(engine, 50, where={"model": ("none such",)}) == []
+    assert await all_pages(engine, 50, where={"model": ("m1",), "pool": ("",)}, **limits) == newest_first(both)
+    assert await all_pages(engine, 50, where={"model": ("none such",)}, **limits) == []
 
 
 async def test_the_time_asked_for_has_no_end_of_its_own(engine: AsyncEngine) -> None:

@@ -2,22 +2,17 @@
 
 import time
 
-import pytest
 from sqlalchemy import func, select
 
 from db.engine import create_engine
 from db.models import AttemptRow, RequestRow, RollupRow
-from ledger import retention
 from ledger.check import check_rollups
 from ledger.retention import DAY_MS, Retention, kept_since_unix_ms
 from ledger.store import store_records
 from tests.usage_records import attempt_record, request_record
 
 
-async def test_what_is_older_goes_a_little_at_a_time_and_rollups_stay(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retention, "BATCH_ROWS", 3)
+async def test_what_is_older_goes_a_little_at_a_time_and_rollups_stay(database_url: str) -> None:
     engine = create_engine(database_url)
     oldest_kept = kept_since_unix_ms(2)
     for number in range(10):
@@ -28,7 +23,7 @@ async def test_what_is_older_goes_a_little_at_a_time_and_rollups_stay(
         await store_records(engine, [record, tried])
     assert not await Retention(engine, None).delete_some()
     rounds = 1
-    while await Retention(engine, 2).delete_some():
+    while await Retention(engine, 2, batch_rows=3).delete_some():
         rounds += 1
     async with engine.connect() as connection:
         for table in (RequestRow, AttemptRow):

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from db.models import RollupRow, SliceRow
-from ledger.abandoned import ABANDONED_AFTER_MS, AbandonedRequests
+from ledger.abandoned import AbandonedRequests
 from ledger.check import check_rollups
 from ledger.intents import Intents
 from ledger.prices import ConfiguredPrice, Price, add_price, seed_prices
@@ -97,13 +97,13 @@ async def test_a_gateways_own_word_takes_the_place_of_what_was_said_for_it(engin
     origin = {"gateway_id": "g", "endpoint": "completions", "key_id": "key_b", "key_name": "b", "stream": False}
     last = attempt_record("r", received_unix_ms=START_UNIX_MS, completion_tokens=3, **origin)
     await store_records(engine, [last])
-    intents = Intents(engine)
+    intents = Intents(engine, hold_s=3.0)
     intents.hold([last], None)
     await intents.write_due(flush=True)
     bus = await Bus.connect(nats_url, name="test")
-    abandoned = AbandonedRequests(bus, engine)
+    abandoned = AbandonedRequests(bus, engine, abandoned_after_ms=0)
     await abandoned.check()
-    await abandoned.record_overdue(unix_now_ms() + ABANDONED_AFTER_MS)
+    await abandoned.record_overdue(unix_now_ms())
     await bus.close()
     assert await sums(engine, "requests", "completion_tokens") == dict.fromkeys(WIDTHS_S, (1, 3))
     late = request_record("r", completion_tokens=40, received_unix_ms=START_UNIX_MS)

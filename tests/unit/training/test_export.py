@@ -22,7 +22,6 @@ from ledger.payloads.store import store_payloads
 from ledger.store import store_records
 from tests.payload_records import payload_record
 from tests.usage_records import request_record
-from training import rows
 from training.export import Exporter, ExportPlan
 from training.rows import ExportFilter
 
@@ -235,14 +234,13 @@ async def test_a_shorter_conversation_stays_if_the_longer_one_does_not(kept: Kep
     assert [len(example["messages"]) for example in examples] == [2]
 
 
-async def test_filters_in_pages(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "PAGE_ROWS", 2)
+async def test_filters_in_pages(kept: Kept) -> None:
     for number in range(7):
         fields = {"model": f"m{number % 2}", "team_id": f"t{number // 4}", "received_unix_ms": 1000 + number // 2}
         await kept.keep([user(str(number))], "x", **fields)
 
     async def asked(**wanted: Any) -> str:
-        _, examples = await kept.export(json.dumps(wanted), wanted=wanted)
+        _, examples = await kept.export(json.dumps(wanted), wanted=wanted, page_rows=2)
         return "".join(example["messages"][0]["content"] for example in examples)
 
     assert await asked() == "0123456"

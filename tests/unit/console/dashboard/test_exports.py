@@ -69,12 +69,11 @@ async def done(export: Export) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("trouble", ["none", "away", "lost"])
 async def test_every_row_is_there_once(
-    url_of_rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: Literal["none", "away", "lost"]
+    url_of_rows: str, tmp_path: Path, trouble: Literal["none", "away", "lost"]
 ) -> None:
-    monkeypatch.setattr(exports, "PAGE_ROWS", 10)
-    monkeypatch.setattr(exports, "TRY_AGAIN_S", 0.0)
     async with Troubled(url_of_rows, trouble) as reader:
-        found = await done(Exports(reader, tmp_path / "exports").start(VIEW, "csv", "all"))
+        started = Exports(reader, tmp_path / "exports", page_rows=10, try_again_s=0.0).start(VIEW, "csv", "all")
+        found = await done(started)
     assert [row["request_id"] for row in found] == [f"r{n}" for n in reversed(range(25))]
     # What a spreadsheet would run is a text.
     assert [row["key_name"] for row in found[-3:]] == ["k", "'@x", "'=1+1"]

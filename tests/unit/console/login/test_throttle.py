@@ -78,8 +78,8 @@ def test_one_ipv6_network_is_one_caller(tries: LoginThrottle) -> None:
     assert is_let_in(tries, "2001:db8:1:3::1")
 
 
-def test_what_is_remembered_is_bounded(tries: LoginThrottle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "MAX_REMEMBERED", 3)
+def test_what_is_remembered_is_bounded() -> None:
+    tries = LoginThrottle(max_remembered=3)
     fail(tries, MAX_PER_NAME, "first")
     fail(tries, 1, "second")
     assert is_let_in(tries, "first")

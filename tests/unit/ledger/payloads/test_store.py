@@ -11,7 +11,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from accounts.audit import AuditFilter, list_changes
 from db.engine import create_engine
 from db.models import PayloadRow
-from ledger.payloads import store
 from ledger.payloads.end_user import MAX_CHARS, stored_end_user
 from ledger.payloads.errors import UnknownPayload
 from ledger.payloads.sealing import Sealer
@@ -44,16 +43,13 @@ async def test_a_payload_is_stored_once_and_read(engine: AsyncEngine) -> None:
     assert sorted(told) == [("cli:ann", "payloads.read", "a"), ("cli:ann", "payloads.read", "b")]
 
 
-async def test_what_has_expired_is_deleted_in_bounded_batches(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "DELETE_ROWS", 2)
+async def test_what_has_expired_is_deleted_in_bounded_batches(engine: AsyncEngine) -> None:
     now_ms = time.time_ns() // 1_000_000
     old = [payload_record(f"old {n}", expires_unix_ms=now_ms - 1) for n in range(3)]
     await store_payloads(engine, [*old, payload_record("new", expires_unix_ms=now_ms + 60_000)])
     with pytest.raises(UnknownPayload):  # although it is still there
         await read_payload(engine, "old 1", Sealer(), "cli:ann")
-    assert [await delete_expired(engine) for _ in range(3)] == [2, 1, 0]
+    assert [await delete_expired(engine, batch_rows=2) for _ in range(3)] == [2, 1, 0]
     assert await kept(engine) == ["new"]
 
 
@@ -67,10 +63,7 @@ async def test_what_has_expired_is_deleted_in_bounded_batches(
         (Erasure(end_user="x" * (MAX_CHARS + 1)), ["a", "b", "c"], "end user"),
     ],
 )
-async def test_erasure(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, erasure: Erasure, left: list[str], subject: str
-) -> None:
-    monkeypatch.setattr(store, "DELETE_ROWS", 1)
+async def test_erasure(engine: AsyncEngine, erasure: Erasure, left: list[str], subject: str) -> None:
     of_ann: dict[str, Any] = {"end_user": "ann@example.com"}
     await store_payloads(
         engine,
@@ -81,7 +74,7 @@ async def test_erasure(
             payload_record("d", end_user=stored_end_user("x" * (MAX_CHARS + 1))),
         ],
     )
-    assert await erase(engine, erasure, "test") == 4 - len(left)
+    assert await erase(engine, erasure, "test", batch_rows=1) == 4 - len(left)
     assert await kept(engine) == left
     [change] = await list_changes(engine, AuditFilter(), 10)
     assert (change.action, change.subject_id, change.after) == ("payloads.delete", subject, {"deleted": 4 - len(left)})
