@@ -42,11 +42,8 @@ BACKLOG_LIMIT_S: Final = 0.25  # for the queue to say what waits
 AFTER_FAILURE_S: Final = 0.5
 AVOID_DELAY_S: Final = 0.1  # until a job that has failed here is there for others
 AVOID_REST_S: Final = 0.2  # how long they are left the lane: a cheaper pull would get it again
-# A job that cannot be read here is offered again and again, later each time, for about a minute in all; whoever has
-# looked at it leaves the lane to the others for so long that all of them come to see it.
-STRANGE_DELIVERIES: Final = 40
-STRANGE_LONGEST_DELAY_S: Final = 2.0
-STRANGE_REST_S: Final = 1.0
+STRANGE_LONGEST_DELAY_S: Final = 2.0  # until a job that cannot be read here is offered again
+STRANGE_REST_S: Final = 1.0  # how long whoever has looked at it leaves the lane to the others: all come to see it
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +114,7 @@ class Consumer:
         tier: str,
         *,
         lanes: tuple[str, ...] = subjects.LANES,
+        strange_deliveries: int,
         executor: Executor,
         job_filter: JobFilter,
         credit: Credit,
@@ -135,6 +133,7 @@ class Consumer:
         self._credit = credit
         self._outbox = outbox
         self._gate = gate
+        self._strange_deliveries = strange_deliveries
         self._must_look = must_look
         self._on_foreign_tokens = on_foreign_tokens
         self._shares = LaneShares()
@@ -208,7 +207,7 @@ class Consumer:
             log.error("job %d of the queue is given up: %s", delivery.stream_sequence, error)  # noqa: TRY400
             await pull.term(self._bus, delivery)
             return
-        if delivery.deliveries < STRANGE_DELIVERIES:
+        if delivery.deliveries < self._strange_deliveries:
             pulls.rests_until_s = time.monotonic() + STRANGE_REST_S
             await pull.nak(self._bus, delivery, _delay_s(delivery))
         else:

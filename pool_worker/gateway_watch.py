@@ -14,15 +14,13 @@ from typing import Final
 from nats.aio.msg import Msg
 
 from pool_worker.executor import Executor
+from pool_worker.settings import WorkerSettings
 from protocol.bus import Bus
 from protocol.errors import BusError
 from protocol.messages import PROTOCOL_VERSION, encode
 from protocol.steps import StepFrame
 
-PROBE_PERIOD_S: Final = 2.0
-# Without a listener for so long and at so many probes in a row; a gateway that only reconnects is back sooner.
-GONE_AFTER_S: Final = 5.0
-GONE_AFTER_PROBES: Final = 3
+GONE_AFTER_PROBES: Final = 3  # in a row, without a listener
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +36,11 @@ class _Missing:
 class GatewayWatch:
     """Ends the attempts of gateways that are gone permanently."""
 
-    def __init__(self, bus: Bus, worker_id: str, executor: Executor) -> None:
+    def __init__(self, bus: Bus, settings: WorkerSettings, executor: Executor) -> None:
         self._bus = bus
+        self._settings = settings
         self._executor = executor
-        self._probe = encode(StepFrame(PROTOCOL_VERSION, worker_id, ()))
+        self._probe = encode(StepFrame(PROTOCOL_VERSION, settings.worker_id, ()))
         self._inbox = bus.client.new_inbox()
         self._numbers = itertools.count(1)
         self._probed: dict[str, str] = {}  # number of a probe of this round → whom it went to
@@ -53,7 +52,7 @@ class GatewayWatch:
         await self._bus.subscribe(f"{self._inbox}.*", self._on_reply)
         self._bus.on_reconnect(self._forget)
         while True:
-            await sleep(PROBE_PERIOD_S)
+            await sleep(self._settings.gateway_probe_period_s)
             try:
                 await self._probe_all()
             except BusError as error:
@@ -80,7 +79,8 @@ class GatewayWatch:
         self._missed.add(gateway)
         missing = self._missing.setdefault(gateway, _Missing(time.monotonic()))
         missing.probes += 1
-        if missing.probes >= GONE_AFTER_PROBES and time.monotonic() - missing.since_s >= GONE_AFTER_S:
+        missing_s = time.monotonic() - missing.since_s
+        if missing.probes >= GONE_AFTER_PROBES and missing_s >= self._settings.gateway_gone_after_s:
             self._executor.abandon(gateway)
 
     async def _forget(self) -> None:

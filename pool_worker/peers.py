@@ -20,9 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """The models served by others. One that drains, has departed or is silent for ``HEARTBEAT_LIMIT_S`` serves none."""
+    """The models served by others. One that drains, has departed or is silent for ``silence_s`` serves none."""
 
-    def __init__(self, bus: Bus, worker_id: str, *, hosted_pool: str | None = None) -> None:
+    def __init__(
+        self, bus: Bus, worker_id: str, *, hosted_pool: str | None = None, silence_s: float = HEARTBEAT_LIMIT_S
+    ) -> None:
         """Make an empty view; ``worker_id`` is the one worker that is not a peer.
 
         Hosted pools have lanes of their own: theirs are only those of ``hosted_pool``, and nobody's others.
@@ -30,6 +32,7 @@ class Peers:
         self._bus = bus
         self._worker_id = worker_id
         self._hosted_pool = hosted_pool
+        self._silence_s = silence_s
         self._peers: dict[str, Heartbeat] = {}  # none of them draining
         self._last_seen_s: dict[str, float] = {}  # monotonic clock
         self._listening_since_s = 0.0
@@ -79,7 +82,7 @@ class Peers:
         ]
 
     def _live(self) -> list[Heartbeat]:
-        oldest_s = time.monotonic() - HEARTBEAT_LIMIT_S
+        oldest_s = time.monotonic() - self._silence_s
         for worker_id in [id_ for id_, last_seen_s in self._last_seen_s.items() if last_seen_s < oldest_s]:
             self._forget(worker_id)
         return list(self._peers.values())

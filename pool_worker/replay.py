@@ -14,9 +14,17 @@ KEEP_BYTES: Final = 64 * 1024 * 1024  # of encoded frames
 class RecentAttempts:
     """Ended attempts by id, oldest first; past any of the three bounds the oldest go."""
 
-    def __init__(self, clock_s: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        clock_s: Callable[[], float] | None = None,
+        *,
+        keep_attempts: int = KEEP_ATTEMPTS,
+        keep_bytes: int = KEEP_BYTES,
+    ) -> None:
         """``clock_s``: default: the monotonic clock."""
         self._clock_s = clock_s or time.monotonic
+        self._keep_attempts = keep_attempts
+        self._keep_bytes = keep_bytes
         self._ended: dict[str, tuple[float, Attempt]] = {}  # id → (when it ended, the attempt)
         self._bytes = 0
 
@@ -39,7 +47,7 @@ class RecentAttempts:
         while self._ended:
             id_, (ended_s, attempt) = next(iter(self._ended.items()))
             is_young = self._clock_s() - ended_s <= KEEP_S
-            if is_young and len(self._ended) <= KEEP_ATTEMPTS and self._bytes <= KEEP_BYTES:
+            if is_young and len(self._ended) <= self._keep_attempts and self._bytes <= self._keep_bytes:
                 return
             del self._ended[id_]
             self._bytes -= attempt.replay_bytes

@@ -1,7 +1,7 @@
 """The settings of a worker: frozen, validated, passed down. Nothing below reads the environment."""
 
 import shlex
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -310,6 +310,10 @@ class WatchSettings(Settings):
     slow_for_s: PositiveSeconds = 120.0
     start_limit_s: PositiveSeconds = 20.0  # how long it may be measured before it takes jobs
     reallocate: bool = False  # ask the provider for another machine before leaving (`notice` names it)
+    # For these, spillway.toml has no keys.
+    period_s: ClassVar[float] = 1.0
+    window_s: ClassVar[float] = 30.0
+    tpot_stretch: ClassVar[int] = 200  # gaps that make a normal
 
 
 class WorkerSettings(Settings):
@@ -331,6 +335,11 @@ class WorkerSettings(Settings):
     notice: NoticeKind = "none"  # who says that the machine will be taken away, and how
     notice_url: HttpAddress | None = None  # instead of the provider's own metadata server
     telemetry: TelemetrySettings = TelemetrySettings()
+    # From here on, spillway.toml has no keys.
+    gateway_probe_period_s: float = 2.0
+    gateway_gone_after_s: float = 5.0  # without a listener; one that only reconnects is back sooner
+    # A job that cannot be read here is offered again so often, later each time: for about a minute in all.
+    strange_deliveries: int = 40
 
     @model_validator(mode="after")
     def _provider_must_reallocate(self) -> Self:

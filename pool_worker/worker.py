@@ -95,6 +95,7 @@ class Worker:
             settings.models,
             settings.tier,
             lanes=settings.lanes,
+            strange_deliveries=settings.strange_deliveries,
             executor=self._executor,
             job_filter=JobFilter(settings, engine, self._peers, revisions),
             credit=credit,
@@ -129,7 +130,7 @@ class Worker:
             self._executor,
             lambda model: not is_chat and self._peers.others_serving(model, revisions[model].weights),
         )
-        self._gateways = GatewayWatch(bus, settings.worker_id, self._executor)
+        self._gateways = GatewayWatch(bus, settings, self._executor)
         bus.on_reconnect(self._on_reconnected)
 
     async def serve(self, stop: Stop, on_ready: OnReady | None) -> None:

@@ -44,11 +44,11 @@ PROBES: Final[tuple[tuple[str, Callable[[_Answer], str | None]], ...]] = (
 )
 
 
-async def detect(settings: ServerEngineSettings) -> str:
+async def detect(settings: ServerEngineSettings, wait: Readiness | None = None) -> str:
     """Wait until a server answers; return its kind. Raises EngineDiedError."""
     url, key = settings.url.rstrip("/"), settings.api_key
     headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
-    wait = Readiness(url, settings.ready_s)
+    wait = wait or Readiness(url, settings.ready_s)
     timeout = httpx.Timeout(ANSWER_LIMIT_S, connect=settings.connect_s)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
         while True:

@@ -35,11 +35,12 @@ log = logging.getLogger(__name__)
 class ServerProcess:
     """One life of the server."""
 
-    def __init__(self, command: str, stop_limit_s: float) -> None:
+    def __init__(self, command: str, stop_limit_s: float, keeper_margin_s: float = KEEPER_MARGIN_S) -> None:
         """``command``: as for a shell, but none runs it; ``{port}`` in it becomes a free port."""
         self.port = _free_port() if PORT_PLACE in command else None
         self._command = [part.replace(PORT_PLACE, str(self.port)) for part in shlex.split(command)]
         self._stop_limit_s = stop_limit_s
+        self._keeper_margin_s = keeper_margin_s
         self._lines = LogLines()
         self._keeper: asyncio.subprocess.Process | None = None
         self._copying: asyncio.Task[None] | None = None
@@ -63,7 +64,8 @@ class ServerProcess:
         assert self._keeper is not None  # noqa: S101  # it has been started
         code = await self._keeper.wait()
         if self._copying is not None:
-            await asyncio.wait({self._copying}, timeout=KEEPER_MARGIN_S)  # who inherited the pipe may keep it open
+            # Who inherited the pipe may keep it open.
+            await asyncio.wait({self._copying}, timeout=self._keeper_margin_s)
         return EngineDiedError(f"the server ended with exit code {code}; its last words:\n  {self._lines.last_words()}")
 
     async def stop(self) -> None:
@@ -74,7 +76,7 @@ class ServerProcess:
         assert keeper.stdin is not None  # noqa: S101  # asked for above
         keeper.stdin.close()
         try:
-            async with asyncio.timeout(self._stop_limit_s + KEEPER_MARGIN_S):
+            async with asyncio.timeout(self._stop_limit_s + self._keeper_margin_s):
                 await keeper.wait()
         except TimeoutError:
             log.warning("the server did not end; its keeper is killed")

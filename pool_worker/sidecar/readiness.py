@@ -17,11 +17,14 @@ log = logging.getLogger(__name__)
 class Readiness:
     """One wait for one server."""
 
-    def __init__(self, url: str, limit_s: float) -> None:
+    def __init__(
+        self, url: str, limit_s: float, *, period_s: float = PERIOD_S, first_log_s: float = FIRST_LOG_S
+    ) -> None:
         self._url = url
         self._limit_s = limit_s
         self._started_s = time.monotonic()
-        self._next_log_s = FIRST_LOG_S
+        self._period_s = period_s
+        self._next_log_s = first_log_s
 
     async def not_yet(self, reason: str) -> None:
         """Wait until it may be asked again. Raises EngineDiedError once that has lasted too long."""
@@ -31,4 +34,4 @@ class Readiness:
         if waited_s >= self._next_log_s:
             self._next_log_s = waited_s + LOG_PERIOD_S
             log.info("%s is not ready after %.0f s of at most %.0f s: %s", self._url, waited_s, self._limit_s, reason)
-        await asyncio.sleep(PERIOD_S)
+        await asyncio.sleep(self._period_s)

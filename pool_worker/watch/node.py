@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from engine.types import SequenceOutput
 from pool_worker.attempt import Attempt
@@ -13,8 +12,6 @@ from pool_worker.settings import WatchSettings
 from pool_worker.watch.pace import Pace
 from pool_worker.watch.start import NotMeasured, StartBenchmark
 from protocol.engine_stats import Pace as WirePace
-
-PERIOD_S: Final = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +78,7 @@ class NodeWatch:
     async def run(self) -> None:
         """Judge; return when the node must leave."""
         while self.reason is None:
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(self._settings.period_s)
             if self._benchmark is None:
                 self._leave(self._pace.judge(time.monotonic(), self._engine.stats(), self._peers_tpot_ms()))
 

@@ -19,9 +19,7 @@ from typing import Final
 from engine.types import EngineStats
 from pool_worker.settings import WatchSettings
 
-WINDOW_S: Final = 30.0
-TPOT_STRETCH: Final = 200  # gaps that make a normal
-TTFT_STRETCH: Final = 10  # requests, likewise
+TTFT_STRETCH: Final = 10  # requests that make a normal
 MIN_SHARE: Final = 0.5  # of a stretch: fewer in the window say nothing, unless they took the share of it, too
 MIN_PEERS: Final = 2  # whose measurements at the start make a median worth comparing with
 CONTEXT_POWER: Final = 4
@@ -54,6 +52,7 @@ class SlowdownDetector:
     """Durations of one kind beside what is normal for their class."""
 
     stretch: int
+    window_s: float
     classes: dict[Class, _Stretch] = field(default_factory=dict)  # powers are few, so these are, too
     judged: deque[tuple[float, int, float, float]] = field(default_factory=deque)  # when, count, time, normal time
 
@@ -75,12 +74,12 @@ class SlowdownDetector:
 
     def value(self, now_s: float) -> float | None:
         """Return the slowdown of the window; None while that holds too little."""
-        while self.judged and now_s - self.judged[0][0] > WINDOW_S:
+        while self.judged and now_s - self.judged[0][0] > self.window_s:
             self.judged.popleft()
         count = sum(count for _, count, _, _ in self.judged)
         time_s = sum(time_s for _, _, time_s, _ in self.judged)
         normal_s = sum(normal_s for *_, normal_s in self.judged)
-        is_enough = count >= self.stretch * MIN_SHARE or time_s >= WINDOW_S * MIN_SHARE
+        is_enough = count >= self.stretch * MIN_SHARE or time_s >= self.window_s * MIN_SHARE
         return time_s / normal_s if is_enough and normal_s > 0 else None
 
 
@@ -90,8 +89,8 @@ class Pace:
     def __init__(self, settings: WatchSettings, kv_tokens: int) -> None:
         self._settings = settings
         self._kv_tokens = kv_tokens
-        self._tpot = SlowdownDetector(TPOT_STRETCH)
-        self._ttft = SlowdownDetector(TTFT_STRETCH)
+        self._tpot = SlowdownDetector(settings.tpot_stretch, settings.window_s)
+        self._ttft = SlowdownDetector(TTFT_STRETCH, settings.window_s)
         self._last: tuple[float, EngineStats] | None = None
         self._slow_s = 0.0
         self._has_news = False  # since it was judged last

@@ -57,13 +57,12 @@ async def test_who_does_not_tell_is_not_guessed(server: MetadataServer, body: st
 
 
 async def test_a_server_that_loads_is_waited_for_and_the_log_says_why(
-    server: MetadataServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: MetadataServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(readiness, "PERIOD_S", 0.01)
-    monkeypatch.setattr(readiness, "FIRST_LOG_S", 0.0)
     caplog.set_level(logging.INFO)
     server.answers = {"GET /v1/models": Answer(503, '{"error": {"message": "Loading model"}}')}
-    detecting = asyncio.create_task(detect(settings(server.url)))
+    wait = readiness.Readiness(server.url, 20.0, period_s=0.01, first_log_s=0.0)
+    detecting = asyncio.create_task(detect(settings(server.url), wait))
     while len(server.questions) < 3:
         await asyncio.sleep(0.01)
     server.answers = {"GET /v1/models": Answer(200, json.dumps(owned_by("llamacpp")))}

@@ -6,7 +6,6 @@ import signal
 import pytest
 from nats.aio.msg import Msg
 
-from pool_worker import gateway_watch
 from pool_worker.worker import HURRIED_FLUSH_LIMIT_S
 from protocol import messages as m
 from protocol import subjects
@@ -200,15 +199,12 @@ async def test_a_job_that_only_comes_to_workers_to_be_avoided_is_run(gateway: Pl
 # --- gateways that are gone -------------------------------------------------------------------------------------------
 
 
-async def test_the_jobs_of_a_gateway_that_is_gone_are_stopped(
-    gateway: PlayingGateway, nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway_watch, "PROBE_PERIOD_S", 0.05)
-    monkeypatch.setattr(gateway_watch, "GONE_AFTER_S", 0.3)
+async def test_the_jobs_of_a_gateway_that_is_gone_are_stopped(gateway: PlayingGateway, nats_url: str) -> None:
+    watchful = {"gateway_probe_period_s": 0.05, "gateway_gone_after_s": 0.3}
     other = PlayingGateway(await Bus.connect(nats_url, name="other"))
     other.reply_subject = subjects.frames_subject("g2")
     await other.start()
-    async with running_worker(settings_for(nats_url, max_sequences=2, **SLOW)):
+    async with running_worker(settings_for(nats_url, max_sequences=2, **SLOW).model_copy(update=watchful)):
         mine = await gateway.ask(request_id="mine", **LONG)
         orphan = await other.ask(request_id="orphan", **LONG)
         await other.tokens_of(orphan, 1)
@@ -222,12 +218,9 @@ async def test_the_jobs_of_a_gateway_that_is_gone_are_stopped(
     assert lost.completion_tokens > 0
 
 
-async def test_a_gateway_that_reconnects_is_not_gone(
-    gateway: PlayingGateway, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gateway_watch, "PROBE_PERIOD_S", 0.05)
-    monkeypatch.setattr(gateway_watch, "GONE_AFTER_S", HANGS_S)  # it is back long before
-    async with running_worker(settings_for(nats_server.url, **SLOW)):
+async def test_a_gateway_that_reconnects_is_not_gone(gateway: PlayingGateway, nats_server: NatsServer) -> None:
+    watchful = {"gateway_probe_period_s": 0.05, "gateway_gone_after_s": HANGS_S}  # it is back long before
+    async with running_worker(settings_for(nats_server.url, **SLOW).model_copy(update=watchful)):
         attempt = await gateway.ask(max_tokens=300, ignore_eos=True)
         await gateway.tokens_of(attempt, 3)
         gateway.bus.on_reconnect(gateway.apply_topology)

@@ -3,9 +3,7 @@
 import asyncio
 
 import msgspec
-import pytest
 
-from pool_worker import consumer
 from protocol import messages as m
 from protocol import subjects
 from protocol.pull import Delivery, PullConsumer, ack
@@ -48,12 +46,9 @@ async def test_a_newer_worker_gets_it_and_the_older_one_goes_on_with_its_own(
         await gateway.wait_until_queue_is_empty()
 
 
-async def test_where_nobody_understands_it_its_gateway_is_told(
-    gateway: PlayingGateway, nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(consumer, "STRANGE_DELIVERIES", 3)
-    monkeypatch.setattr(consumer, "STRANGE_REST_S", 0.05)
-    async with running_worker(settings_for(nats_url)):
+async def test_where_nobody_understands_it_its_gateway_is_told(gateway: PlayingGateway, nats_url: str) -> None:
+    settings = settings_for(nats_url).model_copy(update={"strange_deliveries": 3})
+    async with running_worker(settings):
         last = await gateway.end_of(await publish_newer(gateway))
         assert isinstance(last, m.Failed)
         assert (last.seq, last.code, last.retryable) == (0, "no_workers", False)

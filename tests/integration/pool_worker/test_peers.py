@@ -11,7 +11,7 @@ from protocol import messages as m
 from protocol import subjects, topology
 from protocol.bus import Bus
 from tests.integration.pool_worker.playing_gateway import MODEL
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 
 def heartbeat(worker_id: str, tier: str = "spot", **fields: Any) -> bytes:
@@ -24,9 +24,9 @@ def heartbeat(worker_id: str, tier: str = "spot", **fields: Any) -> bytes:
 class Watched:
     """Peers of worker "me", and a way to wait for what they learn."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, **limits: float) -> None:
         self.bus = bus
-        self.peers = Peers(bus, "me")
+        self.peers = Peers(bus, "me", **limits)
         self.changed = asyncio.Event()
         self.changes = 0
         self.peers.on_change(self._on_change)
@@ -86,13 +86,14 @@ async def test_a_lost_connection_counts_at_once(watched: Watched, nats_url: str)
     await watched.until(lambda: not watched.peers.others_serving(MODEL))
 
 
-async def test_a_silent_worker_counts_no_more(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pool_worker.peers.HEARTBEAT_LIMIT_S", 0.05)
+async def test_a_silent_worker_counts_no_more(nats_url: str) -> None:
+    bus = await Bus.connect(nats_url, name="watcher")
+    watched = Watched(bus, silence_s=0.05)
+    await watched.peers.start()
     await watched.hear("w1", heartbeat("w1"))
-    await watched.until(lambda: watched.peers.others_serving(MODEL))
-    async with asyncio.timeout(HANGS_S):
-        while watched.peers.others_serving(MODEL):
-            await asyncio.sleep(0.01)
+    await watched.until(lambda: watched.changes == 1)
+    await until(lambda: not watched.peers.others_serving(MODEL))
+    await bus.close()
 
 
 async def test_it_takes_a_while_to_have_heard_everybody(watched: Watched) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,7 +12,6 @@ from pool_worker.engines.base import Engine
 from pool_worker.engines.scripted import ScriptedEngine
 from pool_worker.settings import WatchSettings, WorkerSettings
 from pool_worker.stopping import Stop
-from pool_worker.watch import node, pace
 from pool_worker.watch.node import NodeTooSlowError
 from pool_worker.watch.start import NotMeasured, StartBenchmark
 from pool_worker.worker import Worker
@@ -25,6 +24,14 @@ from tests.integration.pool_worker.worker_process import finish, start_process
 from tests.waiting import HANGS_S
 
 LONG = {"max_tokens": 4000, "ignore_eos": True}
+
+
+class QuickWatch(WatchSettings):
+    """Judges twenty times a second, by the last second."""
+
+    period_s: ClassVar = 0.05
+    window_s: ClassVar = 1.0
+    tpot_stretch: ClassVar = 10
 
 
 def watched(nats_url: str, watch: dict[str, Any], notice_url: str | None = None, **engine: Any) -> WorkerSettings:
@@ -61,12 +68,7 @@ async def test_a_node_that_is_slow_from_the_start_takes_no_job_and_asks_for_anot
     assert "above max_tpot_ms = 5" in json.loads(asked.body)["reason"]
 
 
-async def test_a_node_that_becomes_slow_drains_and_leaves(
-    gateway: PlayingGateway, nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node, "PERIOD_S", 0.05)
-    monkeypatch.setattr(pace, "WINDOW_S", 1.0)
-    monkeypatch.setattr(pace, "TPOT_STRETCH", 10)
+async def test_a_node_that_becomes_slow_drains_and_leaves(gateway: PlayingGateway, nats_url: str) -> None:
     beats: list[m.Heartbeat] = []
 
     async def on_heartbeat(message: Any) -> None:
@@ -75,8 +77,9 @@ async def test_a_node_that_becomes_slow_drains_and_leaves(
 
     await gateway.bus.subscribe(subjects.heartbeat_subject("w1"), on_heartbeat)
     # Four times as slow, so that a machine that is busy with something else is not.
-    settings = watched(nats_url, {"slow_for_s": 0.3, "max_slowdown": 4.0}, inter_token_s=0.02, max_sequences=1)
-    settings = settings.model_copy(update={"drain_s": 0.0})
+    watch = QuickWatch(slow_for_s=0.3, max_slowdown=4.0)
+    settings = settings_for(nats_url, drain_s=0.0, inter_token_s=0.02, max_sequences=1)
+    settings = settings.model_copy(update={"watch": watch})
     engine, ready = engines.create(settings.engine), asyncio.Event()
     assert isinstance(engine, ScriptedEngine)
     serving = asyncio.create_task(serve(settings, engine, lambda _: ready.set()))

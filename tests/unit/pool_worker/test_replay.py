@@ -1,8 +1,5 @@
 """Ended attempts are kept for a while, within three bounds."""
 
-import pytest
-
-from pool_worker import replay
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Cost
 from pool_worker.replay import KEEP_S, RecentAttempts
@@ -39,17 +36,15 @@ def test_old_ones_go() -> None:
     assert len(recent) == 1
 
 
-def test_too_many_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "KEEP_ATTEMPTS", 3)
-    recent = RecentAttempts()
+def test_too_many_push_out_the_oldest() -> None:
+    recent = RecentAttempts(keep_attempts=3)
     for number in range(5):
         recent.add(ended(number))
     assert [recent.get(f"r{number}.1") is not None for number in range(5)] == [False, False, True, True, True]
 
 
-def test_too_many_bytes_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "KEEP_BYTES", 2500)
-    recent = RecentAttempts()
+def test_too_many_bytes_push_out_the_oldest() -> None:
+    recent = RecentAttempts(keep_bytes=2500)
     for number in range(3):
         recent.add(ended(number, "x" * 1000))
     assert [recent.get(f"r{number}.1") is not None for number in range(3)] == [False, True, True]

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from pool_worker.engines.base import EngineDiedError
-from pool_worker.sidecar import process as process_module
 from pool_worker.sidecar.process import LOG_BURST_S, LOG_LINE_BYTES, LOG_LINES_PER_S, LogLines, ServerProcess
 from pool_worker.sidecar.restarts import WINDOW_S, Restarts
 
@@ -88,9 +87,9 @@ async def test_stopping_what_was_never_started() -> None:
     await ServerProcess("no-such-server", stop_limit_s=1.0).stop()
 
 
-async def test_a_keeper_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "KEEPER_MARGIN_S", 0.1)
-    process = ServerProcess(shlex.join([sys.executable, "-S", "-c", "import time; time.sleep(600)"]), stop_limit_s=0.0)
+async def test_a_keeper_that_does_not_end_is_killed() -> None:
+    command = shlex.join([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    process = ServerProcess(command, stop_limit_s=0.0, keeper_margin_s=0.1)
     await process.start()
     await process.stop()
     assert "exit code" in str(await process.wait())
