@@ -6,6 +6,7 @@ import logging
 import re
 import sqlite3
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from tests.waiting import until
 
 
 class RunningWriter:
-    def __init__(self, ledger: Ledger, database_url: str, **pace: float) -> None:
+    def __init__(self, ledger: Ledger, database_url: str, **pace: Any) -> None:
         self.stopping = asyncio.Event()
         self._engine = create_engine(database_url, lock_limit_s=0.1)
         settings = LedgerSettings(nats_urls=(), database_url=database_url, batch_records=50, batch_wait_s=0.05, **pace)

@@ -24,7 +24,7 @@ def heartbeat(worker_id: str, tier: str = "spot", **fields: Any) -> bytes:
 class Watched:
     """Peers of worker "me", and a way to wait for what they learn."""
 
-    def __init__(self, bus: Bus, **limits: float) -> None:
+    def __init__(self, bus: Bus, **limits: Any) -> None:
         self.bus = bus
         self.peers = Peers(bus, "me", **limits)
         self.changed = asyncio.Event()

@@ -84,7 +84,7 @@ async def write(engine: AsyncEngine, *records: UsageRecord) -> None:
     await intents.write_due(flush=True)
 
 
-async def look_and_record(bus: Bus, engine: AsyncEngine, **limits: float) -> None:
+async def look_and_record(bus: Bus, engine: AsyncEngine, **limits: Any) -> None:
     abandoned = AbandonedRequests(bus, engine, ABANDONED_AFTER_MS, **limits)
     await abandoned.check()
     await abandoned.record_overdue(later_unix_ms())
