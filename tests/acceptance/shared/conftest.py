@@ -1,4 +1,7 @@
-"""Running systems that all files of this folder share: one process gets them all (tests/conftest.py)."""
+"""Running systems that all files of this folder share, and that end with the last of them.
+
+One process gets all these files (tests/conftest.py).
+"""
 
 from collections.abc import Iterator
 
@@ -7,13 +10,13 @@ import pytest
 from tests.acceptance.system import System, run_system
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """One running Spillway with the demo model, shared by all tests: starting one takes seconds."""
     yield from run_system(tmp_path_factory.mktemp("demo") / "data", [])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """One running Spillway with the scripted engine, shared by all tests."""
     yield from run_system(tmp_path_factory.mktemp("scripted") / "data", ["--model", "scripted"])

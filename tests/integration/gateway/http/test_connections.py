@@ -29,6 +29,9 @@ class Client:
         self.writer = writer
 
     async def send(self, data: bytes) -> None:
+        """Send it. Raises ConnectionError."""
+        if self.writer.is_closing():  # uvloop's own error would be another
+            raise ConnectionError("the connection is closed")
         self.writer.write(data)
         await self.writer.drain()
 
