@@ -266,7 +266,7 @@ class Dispatcher:
         self._settle(request)
 
     def _settle(self, request: OpenRequest) -> None:
-        """Record a request, once: its counts are final (ENDED), and the status that the client got is known (closed)."""
+        """Record a request once its counts are final (ENDED) and the status that its client got is known (closed)."""
         if request.state is State.ENDED and request.closed and request.request_id in self._unsettled:
             del self._unsettled[request.request_id]
             record = self._recorder.closed(request)

@@ -1,4 +1,4 @@
-"""A thousand mixed requests while the ledger writer is killed and NATS is restarted: every one is counted once."""
+"""Hundreds of mixed requests while the ledger writer is killed and NATS is restarted: every one is counted once."""
 
 import asyncio
 import random
@@ -95,7 +95,7 @@ async def wait_for_rows(system: System, table: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "disturb"), [(300, False), (1000, True)], ids=["undisturbed", "ledger-killed-and-nats-restarted"]
+    ("requests", "disturb"), [(200, False), (600, True)], ids=["undisturbed", "ledger-killed-and-nats-restarted"]
 )
 async def test_so_many_requests_are_so_many_rows(tmp_path: Path, requests: int, disturb: bool) -> None:
     for system in run_system(tmp_path / "data", ["--model", "scripted"]):
