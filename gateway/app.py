@@ -23,8 +23,9 @@ from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.prompts import CompletionsEndpoint
 from gateway.api.routes import VERSION, health_router, models_router, root_router, tokenize_router
 from gateway.api.services import Services
-from gateway.http.exchange import UNREAD_LIMIT_S, Exchange, Receive, Scope, Send
+from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.refusals import RefusalLog
+from gateway.settings import TimeoutSettings
 from web.answers import EXCHANGE_KEY, add_error_answers
 from web.errors import InvalidParameter
 
@@ -67,7 +68,7 @@ def build_app(services: Services, console: ConsoleServices) -> Application:
         "/v2/rerank": rerank,
         "/rerank": rerank,
     }
-    app = GatewayApp(hot, slow, services.refusals)
+    app = GatewayApp(hot, slow, services.refusals, services.settings.timeouts)
     return _with_cors(app, services.settings.cors_origins) if services.settings.cors_origins else app
 
 
@@ -87,7 +88,10 @@ def _with_cors(app: Application, origins: Sequence[str]) -> Application:
 class GatewayApp:
     """Routes by path. FastAPI's router and middleware would cost more than the whole rest of a short request."""
 
-    def __init__(self, hot: dict[str, HotRoute], slow: FastAPI, refusals: RefusalLog) -> None:
+    def __init__(
+        self, hot: dict[str, HotRoute], slow: FastAPI, refusals: RefusalLog, timeouts: TimeoutSettings
+    ) -> None:
+        self._timeouts = timeouts
         self._hot = hot
         self._slow = slow
         self._refusals = refusals
@@ -104,12 +108,12 @@ class GatewayApp:
             await self._serve_slow(scope, receive, send)
 
     async def _serve_slow(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope[EXCHANGE_KEY] = Exchange(scope, receive, send)
+        exchange = scope[EXCHANGE_KEY] = Exchange(scope, receive, send, self._timeouts)
         is_head = scope["method"] == "HEAD"
 
         async def send_in_time(message: Scope) -> None:
             try:
-                async with asyncio.timeout(UNREAD_LIMIT_S):
+                async with asyncio.timeout(self._timeouts.unread_s):
                     await send(message)
             except TimeoutError:
                 exchange.abort()

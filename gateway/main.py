@@ -96,7 +96,7 @@ async def run(
         stack.push_async_callback(keys.close)
         outbox = _outbox(bus, settings, subjects.REQUEST_USAGE_SUBJECT, stack)
         intents = _outbox(bus, settings, subjects.INTENT_USAGE_SUBJECT, stack)
-        registry = WorkerRegistry(bus)
+        registry = WorkerRegistry(bus, settings.timeouts.worker_silence_s)
         admission_control = AdmissionControl(bus, settings, registry)
         database = create_engine(settings.database_url, statement_limit_s=STATEMENT_LIMIT_S)
         stack.push_async_callback(database.dispose)

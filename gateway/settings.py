@@ -13,6 +13,7 @@ from ledger.prices import CLIENTS, TokenPrice
 from ledger.settings import PayloadSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
+from protocol.topology import HEARTBEAT_LIMIT_S
 from tokens.settings import ModelTokenSettings
 
 Usd = Annotated[float, Field(ge=0, le=1_000_000)]
@@ -78,6 +79,11 @@ class TimeoutSettings(Settings):
     total_s: PositiveSeconds = 3600.0
     # A stream whose worker is lost goes on with the same weights only: so long it waits for them while others run.
     revision_wait_s: PositiveSeconds = 30.0
+    worker_silence_s: PositiveSeconds = HEARTBEAT_LIMIT_S  # a worker whose heartbeats are missing for longer is lost
+    cancel_s: PositiveSeconds = 5.0  # how long the exact counts of a stopped attempt are waited for
+    # An accepted request is answered: where neither queue nor disk stores its row, it waits so long, and no longer.
+    row_s: PositiveSeconds = 10.0
+    unread_s: PositiveSeconds = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
     headers_grace_s: PositiveSeconds = 0.5  # streaming: how long a refusal by the worker may still become a 4xx
     # Period of ": queued position=… eta=…" comments; load balancers cut silence at 60-100 s. 0: none, for parsers that
     # choke on them.

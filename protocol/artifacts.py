@@ -32,13 +32,13 @@ async def put_object(bus: Bus, bucket: str, name: str, data: bytes) -> None:
         raise BusError(f"cannot store object {bucket}/{name}: {str(error) or type(error).__name__}") from error
 
 
-async def get_object(bus: Bus, bucket: str, name: str) -> bytes:
-    """Fetch an object. Raises BusError, also when it is not there, or its parts do not come within ``GET_LIMIT_S``.
+async def get_object(bus: Bus, bucket: str, name: str, *, limit_s: float = GET_LIMIT_S) -> bytes:
+    """Fetch an object. Raises BusError, also when it is not there, or its parts do not come within ``limit_s``.
 
     They never come if the object is stored again just then: its old parts are gone, and still awaited.
     """
     try:
-        async with asyncio.timeout(GET_LIMIT_S):
+        async with asyncio.timeout(limit_s):
             store = await bus.jetstream.object_store(bucket)
             result = await store.get(name)
     except (NatsError, TimeoutError) as error:

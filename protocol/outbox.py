@@ -54,8 +54,15 @@ class Outbox:
         capacity: int,
         *,
         spool: Spool | None = None,
+        capacity_bytes: int = CAPACITY_BYTES,
+        spacing_s: float = MESSAGE_SPACING_S,
     ) -> None:
-        """Make an outbox that calls itself full from ``capacity`` records, or ``CAPACITY_BYTES``, on."""
+        """Make an outbox that calls itself full from ``capacity`` records, or ``capacity_bytes``, on.
+
+        ``spacing_s``: from one message to the next that is not full.
+        """
+        self._capacity_bytes = capacity_bytes
+        self._spacing_s = spacing_s
         self._bus = bus
         self._subject = subject
         self._capacity = capacity
@@ -88,7 +95,7 @@ class Outbox:
     def full(self) -> bool:
         """True while the caller should take no new work, as its records might be lost."""
         is_stuck = self._failing_since_s is not None and self._why_not_spooled is not None
-        return is_stuck or len(self) >= self._capacity or self._bytes >= CAPACITY_BYTES
+        return is_stuck or len(self) >= self._capacity or self._bytes >= self._capacity_bytes
 
     @property
     def is_behind(self) -> bool:
@@ -133,7 +140,7 @@ class Outbox:
     async def _send_spaced(self, group: asyncio.TaskGroup) -> None:
         """Let a message leave when there is one, and it is time."""
         await self._has_waiting.wait()
-        pause_s = self._left_s + MESSAGE_SPACING_S - time.monotonic()
+        pause_s = self._left_s + self._spacing_s - time.monotonic()
         if pause_s > 0:
             await wait_for(self._in_a_hurry, pause_s)
         await self._has_room.wait()

@@ -72,8 +72,19 @@ class EmbeddedNats:
 
     name = "nats"
 
-    def __init__(self, data_dir: Path, port: int) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        port: int,
+        *,
+        health_period_s: float = HEALTH_PERIOD_S,
+        min_uptime_s: float = MIN_UPTIME_S,
+        min_free_bytes: int = MIN_FREE_BYTES,
+    ) -> None:
         self.port = port
+        self.min_free_bytes = min_free_bytes
+        self._health_period_s = health_period_s
+        self._min_uptime_s = min_uptime_s
         self.url = f"nats://127.0.0.1:{port}"
         self.log_path = data_dir / "logs" / "nats.log"
         self._store_dir = data_dir / "nats"
@@ -115,11 +126,11 @@ class EmbeddedNats:
 
     async def _end_when_broken(self, process: asyncio.subprocess.Process) -> None:
         while True:
-            await asyncio.sleep(HEALTH_PERIOD_S)
-            if time.monotonic() - self._started_s < MIN_UPTIME_S:
+            await asyncio.sleep(self._health_period_s)
+            if time.monotonic() - self._started_s < self._min_uptime_s:
                 continue
             reason = await asyncio.to_thread(_write_error, self._monitor_port)
-            if reason and shutil.disk_usage(self._store_dir).free >= MIN_FREE_BYTES:
+            if reason and shutil.disk_usage(self._store_dir).free >= self.min_free_bytes:
                 log.error("the queue server cannot store messages until it restarts: %s", reason)
                 await stop_process(process, self.name, STOP_LIMIT_S)
                 return

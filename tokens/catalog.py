@@ -57,11 +57,14 @@ class ModelCatalog:
         *,
         by_messages: Collection[str] = (),
         only_by_messages: Collection[str] = (),
+        retry_s: float = RETRY_S,
     ) -> None:
         """Create a catalog, not yet started.
 
-        ``by_messages``: models with a pool that takes messages; ``only_by_messages``: models that have only such pools.
+        ``by_messages``: models with a pool that takes messages; ``only_by_messages``: models that have only such pools;
+        ``retry_s``: from one try of a card that cannot be read to the next.
         """
+        self._retry_s = retry_s
         self._by_messages = frozenset(by_messages)
         self._only_by_messages = frozenset(only_by_messages)
         self._bus = bus
@@ -132,7 +135,7 @@ class ModelCatalog:
     async def run(self) -> None:
         """Load cards as they arrive; never return."""
         while True:
-            await self._wait(RETRY_S if self._stale else None)
+            await self._wait(self._retry_s if self._stale else None)
             self._wake.clear()
             await self._load_stale()
 

@@ -82,7 +82,7 @@ class Arguments(dict[str, Any]):
         return text + json.dumps(self, ensure_ascii=False)
 
 
-def _join_within_limits(pieces: Iterator[str]) -> str:
+def _join_within_limits(pieces: Iterator[str], max_chars: int, cpu_limit_s: float) -> str:
     """Join the pieces that a template writes, within limits of size and CPU time.
 
     The proof of a template (``template_proof``) relies on these limits.
@@ -92,14 +92,14 @@ def _join_within_limits(pieces: Iterator[str]) -> str:
     for piece in pieces:
         written.append(piece)
         chars += len(piece)
-        if chars > MAX_RENDERED_CHARS:
-            raise jinja2.TemplateError(f"the text would exceed {MAX_RENDERED_CHARS} characters")
+        if chars > max_chars:
+            raise jinja2.TemplateError(f"the text would exceed {max_chars} characters")
         if not len(written) % PIECES_AT_A_TIME:
             now_s = time.thread_time()
             if deadline_s is None:
-                deadline_s = now_s + RENDER_CPU_LIMIT_S
+                deadline_s = now_s + cpu_limit_s
             elif now_s > deadline_s:
-                raise jinja2.TemplateError(f"rendering takes longer than {RENDER_CPU_LIMIT_S:g} s")
+                raise jinja2.TemplateError(f"rendering takes longer than {cpu_limit_s:g} s")
     return "".join(written)
 
 
@@ -115,8 +115,17 @@ class BeyondLimits(InvalidParameter):
 class ChatTemplate:
     """One model's template, compiled once."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        max_chars: int = MAX_RENDERED_CHARS,
+        cpu_limit_s: float = RENDER_CPU_LIMIT_S,
+    ) -> None:
         """Compile ``source``. Raises jinja2.TemplateSyntaxError."""
+        self._max_chars = max_chars
+        self._cpu_limit_s = cpu_limit_s
         environment = _environment()
         self.source = source
         self.variables = frozenset(
@@ -150,7 +159,8 @@ class ChatTemplate:
             if name in fixed:
                 raise InvalidParameter(f"'{name}' cannot be set here.", param=f"chat_template_kwargs.{name}")
         try:
-            return _join_within_limits(self._template.generate(fixed, **(variables or {})))
+            pieces = self._template.generate(fixed, **(variables or {}))
+            return _join_within_limits(pieces, self._max_chars, self._cpu_limit_s)
         except jinja2.TemplateError as error:
             raise InvalidParameter(f"The model's chat template refuses this: {error}", param="messages") from error
         except (RecursionError, MemoryError) as error:

@@ -63,7 +63,16 @@ class _Issuer:
 class OidcLogin:
     """Sends browsers to the issuer, and verifies the answer they return with."""
 
-    def __init__(self, settings: OidcSettings) -> None:
+    def __init__(
+        self,
+        settings: OidcSettings,
+        *,
+        request_limit_s: float = REQUEST_LIMIT_S,
+        new_keys_gap_s: float = NEW_KEYS_GAP_S,
+    ) -> None:
+        """``new_keys_gap_s``: between two requests for an unknown key."""
+        self.new_keys_gap_s = new_keys_gap_s
+        self._request_limit_s = request_limit_s
         self._settings = settings
         self._issuer_document: _Issuer | None = None
         self._failed_s = float("-inf")  # when it could not be reached; monotonic clock
@@ -131,7 +140,7 @@ class OidcLogin:
         try:
             return jwt.decode(id_token, issuer.keys, algorithms=ALGORITHMS)
         except InvalidKeyIdError:  # the issuer may have new keys
-            newer = await self._issuer(oldest_s=time.monotonic() - NEW_KEYS_GAP_S)
+            newer = await self._issuer(oldest_s=time.monotonic() - self.new_keys_gap_s)
             return jwt.decode(id_token, newer.keys, algorithms=ALGORITHMS)
 
     async def _issuer(self, oldest_s: float | None = None) -> _Issuer:
@@ -142,7 +151,7 @@ class OidcLogin:
                 if time.monotonic() - self._failed_s < FAILED_GAP_S:
                     raise OidcError(UNREACHABLE)
                 try:
-                    async with asyncio.timeout(REQUEST_LIMIT_S):
+                    async with asyncio.timeout(self._request_limit_s):
                         self._issuer_document = await self._read_issuer()
                 except (httpx.HTTPError, JoseError, KeyError, TimeoutError, TypeError, ValueError) as error:
                     self._failed_s = time.monotonic()
@@ -151,7 +160,7 @@ class OidcLogin:
             return self._issuer_document
 
     async def _read_issuer(self) -> _Issuer:
-        async with httpx.AsyncClient(timeout=REQUEST_LIMIT_S) as client:
+        async with httpx.AsyncClient(timeout=self._request_limit_s) as client:
             about = await _document(client, self._settings.issuer.rstrip("/") + DISCOVERY_PATH)
             if about["issuer"] != self._settings.issuer:
                 raise ValueError(f"auth.oidc.issuer is {self._settings.issuer}, but it says {about['issuer']}")
@@ -166,7 +175,7 @@ class OidcLogin:
             scope=" ".join(self._settings.scopes),
             redirect_uri=redirect_uri,
             code_challenge_method="S256",
-            timeout=REQUEST_LIMIT_S,
+            timeout=self._request_limit_s,
         )
 
 

@@ -24,7 +24,8 @@ OnLost = Callable[[str, ErrorCode, str, float], None]  # worker id, code and rea
 class WorkerRegistry:
     """Hears heartbeats and tells who is alive. A worker that was lost and is heard of again is simply alive."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, silence_limit_s: float = HEARTBEAT_LIMIT_S) -> None:
+        self._silence_limit_s = silence_limit_s
         self.on_beat: Callable[[Heartbeat], None] | None = None  # told of every heartbeat
         self.on_lost: OnLost | None = None  # told at once
         self._bus = bus
@@ -74,8 +75,8 @@ class WorkerRegistry:
         return now_s < max(self._silence_excused_until_s, self._excused_until_s.get(worker_id, float("-inf")))
 
     def alive(self, worker_id: str, now_s: float) -> bool:
-        """Return whether the worker has sent something within ``HEARTBEAT_LIMIT_S``, or its silence is excused."""
-        return self._is_excused(worker_id, now_s) or self.silence_s(worker_id, now_s) <= HEARTBEAT_LIMIT_S
+        """Return whether the worker has sent something within ``silence_limit_s``, or its silence is excused."""
+        return self._is_excused(worker_id, now_s) or self.silence_s(worker_id, now_s) <= self._silence_limit_s
 
     def lose(self, worker_id: str, code: ErrorCode, reason: str, now_s: float) -> None:
         """The worker is gone: what runs there is to go on elsewhere. Unless it is excused, or has said so itself."""

@@ -119,7 +119,7 @@ class Endpoint(ABC, Generic[_Call]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever happens."""
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._services.settings.timeouts)
         if IDEMPOTENCY_KEY in exchange.headers:
             await self._services.keyed.serve(exchange, scope, self._read_body, self._answer)
             self._note_refusal(exchange)

@@ -22,7 +22,6 @@ from protocol.chat import Deltas
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, UnreadableFrame, Vector
 
-CANCEL_LIMIT_S: Final = 5.0  # how long the exact counts of a stopped attempt are waited for
 CANCEL_REPEAT_S: Final = 1.0
 
 
@@ -160,7 +159,7 @@ class OpenRequest(RequestState):
         if isinstance(frame, Accepted):  # pulled at the last moment
             if current.worker_id is None and why_implausible(frame) is None:
                 self._note_worker(worker_id, frame, now_s)
-            self._stop_deadline_s = now_s + CANCEL_LIMIT_S
+            self._stop_deadline_s = now_s + self._timeouts.cancel_s
             self._send_cancel(now_s)
         elif isinstance(frame, (Tokens, Deltas)):
             if frame.seq >= current.next_seq and self.choices.take(frame) is None:
@@ -273,7 +272,7 @@ class OpenRequest(RequestState):
         self._actions.withdraw(self)
         if not was_running:  # it takes up nothing any more: whoever leaves may come back at once
             self.ticket.close()
-        self._stop_deadline_s = now_s + (CANCEL_LIMIT_S if was_running else WITHDRAW_LINGER_S)
+        self._stop_deadline_s = now_s + (self._timeouts.cancel_s if was_running else WITHDRAW_LINGER_S)
         self._send_cancel(now_s)
         self._notify_client(Ended(failure))
 

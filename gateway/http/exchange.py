@@ -17,6 +17,7 @@ from gateway.dispatch.group import RequestGroup
 from gateway.dispatch.request import OpenRequest
 from gateway.http.failures import RequestFailed
 from gateway.request.trace import Trace
+from gateway.settings import TimeoutSettings
 from protocol.clock import unix_now_ms
 from protocol.deadlines import shared_deadlines, wait_until_done
 from web.answers import EXCHANGE_KEY
@@ -34,10 +35,7 @@ Answered = OpenRequest | RequestGroup
 ABORT_KEY: Final = "spillway.abort"  # in the ASGI scope: breaks the connection off
 CYCLE_KEY: Final = "spillway.cycle"  # there, too, until it is an exchange's: the Cycle
 HEADERS_KEY: Final = "spillway.headers"  # there, too: the headers by name
-# An accepted request is answered: where neither queue nor disk stores anything, new ones are refused, and this goes on.
-ROW_LIMIT_S: Final = 10.0
 ROW_LOOK_S: Final = 0.05  # how soon it is noticed that a stream has failed which waits for its intent
-UNREAD_LIMIT_S: Final = 30.0  # how long an answer waits behind earlier ones on its connection that nobody reads
 PART_BYTES: Final = 256 * 1024  # of an answer made piece by piece
 JSON_TYPE: Final = (b"content-type", b"application/json")
 SSE_HEADERS: Final = (
@@ -56,7 +54,7 @@ def _cannot_abort() -> None:
 class Exchange:
     """A request from the socket and what is sent back."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, timeouts: TimeoutSettings) -> None:
         self.start_clock()
         self.id = uuid.uuid4().hex
         self.receive = receive
@@ -68,6 +66,7 @@ class Exchange:
         self.refusal: ApiError | None = None  # what was answered instead of admitting a request
         self.trace: Trace | None = None  # None: traces are off
         self._client: tuple[str, int] | None = scope.get("client")
+        self._timeouts = timeouts
         self._send = send
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, _cannot_abort)
         # Taken out, as it holds the scope in its turn: only the garbage collector would end both.
@@ -150,7 +149,7 @@ class Exchange:
         if request is not None:
             request.http_status = self.seen(status)
             if status < HTTPStatus.BAD_REQUEST:
-                await _until_sure_of_row(request)
+                await _until_sure_of_row(request, self._timeouts.row_s)
         self.sent_status = status
         headers.extend(self.common_headers(request))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -172,7 +171,7 @@ class Exchange:
         """Send a JSON answer that may be large, as it is made: others' requests go on between its parts."""
         part = bytearray()
         try:
-            async with asyncio.timeout(UNREAD_LIMIT_S) as limit:
+            async with asyncio.timeout(self._timeouts.unread_s) as limit:
                 async for piece in pieces:
                     part += piece
                     if len(part) >= PART_BYTES:
@@ -181,7 +180,7 @@ class Exchange:
                         await self.write(bytes(part), more=True)
                         part.clear()
                         await asyncio.sleep(0)
-                        limit.reschedule(asyncio.get_running_loop().time() + UNREAD_LIMIT_S)
+                        limit.reschedule(asyncio.get_running_loop().time() + self._timeouts.unread_s)
                 if self.sent_status is not None:
                     await self.write(bytes(part), more=False)
                     return
@@ -198,7 +197,7 @@ class Exchange:
     async def _answer_whole(
         self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], request: Answered | None
     ) -> None:
-        unread = shared_deadlines(UNREAD_LIMIT_S, Exchange.abort)
+        unread = shared_deadlines(self._timeouts.unread_s, Exchange.abort)
         unread.add(self)
         try:
             await self.start(status, [JSON_TYPE, (b"content-length", b"%d" % len(body)), *headers], request)
@@ -228,14 +227,14 @@ def exchange_of(request: Request) -> Exchange:
     return exchange
 
 
-async def _until_sure_of_row(request: Answered) -> None:
+async def _until_sure_of_row(request: Answered, limit_s: float) -> None:
     """Wait until the request is sure to have a row: only then is its caller told anything. A stream usually is by now.
 
     Raises RequestFailed where it fails meanwhile: its deadline may pass sooner than a queue that hangs is given up.
     """
-    limit_s = time.monotonic() + ROW_LIMIT_S
+    until_s = time.monotonic() + limit_s
     for row in request.rows_stored():
-        while not row.done() and time.monotonic() < limit_s:
+        while not row.done() and time.monotonic() < until_s:
             if request.failure is not None:
                 raise RequestFailed(request.failure)
             await wait_until_done(row, ROW_LOOK_S)

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from gateway.http import exchange as exchange_module
 from protocol import subjects
 from protocol.pull import ack
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
@@ -198,9 +197,8 @@ async def test_leaving_before_the_body_is_here(start_gateway: Start) -> None:
     assert len(await gateway.records()) == len(worker.attempts) == 1
 
 
-async def test_answers_that_nobody_reads_hold_nothing_up(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "UNREAD_LIMIT_S", 0.2)
-    gateway = await start_gateway()
+async def test_answers_that_nobody_reads_hold_nothing_up(start_gateway: Start) -> None:
+    gateway = await start_gateway(timeouts={"unread_s": 0.2})
 
     async def much(attempt: Attempt) -> None:
         await attempt.accept()

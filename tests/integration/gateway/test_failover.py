@@ -123,8 +123,7 @@ async def test_a_killed_worker_is_a_short_pause(
     """Its connection is gone: the server says so, or answers that nobody listens. No heartbeat has to be missed."""
     if not server_tells:  # as where its configuration does not import the event
         monkeypatch.setattr(subjects, "DISCONNECTS", "nobody.says.this")
-    monkeypatch.setattr("gateway.admission.registry.HEARTBEAT_LIMIT_S", 1000.0)
-    gateway = await start_gateway()
+    gateway = await start_gateway(timeouts={"worker_silence_s": 1000.0})
     bus = await Bus.connect(nats_url, name=subjects.connection_name("w1"))
 
     async def die(attempt: Attempt) -> None:
@@ -167,12 +166,8 @@ def texts_of(events: list[str]) -> list[str]:
     return [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
 
 
-async def test_a_job_that_somebody_took_and_nobody_has_goes_on(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_that_somebody_took_and_nobody_has_goes_on(start_gateway: Start) -> None:
     """The worker died between its acknowledgement and its first frame, or that frame was lost with it."""
-    monkeypatch.setattr(lookups_module, "QUIET_S", 0.1)
-    monkeypatch.setattr(lookups_module, "LOOK_GAP_S", 0.1)
     gateway = await start_gateway(max_attempts=1)
 
     async def swallow_the_first(attempt: Attempt) -> None:
@@ -187,8 +182,6 @@ async def test_a_job_that_somebody_took_and_nobody_has_goes_on(
 
 
 async def test_a_job_that_waits_for_long_is_left_alone(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups_module, "QUIET_S", 0.1)
-    monkeypatch.setattr(lookups_module, "LOOK_GAP_S", 0.1)
     looks: list[bool] = []
     is_stored = lookups_module.JobLookups.is_stored
 
@@ -231,16 +224,12 @@ async def test_a_stop_string_split_over_a_crash(start_gateway: Start) -> None:
     assert answer.usage.completion_tokens == 4
 
 
-async def test_what_goes_on_for_nobody_is_told_to_stop_again(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.dispatch.unowned_attempts.REPEAT_S", 0.1)
-    gateway = await start_gateway()
+async def test_what_goes_on_for_nobody_is_told_to_stop_again(start_gateway: Start) -> None:
+    gateway = await start_gateway(timeouts={"cancel_s": 0.1})  # then it is nobody's
     worker = await gateway.add_worker(script=until_cancelled)
     worker.deaf = True
     asking = asyncio.create_task(stream_text(gateway))
     await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
-    monkeypatch.setattr("gateway.dispatch.request.CANCEL_LIMIT_S", 0.0)  # and it is soon nobody's
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await gateway.records()

@@ -1,7 +1,6 @@
 """What callers have been told of will have a row, whatever dies next; and what the queue cannot store is kept."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -90,11 +89,10 @@ async def test_an_orderly_restart_while_nothing_is_stored_loses_no_record(start_
 
 
 async def test_where_neither_queue_nor_disk_stores_anything_requests_are_refused_with_the_reason(
-    start_gateway: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("protocol.spool.os.write", _disk_is_full)
-    monkeypatch.setattr("gateway.http.exchange.ROW_LIMIT_S", 2.0)
-    gateway = await start_gateway()
+    gateway = await start_gateway(timeouts={"row_s": 2.0})
     await gateway.add_worker()
     await store_nothing(gateway.bus)
     client = gateway.client()

@@ -146,14 +146,14 @@ async def test_another_answer_or_browser_gets_nowhere(issuer: FakeIssuer) -> Non
         await login.user(asked, CALLBACK, {"state": asked.state, "error": "access_denied"})
 
 
-async def test_new_keys_of_the_issuer_are_found(issuer: FakeIssuer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_keys_of_the_issuer_are_found(issuer: FakeIssuer) -> None:
     login = OidcLogin(settings_for(issuer))
     assert await log_in(login, issuer) == "alice@example.com"
     issuer.key = RSAKey.generate_key(KEY_BITS, {"kid": "second"})
     issuer.published.append(issuer.key)
     with pytest.raises(OidcError):  # it has asked just now, and does not ask for each token that comes
         await log_in(login, issuer)
-    monkeypatch.setattr("console.login.oidc.NEW_KEYS_GAP_S", 0.0)
+    login.new_keys_gap_s = 0.0
     assert await log_in(login, issuer) == "alice@example.com"
 
 
@@ -166,11 +166,8 @@ async def test_an_issuer_that_is_another_or_away_is_not_asked(issuer: FakeIssuer
         await OidcLogin(gone).authorization_request(CALLBACK)
 
 
-async def test_an_issuer_that_never_ends_its_answer_is_given_up_for_all_at_once(
-    issuer: FakeIssuer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Everybody who wanted to log in waited for his turn to ask it, without a limit of the whole."""
-    monkeypatch.setattr("console.login.oidc.REQUEST_LIMIT_S", 0.5)
+async def test_an_issuer_that_never_ends_its_answer_is_given_up_for_all_at_once(issuer: FakeIssuer) -> None:
+    """All who wanted to log in waited for their turn to ask it, without a limit of the whole."""
     connections = 0
 
     async def drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -185,7 +182,8 @@ async def test_an_issuer_that_never_ends_its_answer_is_given_up_for_all_at_once(
 
     server = await asyncio.start_server(drip, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    login = OidcLogin(settings_for(issuer).model_copy(update={"issuer": f"http://127.0.0.1:{port}"}))
+    settings = settings_for(issuer).model_copy(update={"issuer": f"http://127.0.0.1:{port}"})
+    login = OidcLogin(settings, request_limit_s=0.5)
     async with asyncio.timeout(HANGS_S):
         answers = await asyncio.gather(
             *(login.authorization_request(CALLBACK) for _ in range(50)), return_exceptions=True

@@ -186,17 +186,15 @@ async def test_a_restart_forgets_nothing(start: Start) -> None:
 async def test_what_a_killed_gateway_held_comes_back_with_its_lease(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accounts, "LEASE_S", 0.6)
-    monkeypatch.setattr(accounts, "CLOCK_SLACK_S", 0.1)
-    vault_only = [await start("g0"), await start("g1")]
+    gateways = [await start("g0"), await start("g1")]
     who = principal(Policy(max_concurrent=10))
-    assert len(await ask_all(vault_only[:1], who, 20)) == 10
-    monkeypatch.setattr(Quotas, "_exchange_soon", _only_for(vault_only[1], Quotas._exchange_soon))
-    assert await ask(vault_only[1], who) is None
+    assert len(await ask_all(gateways[:1], who, 20)) == 10
+    monkeypatch.setattr(Quotas, "_exchange_soon", _only_for(gateways[1], Quotas._exchange_soon))
+    assert await ask(gateways[1], who) is None
     held: list[Reservation] = []
 
     async def has_all() -> bool:
-        held.extend(await ask_all(vault_only[1:], who, 10))
+        held.extend(await ask_all(gateways[1:], who, 10))
         assert len(held) <= 10
         return len(held) == 10
 
@@ -214,12 +212,11 @@ def _only_for(living: Quotas, exchange_soon: Callable[[Quotas, books.LocalAccoun
 async def test_a_gateway_that_was_frozen_learns_that_it_was_given_up(
     start: Start, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accounts, "CLOCK_SLACK_S", 0.0)
     frozen, other = await start("g0"), await start("g1")
     who = principal(Policy(budget_nano_usd=10 * 190_000))
     estimate = Estimate(10, 90, PRICE)
     [first] = await ask_all([frozen], who, 1, estimate)
-    monkeypatch.setattr(ServerClock, "now_s", _later(accounts.LEASE_S + 1))
+    monkeypatch.setattr(ServerClock, "now_s", _later(accounts.LEASE_S + accounts.CLOCK_SLACK_S + 1))
     assert len(await ask_all([other], who, 20, estimate)) == 9  # what g0 held is presumed spent
     assert (await the_account(bus)).presumed_nano_usd == 190_000
     first.settle(5, 0, 0)

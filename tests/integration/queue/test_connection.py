@@ -5,7 +5,6 @@ import asyncio
 import pytest
 from nats.aio.msg import Msg
 
-from protocol import bus as bus_module
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.connection import shared_credentials
@@ -35,12 +34,10 @@ async def publish_mebibytes(bus: Bus, count: int) -> None:
             await bus.publish("somewhere", bytes(1024 * 1024))
 
 
-async def test_a_peer_that_vanishes_with_output_unsent_is_left_for_another(
-    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bus_module, "PING_INTERVAL_S", 0.2)
+async def test_a_peer_that_vanishes_with_output_unsent_is_left_for_another(nats_server: NatsServer) -> None:
     async with Relay(nats_server.port) as relay:
-        bus = await Bus.connect([relay.url, nats_server.url], name="test", options={"dont_randomize": True})
+        options = {"dont_randomize": True, "ping_interval": 0.2}
+        bus = await Bus.connect([relay.url, nats_server.url], name="test", options=options)
         is_back = reconnected(bus)
         relay.vanish()
         # Never a pause for the peer's sake, and a bound: nats-py alone would wait ten seconds, then buffer on.
@@ -52,9 +49,7 @@ async def test_a_peer_that_vanishes_with_output_unsent_is_left_for_another(
         await bus.close()
 
 
-async def test_closing_towards_a_vanished_peer_ends(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bus_module, "FLUSH_LIMIT_S", 0.2)
-    monkeypatch.setattr(bus_module, "CLOSE_LIMIT_S", 0.5)
+async def test_closing_towards_a_vanished_peer_ends(nats_server: NatsServer) -> None:
     async with Relay(nats_server.port) as relay:
         bus = await Bus.connect(relay.url, name="test")
         relay.vanish()

@@ -10,7 +10,6 @@ from benchmarks.ports import free_port
 from protocol import subjects, topology
 from protocol.bus import Bus
 from protocol.errors import BusTimeout
-from spillway import embedded_nats
 from spillway.embedded_nats import EmbeddedNats
 from tests.waiting import HANGS_S
 
@@ -24,12 +23,8 @@ async def store(bus: Bus, message_id: str, limit_s: float = HANGS_S) -> int:
     return await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, b"x", message_id=message_id, timeout_s=limit_s)
 
 
-async def test_a_store_that_is_broken_is_mended_once_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embedded_nats, "MIN_UPTIME_S", 0.0)
-    monkeypatch.setattr(embedded_nats, "HEALTH_PERIOD_S", 0.05)
-    server = EmbeddedNats(tmp_path, free_port())
+async def test_a_store_that_is_broken_is_mended_once_there_is_room(tmp_path: Path) -> None:
+    server = EmbeddedNats(tmp_path, free_port(), health_period_s=0.05, min_uptime_s=0.0, min_free_bytes=1 << 62)
     await server.start()
     bus = await Bus.connect(server.url, name="test")
     try:
@@ -38,13 +33,12 @@ async def test_a_store_that_is_broken_is_mended_once_there_is_room(
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, UNLIMITED))  # no file may grow
         with pytest.raises(BusTimeout):
             await store(bus, "meanwhile", FAILS_S)
-        monkeypatch.setattr(embedded_nats, "MIN_FREE_BYTES", 1 << 62)
         waiting = asyncio.create_task(server.wait())
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (UNLIMITED, UNLIMITED))
         with pytest.raises(BusTimeout):
             await store(bus, "later", FAILS_S)  # why it has to be ended at all
         assert not waiting.done()  # nor would it help while there is no room
-        monkeypatch.setattr(embedded_nats, "MIN_FREE_BYTES", 1)
+        server.min_free_bytes = 1
         async with asyncio.timeout(HANGS_S):
             await waiting
             await server.start()

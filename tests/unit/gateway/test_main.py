@@ -2,14 +2,11 @@
 
 import asyncio
 
-import pytest
-
 from gateway import main
 from tests.waiting import HANGS_S
 
 
-async def test_a_task_that_lost_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "CANCEL_AGAIN_S", 0.01)
+async def test_a_task_that_lost_a_cancellation_is_cancelled_again() -> None:
     lost = 0
 
     async def forgetful() -> None:

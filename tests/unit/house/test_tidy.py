@@ -45,6 +45,13 @@ def test_no_drawer_for_everything() -> None:
     assert [str(path) for path in source_files() if path.name in drawers] == []
 
 
+def test_timings_that_tests_shorten_are_settings() -> None:
+    """A patched constant is one that no test of another kind, and no user, can set."""
+    patched = re.compile(r"setattr\([^()]*\b[A-Z_]+_M?S\"")
+    tests = [path for path in tracked_files() if path.suffix == ".py" and path.is_relative_to(ROOT / "tests")]
+    assert [str(path) for path in tests if patched.search(path.read_text())] == []
+
+
 DOCS = [
     path
     for path in tracked_files()

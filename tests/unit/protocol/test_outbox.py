@@ -69,9 +69,8 @@ async def test_a_record_alone_is_not_kept_waiting_for_company(bus: Bus) -> None:
     assert await stored(bus) == [[1]]
 
 
-async def test_what_is_awaited_leaves_at_once_with_all_that_waits(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.outbox.MESSAGE_SPACING_S", 3600.0)
-    async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10)) as outbox:
+async def test_what_is_awaited_leaves_at_once_with_all_that_waits(bus: Bus) -> None:
+    async with running(Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 10, spacing_s=3600.0)) as outbox:
         await asyncio.wait([outbox.put("first", record(0))], timeout=HANGS_S)
         outbox.put("patient", record(1))
         kept = [outbox.put(f"r{number}", record(number), is_awaited=True) for number in range(2, 6)]
@@ -178,9 +177,8 @@ async def test_without_server_and_disk_it_is_full_before_anything_is_lost(bus: B
     assert await stored(bus) == [[1]]
 
 
-async def test_it_is_full_by_bytes_too(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.outbox.CAPACITY_BYTES", 1000)
-    outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 1000)
+async def test_it_is_full_by_bytes_too(bus: Bus) -> None:
+    outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, 1000, capacity_bytes=1000)
     outbox.put("r", bytes(999))
     assert not outbox.full
     outbox.put("s", bytes(1))

@@ -34,9 +34,9 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
 
 @contextlib.asynccontextmanager
 async def running(
-    bus: Bus, data_dir: Path, models: dict[str, ModelSettings] | None = None
+    bus: Bus, data_dir: Path, models: dict[str, ModelSettings] | None = None, **options: Any
 ) -> AsyncIterator[ModelCatalog]:
-    catalog = ModelCatalog(bus, models or MODELS, data_dir)
+    catalog = ModelCatalog(bus, models or MODELS, data_dir, **options)
     await catalog.start()
     task = asyncio.create_task(catalog.run())
     yield catalog
@@ -82,8 +82,7 @@ async def test_news_of_a_card_that_is_not_stored_yet(bus: Bus, tmp_path: Path, m
         return None if len(looks) <= 2 else await artifacts.read_model_card(bus, model)
 
     monkeypatch.setattr("tokens.catalog.read_model_card", read)
-    monkeypatch.setattr("tokens.catalog.RETRY_S", 0.05)
-    async with running(bus, tmp_path) as catalog:
+    async with running(bus, tmp_path, retry_s=0.05) as catalog:
         await publish(bus)
         await until(lambda: not catalog.not_ready())
 
@@ -164,14 +163,17 @@ async def test_a_wrong_path_ends_the_start(bus: Bus, tmp_path: Path) -> None:
         await ModelCatalog(bus, models, tmp_path).start()
 
 
+async def _too_late(*_: object) -> bytes:
+    raise TimeoutError
+
+
 async def test_a_card_that_a_busy_machine_has_no_time_for(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is not the card's fault: it is tried again, and not refused until the next one comes."""
-    monkeypatch.setattr("tokens.catalog.RETRY_S", 0.01)
-    async with running(bus, tmp_path) as catalog:
+    async with running(bus, tmp_path, retry_s=0.01) as catalog:
         with monkeypatch.context() as busy:
-            busy.setattr("tokens.renderer.ANSWER_LIMIT_S", 0.0)
+            busy.setattr("tokens.renderer._answer_of", _too_late)
             await publish(bus, chat_template="{{ 'a' * 3 }}{{ 2 ** 3 }}")
             await until(lambda: "was not rendered within" in caplog.text)
             assert not catalog.unusable

@@ -151,15 +151,13 @@ def test_callers_cannot_replace_what_the_gateway_sets() -> None:
         assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
-def test_what_is_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_is_bounded() -> None:
     """For each message a template may write all tools, or look through all messages and write nothing."""
-    monkeypatch.setattr("tokens.chat_template.MAX_RENDERED_CHARS", 1000)
-    long = ChatTemplate("{% for m in messages %}{{ messages[0].content }}{% endfor %}", {})
+    long = ChatTemplate("{% for m in messages %}{{ messages[0].content }}{% endfor %}", {}, max_chars=1000)
     assert len(long.render([{"content": "x" * 100}] * 10)) == 1000
     with pytest.raises(InvalidParameter, match="exceed 1000 characters"):
         long.render([{"content": "x" * 100}] * 11)
-    monkeypatch.setattr("tokens.chat_template.RENDER_CPU_LIMIT_S", 0.0)
-    slow = ChatTemplate("{% for m in messages %}{{ (messages | tojson)[:0] }}{% endfor %}", {})
+    slow = ChatTemplate("{% for m in messages %}{{ (messages | tojson)[:0] }}{% endfor %}", {}, cpu_limit_s=0.0)
     assert slow.render([{"content": "x"}]) == ""
     with pytest.raises(InvalidParameter, match="takes longer"):
         slow.render([{"content": "x"}] * 16)
@@ -173,7 +171,6 @@ class _FromABusyMachine(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def test_a_busy_machine_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokens.chat_template.RENDER_CPU_LIMIT_S", 0.05)
-    template = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% endfor %}", {})
+def test_a_busy_machine_refuses_nothing() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% endfor %}", {}, cpu_limit_s=0.05)
     assert template.render([_FromABusyMachine(content="x")] * 20) == "x" * 20

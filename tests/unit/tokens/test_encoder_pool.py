@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from tokens import encoder_pool
-from tokens.encoder_pool import LONG_BYTES, MAX_BYTES, MAX_TENANT_BYTES, EncoderPool
+from tokens.encoder_pool import LONG_BYTES, MAX_BYTES, MAX_TENANT_BYTES, MAX_TENANT_ITEMS, EncoderPool
 from web.errors import Overloaded, RateLimitExceeded
 
 LONG = LONG_BYTES + 1
@@ -101,7 +100,7 @@ async def test_tenants_take_turns(stage: Stage) -> None:
     assert stage.begun[THREADS:] == order
 
 
-async def test_what_waits_is_bounded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_waits_is_bounded(stage: Stage) -> None:
     quarter = MAX_TENANT_BYTES // 4
     for number in range(4):
         stage.give("greedy", f"greedy {number}", quarter)
@@ -113,7 +112,9 @@ async def test_what_waits_is_bounded(stage: Stage, monkeypatch: pytest.MonkeyPat
     assert await code_of(stage.pool.run("the last", 1, list)) == (503, "overloaded")
     await stage.let_go("greedy 0")
     assert await stage.pool.run("the last", 1, lambda: 5) == 5
-    monkeypatch.setattr(encoder_pool, "MAX_TENANT_ITEMS", 3)
+    for number in range(MAX_TENANT_ITEMS - 3):  # the other three wait since the beginning
+        stage.give("greedy", f"small {number}")
+    await asyncio.sleep(0)  # each is there once its task has begun
     assert await code_of(stage.pool.run("greedy", 1, list)) == (429, "rate_limit_exceeded")
 
 

@@ -308,11 +308,8 @@ async def small_window(gateway: GatewayUnderTest) -> Client:
     return Client(*await asyncio.open_connection(sock=wire, limit=1024))
 
 
-async def test_answers_that_nobody_reads_are_not_kept_for_ever(
-    start_gateway: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.app.UNREAD_LIMIT_S", 0.2)
-    gateway = await start_gateway(connections={"keep_alive_s": 0.3})
+async def test_answers_that_nobody_reads_are_not_kept_for_ever(start_gateway: Start) -> None:
+    gateway = await start_gateway(connections={"keep_alive_s": 0.3}, timeouts={"unread_s": 0.2})
     many = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * MANY
     body = json.dumps({"model": MODEL, "prompt": "x" * 2_000_000}).encode()
     head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\nConnection: close\r\n"

@@ -50,9 +50,10 @@ def writing(
 ) -> tuple[Socket, asyncio.Task[None]]:
     socket = Socket()
     scope = {"method": "POST", "path": "/v1/completions", "headers": [], ABORT_KEY: socket.aborted.set}
-    exchange = Exchange(scope, socket.receive, socket.send)
+    timeouts = TimeoutSettings(headers_grace_s=grace_s)
+    exchange = Exchange(scope, socket.receive, socket.send, timeouts)
     call = ChatCall(json.dumps({**BODY, "n": n, **fields}).encode())
-    writer = StreamWriter(exchange, call, request, TimeoutSettings(headers_grace_s=grace_s))
+    writer = StreamWriter(exchange, call, request, timeouts)
     return socket, asyncio.create_task(writer.write())
 
 

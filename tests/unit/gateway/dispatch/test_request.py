@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.dispatch import attempts as attempts_module
-from gateway.dispatch import request as request_module
 from gateway.dispatch.request import OpenRequest
 from gateway.request.admission import Admission
 from gateway.request.mailbox import LOOSE_EVENTS, Ended, Failure, StillWaiting
@@ -438,7 +437,7 @@ async def test_a_silent_worker_does_not_hold_the_record_back() -> None:
     request.cancel(2.0)
     request.on_tick(3.0, connected=True)
     assert len(actions.cancelled) == 2  # said again, as it may have been lost
-    request.on_tick(2.0 + request_module.CANCEL_LIMIT_S, connected=True)
+    request.on_tick(2.0 + TimeoutSettings().cancel_s, connected=True)
     assert (request.state, request.completion_tokens, actions.ends) == (State.ENDED, 2, 1)
 
 

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.http.exchange import Exchange
 from gateway.http.failures import FAILURES, RequestFailed
 from gateway.request.mailbox import Failure
+from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from web.answers import add_error_answers
 from web.body import read_body
@@ -85,7 +86,7 @@ def leaving(app: FastAPI) -> ASGIApp:
         return {"type": "http.disconnect"}
 
     async def served(scope: Scope, _receive: Receive, send: Send) -> None:
-        scope["spillway.exchange"] = Exchange(scope, receive, send)
+        scope["spillway.exchange"] = Exchange(scope, receive, send, TimeoutSettings())
         await app(scope, receive, send)
 
     return served
