@@ -49,12 +49,12 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from benchmarks import load_client
 from benchmarks.gateway_overhead import WORDS, machine, percentile
+from benchmarks.http_client import Exchange, ReadTimeouts, exchange, post_request
 from benchmarks.peers import litellm
 from benchmarks.peers.two_servers import SYSTEMS, ComparedSystem, EngineShape
 from benchmarks.scripted_answers import ScriptedAnswers
-from benchmarks.stream_client import Answer, Exchange, ReadTimeouts, exchange, read
+from benchmarks.stream_answer import Answer, read
 
 SEED: Final = 30
 PATH: Final = "/v1/chat/completions"
@@ -129,11 +129,11 @@ class Callers:
 
     async def run(self) -> list[Outcome]:
         """Call, and return when the last caller has seen the end."""
-        first_s = time.perf_counter()
+        first_s = time.monotonic()
         calls = []
         for number in range(self.count):
             due_s = first_s + number / self._fault.rate_per_s
-            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             words = " ".join(self._random.choices(WORDS, k=12))
             prompt = f"{words} {number} [[tokens={self._fault.tokens}]]"
             calls.append(asyncio.create_task(self._call(number, prompt, due_s), name=f"call-{number}"))
@@ -143,7 +143,7 @@ class Callers:
         chance = random.Random(number)
         for retry in range(RETRIES + 1):
             port = self._system.ports[(number + retry) % len(self._system.ports)]
-            record = await exchange(port, self._request(port, prompt), self._patience, due_s=due_s)
+            record = await exchange(port, self._request(prompt), self._patience, record=Exchange(due_s))
             if retry == RETRIES or not _is_retried(record):
                 break
             await asyncio.sleep(_backoff_s(record, retry, chance))
@@ -157,7 +157,7 @@ class Callers:
         text = self._answers.text(prompt, self._fault.tokens)
         return Expected(text, (prompt_tokens, self._fault.tokens))
 
-    def _request(self, port: int, prompt: str) -> bytes:
+    def _request(self, prompt: str) -> bytes:
         body = {
             "model": "scripted",
             "stream": True,
@@ -165,7 +165,7 @@ class Callers:
             "max_tokens": 2 * self._fault.tokens,
             "messages": [{"role": "user", "content": prompt}],
         }
-        return load_client.chat_request(PATH, f"127.0.0.1:{port}", self._system.api_key, body)
+        return post_request(PATH, self._system.api_key, body)
 
 
 def _is_retried(record: Exchange) -> bool:
@@ -205,7 +205,7 @@ async def _kill_in_turn(system: ComparedSystem, period_s: float, kills: list[flo
     number = 0
     while True:
         await asyncio.sleep(period_s)
-        kills.append(time.perf_counter())
+        kills.append(time.monotonic())
         await system.kill_engine(number % len(system.engines))
         number += 1
 

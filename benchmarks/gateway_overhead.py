@@ -54,10 +54,12 @@ from rich.console import Console
 
 from benchmarks import load_client
 from benchmarks.cpu_meter import CpuMeter, Window
-from benchmarks.load_client import Answer, LoadError
+from benchmarks.http_client import Exchange, post_request
+from benchmarks.load_client import LoadError
 from benchmarks.overhead_tables import print_tables
 from benchmarks.peers import litellm
 from benchmarks.spillway_under_test import running_spillway
+from benchmarks.stream_answer import Answer, read
 
 SEED: Final = 20
 HOST: Final = "127.0.0.1"
@@ -230,7 +232,7 @@ class Loads:
             await self._meter.settle()
         streams = _read_streams(answers, ANSWER_TOKENS)
         pairs = zip(answers, streams, strict=True)
-        ttft = [(stream.text_arrivals_s[0] - answer.due_s) * 1e3 for answer, stream in pairs]
+        ttft = [(stream.texts[0][0] - answer.due_s) * 1e3 for answer, stream in pairs]
         latency = [answer.latency_s * 1e3 for answer in answers]
         return _round({"ttft": ttft, "latency": latency}, answers, window)
 
@@ -255,7 +257,7 @@ class Loads:
             await self._meter.settle()
         added = []
         for stream in _read_streams(answers, tokens):
-            arrivals = stream.text_arrivals_s
+            arrivals = [arrived_s for arrived_s, _ in stream.texts]
             added += [(after - before) * 1e3 - token_ms for before, after in itertools.pairwise(arrivals)]
         return _round({"inter_token": added}, answers, window, units_each=tokens)
 
@@ -264,9 +266,8 @@ class Loads:
     ) -> list[bytes]:
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         return [
-            load_client.chat_request(
+            post_request(
                 PATH,
-                f"{HOST}:{self._target.port}",
                 self._target.api_key,
                 {
                     "model": model,
@@ -280,22 +281,24 @@ class Loads:
         ]
 
 
-def _round(samples_ms: dict[str, list[float]], answers: Sequence[Answer], window: Window, units_each: int = 1) -> Round:
+def _round(
+    samples_ms: dict[str, list[float]], answers: Sequence[Exchange], window: Window, units_each: int = 1
+) -> Round:
     busy_s = max(answer.ended_s for answer in answers) - min(answer.due_s for answer in answers)
     return Round(samples_ms, len(answers) * units_each, busy_s, window)
 
 
-def _check_tokens(answers: Sequence[Answer]) -> None:
+def _check_tokens(answers: Sequence[Exchange]) -> None:
     for answer in answers:
         if load_client.completion_tokens(answer) != ANSWER_TOKENS:
             raise LoadError(f"expected {ANSWER_TOKENS} tokens: {answer.body!r}")
 
 
-def _read_streams(answers: Sequence[Answer], tokens: int) -> list[load_client.Stream]:
-    streams = [load_client.read_stream(answer) for answer in answers]
+def _read_streams(answers: Sequence[Exchange], tokens: int) -> list[Answer]:
+    streams = [read(answer) for answer in answers]
     for stream in streams:
-        if stream.completion_tokens != tokens:
-            raise LoadError(f"expected {tokens} tokens, a stream had {stream.completion_tokens}")
+        if not stream.is_done or not stream.texts or stream.completion_tokens != tokens:
+            raise LoadError(f"expected {tokens} tokens, a stream had {stream.completion_tokens}: {stream.error}")
     return streams
 
 

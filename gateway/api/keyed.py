@@ -18,7 +18,7 @@ from gateway.http.exchange import ABORT_KEY, Exchange, Message, Scope
 from gateway.idempotency.claims import Claims
 from gateway.idempotency.runs import Run, Runs
 from gateway.idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, TimeoutSettings
 from protocol.bus import Bus
 from protocol.idempotency import AnswerPartRequest, ClaimState, Part
 from web.errors import (
@@ -55,9 +55,9 @@ class KeyedRequest(Struct, frozen=True):
 class RecordedExchange(Exchange):
     """An exchange whose output is recorded; without a reader for too long, its client counts as disconnected."""
 
-    def __init__(self, question: KeyedRequest, run: Run) -> None:
+    def __init__(self, question: KeyedRequest, run: Run, timeouts: TimeoutSettings) -> None:
         scope = {name: value for name, value in question.scope.items() if name != ABORT_KEY}
-        super().__init__(scope, self._receive, run.recording.record)
+        super().__init__(scope, self._receive, run.recording.record, timeouts)
         self._run = run
         self._body: bytes | None = question.body
 
@@ -80,6 +80,7 @@ class KeyedRequests:
         self._bus = bus
         self._keys = keys
         self._gateway_id = settings.gateway_id
+        self._timeouts = settings.timeouts
         self._claims = Claims(bus, settings.gateway_id)
         self._runs = Runs(settings.idempotency, self._claims.release)
         self._server = AnswerServer(bus, settings.gateway_id, self._runs)
@@ -155,7 +156,7 @@ class KeyedRequests:
 
     def _begin(self, question: KeyedRequest, claim_sequence: int | None, application: Application) -> Run:
         run = self._runs.begin(question.name, question.fingerprint, claim_sequence)
-        task = asyncio.create_task(self._run(run, application(RecordedExchange(question, run))))
+        task = asyncio.create_task(self._run(run, application(RecordedExchange(question, run, self._timeouts))))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return run

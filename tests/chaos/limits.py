@@ -26,7 +26,8 @@ import psutil
 from nats.aio.msg import Msg
 
 from accounts.principal import Policy
-from benchmarks.stream_client import Exchange, ReadTimeouts, exchange, read
+from benchmarks.http_client import Exchange, ReadTimeouts, exchange, post_request
+from benchmarks.stream_answer import read
 from protocol import subjects
 from protocol.messages import Accepted, Failed, Finished
 from protocol.quotas import NOTHING
@@ -34,7 +35,6 @@ from protocol.steps import decode_step
 from quotas.account import CLOCK_SLACK_S, LEASE_S
 from quotas.account_store import AccountStore
 from spillway.children import Child
-from tests.chaos.client import http_request
 from tests.chaos.system import MODEL, Shape, System
 
 CALLERS = 200
@@ -114,21 +114,21 @@ class Storm:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        request = http_request("/v1/chat/completions", self.system.tenant_keys[key], body)
+        request = post_request("/v1/chat/completions", self.system.tenant_keys[key], body)
         return await exchange(port or self.system.port, request, TIMEOUTS, leave=leave)
 
     async def blow(self, key: str, seconds: float, callers: int = CALLERS) -> list[Exchange]:
         """All that was answered while so many asked again and again, and at the least until the limit was met."""
-        began_s, answers = time.perf_counter(), []
+        began_s, answers = time.monotonic(), []
         until_s, met = began_s + seconds, False
 
         async def caller() -> None:
             nonlocal until_s, met
-            while (now_s := time.perf_counter()) < until_s or (not met and now_s < began_s + LONGEST_STORM_S):
+            while (now_s := time.monotonic()) < until_s or (not met and now_s < began_s + LONGEST_STORM_S):
                 answers.append(await self.ask(key))
                 if answers[-1].status != 200:
                     if not met:
-                        met, until_s = True, max(until_s, time.perf_counter() + AFTER_LIMIT_S)
+                        met, until_s = True, max(until_s, time.monotonic() + AFTER_LIMIT_S)
                     await asyncio.sleep(self._rng.uniform(0.1, 0.3))
 
         await asyncio.gather(*(caller() for _ in range(callers)))
@@ -151,14 +151,14 @@ class Storm:
 
     async def wait_until_served(self) -> None:
         """Wait until every gateway knows the model. Raises AssertionError with the last other answer."""
-        deadline_s = time.perf_counter() + READY_LIMIT_S
+        deadline_s = time.monotonic() + READY_LIMIT_S
         for gateway, port in zip(self.system.gateways, self.system.gateway_ports, strict=True):
             while (answer := await self.ask("all", port=port)).status != 200:
                 body = b"".join(piece for _, piece in answer.pieces).decode()
                 said = (
                     f"{gateway.name} does not serve: {answer.ending} {answer.status} {body}\n  {gateway.last_lines()}"
                 )
-                assert time.perf_counter() < deadline_s, said
+                assert time.monotonic() < deadline_s, said
                 await asyncio.sleep(POLL_S)
 
 
@@ -209,12 +209,12 @@ async def _kill_one(storm: Storm, running: Running) -> tuple[float, float]:
     blowing = asyncio.create_task(storm.blow("concurrent", longest_s + 1))
     await asyncio.sleep(1.0)
     await storm.system.kill(storm.system.gateways[0])
-    killed_s = time.perf_counter()
+    killed_s = time.monotonic()
     freeing = asyncio.create_task(_until_forgotten(storm.system, killed_s + longest_s))
     await asyncio.sleep(2 * TOKENS * storm.system.shape.inter_token_s)  # its last answers end
-    while len(running.now) < LEAST_USED * CONCURRENT and time.perf_counter() - killed_s < longest_s:
+    while len(running.now) < LEAST_USED * CONCURRENT and time.monotonic() - killed_s < longest_s:
         await asyncio.sleep(POLL_S)
-    back_s = time.perf_counter() - killed_s
+    back_s = time.monotonic() - killed_s
     await blowing
     return await freeing - killed_s, back_s
 
@@ -222,25 +222,25 @@ async def _kill_one(storm: Storm, running: Running) -> tuple[float, float]:
 async def _until_forgotten(system: System, latest_s: float) -> float:
     """Return the time when the account has no more leases than gateways remain, or ``latest_s``."""
     account_store, key_id = AccountStore(system.bus), system.key_ids["concurrent"]
-    while time.perf_counter() < latest_s:
+    while time.monotonic() < latest_s:
         found = await account_store.load(key_id)
         if found is not None and len(found[0].leases) < system.shape.gateways:
             break
         await asyncio.sleep(POLL_S)
-    return time.perf_counter()
+    return time.monotonic()
 
 
 async def cancels(storm: Storm, findings: Findings, count: int) -> None:
     """Check that after disconnects no gateway holds anything of any limit."""
     findings.figures["endings"] = await storm.leave_anywhen("all", count)
-    account_store, began_s = AccountStore(storm.system.bus), time.perf_counter()
+    account_store, began_s = AccountStore(storm.system.bus), time.monotonic()
     for name, key_id in storm.system.key_ids.items():
         while await _is_held(account_store, key_id):
-            if time.perf_counter() - began_s > FREE_LIMIT_S:
+            if time.monotonic() - began_s > FREE_LIMIT_S:
                 findings.offences.append(f"something of {name} stays reserved: {await account_store.load(key_id)}")
                 break
             await asyncio.sleep(POLL_S)
-    findings.figures["free_after_s"] = round(time.perf_counter() - began_s, 3)
+    findings.figures["free_after_s"] = round(time.monotonic() - began_s, 3)
 
 
 async def _is_held(account_store: AccountStore, key_id: str) -> bool:

@@ -7,11 +7,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.chaos.client import ConnectionCut, Reply, exchange, http_request
+from benchmarks.http_client import Exchange, ReadTimeouts, exchange, post_request
 from tests.chaos.mix import Question
 from tests.chaos.oracle import Answer, BadAnswer, arrivals, read
 
 ANSWER_LIMIT_S = 120.0
+PATIENCE = ReadTimeouts(idle_s=ANSWER_LIMIT_S, total_s=ANSWER_LIMIT_S)
 READY_LIMIT_S = 60.0
 READY_POLL_S = 0.1
 RETRIES = 20
@@ -26,12 +27,12 @@ class Call:
     """One question asked once by one caller, who may have had to ask again because a gateway died."""
 
     question: Question
-    replies: list[Reply] = field(default_factory=list)  # all but the last were cut off
+    replies: list[Exchange] = field(default_factory=list)  # all but the last were cut off
     answer: Answer | None = None
     error: str | None = None
 
     @property
-    def reply(self) -> Reply:
+    def reply(self) -> Exchange:
         """The latest."""
         return self.replies[-1]
 
@@ -43,7 +44,7 @@ class Call:
     def is_mid_stream(self) -> bool:
         """True if tokens have arrived and more are due."""
         reply = self.reply if self.replies else None
-        return bool(reply and reply.ended_s is None and self.question.streams and len(reply.pieces) > 1)
+        return bool(reply and not reply.ended_s and self.question.streams and len(reply.pieces) > 1)
 
     def arrivals(self) -> list[float]:
         return self.answer.arrivals_s if self.answer else arrivals(self.reply)
@@ -79,8 +80,8 @@ class Load:
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 await self._exchange(call, port or self._port)
             call.answer = read(question, call.reply)
-        except (BadAnswer, ConnectionCut, OSError) as error:
-            call.error = str(error) or type(error).__name__
+        except BadAnswer as error:
+            call.error = str(error)
         except TimeoutError:
             call.error = f"no end within {ANSWER_LIMIT_S:g} s"
         finally:
@@ -90,15 +91,14 @@ class Load:
     async def _exchange(self, call: Call, port: int) -> None:
         question = call.question
         key = uuid.uuid4().hex
-        request = http_request(question.path, self._api_key, question.body, Idempotency_Key=key)
+        request = post_request(question.path, self._api_key, question.body, Idempotency_Key=key)
         while True:
-            reply = Reply()
+            reply = Exchange(time.monotonic())
             call.replies.append(reply)
-            try:
-                await exchange(port, request, reply)
-            except (ConnectionCut, OSError):
+            await exchange(port, request, PATIENCE, record=reply)
+            if reply.ending != "whole":
                 if not self._is_excused() or len(call.replies) == RETRIES:
-                    raise
+                    raise BadAnswer(f"the answer has no end: {reply.ending}, HTTP {reply.status}")
             else:
                 is_balancers = reply.status in {BAD_GATEWAY, NO_GATEWAY} and reply.request_id is None
                 if not is_balancers or not self._is_excused():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.client import Reply
+from benchmarks.http_client import Exchange
 from tests.chaos.mix import Question
 
 _WORD = re.compile(r"\s*\S+|\s+$")
@@ -57,7 +57,7 @@ class Difference:
 # --- taking apart -----------------------------------------------------------------------------------------------------
 
 
-def read(question: Question, reply: Reply) -> Answer:
+def read(question: Question, reply: Exchange) -> Answer:
     """Take a reply apart. Raises BadAnswer if it is an error, or incomplete."""
     if reply.status != 200:
         raise BadAnswer(f"HTTP {reply.status}: {reply.body[:300].decode(errors='replace')}")
@@ -71,12 +71,12 @@ def read(question: Question, reply: Reply) -> Answer:
     return answer
 
 
-def arrivals(reply: Reply) -> list[float]:
+def arrivals(reply: Exchange) -> list[float]:
     """Return the arrival times of a stream's chunks with content, so far."""
     return [arrived_s for arrived_s, event in _events(reply) if b'"content":' in event or b'"text":' in event]
 
 
-def _events(reply: Reply) -> list[tuple[float, bytes]]:
+def _events(reply: Exchange) -> list[tuple[float, bytes]]:
     found: list[tuple[float, bytes]] = []
     rest = b""
     for arrived_s, piece in reply.pieces:
@@ -85,7 +85,7 @@ def _events(reply: Reply) -> list[tuple[float, bytes]]:
     return found
 
 
-def _read_stream(reply: Reply, answer: Answer) -> None:
+def _read_stream(reply: Exchange, answer: Answer) -> None:
     ended = False
     for arrived_s, event in _events(reply):
         if ended:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.chaos.client import Reply
+from benchmarks.http_client import Exchange
 from tests.chaos.ledger import LedgerRow
 from tests.chaos.load import Call
 from tests.chaos.oracle import Answer, Difference, compare
@@ -212,8 +212,8 @@ def judge_poisoned(report: Report, calls: Sequence[Call], dead_letters: int) -> 
 def measure_gaps(report: Report, strikes: Sequence[Strike], calls: Sequence[Call], watcher: Watcher) -> None:
     """Find what the caller of each struck stream saw of the fault, and how long every stream took to begin."""
     for call in calls:
-        if call.answer and call.answer.arrivals_s and call.replies[0].sent_s is not None:
-            report.first_token_ms.append((call.answer.arrivals_s[0] - call.replies[0].sent_s) * 1000)
+        if call.answer and call.answer.arrivals_s and call.replies[0].ending != "unreachable":
+            report.first_token_ms.append((call.answer.arrivals_s[0] - call.replies[0].due_s) * 1000)
     by_id = {reply.request_id: call for call in calls for reply in call.replies}
     for strike in strikes:
         report.strikes_that_moved += any(
@@ -270,9 +270,9 @@ def accepted_ids(calls: Sequence[Call]) -> set[str]:
     }
 
 
-def cut_replies(calls: Sequence[Call]) -> list[Reply]:
+def cut_replies(calls: Sequence[Call]) -> list[Exchange]:
     """The replies that were cut off, and asked for again."""
-    return [reply for call in calls for reply in call.replies[:-1] if reply.sent_s is not None]
+    return [reply for call in calls for reply in call.replies[:-1] if reply.ending != "unreachable"]
 
 
 def judge_ledger(

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from benchmarks.http_client import Exchange
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
 from protocol.messages import Job, ResumePoint, Sampling, Tokens, pack_token_ids
 from spillway.config import DEMO_MODEL_PATH
-from tests.chaos.client import Reply
 from tests.chaos.handovers import judge_handovers
 from tests.chaos.ledger import LedgerRow
 from tests.chaos.load import Call
@@ -32,10 +32,10 @@ def chunk(text: str, finish: str | None = None, **rest: Any) -> bytes:
     return b"data: " + json.dumps({"choices": [part], **rest}).encode() + b"\n\n"
 
 
-def reply(*pieces: bytes, request_id: str = "req_1", first_s: float = 0.0, step_s: float = 1.0) -> Reply:
-    headers = {"x-request-id": request_id, "x-spillway-attempts": "1"}
+def reply(*pieces: bytes, request_id: str = "req_1", first_s: float = 0.0, step_s: float = 1.0) -> Exchange:
+    headers = [(b"x-request-id", request_id.encode()), (b"x-spillway-attempts", b"1")]
     arrived = [(first_s + number * step_s, piece) for number, piece in enumerate(pieces)]
-    return Reply(0.0, 200, headers, arrived, first_s + len(pieces) * step_s)
+    return Exchange(0.0, "whole", 200, headers, arrived, first_s + len(pieces) * step_s)
 
 
 def answer(text: str, **choice: Any) -> Answer:

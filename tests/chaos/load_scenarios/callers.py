@@ -11,10 +11,10 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
+from benchmarks.http_client import Exchange, ReadTimeouts, exchange, post_request
 from benchmarks.scripted_answers import ScriptedAnswers
-from benchmarks.stream_client import Answer, Exchange, ReadTimeouts, exchange, read
+from benchmarks.stream_answer import Answer, read
 from protocol.messages import decode_job
-from tests.chaos.client import http_request
 from tests.chaos.ledger import settled_rows
 from tests.chaos.mix import SUBJECTS
 from tests.chaos.report import Report
@@ -106,19 +106,20 @@ class Callers:
             **(rest or {}),
         }
         key = self._system.tenant_keys[tenant] if tenant else self._system.api_key
-        request = http_request(PATH, key, body)
-        record = await exchange(self._system.port, request, TIMEOUTS, due_s=due_s, leave=leave, on_piece=on_piece)
+        request = post_request(PATH, key, body)
+        record = None if due_s is None else Exchange(due_s)
+        record = await exchange(self._system.port, request, TIMEOUTS, record=record, leave=leave, on_piece=on_piece)
         asked = Asked(tenant, prompt, tokens, record, read(record), rest or {})
         self.asked.append(asked)
         return asked
 
     async def offer(self, rate_per_s: float, seconds: float, *, tokens: int, **how: Any) -> list[Asked]:
         """Ask so many questions a second for so long; returns when all have their ends."""
-        first_s = time.perf_counter()
+        first_s = time.monotonic()
         tasks = []
         for number in range(round(rate_per_s * seconds)):
             due_s = first_s + number / rate_per_s
-            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             tasks.append(asyncio.create_task(self.ask(tokens=tokens, due_s=due_s, **how)))
         return list(await asyncio.gather(*tasks))
 

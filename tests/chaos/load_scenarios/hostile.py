@@ -18,9 +18,9 @@ import psutil
 from msgspec.structs import replace
 
 from accounts.principal import Policy
+from benchmarks.http_client import post_request
 from protocol import subjects
 from protocol.artifacts import get_object, publish_model_card, read_model_card
-from tests.chaos.client import http_request
 from tests.chaos.load_scenarios.callers import Asked, ttfts_ms
 from tests.chaos.load_scenarios.plan import Stage, expect
 from tests.chaos.report import Report, percentile
@@ -129,7 +129,7 @@ def _attacks(crowd: Crowd) -> dict[str, Callable[[], Awaitable[None]]]:
         "large head": f"GET / HTTP/1.1\r\nHost: x\r\nX: {'a' * BODY_BYTES}\r\n\r\n".encode(),
     }
     stream = _raw(chat, key, json.dumps(_body(stream=True, **logprobs)).encode())
-    pipelined = http_request(chat, key, _body(max_tokens=1)) * 5
+    pipelined = post_request(chat, key, _body(max_tokens=1)) * 5
     half = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
 
     def sending(name: str, request: bytes) -> Callable[[], Awaitable[None]]:

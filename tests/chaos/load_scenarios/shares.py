@@ -41,7 +41,7 @@ async def _two_backlogs(stage: Stage, *, offers: tuple[float, float], tolerance:
     ceiling = Ceiling(stage.system.shape, TOKENS)
     leave = asyncio.Event()
     psutil.cpu_percent()
-    first_s = time.perf_counter()
+    first_s = time.monotonic()
     offered = [
         asyncio.create_task(
             callers.offer(offer * ceiling.requests_per_s, plan.seconds, tokens=TOKENS, tenant=tenant, leave=leave)
@@ -49,7 +49,7 @@ async def _two_backlogs(stage: Stage, *, offers: tuple[float, float], tolerance:
         for tenant, offer in zip((BUSY, QUIET), offers, strict=True)
     ]
     await asyncio.sleep(plan.seconds)
-    until_s = time.perf_counter()
+    until_s = time.monotonic()
     report.extras["machine_busy_percent"] = psutil.cpu_percent()
     leave.set()
     await asyncio.gather(*offered)
@@ -86,13 +86,13 @@ async def light_tenant(stage: Stage) -> None:
     ceiling = Ceiling(stage.system.shape, TOKENS)
     alone = await callers.offer(BEFORE_PER_S, ALONE_S, tokens=TOKENS, tenant=QUIET)
     leave = asyncio.Event()
-    first_s = time.perf_counter()
+    first_s = time.monotonic()
     heavy = asyncio.create_task(
         callers.offer(10 * ceiling.requests_per_s, plan.seconds, tokens=TOKENS, tenant=BUSY, leave=leave)
     )
     await asyncio.sleep(ceiling.service_s)  # until the spike holds every slot
     light = await callers.offer(1.0, plan.seconds - ceiling.service_s, tokens=TOKENS, tenant=QUIET)
-    until_s = time.perf_counter()
+    until_s = time.monotonic()
     leave.set()
     await heavy
     _expect_flood(stage, ceiling, first_s + ceiling.service_s, until_s)
@@ -106,13 +106,13 @@ async def batch(stage: Stage) -> None:
     ceiling = Ceiling(stage.system.shape, TOKENS)
     idle = await callers.offer(BEFORE_PER_S, ALONE_S, tokens=FEW_TOKENS, tenant=QUIET)
     leave = asyncio.Event()
-    first_s = time.perf_counter()
+    first_s = time.monotonic()
     flood = asyncio.create_task(
         callers.offer(3 * ceiling.requests_per_s, plan.seconds, tokens=TOKENS, tenant=BUSY, rest=FLEX, leave=leave)
     )
     await asyncio.sleep(ceiling.service_s)
     interactive = await callers.offer(BEFORE_PER_S, plan.seconds - ceiling.service_s, tokens=FEW_TOKENS, tenant=QUIET)
-    until_s = time.perf_counter()
+    until_s = time.monotonic()
     leave.set()
     await flood
     _expect_flood(stage, ceiling, first_s + ceiling.service_s, until_s)

@@ -29,7 +29,7 @@ async def spike(stage: Stage) -> None:
     ceiling = Ceiling(stage.system.shape, TOKENS)
     idle = [await callers.ask(tokens=2) for _ in range(PROBES)]
     psutil.cpu_percent()
-    first_s = time.perf_counter()
+    first_s = time.monotonic()
     offer = callers.offer(SPIKE_FACTOR * ceiling.requests_per_s, plan.seconds, tokens=TOKENS)
     offered = asyncio.create_task(offer)
     await asyncio.sleep(DRAIN_MARGIN * SPIKE_FACTOR * plan.seconds + ceiling.service_s)
@@ -62,13 +62,13 @@ async def zero_workers(stage: Stage) -> None:
     await callers.wait_until_served()
     only.send(signal.SIGTERM)
     await asyncio.to_thread(only.process.join)
-    went_s = time.perf_counter()
+    went_s = time.monotonic()
     offered = asyncio.create_task(callers.offer(plan.count / plan.seconds, plan.seconds, tokens=TOKENS))
     await asyncio.sleep(plan.seconds)
     early = [asked for asked in callers.asked if asked.record.due_s > went_s]
     if early:
         report.offend(f"{len(early)} requests ended while nobody was there", early[0].request_id, str(early[0]))
-    came_s = time.perf_counter()
+    came_s = time.monotonic()
     await farm.spawn(0)
     waited = await offered
     long = [asked for asked in waited if came_s - asked.record.due_s > COMMENT_LIMIT_S * plan.slack]
@@ -90,7 +90,7 @@ async def nats_idle(stage: Stage) -> None:
         during = asyncio.create_task(callers.ask(tokens=2))
         await asyncio.sleep(stage.plan.seconds)
         await asyncio.to_thread(server.start)
-        started_s = time.perf_counter()
+        started_s = time.monotonic()
         after = await callers.ask(tokens=2)
         back_ms += [(asked.record.ended_s - started_s) * 1000 for asked in (await during, after)]
     report.extras["answered_after_restart_ms_p50"] = percentile(back_ms, 50)

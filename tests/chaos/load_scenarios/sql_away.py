@@ -82,15 +82,15 @@ class Gauge:
     """The gateway's memory and the ledger stream's backlog over time."""
 
     system: System
-    memory_mib: list[tuple[float, float]] = field(default_factory=list)  # (perf_counter, resident)
-    backlog: list[tuple[float, int]] = field(default_factory=list)  # (perf_counter, messages not written yet)
+    memory_mib: list[tuple[float, float]] = field(default_factory=list)  # (monotonic clock, resident)
+    backlog: list[tuple[float, int]] = field(default_factory=list)  # (monotonic clock, messages not written yet)
 
     async def run(self) -> None:
         """Sample for ever."""
         process = psutil.Process(self.system.gateways[0].pid)
         while True:
-            self.memory_mib.append((time.perf_counter(), process.memory_info().rss / 2**20))
-            self.backlog.append((time.perf_counter(), await self._unwritten()))
+            self.memory_mib.append((time.monotonic(), process.memory_info().rss / 2**20))
+            self.backlog.append((time.monotonic(), await self._unwritten()))
             await asyncio.sleep(SAMPLE_PERIOD_S)
 
     async def _unwritten(self) -> int:
@@ -103,7 +103,7 @@ class Gauge:
 
     async def caught_up_s(self, from_s: float, usual: int, limit_s: float) -> float | None:
         """Return the seconds after a moment until no more messages than usual waited; None: not within the limit."""
-        while time.perf_counter() < from_s + limit_s:
+        while time.monotonic() < from_s + limit_s:
             for at_s, waiting in self.backlog:
                 if at_s >= from_s and waiting <= usual:
                     return at_s - from_s
@@ -132,20 +132,20 @@ def play(outage: Outage) -> Callable[[Stage], Coroutine[Any, Any, None]]:
         calm_s = plan.seconds / CALM_SHARE
         await _offer(stage, min(WARM_UP_S, plan.seconds))
         sampling = asyncio.create_task(gauge.run())
-        began_s = time.perf_counter()
+        began_s = time.monotonic()
         offered = asyncio.create_task(_offer(stage, calm_s + plan.seconds + calm_s))
         await asyncio.sleep(calm_s)
         psutil.cpu_percent()
-        away_s = time.perf_counter()
+        away_s = time.monotonic()
         async with outage(stage.system):
             await asyncio.sleep(plan.seconds)
-        back_s = time.perf_counter()
+        back_s = time.monotonic()
         stage.report.faults += 1
         stage.report.extras["machine_busy_percent"] = psutil.cpu_percent()
         usual = max(waiting for at_s, waiting in gauge.backlog if began_s <= at_s < away_s)
         caught_up_s = await gauge.caught_up_s(back_s, usual, CATCH_UP_LIMIT_S)
         await offered
-        ended_s = time.perf_counter()
+        ended_s = time.monotonic()
         sampling.cancel()
         phases = [Phase("before", began_s, away_s), Phase("during", away_s, back_s), Phase("after", back_s, ended_s)]
         stage.report.extras["away_s"] = round(back_s - away_s, 1)
@@ -213,10 +213,10 @@ async def _judge_money(stage: Stage) -> None:
 
 async def _spent(account_store: AccountStore, key_id: str, owed: int) -> int:
     """By the budget's account, once it has heard of everything, or ``SETTLE_LIMIT_S`` later."""
-    deadline_s = time.perf_counter() + SETTLE_LIMIT_S
+    deadline_s = time.monotonic() + SETTLE_LIMIT_S
     while True:
         found = await account_store.load(key_id)
         spent = 0 if found is None else found[0].spent_nano_usd
-        if spent == owed or time.perf_counter() > deadline_s:
+        if spent == owed or time.monotonic() > deadline_s:
             return spent
         await asyncio.sleep(SAMPLE_PERIOD_S)

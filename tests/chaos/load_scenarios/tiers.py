@@ -90,7 +90,7 @@ async def _kill_cheap(callers: Callers, cheap: list[LiveWorker]) -> tuple[float,
     await asyncio.sleep(before_s)
     for worker in cheap:
         worker.send(signal.SIGKILL)
-    return time.perf_counter(), await offered
+    return time.monotonic(), await offered
 
 
 def _was_cut(asked: Asked, killed_s: float) -> bool:

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from benchmarks.failure_comparison import Expected, verdict
+from benchmarks.http_client import Ending, Exchange
 from benchmarks.scripted_answers import ScriptedAnswers
-from benchmarks.stream_client import Ending, Exchange, read
+from benchmarks.stream_answer import read
 from tests.chaos.load_scenarios.callers import Asked, served_tokens, tokens_of
 
 TEXT = " water over the dam."
