@@ -1,4 +1,4 @@
-"""The time and the cost that Spillway adds to an answer, beside LiteLLM's proxy in the same run.
+"""The time and the cost that Spillway adds to an answer, beside LiteLLM's proxy and NVIDIA's Dynamo in the same run.
 
 The engine is the scripted one with no time of its own (or 20 ms a token where that is said), so all that is measured is
 the path: gateway, queue, worker and back. Every process runs alone, and all of them, the load client too, share this
@@ -23,12 +23,16 @@ through the proxy minus those of the backend asked directly, percentile by perce
 alone. Where it cannot take 200 requests a second the queue grows until the load ends: the column of what it achieved
 says so, and the idle figures compare the two without load.
 
+Dynamo's frontend stands before two of its mockers (engines without a model) with NATS as the request plane, all at its
+defaults; its answers go back over TCP, as it has no response plane on NATS. It checks no key, keeps no ledger and
+queues nothing. Its CPU is that of frontend, mockers and NATS, as Spillway's is that of gateway, workers and NATS.
+
 Percentiles are over the requests of all rounds, CPU is the median of the rounds. "Others" are the cores that processes
 outside the measurement kept busy: more than a few hundredths spoil a run. "Stolen" are those that the hypervisor gave
 to other machines, which makes every CPU time longer: a round with more of it than ``STOLEN_LIMIT_CORES`` is made again.
 Prompts are drawn with a fixed seed.
 
-    python -m benchmarks.gateway_overhead [--quick] [--without-peer]
+    python -m benchmarks.gateway_overhead [--quick] [--peers litellm dynamo]
 """
 
 import argparse
@@ -57,7 +61,7 @@ from benchmarks.cpu_meter import CpuMeter, Window
 from benchmarks.http_client import Exchange, post_request
 from benchmarks.load_client import LoadError
 from benchmarks.overhead_tables import print_tables
-from benchmarks.peers import litellm
+from benchmarks.peers import dynamo, litellm
 from benchmarks.spillway_under_test import running_spillway
 from benchmarks.stream_answer import Answer, read
 
@@ -326,6 +330,13 @@ async def measure_litellm(folder: Path, sizes: Sizes, console: Console) -> tuple
     return results, backend
 
 
+async def measure_dynamo(folder: Path, sizes: Sizes, console: Console) -> dict[str, Any]:
+    """All loads on Dynamo's frontend."""
+    async with dynamo.running_dynamo(folder, TOKEN_MS) as peer:
+        loads = Loads(Target(peer.port, "none", peer.pids), sizes)
+        return await loads.run(lambda line: console.print(f"[dim]dynamo: {line}[/dim]"))
+
+
 def machine() -> dict[str, Any]:
     """Return the hardware and software on which the figures were measured."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -347,7 +358,10 @@ async def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="spillway-overhead-") as folder:
         sizes = QUICK if arguments.quick else SPILLWAY_SIZES
         report["spillway"] = await measure_spillway(Path(folder), sizes, console)
-        if not arguments.without_peer:
+        if "dynamo" in arguments.peers:
+            report["dynamo_version"] = await asyncio.to_thread(dynamo.install)
+            report["dynamo"] = await measure_dynamo(Path(folder), sizes, console)
+        if "litellm" in arguments.peers:
             report["litellm_version"] = await asyncio.to_thread(litellm.install)
             sizes = QUICK if arguments.quick else PEER_SIZES
             report["litellm"], report["backend"] = await measure_litellm(Path(folder), sizes, console)
@@ -358,6 +372,8 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sanity run of a few seconds; its figures mean little")
-    parser.add_argument("--without-peer", action="store_true", help="leave LiteLLM out")
+    parser.add_argument(
+        "--peers", nargs="*", choices=("litellm", "dynamo"), default=["litellm"], help="without a name: none"
+    )
     gc.disable()  # the client's own pauses must not show in the latencies; a run makes little garbage with cycles
     uvloop.run(main(parser.parse_args()))

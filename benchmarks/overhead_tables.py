@@ -26,37 +26,40 @@ CORES: Final = ("others (cores)", "stolen (cores)")  # what disturbs a run
 
 
 def print_tables(report: dict[str, Any], console: Console) -> None:
-    """Print latencies and costs side by side, Spillway's and where measured LiteLLM's."""
+    """Print latencies and costs side by side, Spillway's and those of the peers that were measured."""
     console.print(_latency_table(report))
     console.print(_cost_table(report))
 
 
 def _latency_table(report: dict[str, Any]) -> Table:
     table = Table("added, ms (p50 / p99)", "aim", "Spillway", "per s", title="Latency added", title_justify="left")
-    peer = report.get("litellm")
-    if peer:
-        table.add_column("LiteLLM")
+    litellm, dynamo = report.get("litellm"), report.get("dynamo")
+    for name in [name for name, peer in (("LiteLLM", litellm), ("Dynamo", dynamo)) if peer]:
+        table.add_column(name)
         table.add_column("per s")
     for load, timed, label, aim in LATENCIES:
-        own = report["spillway"][load]
-        row = [label, aim, _pair(own[timed]["p50_ms"], own[timed]["p99_ms"]), f"{own['per_s']:,.0f}"]
-        if peer:
-            direct = report["backend"][load][timed]
-            proxied = peer[load][timed]
+        row = [label, aim, *_timed(report["spillway"][load], timed)]
+        if litellm:
             # The gaps of the backend have been freed of the 20 ms already, as those of the proxy.
-            added = [proxied[name] - direct[name] for name in ("p50_ms", "p99_ms")]
-            row += [_pair(*added), f"{peer[load]['per_s']:,.0f}"]
+            row += _timed(litellm[load], timed, report["backend"][load])
+        if dynamo:
+            row += _timed(dynamo[load], timed)
         table.add_row(*row)
     return table
+
+
+def _timed(load: dict[str, Any], timed: str, direct: dict[str, Any] | None = None) -> tuple[str, str]:
+    """Return what a load took, less what it took of the backend alone, and its rate."""
+    p50, p99 = (load[timed][name] - (direct[timed][name] if direct else 0.0) for name in ("p50_ms", "p99_ms"))
+    return f"{p50:,.2f} / {p99:,.2f}", f"{load['per_s']:,.0f}"
 
 
 def _cost_table(report: dict[str, Any]) -> Table:
     table = Table("CPU per", "", "aim", "path", "gateway", "worker", "NATS", "ledger", "client", *CORES)
     table.title, table.title_justify = "CPU (path = gateway + worker + NATS)", "left"
-    peer = report.get("litellm")
-    if peer:
-        table.add_column("LiteLLM")
-        for name in CORES:
+    peers = [(name, report[name.lower()]) for name in ("LiteLLM", "Dynamo") if name.lower() in report]
+    for peer, _ in peers:
+        for name in (peer, *CORES):
             table.add_column(name)
     for load, label, divisor, unit, aim in COSTS:
         own = report["spillway"][load]
@@ -65,15 +68,13 @@ def _cost_table(report: dict[str, Any]) -> Table:
         shown = (cpu["gateway"], worker, cpu["nats"], cpu["ledger"], cpu["load client"])
         path = sum(cpu[name] for name in PATH_PROCESSES)
         row = [label, unit, aim, f"{path:.2f}", *(f"{value:.2f}" for value in shown), *_cores(own)]
-        if peer:
-            row += [f"{peer[load]['cpu_us']['litellm'] / divisor:.2f}", *_cores(peer[load])]
+        for _, peer in peers:
+            # All its processes but the backend, which stands for the engine; of Dynamo the mockers, too.
+            cpu_us = sum(us for name, us in peer[load]["cpu_us"].items() if name not in {"backend", "load client"})
+            row += [f"{cpu_us / divisor:.2f}", *_cores(peer[load])]
         table.add_row(*row)
     return table
 
 
 def _cores(load: dict[str, Any]) -> tuple[str, str]:
     return f"{load['others_cores']:.2f}", f"{load['stolen_cores']:.2f}"
-
-
-def _pair(p50: float, p99: float) -> str:
-    return f"{p50:,.2f} / {p99:,.2f}"
