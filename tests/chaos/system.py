@@ -4,6 +4,7 @@ Queue server and load balancer run with the files that are shipped in ``deploy/`
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from protocol.bus import Bus
 from spillway.children import Child
 from spillway.cli.processes import LEDGER_NICENESS
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
-from tests.chaos.older import unpack_older
+from tests.chaos.older import OLDER_COMMITS, unpack_older
 from tests.chaos.proxy import CutProxy
 from tests.chaos.servers import FIRST_SLOT, REVISION, Server, ServerSpec, engine_settings, make_servers
 from tests.chaos.watcher import Watcher
@@ -92,7 +93,8 @@ class System:
         self.ledger: Child
         self.servers: dict[str, Server] = {}  # by pool
         self.worker_processes: dict[int, Child] = {}  # by slot: those that are none of the farm's
-        self._older: dict[str, str] | None = None
+        self._older: dict[str, dict[str, str]] = {}  # environments, by commit
+        self._older_commits = itertools.cycle(OLDER_COMMITS)
         self.farm: WorkerFarm
         self._stack = AsyncExitStack()
 
@@ -237,10 +239,11 @@ class System:
         return child
 
     def older_code(self) -> dict[str, str]:
-        """The environment of another commit's code."""
-        if self._older is None:
-            self._older = unpack_older(self.folder / "older")
-        return self._older
+        """The environment of another commit's code: of each in turn."""
+        commit = next(self._older_commits)
+        if commit not in self._older:
+            self._older[commit] = unpack_older(commit, self.folder / commit)
+        return self._older[commit]
 
     async def add_worker_process(self, slot: int, environment: dict[str, str]) -> None:
         """Start a worker as it is started outside tests; it stays until it is stopped."""
