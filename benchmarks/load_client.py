@@ -16,11 +16,16 @@ class LoadError(Exception):
     """An answer was not what the load expects; the message shows it."""
 
 
-async def _answer(connection: Connection, request: bytes, due_s: float | None = None) -> Exchange:
-    answer = await connection.send(request, Exchange(time.monotonic() if due_s is None else due_s))
-    if answer.ending != "whole" or answer.status != 200:
-        raise LoadError(f"HTTP {answer.status}, {answer.ending}: {answer.body[:500]!r}")
-    return answer
+def _send(connection: Connection, request: bytes) -> asyncio.Future[Exchange]:
+    return connection.send(request, Exchange(time.monotonic()))
+
+
+def _checked(answers: Sequence[Exchange]) -> list[Exchange]:
+    """Return the answers of a load that is over. Raises LoadError if one is not whole, or no 200."""
+    for answer in answers:
+        if answer.ending != "whole" or answer.status != 200:
+            raise LoadError(f"HTTP {answer.status}, {answer.ending}: {answer.body[:500]!r}")
+    return list(answers)
 
 
 async def sequential(host: str, port: int, requests: Sequence[bytes]) -> list[Exchange]:
@@ -28,7 +33,7 @@ async def sequential(host: str, port: int, requests: Sequence[bytes]) -> list[Ex
     connection = await Connection.open(host, port)
     try:
         async with asyncio.timeout(ANSWER_LIMIT_S):
-            return [await _answer(connection, request) for request in requests]
+            return _checked([await _send(connection, request) for request in requests])
     finally:
         connection.close()
 
@@ -39,7 +44,7 @@ async def concurrent(host: str, port: int, requests: Sequence[bytes]) -> list[Ex
     try:
         async with asyncio.timeout(ANSWER_LIMIT_S):
             pairs = zip(connections, requests, strict=True)
-            return await asyncio.gather(*(_answer(connection, request) for connection, request in pairs))
+            return _checked(await asyncio.gather(*(_send(connection, request) for connection, request in pairs)))
     finally:
         for connection in connections:
             connection.close()
@@ -51,12 +56,12 @@ async def closed_loop(host: str, port: int, requests: Sequence[bytes], connectio
     left = iter(requests)
 
     async def work(connection: Connection) -> list[Exchange]:
-        return [await _answer(connection, request) for request in left]
+        return [await _send(connection, request) for request in left]
 
     try:
         async with asyncio.timeout(ANSWER_LIMIT_S):
             done = await asyncio.gather(*map(work, opened))
-            return [answer for answers in done for answer in answers]
+            return _checked([answer for answers in done for answer in answers])
     finally:
         for connection in opened:
             connection.close()
@@ -78,7 +83,7 @@ async def open_loop(
     async def exchange(request: bytes, due_s: float) -> Exchange:
         connection = await idle.get()
         try:
-            return await _answer(connection, request, due_s)
+            return await connection.send(request, Exchange(due_s))
         finally:
             idle.put_nowait(connection)
 
@@ -94,7 +99,7 @@ async def open_loop(
         async with asyncio.timeout(ANSWER_LIMIT_S):
             await asyncio.to_thread(_pace, due_times_s, lambda number: loop.call_soon_threadsafe(start, number))
             await asyncio.sleep(0)  # the last start was handed over by a thread
-            return await asyncio.gather(*exchanges)
+            return _checked(await asyncio.gather(*exchanges))
     finally:
         for connection in opened:
             connection.close()
