@@ -11,8 +11,11 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +33,9 @@ FIRST_KEY_NAME: Final = "default"
 GATEWAY_STOP_MARGIN_S: Final = 10.0
 LEDGER_STOP_LIMIT_S: Final = 20.0
 RESOLVED_CONFIG_NAME: Final = "config.json"
+CARDS_LIMIT_S: Final = 30.0
+CARDS_POLL_S: Final = 0.05
+_DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the user's
 
 
 class UpError(Exception):
@@ -97,9 +103,10 @@ async def up(config: Config, say: Callable[[str], None], on_running: Callable[[R
             await _run_processes(
                 nats,
                 _children(resolved),
+                partial(_until_counted, running.base_url, _served_here(resolved)),
                 shutdown,
                 say,
-                lambda facts: on_running(replace(running, task=_task_of(running.model, resolved, facts))),
+                on_ready=lambda facts: on_running(replace(running, task=_task_of(running.model, resolved, facts))),
             )
         finally:
             resolved_config_path(config.data_dir).unlink(missing_ok=True)
@@ -226,14 +233,21 @@ def _children(config: Config) -> list[Child]:
 async def _run_processes(
     nats: EmbeddedNats | None,
     children: list[Child],
+    until_counted: Callable[[], Awaitable[None]],
     shutdown: _Shutdown,
     say: Callable[[str], None],
+    *,
     on_ready: Callable[[list[dict[str, Any]]], None],
 ) -> None:
+    async def all_ready() -> list[dict[str, Any]]:
+        facts = await asyncio.gather(*(_say_when_ready(child, say) for child in children))
+        await until_counted()
+        return facts
+
     try:
         for child in children:
             await child.start()
-        ready = asyncio.gather(*(_say_when_ready(child, say) for child in children))
+        ready = asyncio.create_task(all_ready(), name="wait-for-children")
         if not await _unless_stopped(ready, shutdown.requested):
             return
         on_ready(ready.result())
@@ -251,6 +265,28 @@ async def _say_when_ready(child: Child, say: Callable[[str], None]) -> dict[str,
     facts = await child.wait_ready()
     say(f"{child.name}: ready")
     return facts
+
+
+def _served_here(config: Config) -> frozenset[str]:
+    return frozenset(model for pool in config.pools.values() if pool.workers for model in pool.models)
+
+
+async def _until_counted(base_url: str, models: frozenset[str]) -> None:
+    """Wait until the gateway can count the tokens of these models: their workers' cards may still be on their way.
+
+    After ``CARDS_LIMIT_S`` it is left at that: a card that cannot be used is told by the log and by ``/readyz``.
+    """
+    deadline_s = time.monotonic() + CARDS_LIMIT_S
+    while time.monotonic() < deadline_s and models & await asyncio.to_thread(_not_counted, base_url, models):  # noqa: ASYNC110  # another process
+        await asyncio.sleep(CARDS_POLL_S)
+
+
+def _not_counted(base_url: str, models: frozenset[str]) -> frozenset[str]:
+    try:
+        with _DIRECT.open(f"{base_url}/readyz", timeout=CARDS_LIMIT_S) as answer:
+            return frozenset(json.load(answer)["models_not_ready"])
+    except OSError:
+        return models
 
 
 def _task_of(model: str, config: Config, facts: list[dict[str, Any]]) -> str:

@@ -132,7 +132,9 @@ def test_prompt_logprobs_as_vllm_tells_them(
 
 def test_scored_requests_are_in_the_ledger(demo: System, prompt: list[int]) -> None:
     token = demo.command("keys", "create", "scores").splitlines()[0]
-    with openai.OpenAI(base_url=f"{demo.base_url}/v1", api_key=token, max_retries=0) as scorer:
+    with openai.OpenAI(
+        base_url=f"{demo.base_url}/v1", api_key=token
+    ) as scorer:  # again, where the key is still on its way
         scorer.completions.create(model=demo.model, prompt=prompt, max_tokens=0, echo=True)
     row = demo.wait_for_usage_of("scores")
     assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, len(prompt), 0)
