@@ -13,7 +13,7 @@ from ledger.prices import CLIENTS, TokenPrice
 from ledger.settings import PayloadSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
-from protocol.topology import HEARTBEAT_LIMIT_S
+from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from tokens.settings import ModelTokenSettings
 
 Usd = Annotated[float, Field(ge=0, le=1_000_000)]
@@ -77,9 +77,10 @@ class TimeoutSettings(Settings):
     first_token_s: PositiveSeconds = 300.0  # accepted → first token
     inter_token_s: PositiveSeconds = 60.0
     total_s: PositiveSeconds = 3600.0
-    # A stream whose worker is lost goes on with the same weights only: so long it waits for them while others run.
+    # A stream whose worker is lost continues with the same weights only: so long it waits for them while others run.
     revision_wait_s: PositiveSeconds = 30.0
-    worker_silence_s: PositiveSeconds = HEARTBEAT_LIMIT_S  # a worker whose heartbeats are missing for longer is lost
+    # A worker whose heartbeats are missing for longer is lost; two of them, at least, may be late.
+    worker_silence_s: Annotated[float, Field(ge=2 * HEARTBEAT_PERIOD_S)] = HEARTBEAT_LIMIT_S
     cancel_s: PositiveSeconds = 5.0  # how long the exact counts of a stopped attempt are waited for
     # An accepted request is answered: where neither queue nor disk stores its row, it waits so long, and no longer.
     row_s: PositiveSeconds = 10.0
@@ -162,7 +163,7 @@ class HostedPoolSettings(Settings):
 class IdempotencySettings(Settings):
     """Requests that carry an ``Idempotency-Key``."""
 
-    reattach_s: PositiveSeconds = 30.0  # how long one goes on without a reader
+    reattach_s: PositiveSeconds = 30.0  # how long one continues without a reader
     keep_s: PositiveSeconds = 600.0  # how long its answer can be replayed
     max_runs: PositiveInt = 10_000  # running and kept; past a bound, the oldest kept answers go
     max_bytes: PositiveInt = 256 * 1024 * 1024  # of their answers

@@ -172,7 +172,7 @@ class ChatEngineSettings(ConnectionSettings):
     """A server or a hosted API that takes messages and gives no token ids (docs/ENGINES.md)."""
 
     model: str  # as the server calls it
-    # As ServerEngineSettings.revision; a begun answer goes on by an assistant's message, where the server takes one.
+    # As ServerEngineSettings.revision; a begun answer continues by an assistant's message, where the server takes one.
     revision: Annotated[str, Field(pattern=r"^[\w.:-]{1,64}$")] | None = None
     max_model_len: PositiveInt = 131_072  # prompt and output tokens of one conversation: what the worker pulls up to
     max_output_tokens: PositiveInt | None = None  # where the caller names no limit; None: the server's own

@@ -5,7 +5,7 @@ the server answers -ERR (credentials      closes for ever                     re
 being changed, too many connections)
 the peer has vanished without a word,     waits until the kernel gives up     cuts the connection
 with output unsent                        (some 15 minutes)
-a reconnect meets an error it did not     stays disconnected in silence       says so and goes on
+a reconnect meets an error it did not     stays disconnected in silence       says so and continues
 foresee
 a server it learnt of from another one    has no credentials for it           has those of the configured URLs
 """

@@ -69,7 +69,7 @@ async def term(bus: Bus, delivery: Delivery) -> None:
 
 
 async def _answer(bus: Bus, delivery: Delivery, answer: bytes) -> None:
-    # Never kept for a later connection: a memory stream begins anew with its server, and the number would then mean
+    # Never kept for a later connection: a memory stream begins again with its server, and the number would then mean
     # somebody else's message. Unanswered, this one comes again.
     if bus.connected:
         await bus.publish(delivery.ack_subject, answer)

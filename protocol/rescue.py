@@ -5,7 +5,7 @@ from typing import Literal
 from protocol.chat import TAKES_IDS, TAKES_MESSAGES, Input
 from protocol.messages import Job
 
-# "ids": from the very token ids; "text": from the answer's text, encoded anew or as it is; "message": from an
+# "ids": from the very token ids; "text": from the answer's text, encoded again or as it is; "message": from an
 # assistant's message; "start": nothing was made yet, or nothing of it was told.
 Rescue = Literal["ids", "text", "message", "start"]
 

@@ -91,7 +91,7 @@ def recounted(
 
 
 def merged(account: Account, known: Account) -> Account:
-    """An account made anew of an older copy, with what a newer one says was used and spent: it was, at least."""
+    """An account made again of an older copy, with what a newer one says was used and spent: it was, at least."""
     used = tuple(
         {at: max(seconds.get(at, 0), more.get(at, 0)) for at in seconds.keys() | more.keys()}
         for seconds, more in zip(account.used, known.used, strict=True)

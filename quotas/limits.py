@@ -53,7 +53,7 @@ def period_at(budget_period: BudgetPeriod, unix_s: float) -> str:
 def is_later(period: str, other: str) -> bool:
     """Return whether a period follows the other one; one of another kind always does: the policy has changed.
 
-    A gateway whose clock is behind at midnight must not begin the old day anew.
+    A gateway whose clock is behind at midnight must not begin the old day again.
     """
     return period.partition(":")[0] != other.partition(":")[0] or period > other
 

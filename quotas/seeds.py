@@ -94,7 +94,7 @@ async def check_nobody_holds(bus: Bus, started_s: float) -> None:
     created_s = datetime.fromisoformat(created).timestamp()
     left_s = created_s + LEASE_S + CLOCK_SLACK_S - bus.clock.now_s()
     if created_s > started_s and left_s > 0:
-        raise BusError(f"the accounts of limits were lost; those not known here begin anew in {left_s:.1f} s")
+        raise BusError(f"the accounts of limits were lost; those not known here begin again in {left_s:.1f} s")
 
 
 async def until_ledger_is_current(bus: Bus) -> None:

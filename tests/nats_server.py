@@ -34,7 +34,7 @@ class NatsServer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether somebody else has ended it."""
+        """True if somebody else has ended it."""
         assert self._process is not None
         return self._process.poll() is not None
 

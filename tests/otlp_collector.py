@@ -63,7 +63,7 @@ def spans_of(body: bytes) -> Iterator[TakenSpan]:
 
 @dataclass
 class Collector:
-    """What has been taken; ``hold`` keeps every export unanswered until it is set."""
+    """Exports taken; ``hold`` keeps every export unanswered until it is set."""
 
     url: str
     spans: list[TakenSpan] = field(default_factory=list)

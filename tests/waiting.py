@@ -1,4 +1,4 @@
-"""How tests wait: for conditions, never for a time, and within a bound that only ends what hangs."""
+"""Waiting in tests: for conditions, never for a time, and within a bound that only ends what hangs."""
 
 import asyncio
 import inspect

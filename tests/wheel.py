@@ -10,7 +10,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
 
 
 def tracked_files(*folders: str) -> list[str]:
-    """What git has, or would take, of these folders of the repository; of all without any."""
+    """Return what git has, or would take, of these folders of the repository; of all without any."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *folders]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [name for name in listed.split("\0") if (ROOT / name).is_file()]

@@ -67,8 +67,11 @@ class Rendered(Struct):
 class Renderer:
     """The gateway's side. Use it from the event loop only."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, answer_limit_s: float = ANSWER_LIMIT_S
+    ) -> None:
         self.source = source
+        self._answer_limit_s = answer_limit_s
         self.variables: frozenset[str] = frozenset()  # variables that it reads; known after the start
         self._special_tokens = dict(special_tokens)
         self._process: asyncio.subprocess.Process | None = None
@@ -140,11 +143,11 @@ class Renderer:
 
     async def _ask(self, process: asyncio.subprocess.Process, request: Source | Conversation) -> Rendered:
         try:
-            async with asyncio.timeout(ANSWER_LIMIT_S):
+            async with asyncio.timeout(self._answer_limit_s):
                 result = msgspec.msgpack.decode(await _answer_of(process, _framed(request)), type=Rendered)
         except TimeoutError as error:  # its own limits are of CPU time, and were not reached
             self.kill()
-            raise Overloaded(f"A chat template was not rendered within {ANSWER_LIMIT_S:g} s.") from error
+            raise Overloaded(f"A chat template was not rendered within {self._answer_limit_s:g} s.") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             self.kill()
             raise RendererDied("it exceeds the limits of time or memory") from error

@@ -321,7 +321,7 @@ class ModelNotReady(ApiError):
 
 
 class LedgerUnavailable(ApiError):
-    """The database cannot be used at the moment; generating goes on without it."""
+    """The database cannot be used at the moment; generating continues without it."""
 
     status = 503
     code = "database_unavailable"

@@ -38,7 +38,7 @@ class RunningDynamo:
 
 
 def install() -> str:
-    """See ``pinned.install``."""
+    """Install the pinned environment; return the version (``pinned.install``)."""
     return pinned.install("dynamo", "ai-dynamo")
 
 

@@ -62,7 +62,7 @@ class RunningPeer:
 
 
 def install() -> str:
-    """See ``pinned.install``."""
+    """Install the pinned environment; return the version (``pinned.install``)."""
     return pinned.install("litellm", "litellm")
 
 

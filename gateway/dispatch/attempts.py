@@ -134,7 +134,7 @@ class AttemptLog:
     """Failures of one request, and the retry decisions that follow from them.
 
     A failure counts in full where it was real: a worker lost in the middle, an engine's error, a lie. But an attempt
-    that made tokens has shown that the request can be served: the count begins anew with it, within an allowance, so
+    that made tokens has shown that the request can be served: the count begins again with it, within an allowance, so
     that a long answer outlives many workers and a request that kills each of them does not.
     """
 

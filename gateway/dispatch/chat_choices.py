@@ -1,13 +1,13 @@
 """Choices of a request that pools which take messages may answer or continue, in parts.
 
-What is made already goes on, by whoever has the same weights,
+What is made already continues, by whoever has the same weights,
 
     by ids         where engines have told all of its token ids
-    by text        from ids made of its text anew, where an API has told some of it
+    by text        from ids made of its text again, where an API has told some of it
     by message     as the beginning of an assistant's message, where an API takes that
 
 if it is mere text so far. A call of a tool, reasoning, a refusal and an answer to a schema are whole or nothing: where
-one was begun, only who has its very token ids goes on with it, and else nobody (``may_go_on``).
+one was begun, only who has its very token ids continues with it, and else nobody (``may_go_on``).
 """
 
 from dataclasses import dataclass, field
@@ -151,7 +151,7 @@ class ChatChoices(Choices):
             sum(usage.reasoning_tokens for usage in whole),
         )
 
-    # --- how it goes on -----------------------------------------------------------------------------------------------
+    # --- how it continues ---------------------------------------------------------------------------------------------
 
     @property
     def packed_chat(self) -> bytes | None:

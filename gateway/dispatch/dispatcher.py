@@ -301,7 +301,7 @@ class Dispatcher:
     def publish(self, request: OpenRequest, after_s: float) -> None:
         """Publish the current attempt after a pause."""
         if request.attempt > 1 and not request.current.is_moved:
-            log.warning("request %s goes on as attempt %d", request.request_id, request.attempt)
+            log.warning("request %s continues as attempt %d", request.request_id, request.attempt)
             for notify in self._observers.failed_over:
                 notify(request)
         for notify_queued in self._observers.queued:
@@ -321,7 +321,7 @@ class Dispatcher:
         if request.worker_id is not None:
             how = rescue(request, self._registry.last_beat(request.worker_id))
             if how is not None:
-                log.info("request %s goes on by %s at %s", request.request_id, how, request.worker_id)
+                log.info("request %s continues by %s at %s", request.request_id, how, request.worker_id)
             self._by_worker.setdefault(request.worker_id, {})[request.request_id] = request
             self._detector.on_work()
 
@@ -384,7 +384,7 @@ class Dispatcher:
 
     async def _on_reconnected(self) -> None:
         # Before anything is awaited: no sweep may take our own silence for the workers'; and the server may have lost
-        # its memory stream, whose sequence numbers then begin anew, so that the old ones name other callers' jobs.
+        # its memory stream, whose sequence numbers then begin again, so that the old ones name other callers' jobs.
         self._registry.reset_silence(time.monotonic())
         for request in self._open.values():
             request.current.stream_sequence = None

@@ -150,7 +150,7 @@ class JobQueue:
             return False
         for wait_s in backoff_s(LONGEST_PUBLISH_WAIT_S):
             if not self._bus.connected or not request.waits_for_worker(attempt):
-                return True  # the next reconnect looks anew
+                return True  # the next reconnect looks again
             try:
                 async with self._in_flight:
                     is_there = await self._lookups.is_stored(f"{request.request_id}.{attempt}", sequence)
@@ -182,7 +182,7 @@ class JobQueue:
     async def publish_again(self, request: OpenRequest) -> None:
         """Make sure after a reconnect that a job which no worker has accepted is still in the queue.
 
-        The memory stream may be lost (then this stores the job anew), or it may be there and the job pulled by a
+        The memory stream may be lost (then this stores the job again), or it may be there and the job pulled by a
         worker whose frames were lost: then the job's message is gone, and only a new attempt helps. Whoever has waited
         for longer than the server knows duplicates as such would be stored twice: so it is looked for first.
         """

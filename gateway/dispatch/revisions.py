@@ -1,9 +1,9 @@
 """Revisions: which workers may continue a request when a model's workers are replaced.
 
-What is made already goes on only with the weights that have made it, and a prompt's token ids only to their tokenizer
+What is made already continues only with the weights that have made it, and a prompt's token ids only to their tokenizer
 (``Job.revision``; workers leave to others what is not theirs). Where nobody who may take a request is alive, and others
 run its model, one that has told its caller nothing starts again; a stream that has begun waits a little, as its worker
-may come back, and then ends with an error: it never goes on with other weights.
+may come back, and then ends with an error: it never continues with other weights.
 """
 
 from collections.abc import Collection, Iterable

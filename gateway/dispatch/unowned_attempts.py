@@ -1,4 +1,4 @@
-"""Attempts that workers run and no request waits for: each gets a Cancel, again and again while it goes on.
+"""Attempts that workers run and no request waits for: each gets a Cancel, again and again while it continues.
 
 A job pulled just before it was withdrawn, one of an earlier life of this gateway, a second worker with the same
 attempt, an attempt given up for lost that was not: whatever it is, its frames give it away, and a lost Cancel with it.

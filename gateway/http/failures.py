@@ -21,7 +21,7 @@ class FailureKind(Struct, frozen=True):
 _BAD_REQUEST: Final = FailureKind(400, "invalid_request_error", should_retry=False)
 _CONTENDED: Final = FailureKind(429, "rate_limit_error", should_retry=True, retry_after_s=RETRY_LATER_S)
 _NO_CAPACITY: Final = FailureKind(503, should_retry=True, retry_after_s=RETRY_LATER_S)
-_TOO_SLOW: Final = FailureKind(504, should_retry=False)  # the whole wait would begin anew
+_TOO_SLOW: Final = FailureKind(504, should_retry=False)  # the whole wait would begin again
 _INTERNAL: Final = FailureKind(500)
 
 FAILURES: Final[dict[ErrorCode, FailureKind]] = {

@@ -2,7 +2,7 @@
 
 begin ──> RUNNING ──ended well──> KEPT ──keep_s, or no room──> forgotten
              │
-             ├── failed, refused ──────> forgotten: the next request with the key runs anew
+             ├── failed, refused ──────> forgotten: the next request with the key runs again
              └── nobody reads it for ``reattach_s``: cancelled, forgotten
 """
 

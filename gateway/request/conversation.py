@@ -9,7 +9,7 @@ class Conversation:
     """A chat as the HTTP edge has prepared it."""
 
     packed: bytes  # protocol.chat.Chat
-    # Its answer is mere text: neither calls of tools nor a schema, which nobody goes on with from the middle.
+    # Its answer is mere text: neither calls of tools nor a schema, which nobody continues with from the middle.
     is_plain: bool
     has_ids: bool  # its model's own workers can answer it, too
     # The token ids of a part of its answer, None where they cannot be told; None: it has none, or what engines make of

@@ -3,7 +3,7 @@
     submit ──> one stream a choice (POST) ──deltas──> parts, estimated counts ──> steps
 
 No token ids come back: counts are estimated while an answer is made, and are the provider's at its end. What another
-worker has begun goes on as an assistant's message, where the format says that the server takes one. What differs
+worker has begun continues as an assistant's message, where the format says that the server takes one. What differs
 between APIs is in ``chat_formats``; the way to them, with its limits and faults, is ``server_connection``.
 """
 
@@ -77,7 +77,7 @@ class ChatServerEngine:
         self._changed.set()
 
     def model_card(self, model: str) -> tuple[ModelCard, bytes]:
-        """See ``base.Engine``: it has no tokenizer, so gateways count by their own configuration."""
+        """Return None: it has no tokenizer, so gateways count by their own configuration."""
         revision = self._settings.revision or f"{self.name}:{self._settings.model}"[:MAX_REVISION_CHARS]
         card = ModelCard(
             v=PROTOCOL_VERSION,
@@ -90,7 +90,7 @@ class ChatServerEngine:
         return card, b""
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """See ``base.Engine``: what has come from all streams since the last step."""
+        """Return what has come from all streams since the last step."""
         while not self._is_stopped:
             if self._ready:
                 outputs = list(self._ready)

@@ -150,7 +150,7 @@ class ServerEngine:
         return card, tokenizer_json
 
     async def steps(self) -> AsyncIterator[Sequence[SequenceOutput]]:
-        """See ``base.Engine``: what has come from all streams since the last step."""
+        """Return what has come from all streams since the last step."""
         while not self._is_stopped:
             if self._ready:
                 outputs = list(self._ready)
@@ -208,7 +208,7 @@ class ServerEngine:
         params = request.sampling
         refuse_unknown(params, self.honoured, self._abilities.grammars, self.name)
         if params.grammar is not None and any(point.token_ids for point in request.resume):
-            # The server would begin the grammar anew in the middle of the answer.
+            # The server would begin the grammar again in the middle of the answer.
             raise RequestRejected(params.grammar.field, "this pool's server cannot go on with a half-made answer to it")
         return [ServerChoice(request, index, self._tokens, self._tokenizer.eos_ids) for index in range(params.n)]
 
@@ -256,7 +256,7 @@ class ServerEngine:
 
     def _ask(self, choice: ServerChoice) -> ServerRequest:
         if choice.is_resumed and not self.continues:
-            raise AttemptFailed("this pool's server may lose a blank where it goes on with a text")
+            raise AttemptFailed("this pool's server may lose a blank where it continues with a text")
         try:
             return choice.ask(self._facts, self._info.max_model_len, self._text, self._abilities.answers_in)
         except UnwritableError as error:

@@ -1,7 +1,7 @@
 """The way to an inference server: streams asked of it by HTTP, their limits, and what becomes of its faults.
 
 What a server does wrong is one of three: the request's own fault (RequestRejected: nobody tries again), this attempt's
-(AttemptFailed: another pool goes on), or the server's whole life (``lost``: the worker leaves, its jobs go elsewhere).
+(AttemptFailed: another pool continues), or the whole server's (``lost``: the worker leaves, its jobs go elsewhere).
 What is asked and what the events mean is the caller's; what cuts a body into events is a ``Framing``.
 """
 

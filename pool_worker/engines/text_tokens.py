@@ -54,7 +54,7 @@ class TextTokens:
     def written(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[str, bytes]:
         """Return a choice so far as text, and the bytes that what follows must begin with.
 
-        These are of a character that the output's last tokens have not finished: the server is asked for it anew. BOS
+        These are of a character that the output's last tokens have not finished: the server is asked for it again. BOS
         is left out where the server adds it. Raises RequestRejected for a prompt that is no text, and UnwritableError
         for an output that is none.
         """

@@ -1,7 +1,7 @@
 """The plug point for notices: how a provider says that it is about to take a machine away.
 
 One file per provider in this folder, one registry in ``__init__``. A provider's metadata server is asked again and
-again; whatever goes wrong with it, the worker goes on working.
+again; whatever goes wrong with it, the worker continues working.
 """
 
 from collections.abc import Callable

@@ -114,7 +114,7 @@ class SideCarEngine:
         return self._started.stats()
 
     async def stop(self) -> None:
-        """See ``base.Engine``; the server ends, too, if it is ours."""
+        """Close the engine, and end the server if it is ours."""
         if self._ending is not None:
             self._ending.cancel()
             await asyncio.wait({self._ending})

@@ -111,7 +111,7 @@ class System:
         return done.stdout
 
     def usage(self, by: str = "model") -> list[dict[str, object]]:
-        """What is in the ledger now; of an answer that has just ended, perhaps nothing yet."""
+        """Return what is in the ledger now; of an answer that has just ended, perhaps nothing yet."""
         return list(json.loads(self.command("usage", "--by", by, "--format", "json")))
 
     def wait_for_usage_of(self, key: str) -> dict[str, object]:

@@ -98,7 +98,7 @@ def test_what_the_server_refuses_is_the_clients_own_error(served: Served) -> Non
 
 
 def test_both_makes_give_the_same_tokens() -> None:
-    """What the tests above rest on."""
+    """Check what the tests above rest on."""
     shared = {"temperature": 0}
     vllm = vllm_events({**shared, "prompt": [60, 61], "max_tokens": 3, "stop_token_ids": []})
     llamacpp = llamacpp_events({**shared, "prompt": [60, 61], "n_predict": 3})

@@ -53,7 +53,7 @@ def users_folder(tmp_path: Path) -> Path:
 
 
 def said_by(environment: Path, folder: Path, *arguments: str, program: str = "python") -> str:
-    """What a program of the environment prints, started in this folder."""
+    """Return what a program of the environment prints, started in this folder."""
     done = subprocess.run(
         [environment / "bin" / program, *arguments],
         cwd=folder,

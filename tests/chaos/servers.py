@@ -143,7 +143,7 @@ class RealServer:
         self._process_id: int | None = None
 
     async def start(self) -> None:
-        """See Server."""
+        """Implement ``Server``."""
         await self._wait_for_port()
         self._process_id = await self._launcher.launch(self._port, self._log)
         deadline_s = time.monotonic() + START_LIMIT_S
@@ -168,14 +168,14 @@ class RealServer:
                     return
 
     def kill(self) -> None:
-        """See Server: SIGKILL."""
+        """SIGKILL it."""
         self.is_up = False
         if self._process_id is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process_id, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """See Server."""
+        """Implement ``Server``."""
         self.is_up = False
         if self._process_id is None:
             return
@@ -202,7 +202,7 @@ class MisbehavingReplay(Replay):
         self.faults_by_seed[seed] = fault
 
     def fault_for(self, body: Mapping[str, Any]) -> Fault | None:
-        """See Replay."""
+        """Implement ``Replay``."""
         seed = body.get("seed")
         if seed in self.asked_times:
             self.asked_times[seed] += 1
@@ -224,7 +224,7 @@ class ReplayServer:
         self._stack = ExitStack()
 
     async def start(self) -> None:
-        """See Server."""
+        """Implement ``Server``."""
         if self.url:
             await self.wire.accept()
         else:
@@ -235,12 +235,12 @@ class ReplayServer:
         self.is_up = True
 
     def kill(self) -> None:
-        """See Server: it is the wire that is cut, and whoever connects is refused."""
+        """Cut the wire, and refuse who connects."""
         self.is_up = False
         self.wire.refuse()
 
     async def stop(self) -> None:
-        """See Server."""
+        """Implement ``Server``."""
         self.is_up = False
         if self.url:
             self.wire.refuse()

@@ -10,7 +10,7 @@ class Listeners(LlamaCppServers):
     """Takes the port at once, as a server does, and answers whatever it is asked; its process only sleeps."""
 
     async def launch(self, port: int, log: Path) -> int:
-        """See LlamaCppServers."""
+        """Implement ``LlamaCppServers``."""
         self.listener = await asyncio.start_server(self._answer, "127.0.0.1", port)
         return (await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)).pid
 

@@ -1,4 +1,4 @@
-"""What Anthropic's Messages API takes and sends, by the types of the ``anthropic`` package."""
+"""Check bodies and events of Anthropic's Messages API by the types of the ``anthropic`` package."""
 
 from typing import Final, get_type_hints
 

@@ -1,4 +1,4 @@
-"""Which kind of server honours what: the tables in docs/ENGINES.md, from what the wire formats declare.
+"""The tables of docs/ENGINES.md: which kind of server honours what, from what the wire formats declare.
 
     python -m tests.conformance.matrix
 
@@ -85,7 +85,7 @@ class Column:
     asked_at: str
     asked_in: str
     answers_in: str
-    goes_on_by: str  # what a begun answer is handed over as
+    continues_by: str  # what a begun answer is handed over as
     known: frozenset[str]  # fields of SamplingParams that are honoured, whoever does it
     grammars: frozenset[str]
 
@@ -105,7 +105,7 @@ def columns() -> list[Column]:
             asked_at=asked_at,
             asked_in=abilities.asked_in,
             answers_in=abilities.answers_in,
-            goes_on_by=abilities.asked_in,
+            continues_by=abilities.asked_in,
             known=done_here(abilities.answers_in) | abilities.honoured,
             grammars=abilities.grammars,
         )
@@ -119,7 +119,7 @@ def table(shown: Sequence[Column]) -> str:
         ("asked at", lambda column: column.asked_at),
         ("asked in", lambda column: column.asked_in),
         ("answers in", lambda column: column.answers_in),
-        ("goes on by", lambda column: column.goes_on_by),
+        ("continues by", lambda column: column.continues_by),
         ("checked against", lambda column: CHECKED.get(column.kind, A_REPLAY)),
     ]
     rows += [(f"`{name}`", lambda column, name=name: column.says(name)) for name in (*FIELDS, *GRAMMARS)]

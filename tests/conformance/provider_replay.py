@@ -20,7 +20,7 @@ End = Literal["stop", "length", "calls", "filter"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a body asks, whatever its API."""
+    """A request, whatever its API."""
 
     messages: list[dict[str, Any]]  # role and text
     tools: list[str] = field(default_factory=list)  # their names
@@ -30,7 +30,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Script:
-    """What is answered, whatever the API."""
+    """An answer, whatever the API."""
 
     parts: list[Part]
     end: End
@@ -72,7 +72,7 @@ class ProviderReplay(ChatReplay):
 
 
 def script_of(asked: Asked) -> Script:
-    """What the model answers."""
+    """Return the model's answer."""
     last = asked.messages[-1]["content"] or ""
     parts: list[Part] = []
     if "think" in last and not asked.prefix:

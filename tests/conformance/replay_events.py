@@ -1,4 +1,4 @@
-"""What servers answer, event by event, as their makers publish it, around two language models that are hashes.
+"""Answers of servers, event by event, as their makers publish them, around two language models that are hashes.
 
 The next token of the one depends on the token ids before it alone, the next character of the other on the text, so that
 a continuation equals the undisturbed answer. Where no real server could be asked, the source of a schema is named.
@@ -26,7 +26,7 @@ def likeliest(ids: Sequence[int], count: int, noise: float = 0.0) -> list[tuple[
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request in token ids asks for, in whatever format."""
+    """A request in token ids, in whatever format."""
 
     ids: list[int]
     max_tokens: int
@@ -45,7 +45,7 @@ class Wanted:
 
 
 def characters(text: str, count: int, noise: float = 0.0) -> str:
-    """What follows a text."""
+    """Return what follows a text."""
     whole = text
     for _ in range(count):
         digest = hashlib.sha256(repr((whole[-6:], len(whole), noise)).encode()).digest()

@@ -90,7 +90,7 @@ class Replay:
         return app
 
     def fault_for(self, body: Mapping[str, Any]) -> Fault | None:
-        """What to do instead of an answer to this request, if anything."""
+        """Return what to do instead of an answer to this request, if anything."""
         del body
         return self.faults.popleft() if self.faults else None
 

@@ -1,4 +1,4 @@
-"""What only Anthropic's Messages API has: versions, thinking, effort, errors of its own (``anthropic_replay``)."""
+"""Features of Anthropic's Messages API alone: versions, thinking, effort, errors of its own (``anthropic_replay``)."""
 
 import json
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""What only Amazon's APIs have: credentials and keys, regions, errors whose type says what they mean."""
+"""Features that only Amazon's APIs have: credentials and keys, regions, errors whose type says what they mean."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""What every pool that takes messages must do, whatever differs with its API; and what becomes of its faults."""
+"""Duties of every pool that takes messages, whatever differs with its API; and what becomes of its faults."""
 
 import asyncio
 from collections import defaultdict
@@ -352,7 +352,7 @@ async def test_redirects_are_not_followed(faulty: tuple[Driver, ChatReplay]) -> 
 
 
 async def test_an_answer_that_does_not_go_on_with_its_beginning_is_none(replay: ChatReplay) -> None:
-    """An API that was to repeat it, and begins anew instead: nothing of it may reach the client."""
+    """An API that was to repeat it, and begins again instead: nothing of it may reach the client."""
     async with driving(replay, profile="mistral") as driver:
         answer = await driver.answer(resume=(ChatPoint(0, answer_text(ASKED)[:12], 3),))
     assert (answer.finish_reason, answer.text()) == ("error", "")

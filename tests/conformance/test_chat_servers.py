@@ -1,4 +1,4 @@
-"""What every server that takes messages must do, seen through its engine alone: a replay, and the real ones.
+"""Duties of every server that takes messages, seen through its engine alone: a replay, and the real ones.
 
 Unlike ``test_chat_engines`` it knows nothing of what was sent; so it can ask servers that others have made
 (``real_servers``).
@@ -165,7 +165,7 @@ async def test_what_is_said_already_is_gone_on_with(driver: Driver) -> None:
     if not driver.engine.continues:
         return
     whole = (await greedy(driver, "whole")).text()
-    for said in (whole[: whole.index(" ")], whole[: whole.rindex(" ")]):  # where a server's tokens begin anew
+    for said in (whole[: whole.index(" ")], whole[: whole.rindex(" ")]):  # where a server's tokens begin again
         point = ChatPoint(0, said, 5)
         rest = await greedy(driver, f"after {len(said)}", resume=(point,), max_tokens=5 + WORDS)
         assert (said + rest.text()).startswith(whole)

@@ -1,4 +1,4 @@
-"""What the table of docs/ENGINES.md says of a kind of server (``matrix``) is what its engine does: sent, or refused."""
+"""The table of docs/ENGINES.md (``matrix``) says what each engine does: a field is sent, or refused."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +28,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 async def cell(driver: Driver, replay: AnyReplay, column: Column, name: str) -> str:
-    """What becomes of a request with one field beside the usual ones."""
+    """Send a request with one field beside the usual ones; return what becomes of it."""
     usual: dict[str, Any] = {"max_tokens": 4, "ignore_eos": False, "temperature": 1.0}
     driver.engine.submit(request(f"without {name}", **usual))
     await driver.end_of(f"without {name}")

@@ -1,4 +1,4 @@
-"""What every engine a worker can run must do (pool_worker/engines/base.py)."""
+"""Duties of every engine that a worker can run (pool_worker/engines/base.py)."""
 
 import asyncio
 import contextlib
@@ -102,7 +102,7 @@ class Driver:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the token ids are the model's own; those of a real server that answers in text may be others."""
+        """Return whether the token ids are the model's own; a real server that answers in text may have others."""
         return not REAL_SERVER or not isinstance(self.engine, ServerEngine) or self.engine.counted_by == "engine"
 
     def submit(self, request: GenerationRequest) -> None:
@@ -205,7 +205,7 @@ async def driver(settings: EngineSettings) -> AsyncIterator[Driver]:
 
 
 async def refuses(driver: Driver, **params: Any) -> bool:
-    """Whether the engine does not honour what is asked for: then it says so by name, and never drops it silently."""
+    """Return whether the engine refuses what is asked for: by name, and never silently."""
     (name,) = params
     if not isinstance(driver.engine, ServerEngine) or name in driver.engine.honoured:
         return False
@@ -215,7 +215,7 @@ async def refuses(driver: Driver, **params: Any) -> bool:
 
 
 def made(driver: Driver, answer: Answer, wanted: int = 24) -> int:
-    """How many tokens it has; by the word of a real server that answers in text and so counts others."""
+    """Return its number of tokens; that of a real server that answers in text, as it counts."""
     if driver.counts_tokens:
         return len(answer.token_ids)
     assert len(answer.token_ids) <= wanted
@@ -360,7 +360,7 @@ async def test_cancelling_the_unknown_changes_nothing(driver: Driver) -> None:
 @pytest.mark.parametrize("sampling", [{}, {"stop": (" zzz", "never")}, {"temperature": 1.0, "seed": 3}], ids=str)
 async def test_resuming_anywhere_equals_the_undisturbed_answer(driver: Driver, sampling: dict[str, Any]) -> None:
     if "seed" in sampling and isinstance(driver.engine, ServerEngine):
-        return  # a server draws anew for what it continues: other tokens, none lost or repeated
+        return  # a server draws again for what it continues: other tokens, none lost or repeated
     whole = await driver.answer(request("whole", **sampling))
     for done in (1, 5, 12, len(whole.token_ids) - 1):
         seen = whole.chars_by_token[done - 1]

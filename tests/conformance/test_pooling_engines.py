@@ -1,4 +1,4 @@
-"""What every engine that makes vectors must do (pool_worker/engines/base.py)."""
+"""Duties of every engine that makes vectors (pool_worker/engines/base.py)."""
 
 from array import array
 from collections.abc import AsyncIterator

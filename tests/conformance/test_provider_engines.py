@@ -1,4 +1,4 @@
-"""What every hosted API of a format of its own must do as a pool, and what becomes of its faults."""
+"""Duties of every hosted API of a format of its own as a pool, and what becomes of its faults."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What servers do wrong in the field: each ends as an attempt that another pool goes on with.
+"""Faults of servers in the field: each ends as an attempt that another pool continues.
 
 What is wrong with a connection is tried once for each framing, what is wrong with an event at every wire format.
 
@@ -236,7 +236,7 @@ async def test_redirects_are_not_followed(pair: tuple[Driver, Replay]) -> None:
 async def test_an_end_for_length_that_comes_too_early_is_no_end(
     kind: str, tokenizer: str, replay_of: Callable[[str], Replay]
 ) -> None:
-    """Where the server counts the same tokens; one that answers in text counts its own."""
+    """Return whether the server counts the same tokens; one that answers in text counts its own."""
     async with paired(replay_of(kind), tokenizer) as (driver, replay):
         replay.faults.append(streaming(lambda events: [*events[:6], _ended(kind, events)], kind))
         assert (await driver.answer(request())).finish_reason == "error"
@@ -365,7 +365,7 @@ async def test_leaving_ends_the_servers_work(pair: tuple[Driver, Replay]) -> Non
 
 
 async def test_a_half_made_answer_to_a_grammar_is_left_to_others(pair: tuple[Driver, Replay]) -> None:
-    """A server begins a grammar anew in the middle of the answer, and so would corrupt it."""
+    """A server begins a grammar again in the middle of the answer, and so would corrupt it."""
     driver, _ = pair
     grammar = Grammar("json_schema", '{"type": "object"}')
     resumed = request("resumed", grammar=grammar, resume=(ResumePoint(0, (60, 61), 2),))

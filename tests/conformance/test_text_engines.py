@@ -1,4 +1,4 @@
-"""What only servers that are asked in text can get wrong: cuts within characters, blanks, special tokens."""
+"""Mistakes that only servers asked in text can make: cuts within characters, blanks, special tokens."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -84,7 +84,7 @@ async def test_a_server_that_answers_in_ids_cannot_finish_a_character(
 async def test_a_blank_that_may_be_lost_is_left_to_other_pools(
     tmp_path: Path, replay_of: Callable[[str], Replay]
 ) -> None:
-    """Who strips what it says would glue two words together where it goes on."""
+    """A server that strips its text would glue two words together where it continues."""
     sentence_pieces().save(str(tmp_path / "tokenizer.json"))
     prompt = tuple(TokenizerFolder(tmp_path).encode("hello", add_special_tokens=False))
     begun = GenerationRequest("r", prompt, SamplingParams(max_tokens=9), (ResumePoint(0, prompt[:2], 1),))

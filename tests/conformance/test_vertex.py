@@ -1,4 +1,4 @@
-"""What only Vertex AI has: access tokens; Gemini's parts and blocked prompts (``vertex_replay``); Claude's paths."""
+"""Features of Vertex AI alone: tokens; Gemini's parts and blocked prompts; Claude's paths (``vertex_replay``)."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""What only vLLM in the worker's own process can get wrong: how it starts, refuses, dies and falls silent."""
+"""vLLM in the worker's own process: how it starts, refuses, dies and falls silent."""
 
 import asyncio
 import sys

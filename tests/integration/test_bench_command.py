@@ -49,7 +49,7 @@ def bench(*arguments: str | Path) -> Result:
 
 
 def words(text: str) -> str:
-    """What is said, without the terminal's colours, frames and line breaks."""
+    """Return the output without the terminal's colours, frames and line breaks."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
 
 

@@ -142,7 +142,7 @@ def test_an_api_is_asked_in_messages_and_counts_itself(configured: Callable[...,
 
 
 def test_time_is_bounded(configured: Callable[..., list[str]]) -> None:
-    """What was not done in time is said; were it waited for, this would take a minute for each load."""
+    """Loads that did not end in time are named; if they were waited for, this would take a minute for each."""
     done = bench(*configured(kind="scripted", ttft_s=60.0), *SMALL, "--seconds", "1")
     assert done.exit_code == 1
     assert words(done.stderr).count("(--seconds)") == 4

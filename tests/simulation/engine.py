@@ -63,7 +63,7 @@ class Made:
 
 
 class SimulatedEngine:
-    """See ``pool_worker.engines.base.Engine``."""
+    """Implement ``pool_worker.engines.base.Engine``."""
 
     name = "simulated"
     takes: Literal["ids", "text"] = "ids"

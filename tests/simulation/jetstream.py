@@ -142,7 +142,7 @@ class JetStream:
         self.streams: dict[str, Stream] = {}
         self._prefixes: dict[str, Stream] = {}  # first tokens of subjects → stream
         self.is_full = False  # the disk
-        self.is_broken = False  # it was full: nothing is stored until the server is started anew
+        self.is_broken = False  # it was full: nothing is stored until the server is started again
 
     def restarted(self) -> None:
         """Lose memory streams and all pulls; redeliver messages that were delivered but not acknowledged."""

@@ -59,7 +59,7 @@ class SignatureV4(httpx.Auth):
 
 
 def meant_by_aws(status: int, headers: Mapping[str, str], text: str) -> int:
-    """See ChatFormat.meant: a 400 may be about anything, and only its type tells what."""
+    """Read the error's type: a 400 may be about anything."""
     if status != httpx.codes.BAD_REQUEST:
         return status
     kind = headers.get("x-amzn-errortype", "").split(":")[0]

@@ -67,7 +67,7 @@ class ChatFormat(Protocol):
     honoured: frozenset[str]  # the fields of SamplingParams that it honours, beside DONE_HERE
     schemas: frozenset[str]  # what of "json_object" and "json_schema" an answer can be made to follow
     takes_tools: bool
-    continues: bool  # it goes on with an assistant's message (``ChatServerRequest.prefix``) without repeating it
+    continues: bool  # it continues with an assistant's message (``ChatServerRequest.prefix``) without repeating it
 
     def auth(self) -> httpx.Auth | None:
         """Return what signs every request; None: the settings' API key goes as a bearer token."""

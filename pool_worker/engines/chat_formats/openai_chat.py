@@ -264,7 +264,7 @@ class _Reader:
         return parts
 
     def _text(self, text: str) -> list[Part]:
-        """Return a text without what it repeats of the message it goes on with."""
+        """Return a text without what it repeats of the message it continues with."""
         known = min(len(text), len(self._repeated))
         if text[:known] != self._repeated[:known]:
             raise MalformedEvent("the answer does not go on with the message it was given")

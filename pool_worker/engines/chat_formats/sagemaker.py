@@ -39,7 +39,7 @@ class SageMakerFormat(OpenAIChatFormat):
         return auth_of(self._endpoint, "sagemaker")
 
     def meant(self, status: int, headers: Mapping[str, str], text: str) -> int:
-        """See ChatFormat: what the container answered is in a ModelError's body."""
+        """Read the container's own answer from a ModelError's body."""
         if status == httpx.codes.FAILED_DEPENDENCY and (answered := _ANSWERED.search(text)):
             return int(answered[1] or answered[2])
         return meant_by_aws(status, headers, text)

@@ -65,7 +65,7 @@ class VertexFormat:
     honoured = frozenset(_NAMES)
     schemas = frozenset({"json_object", "json_schema"})
     takes_tools = True
-    continues = False  # no document says that it goes on with a model's message
+    continues = False  # no document says that it continues with a model's message
 
     def __init__(self, settings: VertexSettings) -> None:
         """Ask as the settings say."""

@@ -29,7 +29,7 @@ class LlamaCppFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """See WireFormat: one model a server, its context divided among its slots."""
+        """Read the server's one model, whose context is divided among its slots."""
         settings = answer.get("default_generation_settings")
         context = settings.get("n_ctx") if isinstance(settings, dict) else None
         slots = answer.get("total_slots")

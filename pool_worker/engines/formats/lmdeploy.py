@@ -29,7 +29,7 @@ class LMDeployFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """See WireFormat: it tells no length."""
+        """Read the served model; the server tells no length."""
         return model_of(answer, model)
 
     @staticmethod

@@ -40,7 +40,7 @@ class OllamaFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """See WireFormat: the model asked for, or the first that is there. It tells no length here."""
+        """Find the model asked for, or the first that is there; the server tells no length here."""
         models = answer.get("models")
         names = [str(one.get("name")) for one in models if isinstance(one, dict)] if isinstance(models, list) else []
         chosen = next((name for name in names if model is None or name in {model, f"{model}:latest"}), None)
@@ -50,7 +50,7 @@ class OllamaFormat:
 
     @staticmethod
     def body(ask: ServerRequest) -> dict[str, Any]:
-        """See WireFormat. What it and the model's file would do by themselves is switched off.
+        """Make the body, with all defaults of the server and the model's file switched off.
 
         Without ``num_ctx`` it would cut the prompt, and with ``shift`` forget its beginning, without a word.
         """

@@ -25,7 +25,7 @@ class SGLangFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """See WireFormat: one model a server, whose length it does not tell here."""
+        """Read the server's one model; it tells no length here."""
         path = answer.get("served_model_name") or answer.get("model_path")
         if not isinstance(path, str):
             raise MalformedEvent("/get_model_info names no model_path")

@@ -32,7 +32,7 @@ class TgiFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """See WireFormat: one model a server."""
+        """Read the server's one model."""
         served = answer.get("model_id")
         if not isinstance(served, str):
             raise MalformedEvent("/info names no model_id")

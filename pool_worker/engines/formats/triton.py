@@ -39,7 +39,7 @@ class TritonFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """See WireFormat: the model's metadata, which tells no length."""
+        """Read the model's metadata, which tells no length."""
         inputs, outputs = (_names(answer.get(key)) for key in ("inputs", "outputs"))
         if "text_input" not in inputs or "text_output" not in outputs:
             raise MalformedEvent("the model has no text_input and text_output")

@@ -30,7 +30,7 @@ class TrtLlmFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """See WireFormat: it tells no length."""
+        """Read the served model; the server tells no length."""
         return model_of(answer, model)
 
     @staticmethod

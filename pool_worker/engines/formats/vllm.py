@@ -30,7 +30,7 @@ class VllmFormat:
 
     @staticmethod
     def facts(answer: Mapping[str, Any], model: str | None) -> ServerFacts:
-        """See WireFormat: the model asked for, or the first."""
+        """Find the model asked for, or the first."""
         return model_of(answer, model)
 
     @staticmethod

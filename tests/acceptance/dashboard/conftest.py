@@ -81,7 +81,7 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def session(system: System, chromium: Browser) -> dict[str, object]:
-    """What a browser remembers of a login."""
+    """Cookies of a login."""
     context = chromium.new_context(timezone_id=ZONE)
     page = context.new_page()
     page.goto(system.base_url + "/dashboard/tokens?range=7d")

@@ -52,7 +52,7 @@ def test_a_fault_would_be_found(visit: Visit) -> None:
 
 
 def faults(visit: Visit) -> list[str]:
-    """What axe-core finds, of what is serious or worse."""
+    """Return what axe-core finds serious or worse."""
     # By the debugger's way: the page's own policy lets no foreign script in.
     visit.page.evaluate(AXE + "; true")
     found = visit.page.evaluate("axe.run(document, {resultTypes: ['violations']})")

@@ -1,4 +1,4 @@
-"""What application teams use: the official clients, LangChain and curl, against the demo model."""
+"""The clients of application teams (the official ones, LangChain and curl) against the demo model."""
 
 import json
 import shlex
@@ -176,7 +176,7 @@ def test_unknown_model_is_404(client: openai.OpenAI) -> None:
 
 
 class Reading(BaseModel):
-    """What an application wants to know."""
+    """A tool's arguments, as an application describes them."""
 
     model_config = ConfigDict(extra="forbid")
     river: Literal["Elbe", "Rhine"]

@@ -117,7 +117,7 @@ def wait_for_status(http: httpx.Client, status: int) -> bool:
 
 
 def refused_up(*arguments: str) -> str:
-    """What an ``up`` that must not run says; it ends at once, with exit code 1 and no traceback."""
+    """Return the output of an ``up`` that must not run: it ends at once, with exit code 1 and no traceback."""
     done = subprocess.run(
         [sys.executable, "-m", "spillway", "up", *arguments],
         capture_output=True,

@@ -37,7 +37,7 @@ class HostedApi(Replay):
         self._head = len(ScriptedAnswers().token_ids(f"{BEGIN_OF_TURN}assistant\n"))  # of the answer
 
     async def answer(self, body: Mapping[str, Any]) -> AsyncIterator[str]:
-        """See Replay."""
+        """Implement ``Replay``."""
         given: list[int] = body["prompt"]
         own_tokens = len(given) - given[::-1].index(self._begin_id) - 1 + self._head  # without what is made already
         seed = self._script.answer_seed(given[:own_tokens], 0)

@@ -77,7 +77,7 @@ class Crowd:
             writer.close()
 
     async def hold(self, attack: str, request: bytes, count: int, seconds: float) -> None:
-        """Many connections on which nothing is ever read, each left and made anew after a while."""
+        """Many connections on which nothing is ever read, each left and made again after a while."""
 
         async def one() -> None:
             while True:

@@ -268,7 +268,7 @@ def _is_rescue(bill: Bill) -> bool:
 
 
 async def overflow(stage: Stage) -> None:
-    """See Play.run."""
+    """Implement ``Play.run``."""
     with contextlib.ExitStack() as stack:
         api, tokenizer = stack.enter_context(hosted_api(stage.system.folder / "api", TOKEN_S))
         url, sequences = api.url, len(OUR_SLOTS) * SEQUENCES

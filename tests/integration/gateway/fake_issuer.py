@@ -42,7 +42,7 @@ class FakeIssuer:
         return jwt.encode({"alg": "RS256", "kid": self.key.kid}, claims, self.key)
 
     def approve(self, authorization_url: str, **rest: str) -> dict[str, str]:
-        """What the issuer's page does once the person has said yes: the query of the way back."""
+        """Play the issuer's page after the person's yes; return the query of the way back."""
         asked = {name: values[0] for name, values in parse_qs(urlsplit(authorization_url).query).items()}
         assert asked["response_type"] == "code"
         assert asked["code_challenge_method"] == "S256"

@@ -51,7 +51,7 @@ class Attempt:
         self.is_handed_back = False
 
     def is_of(self, job: Job) -> bool:
-        """Whether it is this very attempt, which its worker has and not only has seen."""
+        """Return whether it is this very attempt, which its worker has and not only has seen."""
         same = (self.job.request_id, self.job.attempt) == (job.request_id, job.attempt)
         return same and not self.is_handed_back
 
@@ -177,7 +177,7 @@ class ScriptedWorker:
 
     @property
     def requests(self) -> set[str]:
-        """Whatever came here; on a slow machine a request may come as several attempts."""
+        """Attempts that came here; on a slow machine a request may come as several."""
         return {attempt.job.request_id for attempt in self.attempts}
 
     async def start(self) -> None:

@@ -39,7 +39,7 @@ async def admin(gateways: tuple[GatewayUnderTest, GatewayUnderTest, str]) -> Asy
 async def status_at_other(
     gateways: tuple[GatewayUnderTest, GatewayUnderTest, str],
 ) -> AsyncIterator[Callable[..., Any]]:
-    """What the other gateway says to a key."""
+    """Return the other gateway's answer to a key."""
     async with httpx.AsyncClient(base_url=gateways[1].url, timeout=HANGS_S) as client:
 
         async def status(token: str, wanted: int) -> bool:

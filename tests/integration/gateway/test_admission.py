@@ -1,4 +1,4 @@
-"""Who waits, who is refused, and what those who wait are told."""
+"""Requests that wait, requests that are refused, and what clients see of it."""
 
 import asyncio
 from typing import Any

@@ -55,7 +55,7 @@ def replay(server: ChatReplay) -> ChatReplay:
 
 @pytest.fixture
 def stops() -> list[Stop]:
-    """What makes the workers leave."""
+    """Signals that make the workers leave."""
     return []
 
 
@@ -109,7 +109,7 @@ def ask(gateway: GatewayUnderTest, asked: str | None = None, **rest: Any) -> Any
 
 
 class Streamed:
-    """What a stream has told, put together by OpenAI's client."""
+    """Put a stream together with OpenAI's client."""
 
     def __init__(self) -> None:
         self.text = self.reasoning = self.refusal = ""

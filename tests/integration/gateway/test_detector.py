@@ -1,4 +1,4 @@
-"""Who counts as lost when a connection ends, and who does not."""
+"""Workers that count as lost when a connection ends, and those that do not."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What callers are told when something is wrong, in OpenAI's envelope."""
+"""Errors as clients get them, in OpenAI's envelope."""
 
 from typing import Any
 

@@ -329,7 +329,7 @@ async def test_queued_request_survives_the_loss_of_the_queue(start_gateway: Star
 
 
 async def test_running_request_survives_a_restart_of_the_queue(start_gateway: Start, nats_server: NatsServer) -> None:
-    """What the worker sends while the server is away may be lost; it is asked for afterwards."""
+    """Frames sent while the server is away may be lost; they are asked for afterwards."""
     gateway = await start_gateway()
     restarted = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What a worker's frames may do to the requests of others: nothing."""
+"""A worker's frames do nothing to the requests of others."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What a request holds, prompt and answer included, is let go of as it ends, not whenever garbage is collected."""
+"""A request's memory, prompt and answer included, is freed as it ends, not whenever garbage is collected."""
 
 import gc
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whoever would get more out of a hosted pool than they may: prompts that must stay, and money beyond a cap."""
+"""Attacks on a hosted pool: prompts that must stay, and money beyond a cap."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -271,14 +271,14 @@ async def test_two_gateways_and_a_lost_account_do_not_pass_a_cap(
 
 
 def cost_of(api: ScriptedWorker) -> int:
-    """What the provider bills, in nano-USD."""
+    """Return what the provider bills, in nano-USD."""
     return sum(one.job.prompt_tokens * 100_000 + one.made_tokens * 1_000_000 for one in api.attempts)
 
 
 async def test_a_cap_begins_with_what_the_ledger_knows_of_the_pool(
     start_gateway: Start, make_key: MakeKey, bus: Bus, sqlite_url: str
 ) -> None:
-    """Gateways and queue server have begun anew: what the pool has cost today is spent."""
+    """Gateways and queue server have begun again: what the pool has cost today is spent."""
     database, now_ms = create_engine(sqlite_url), unix_now_ms()
     async with database.begin() as connection:
         price = Price(100 * 10**9, 100 * 10**9, 1000 * 10**9)

@@ -1,4 +1,4 @@
-"""What callers have been told of will have a row, whatever dies next; and what the queue cannot store is kept."""
+"""Every answer that a client has seen will have a row, whatever dies next; what the queue cannot store is kept."""
 
 import asyncio
 from typing import Any
@@ -25,7 +25,7 @@ async def store_nothing(bus: Bus) -> None:
 
 
 def spooled(gateway: GatewayUnderTest) -> bytes:
-    """What is on the gateway's disk."""
+    """Return what is on the gateway's disk."""
     return b"".join(path.read_bytes() for path in (gateway.settings.data_dir / "spool").rglob("*.spool"))
 
 

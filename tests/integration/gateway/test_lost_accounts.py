@@ -91,7 +91,7 @@ async def test_an_empty_bucket_begins_with_what_the_ledger_knows(
 
 @pytest.mark.usefixtures("spent_before")
 async def test_what_a_gateway_remembers_outlives_the_bucket(start: Start, bus: Bus) -> None:
-    """What ended in the last second is in no ledger yet."""
+    """Requests that ended in the last second are in no ledger yet."""
     budget = Policy(budget_nano_usd=1_000_000, budget_period="month")
     first, second = await start("g0"), await start("g1")
     settle_all([one for one in [await ask_patiently(first, budget)] if one], 0, 100)

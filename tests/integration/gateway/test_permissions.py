@@ -1,4 +1,4 @@
-"""What a key may do beyond being one."""
+"""Permissions of a key: scopes, models, policies."""
 
 import functools
 import time

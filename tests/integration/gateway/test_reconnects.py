@@ -44,7 +44,7 @@ async def messages(bus: Bus) -> int:
 
 
 def watched(bus: Bus, requests: list[OpenRequest]) -> Callable[[], Awaitable[None]]:
-    """Return what waits until the next reconnect has been dealt with: each job's place in the queue is known anew."""
+    """Return what waits until the next reconnect has been dealt with: each job's place in the queue is known again."""
     hooks_ran: asyncio.Queue[None] = asyncio.Queue()
 
     async def after_all_others() -> None:

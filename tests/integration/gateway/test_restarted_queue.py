@@ -1,4 +1,4 @@
-"""The queue server loses its memory stream, whose sequence numbers then begin anew."""
+"""The queue server loses its memory stream, whose sequence numbers then begin again."""
 
 import asyncio
 

@@ -34,7 +34,7 @@ def settings_for(url: str, worker_id: str, revision: str) -> WorkerSettings:
 
 
 def answer_by(revision: str, prompt: str) -> str:
-    """What one revision answers, from its first token to its last."""
+    """Return what one revision answers, from its first token to its last."""
     script = Script(build_tokenizer(), revision)
     ids = script.tokenizer.encode(prompt).ids
     seed = script.answer_seed(ids, 0)
@@ -43,7 +43,7 @@ def answer_by(revision: str, prompt: str) -> str:
 
 @dataclass
 class Outcome:
-    """What came of one request."""
+    """A request and what came of it."""
 
     prompt: str
     text: str = ""
@@ -74,7 +74,7 @@ async def whole(gateway: GatewayUnderTest, outcome: Outcome) -> None:
 
 
 async def is_ready(client: httpx.AsyncClient) -> bool:
-    """Whether the model's card is here."""
+    """Return whether the model's card is here."""
     return (await client.get("/readyz")).json()["models_not_ready"] == []
 
 

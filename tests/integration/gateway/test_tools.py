@@ -457,7 +457,7 @@ async def test_an_operator_may_turn_parsers_off(start_model: StartModel) -> None
 
 
 class Weather(BaseModel):
-    """How the weather will be."""
+    """Forecast the weather."""
 
     city: str
     days: int

@@ -1,4 +1,4 @@
-"""What callers do not read, and answers that are not complete yet: bounded in bytes, for each tenant and for all."""
+"""Answers that clients do not read, or that are not complete yet: bounded in bytes, for each tenant and for all."""
 
 import asyncio
 import json

@@ -39,7 +39,7 @@ class WriterProcess:
             self.process = subprocess.Popen(command, stdout=output, stderr=output)
 
     def said(self, text: str) -> int:
-        """How often it has said so."""
+        """Return how often it has said so."""
         return self.log.read_text().count(text)
 
     def end(self) -> None:
@@ -49,7 +49,7 @@ class WriterProcess:
 
 
 class Ledger:
-    """What the test publishes and what SQL holds."""
+    """The stream that the test publishes to, and the tables."""
 
     def __init__(self, bus: Bus, engine: AsyncEngine) -> None:
         self.bus = bus

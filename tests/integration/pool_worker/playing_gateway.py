@@ -159,7 +159,7 @@ class PlayingGateway:
                 await asyncio.sleep(0.02)
 
     async def stored_attempts(self) -> int:
-        """How many attempt records the USAGE stream holds."""
+        """Return the number of attempt records in the USAGE stream."""
         info = await self.bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}")
         records = 0
         for sequence in range(info["state"]["first_seq"], info["state"]["last_seq"] + 1):

@@ -1,4 +1,4 @@
-"""What a gateway may ask of a running worker, and how a worker stops."""
+"""Controls that a gateway sends a running worker, and a worker's stop."""
 
 import asyncio
 import contextlib

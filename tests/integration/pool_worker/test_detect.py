@@ -1,4 +1,4 @@
-"""Which server listens at a URL, from the answers that each one's documentation shows."""
+"""Detection of the server at a URL, from the answers that each one's documentation shows."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""How a worker gives up its jobs: what fits ends here, the rest goes to others, at once or at the last moment."""
+"""A drain: jobs that fit end here, the rest go to other workers, at once or at the last moment."""
 
 import asyncio
 import signal

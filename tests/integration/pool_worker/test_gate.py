@@ -1,4 +1,4 @@
-"""When a dear pool takes jobs, with real queues and workers."""
+"""The gate of an expensive pool, with real queues and workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""How one worker divides itself among the lanes of a real queue."""
+"""One worker divides itself among the lanes of a real queue."""
 
 import asyncio
 import json

@@ -42,7 +42,7 @@ def metadata() -> Iterator[MetadataServer]:
 
 
 async def poll(metadata: MetadataServer, kind: NoticeKind, times: int = 1, running: int = 0) -> Notice | None:
-    """What the last of several polls brings."""
+    """Return what the last of several polls brings."""
     notice = None
     async with httpx.AsyncClient(base_url=metadata.url) as client:
         source: NoticeSource = notices.SOURCES[kind](client, lambda: running)

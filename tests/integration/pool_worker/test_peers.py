@@ -1,4 +1,4 @@
-"""What a worker learns of the others, from a real server."""
+"""A worker's view of the others, from a real server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

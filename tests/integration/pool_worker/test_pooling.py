@@ -58,7 +58,7 @@ async def test_a_later_attempt_runs_only_what_is_not_answered(gateway: PlayingGa
 
 
 async def test_what_fails_in_the_middle_goes_on_from_there(gateway: PlayingGateway, nats_url: str) -> None:
-    """What the first attempt has answered and the second one answers is everything, and nothing twice."""
+    """The answers of the first attempt and the second are everything, and nothing twice."""
     texts = ["a", "b", "[[fail after=2]]", "d"]
     settings = settings_for(nats_url, task="embed", max_sequences=1, faults_from_prompt=True)
     async with running_worker(settings):

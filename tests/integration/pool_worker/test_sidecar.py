@@ -28,7 +28,7 @@ PROMPT = m.pack_token_ids(range(40, 50))
 
 
 class Server:
-    """What the program has told of itself."""
+    """Return what the program reported of itself."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ async def ask(gateway: PlayingGateway, max_tokens: int = 8) -> Attempt:
 
 
 async def answer(gateway: PlayingGateway) -> m.Frame:
-    """What a job ends in, tried once more by its gateway where that is worth it."""
+    """Return how a job ends, tried once more by its gateway where that is worth it."""
     end = await gateway.end_of(await ask(gateway))
     if isinstance(end, m.Failed) and end.retryable:
         end = await gateway.end_of(await ask(gateway))

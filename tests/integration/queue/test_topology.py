@@ -1,4 +1,4 @@
-"""The topology is made by whoever comes first, on one server and on a cluster, and made anew where it must be."""
+"""The topology is made by whoever comes first, on one server and on a cluster, and made again where it must be."""
 
 import asyncio
 from collections.abc import AsyncIterator

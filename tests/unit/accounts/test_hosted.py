@@ -1,4 +1,4 @@
-"""Whose prompts may leave: nobody's unless somebody has said so, and a key never widens what its team may."""
+"""Prompts leave only where somebody has allowed it, and a key never widens what its team may."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What of a key and its team becomes a principal."""
+"""The fields of a key and its team that become a principal."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable

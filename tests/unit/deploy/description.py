@@ -1,4 +1,4 @@
-"""What the tests of ``deploy/`` read: the parsed compose file and the Dockerfiles' instructions."""
+"""The parsed compose file and the Dockerfiles' instructions, for the tests of ``deploy/``."""
 
 import re
 import shutil
@@ -89,7 +89,7 @@ def instructions(dockerfile: Path) -> list[tuple[str, str]]:
 
 
 def copied_sources(dockerfile: Path) -> list[str]:
-    """What a Dockerfile takes from the build context."""
+    """Return what a Dockerfile takes from the build context."""
     found = []
     for name, arguments in instructions(dockerfile):
         if name == "COPY" and not arguments.startswith("--from"):

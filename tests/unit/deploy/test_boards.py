@@ -59,7 +59,7 @@ def rescued_request() -> OpenRequest:
 
 
 def unknown(expression: str, series: dict[str, set[str]]) -> list[str]:
-    """What an expression asks for that nobody has."""
+    """Return the series of an expression that nothing exposes."""
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     wrong = []
     for name, matchers in SERIES.findall(expression):

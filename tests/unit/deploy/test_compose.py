@@ -35,7 +35,7 @@ SPILLWAY_SERVICES = [name for name in OWN_SERVICES if name != "nats"]
 
 
 def config_of(service_name: str) -> Config:
-    """What a container of this service reads: the mounted file under the container's environment."""
+    """Return the settings that a service's container reads: the mounted file under its environment."""
     environment = services()[service_name].get("environment", {})
     return load_config(
         ROOT / "deploy/compose/spillway.toml", env={key: str(value) for key, value in environment.items()}

@@ -187,7 +187,7 @@ async def test_the_pages_are_not_where_the_api_is(tmp_path: Path) -> None:
 @needs_haproxy
 @pytest.mark.servers
 async def test_a_caller_cannot_say_whom_he_is(tmp_path: Path) -> None:
-    """What he says comes first; gateways go by the last address that is no trusted proxy's."""
+    """The client's own header comes first; gateways use the last address that is no trusted proxy's."""
     async with (
         running_gateway() as gateway,
         running_haproxy(tmp_path, gateway.port) as haproxy,

@@ -39,7 +39,7 @@ def test_base_images_are_pinned_and_the_user_is_a_number(path: Path) -> None:
 
 
 def is_in_build_context(source: str) -> bool:
-    """Whether .dockerignore, a list of exceptions to "everything", lets a path through."""
+    """Return whether .dockerignore, a list of exceptions to "everything", lets a path through."""
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     return any(source == path or source.startswith(f"{path}/") for path in allowed)
 

@@ -1,4 +1,4 @@
-"""What the wheel holds: one name for site-packages, and all that an installed Spillway reads."""
+"""Contents of the wheel: one name for site-packages, and all that an installed Spillway reads."""
 
 import zipfile
 

@@ -49,7 +49,7 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
 
 
 def later_unix_ms() -> int:
-    """When whoever is missed now has been missed for long enough."""
+    """Return when those missed now have been missed for long enough."""
     return unix_now_ms() + ABANDONED_AFTER_MS
 
 

@@ -1,4 +1,4 @@
-"""How histograms are stored, and that the database may set them one behind the other."""
+"""Histograms as they are stored; the database may append one to another."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What dashboards ask, answered from rollups, is what the rows say when asked one by one."""
+"""Queries of dashboards: the rollups answer as the rows do when read one by one."""
 
 import math
 import random

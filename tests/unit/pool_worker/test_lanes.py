@@ -1,4 +1,4 @@
-"""Who is served next, and how much each gets in the long run."""
+"""The lane served next, and each lane's share in the long run."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What our own engine calls the weights that it has loaded."""
+"""Revisions that our own engine gives the weights it has loaded."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What servers tell of their memory, read from pages as their makers publish them."""
+"""Figures of memory, read from servers' pages as their makers publish them."""
 
 import pytest
 

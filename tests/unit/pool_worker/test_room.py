@@ -1,4 +1,4 @@
-"""When the worker asks for nothing, although the engine has room."""
+"""Times at which the worker pulls nothing, although the engine has room."""
 
 import asyncio
 from types import SimpleNamespace

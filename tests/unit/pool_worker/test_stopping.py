@@ -1,4 +1,4 @@
-"""How long a drain may last, and how long a job may still run."""
+"""Time limits of a drain and of the jobs that still run."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Where the engine's phases lie in an attempt's span."""
+"""The engine's phases within an attempt's span."""
 
 import pytest
 

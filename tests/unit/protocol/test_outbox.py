@@ -42,7 +42,7 @@ def record(number: int) -> bytes:
 
 
 async def stored(bus: Bus) -> list[list[int]]:
-    """What each message of the stream holds."""
+    """Return what each message of the stream holds."""
     last = int((await bus.api(f"STREAM.INFO.{subjects.USAGE_STREAM}"))["state"]["last_seq"])
     answers = [await bus.api(f"STREAM.MSG.GET.{subjects.USAGE_STREAM}", {"seq": n + 1}) for n in range(last)]
     return [msgspec.msgpack.decode(base64.b64decode(answer["message"]["data"])) for answer in answers]

@@ -145,7 +145,7 @@ def test_nothing_is_admitted_beyond_a_limit_and_nothing_leaks(steps: list[tuple]
 
 
 def lost_with_crashes(world: World, steps: list[tuple]) -> int:
-    """What a crashed gateway had been told was spent is spent; what it had not reported is among the presumed."""
+    """Spending that a crashed gateway had reported is spent; the rest is presumed."""
     crashed = any(what == "crash" for what, *_ in steps)
     difference = world.account.spent_nano_usd - world.account.presumed_nano_usd - world.spent
     if crashed:

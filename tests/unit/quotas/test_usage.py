@@ -1,4 +1,4 @@
-"""How much of limits is used now: what counts, what does not, and when a period ends."""
+"""Use of limits now: what counts, what does not, and when a period ends."""
 
 from datetime import UTC, datetime
 

@@ -1,4 +1,4 @@
-"""What ``spillway up`` finds out before it starts anything."""
+"""Checks of ``spillway up`` before it starts anything."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Which limits follow from measured loads."""
+"""Limits that follow from measured loads."""
 
 import tomllib
 

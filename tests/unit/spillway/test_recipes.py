@@ -24,7 +24,7 @@ def blocks() -> Iterator[Any]:
 
 
 def overlay(text: str) -> dict[str, Any]:
-    """What a block says, and below it what the text around it has said of the same pool."""
+    """Return a block's settings over those that the text around it gives the same pool."""
     said = tomllib.loads(text)
     for name, pool in said.get("pools", {}).items():
         if "models" not in pool:  # a block about the pool's engine alone

@@ -1,4 +1,4 @@
-"""What a caller writes is text, also where it is written like a control token; and nothing else changes by that."""
+"""A client's words are text, also where they are spelled like a control token; nothing else changes by that."""
 
 import asyncio
 import json

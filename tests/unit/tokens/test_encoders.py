@@ -78,7 +78,7 @@ def part(kind: str, **rest: object) -> dict[str, object]:
     ],
 )
 def test_how_much_text_a_token_can_stand_for(changes: dict[str, object], factor: int | None) -> None:
-    """Where characters may vanish, no length of a text says how many tokens it has at least."""
+    """If characters may vanish, the length of a text is no lower bound of its tokens."""
     document = json.loads(byte_tokenizer_json()) | changes
     longest = max(map(len, (BOS, START)))
     assert HuggingFaceEncoder(json.dumps(document).encode()).max_chars == (None if factor is None else longest * factor)

@@ -14,7 +14,7 @@ from tests.small_tokenizer import BOS
 from tests.unit.tokens.tools.test_prompts import CONVERSATION, WEATHER
 from tokens.chat_template import ChatTemplate
 from tokens.renderer import Renderer, RendererDied
-from web.errors import InvalidParameter
+from web.errors import InvalidParameter, Overloaded
 
 SPECIAL = {"bos_token": BOS}
 REFUSES = "{% if mine %}{{ raise_exception('not ' + mine) }}{% endif %}{{ messages[0].content }}"
@@ -50,6 +50,13 @@ async def test_the_same_text(renderer_of: Start) -> None:
     }
     assert await deepseek.render(messages, **asked) == here.render(messages, **asked)
     assert deepseek.variables == here.variables
+
+
+async def test_a_machine_that_is_too_busy() -> None:
+    renderer = Renderer("{{ messages[0].content }}", SPECIAL, answer_limit_s=0.0)
+    with pytest.raises(Overloaded, match="not rendered within 0 s"):
+        await renderer.start()
+    await renderer.close()
 
 
 async def test_what_the_template_refuses(renderer_of: Start) -> None:

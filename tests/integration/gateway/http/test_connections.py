@@ -1,4 +1,4 @@
-"""What a connection may do to the gateway with nothing in front of it."""
+"""Connections with nothing in front of the gateway, and what they may do to it."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the gateway answers beside generating: to browsers, probes and tools, and what its description promises."""
+"""Answers beside generating: to browsers, probes and tools, and what the description promises."""
 
 import gzip
 import re

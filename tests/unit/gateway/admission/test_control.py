@@ -180,7 +180,7 @@ LARGE = Sampling(max_tokens=1, grammar=Grammar("regex", "a" * MIB))
 
 
 def enter_until_refused(gate: AdmissionControl, **rest: Any) -> int:
-    """How many large jobs get in."""
+    """Return how many large jobs are admitted."""
     for number in range(1000):
         asked = admission(f"{rest} {number}", **rest)
         failure = gate.refusal(asked)

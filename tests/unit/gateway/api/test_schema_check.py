@@ -1,4 +1,4 @@
-"""What no grammar enforces is checked in whole answers, at a bounded cost, and told in each choice."""
+"""Keywords that no grammar enforces are checked in whole answers, at a bounded cost, and reported in each choice."""
 
 import json
 from typing import Any

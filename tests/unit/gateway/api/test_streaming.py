@@ -1,4 +1,4 @@
-"""What reaches the socket, write by write."""
+"""Bytes at the socket, write by write."""
 
 import asyncio
 import json

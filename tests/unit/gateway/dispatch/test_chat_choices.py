@@ -1,4 +1,4 @@
-"""What is held of a request that pools which take messages may answer, and who may go on with it."""
+"""State of a request that pools by messages may answer, and which pools may continue it."""
 
 from typing import Any
 

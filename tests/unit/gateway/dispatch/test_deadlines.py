@@ -1,4 +1,4 @@
-"""How long a request may take, over all its attempts."""
+"""Time limits of a request, over all its attempts."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ ID = "req_1"
 
 @dataclass
 class RecordedActions:
-    """What the request asked for, in order."""
+    """Actions that the request asked for, in order."""
 
     published: list[int] = field(default_factory=list)
     withdrawn: list[int] = field(default_factory=list)

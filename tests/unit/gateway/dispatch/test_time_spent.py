@@ -1,4 +1,4 @@
-"""How a request's time is made up of its attempts'."""
+"""A request's time is the sum of its attempts'."""
 
 import msgspec
 import pytest

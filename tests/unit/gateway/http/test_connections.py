@@ -1,4 +1,4 @@
-"""What is kept of all connections together; what a single one may do is tested at the socket."""
+"""State kept of all connections together; what a single one may do is tested at the socket."""
 
 import resource
 

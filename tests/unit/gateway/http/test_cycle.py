@@ -1,4 +1,4 @@
-"""What is written to the socket for the head of a response."""
+"""Return what is written to the socket for the head of a response."""
 
 import asyncio
 import logging

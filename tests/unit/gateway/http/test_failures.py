@@ -66,7 +66,7 @@ def test_those_refused_together_do_not_return_together(wait_s: int, earliest_s: 
 
 
 async def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_error_of_ours() -> None:
-    """What no handler answers is raised out of the application, and logged with its traceback."""
+    """Exceptions without a handler are raised out of the application, and logged with their traceback."""
     app = FastAPI()
     add_error_answers(app)
 

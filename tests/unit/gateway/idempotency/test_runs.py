@@ -1,4 +1,4 @@
-"""What is kept of answers, for how long, and what has to go."""
+"""Kept answers: for how long, and which are dropped."""
 
 import asyncio
 from typing import Any
@@ -83,7 +83,7 @@ async def test_the_oldest_answers_make_room() -> None:
 
 
 async def test_what_runs_outgrows_the_room() -> None:
-    """Its readers go on as long as they keep up; who would begin anew cannot."""
+    """Its readers go on as long as they keep up; who would begin again cannot."""
     runs = runs_with(max_bytes=100)
     await answer(runs, "old", b"x" * 40)
     run = runs.begin("k", "print", None)

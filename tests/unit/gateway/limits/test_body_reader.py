@@ -1,4 +1,4 @@
-"""What is read of all bodies at once is bounded in bytes, and one tenant's slow senders keep nobody else out."""
+"""Bodies being read are bounded in bytes together, and one tenant's slow senders keep nobody else out."""
 
 import asyncio
 from typing import Any

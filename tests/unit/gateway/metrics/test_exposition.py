@@ -1,4 +1,4 @@
-"""What /metrics says: names, types and labels as vLLM's boards expect them, and nothing without bounds."""
+"""The text of /metrics: names, types and labels as vLLM's boards expect them, and nothing without bounds."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is sealed opens with its key only, for its own request and part only."""
+"""A sealed payload opens with its key only, for its own request and part only."""
 
 import zlib
 

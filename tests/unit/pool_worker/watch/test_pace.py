@@ -1,4 +1,4 @@
-"""When a node is too slow, second by second, on a clock of the test's own."""
+"""Verdicts on slow nodes, second by second, on a clock of the test's own."""
 
 import itertools
 

@@ -241,7 +241,7 @@ LEVEL = '{"level": 7}'
 
 
 def is_answer(tokenizer: PreTrainedTokenizerFast, grammar: WireGrammar | None, text: str) -> bool:
-    """Whether a grammar lets a text be a whole answer."""
+    """Return whether a grammar accepts a text as a whole answer."""
     assert grammar is not None
     llguidance_tokenizer = from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[EOS_ID])
     matcher = LLMatcher(llguidance_tokenizer, LLMatcher.grammar_from_lark(grammar.source), log_level=0)

@@ -1,4 +1,4 @@
-"""What families write is told from content, and however the text is cut it is the same."""
+"""Calls and reasoning of each family are separated from content, however the text is cut."""
 
 import json
 import random
@@ -482,7 +482,7 @@ def seconds_of(form: AnswerForm, parts: list[str]) -> float:
 def test_sixteen_times_the_text_takes_nowhere_near_its_square_as_long(
     form: AnswerForm, whole: bool, repeated: str, many: int
 ) -> None:
-    """Where it went with the square of the length, one answer held up all others for seconds."""
+    """An answer whose cost grew with the square of its length held up all others for seconds."""
     parts = [
         [repeated * n] if whole else ["<tool_call><function=f><parameter=a>", *[repeated] * n]
         for n in (many // 4, 4 * many)
