@@ -27,8 +27,8 @@ class Capacity:
     max_kv_tokens: int
     max_model_len: int  # prompt + output tokens of one sequence
     # The engine's own report, whatever the settings say; None: unknown.
-    told_sequences: int | None = None
-    told_kv_tokens: int | None = None
+    server_max_sequences: int | None = None
+    server_max_kv_tokens: int | None = None
 
 
 class Engine(Protocol):

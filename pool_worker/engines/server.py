@@ -274,7 +274,7 @@ class ServerEngine:
             self._places.release()
 
     def _take(self, choice: ServerChoice, delta: Delta) -> bool:
-        """Take what is told; return whether the choice has ended."""
+        """Take an event; return whether the choice has ended."""
         output = choice.take(delta)
         if output is not None:
             if output.token_ids:

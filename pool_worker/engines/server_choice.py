@@ -103,7 +103,7 @@ class ServerChoice:
         return self._output(token_ids, text, logprobs)
 
     def _end_as_reported(self, ended_by: str, token_ids: list[int]) -> str:
-        """End as the server says, where the tokens have not told yet."""
+        """End as the server says, where the tokens do not show it yet."""
         if ended_by == "eos" and self._eos_ids:  # it is not among the ids, but is a token like others
             token_id = min(self._eos_ids)
             token_ids.append(token_id)

@@ -45,7 +45,7 @@ class AttemptFailed(Exception):
 
 
 class ServerConnection:
-    """Streams of one server, and its health. ``lose`` is told once why the server is lost."""
+    """Streams of one server, and its health. ``lose`` is called once with the reason why the server is lost."""
 
     def __init__(
         self,

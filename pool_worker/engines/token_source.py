@@ -47,7 +47,7 @@ class HttpSource:
     """A server behind a URL, spoken to in its wire format: see TokenSource."""
 
     def __init__(self, settings: ServerEngineSettings, lose: Callable[[str], None]) -> None:
-        """Connect to nothing yet. ``lose`` is told once why the server is lost."""
+        """Connect to nothing yet. ``lose`` is called once with the reason why the server is lost."""
         self.place = settings.url
         self._format = FORMATS[settings.kind]
         self.abilities: type[Abilities] = self._format

@@ -41,7 +41,7 @@ class VllmInProcess:
     continues: bool | None = None
 
     def __init__(self, settings: VllmInProcessSettings, lose: Callable[[str], None]) -> None:
-        """Import and load nothing yet. ``lose`` is told why the engine is lost."""
+        """Import and load nothing yet. ``lose`` is called with the reason why the engine is lost."""
         self._settings = settings
         self._lose = lose
         self._vllm: _Started | None = None

@@ -129,10 +129,10 @@ class PoolTarget:
         tokens, held = load.prompt_tokens + load.new_tokens, self.capacity
         if tokens > held.max_model_len:
             raise LoadRefused(f"one request has at most {held.max_model_len:,} tokens")
-        if held.told_sequences is not None and load.batch > held.told_sequences:
-            raise LoadRefused(f"the engine runs {held.told_sequences:,} concurrently")
-        if held.told_kv_tokens is not None and load.batch * tokens > held.told_kv_tokens:
-            raise LoadRefused(f"the engine's memory holds {held.told_kv_tokens:,} tokens")
+        if held.server_max_sequences is not None and load.batch > held.server_max_sequences:
+            raise LoadRefused(f"the engine runs {held.server_max_sequences:,} concurrently")
+        if held.server_max_kv_tokens is not None and load.batch * tokens > held.server_max_kv_tokens:
+            raise LoadRefused(f"the engine's memory holds {held.server_max_kv_tokens:,} tokens")
 
     async def _run(self, load: Load, seed: int) -> list[Answer]:
         try:
@@ -242,8 +242,8 @@ class PoolTarget:
             "kind": self._engine.name,
             "url": None if PORT_PLACE in url else url or None,
             "max_model_len": self.capacity.max_model_len,
-            "told_sequences": self.capacity.told_sequences,
-            "told_kv_tokens": self.capacity.told_kv_tokens,
+            "server_max_sequences": self.capacity.server_max_sequences,
+            "server_max_kv_tokens": self.capacity.server_max_kv_tokens,
             "ends_ignored": self._params.ignore_eos,
             "seconds": self._limit_s,
             "spillway": version("spillway"),

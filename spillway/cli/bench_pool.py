@@ -141,7 +141,7 @@ def _measure(
             raise fail(f"pools.{name}: its engine needs {error.name}: pip install 'spillway[worker]'") from error
         code = run_loads(target, loads, rounds, outcomes)
         memory = Memory(
-            target.capacity.told_kv_tokens,
+            target.capacity.server_max_kv_tokens,
             is_configurable="max_kv_tokens" in type(settings).model_fields,
             applies=not target.is_an_api,
         )

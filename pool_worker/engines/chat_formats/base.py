@@ -48,7 +48,7 @@ class ChatDelta:
 
     parts: Sequence[Part] = ()
     ended_by: EndReason | None = None  # no part follows; a usage may. Calls of tools end by "stop"
-    usage: ChatUsage | None = None  # of the whole choice so far: what is told last counts
+    usage: ChatUsage | None = None  # of the whole choice so far: what comes last counts
 
 
 class AnswerReader(Protocol):
