@@ -102,7 +102,7 @@ async def run(
         stack.push_async_callback(database.dispose)
         prices = CurrentPrices(database, settings.prices)
         series = RequestSeries(prices)
-        quotas = Quotas(bus, settings.gateway_id, RollupLedger(database))
+        quotas = Quotas(bus, settings.gateway_id, RollupLedger(database), settings.timeouts.limits_s)
         hosted = HostedPools(settings.hosted, admission_control.capacity, quotas, prices)
         allowed = partial(providers_still_allowed, keys, admission_control)
         overflow = Overflow(hosted, admission_control, registry, settings, allowed)

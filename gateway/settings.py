@@ -14,6 +14,7 @@ from ledger.settings import PayloadSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
+from quotas.account_store import REACH_LIMIT_S
 from tokens.settings import ModelTokenSettings
 
 Usd = Annotated[float, Field(ge=0, le=1_000_000)]
@@ -81,6 +82,8 @@ class TimeoutSettings(Settings):
     revision_wait_s: PositiveSeconds = 30.0
     # A worker whose heartbeats are missing for longer is lost; two of them, at least, may be late.
     worker_silence_s: Annotated[float, Field(ge=2 * HEARTBEAT_PERIOD_S)] = HEARTBEAT_LIMIT_S
+    # How long a request waits for the queue server to say what is left of its limits, which others may have used up.
+    limits_s: PositiveSeconds = REACH_LIMIT_S
     cancel_s: PositiveSeconds = 5.0  # how long the exact counts of a stopped attempt are waited for
     # An accepted request is answered: where neither queue nor disk stores its row, it waits so long, and no longer.
     row_s: PositiveSeconds = 10.0

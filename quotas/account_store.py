@@ -10,15 +10,16 @@ from protocol.errors import ApiError
 from protocol.quotas import Account, decode_account, encode
 from protocol.topology import WRONG_LAST_SEQUENCE
 
-CALL_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
+REACH_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
 STREAM: Final = f"KV_{subjects.QUOTAS_BUCKET}"
 
 
 class AccountStore:
     """The bucket, as one gateway uses it."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, call_limit_s: float = REACH_LIMIT_S) -> None:
         self._bus = bus
+        self._call_limit_s = call_limit_s
 
     async def load(self, account_id: str) -> tuple[Account, int] | None:
         """An account and the sequence of its entry; None: there is none. Raises BusError or ProtocolError."""
@@ -38,7 +39,7 @@ class AccountStore:
                 encode(account),
                 message_id=uuid.uuid4().hex,
                 expected_last_sequence=over,
-                timeout_s=CALL_LIMIT_S,
+                timeout_s=self._call_limit_s,
             )
         except ApiError as error:
             if error.code in WRONG_LAST_SEQUENCE:

@@ -20,7 +20,7 @@ from protocol.bus import Bus
 from protocol.errors import BusError, ProtocolError
 from protocol.quotas import Amounts, Kind
 from quotas.account import EMPTY, LEASE_S
-from quotas.account_store import AccountStore
+from quotas.account_store import REACH_LIMIT_S, AccountStore
 from quotas.limits import Limits, limits_of, minus, plus
 from quotas.local_account import LocalAccount
 from quotas.pools import POOL
@@ -30,7 +30,6 @@ from quotas.seeds import Ledger, Seed, Unseeded, check_nobody_holds, until_ledge
 from quotas.usage import LimitUsage, taken_amounts, uses
 
 SLICE_WAIT_S: Final = 0.1  # how long a request waits for a larger slice
-REACH_WAIT_S: Final = 1.0  # how long for any at all: the queue server, or this process, may be busy
 EXCHANGE_GAP_S: Final = 0.02  # between two exchanges of one account
 REPORT_PERIOD_S: Final = 1.0  # how old what others know of our use may be; a part of LEASE_S
 RENEW_S: Final = LEASE_S / 3
@@ -61,8 +60,11 @@ class Unavailable(Exception):
 class Quotas:
     """Reserves, and reports what was used. ``start`` it, run ``run`` as a supervised task, ``close`` it at the end."""
 
-    def __init__(self, bus: Bus, gateway_id: str, ledger: Ledger) -> None:
-        """``ledger``: asked for what was spent where an account is not there."""
+    def __init__(self, bus: Bus, gateway_id: str, ledger: Ledger, reach_limit_s: float = REACH_LIMIT_S) -> None:
+        """``ledger``: asked for what was spent where an account is not there.
+
+        ``reach_limit_s``: how long a request waits for any slice: the queue server, or this process, may be busy.
+        """
         self._bus = bus
         self._ledger = ledger
         self._started_s = 0.0  # by the queue server's clock
@@ -70,7 +72,8 @@ class Quotas:
         self._seed_places = asyncio.Semaphore(MAX_SEEDS)
         self._clock = bus.clock
         self._gateway_id = gateway_id
-        self._account_store = AccountStore(bus)
+        self._account_store = AccountStore(bus, reach_limit_s)
+        self._reach_limit_s = reach_limit_s
         self._local_accounts: dict[str, LocalAccount] = {}
         self._asked_s: dict[str, float] = {}  # by account, when a request last needed it (monotonic clock)
         self._exchanging: dict[str, asyncio.Task[None]] = {}
@@ -236,7 +239,7 @@ class Quotas:
         """Return when all slices hold enough at once. Raises Refused or Unavailable."""
         changed = asyncio.Event()
         try:
-            for wait_s in (SLICE_WAIT_S, REACH_WAIT_S - SLICE_WAIT_S):
+            for wait_s in (SLICE_WAIT_S, self._reach_limit_s - SLICE_WAIT_S):
                 try:
                     async with asyncio.timeout(wait_s):
                         await self._until_enough(claims, changed)

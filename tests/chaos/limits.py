@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from protocol.messages import Accepted, Failed, Finished
 from protocol.quotas import NOTHING
 from protocol.steps import decode_step
 from quotas.account import CLOCK_SLACK_S, LEASE_S
-from quotas.account_store import AccountStore
+from quotas.account_store import REACH_LIMIT_S, AccountStore
 from spillway.children import Child
 from tests.chaos.system import MODEL, Shape, System
 
@@ -154,9 +154,9 @@ class Storm:
         deadline_s = time.monotonic() + READY_LIMIT_S
         for gateway, port in zip(self.system.gateways, self.system.gateway_ports, strict=True):
             while (answer := await self.ask("all", port=port)).status != 200:
-                body = b"".join(piece for _, piece in answer.pieces).decode()
                 said = (
-                    f"{gateway.name} does not serve: {answer.ending} {answer.status} {body}\n  {gateway.last_lines()}"
+                    f"{gateway.name} does not serve: {answer.ending} {answer.status} {_text(answer)}\n"
+                    f"  {gateway.last_lines()}"
                 )
                 assert time.monotonic() < deadline_s, said
                 await asyncio.sleep(POLL_S)
@@ -175,9 +175,14 @@ async def edges(storm: Storm, findings: Findings, seconds: float) -> None:
 def _admitted(answers: list[Exchange], findings: Findings) -> list[Exchange]:
     statuses = Counter(one.status for one in answers)
     findings.figures.setdefault("answers", []).append({str(status): count for status, count in statuses.items()})
-    if set(statuses) - {200, 429}:
-        findings.offences.append(f"answers of other kinds: {statuses}")
+    others = Counter(f"{one.status} {_text(one)}" for one in answers if one.status not in {200, 429})
+    if others:
+        findings.offences.append(f"answers of other kinds: {others}")
     return [one for one in answers if one.status == 200]
+
+
+def _text(answered: Exchange) -> str:
+    return b"".join(piece for _, piece in answered.pieces).decode()
 
 
 def _tokens(answered: Exchange, *, prompt: bool) -> int:
@@ -252,10 +257,12 @@ async def _is_held(account_store: AccountStore, key_id: str) -> bool:
     return any(lease.held != NOTHING and lease.expires_unix_ms > live_ms for lease in found[0].leases.values())
 
 
-async def run(folder: Path, *, seed: int, seconds: float, count: int, kill: bool) -> Findings:
-    """Play everything in an empty folder."""
+async def run(
+    folder: Path, *, seed: int, seconds: float, count: int, kill: bool, limits_s: float = REACH_LIMIT_S
+) -> Findings:
+    """Play everything in an empty folder. ``limits_s``: of ``[gateway.timeouts]``."""
     findings = Findings()
-    async with System(folder, SHAPE) as system:
+    async with System(folder, replace(SHAPE, gateway_timeouts={"limits_s": limits_s})) as system:
         storm = Storm(system, seed)
         await storm.wait_until_served()
         await edges(storm, findings, seconds)
