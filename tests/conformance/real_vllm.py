@@ -8,7 +8,7 @@ import pytest
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import VllmInProcessSettings
-from tests.conformance.test_engines import MAX_MODEL_LEN, MAX_SEQUENCES, REAL_SERVER, Driver, driving, request
+from tests.conformance.driven_engine import MAX_MODEL_LEN, MAX_SEQUENCES, REAL_SERVER, Driver, driving, request
 
 BURIED_S = 20.0
 REAL = VllmInProcessSettings(max_sequences=MAX_SEQUENCES, max_model_len=MAX_MODEL_LEN, **REAL_SERVER)

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from pool_worker.engines.formats.base import done_here
+from tests.conformance.driven_engine import Driver, driving, request
 from tests.conformance.matrix import FIELDS, GRAMMARS, Column, columns
 from tests.conformance.server_replay import AnyReplay, running_on_demand
-from tests.conformance.test_engines import Driver, driving, request, server_settings
+from tests.conformance.test_engines import server_settings
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 
 ASKED = {**FIELDS, **GRAMMARS}

@@ -1,12 +1,7 @@
 """Duties of every engine that a worker can run (pool_worker/engines/base.py)."""
 
 import asyncio
-import contextlib
-import json
-import os
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,9 +9,9 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
 from engine import LLMEngine
-from engine.types import GenerationRequest, Refusal, ResumePoint, SamplingParams, SequenceOutput, SequenceTimings
+from engine.types import GenerationRequest, ResumePoint, SequenceOutput
 from pool_worker import engines
-from pool_worker.engines.base import Capacity, Engine, EngineDiedError
+from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.formats import FORMATS
 from pool_worker.engines.server import ServerEngine
 from pool_worker.settings import (
@@ -28,99 +23,21 @@ from pool_worker.settings import (
     VllmInProcessSettings,
 )
 from protocol.artifacts import tokenizer_object_name
+from tests.conformance.driven_engine import (
+    MAX_MODEL_LEN,
+    MAX_SEQUENCES,
+    PROMPT,
+    REAL_SERVER,
+    Driver,
+    driving,
+    made,
+    refuses,
+    request,
+)
 from tests.conformance.server_replay import AnyReplay, Replay, running_on_demand
 from tests.conformance.vllm_replay import VllmReplay
 from tests.unit.engine.tiny_models import byte_level_tokenizer, llama
 from tests.waiting import HANGS_S
-
-MAX_SEQUENCES = 4
-MAX_MODEL_LEN = 200
-PROMPT = tuple(range(40, 60))
-
-
-@dataclass
-class Answer:
-    """All that a choice yielded, put together, and after how many tokens how much text was out."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[Any] = field(default_factory=list)
-    chars_by_token: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-    vector: bytes | None = None
-
-    def take(self, output: SequenceOutput) -> None:
-        assert self.finish_reason is None, "output after the end"
-        self.token_ids += output.token_ids
-        self.text += output.text
-        self.logprobs += output.logprobs or []
-        self.chars_by_token += [len(self.text)] * len(output.token_ids)
-        self.finish_reason, self.error, self.vector = output.finish_reason, output.error, output.vector
-
-    def facts(self) -> tuple[list[int], str, str | None]:
-        return self.token_ids, self.text, self.finish_reason
-
-
-class Driver:
-    """Iterates an engine's steps, as a worker does, and lets a test wait for what comes."""
-
-    def __init__(self, engine: Engine, capacity: Capacity) -> None:
-        self.engine = engine
-        self.capacity = capacity
-        self.answers: dict[tuple[str, int], Answer] = defaultdict(Answer)
-        self.refusals: dict[str, Refusal] = {}
-        self.timings: dict[str, list[SequenceTimings]] = defaultdict(list)
-        self._changed = asyncio.Event()
-
-    async def run(self) -> None:
-        async for outputs in self.engine.steps():
-            for output in outputs:
-                self.answers[output.request_id, output.index].take(output)
-                if output.timings is not None:
-                    self.timings[output.request_id].append(output.timings)
-                if isinstance(output, Refusal):
-                    self.refusals[output.request_id] = output
-            self._changed.set()
-
-    async def wait(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(HANGS_S):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what no output of the engine tells."""
-        async with asyncio.timeout(HANGS_S):
-            while not condition():
-                await asyncio.sleep(0.005)
-
-    async def end_of(self, *ids: str, n: int = 1) -> list[Answer]:
-        answers = [self.answers[id_, index] for id_ in ids for index in range(n)]
-        await self.wait(lambda: all(answer.finish_reason for answer in answers))
-        return answers
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Return whether the token ids are the model's own; a real server that answers in text may have others."""
-        return not REAL_SERVER or not isinstance(self.engine, ServerEngine) or self.engine.counted_by == "engine"
-
-    def submit(self, request: GenerationRequest) -> None:
-        """Hand it in; without ``ignore_eos`` for a server that does not know it: replays never end by themselves."""
-        if isinstance(self.engine, ServerEngine) and "ignore_eos" not in self.engine.honoured:
-            request = replace(request, sampling=replace(request.sampling, ignore_eos=False))
-        self.engine.submit(request)
-
-    async def answer(self, request: GenerationRequest) -> Answer:
-        self.submit(request)
-        (answer,) = await self.end_of(request.request_id)
-        return answer
-
-
-def request(name: str = "r", prompt: tuple[int, ...] = PROMPT, **params: Any) -> GenerationRequest:
-    resume = params.pop("resume", ())
-    defaults = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-    return GenerationRequest(name, prompt, SamplingParams(**{**defaults, **params}), resume)
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +51,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 SILENT_ABOUT_LENGTH = frozenset({"sglang", "ollama", "triton"})
-
-
-# The settings of a real server (tests/conformance/real_servers.py), as JSON, or nothing.
-REAL_SERVER: dict[str, Any] = json.loads(os.environ.get("SPILLWAY_TEST_SERVER", "{}"))
 
 
 @pytest.fixture(scope="module")
@@ -185,41 +98,10 @@ def _own_settings(request: pytest.FixtureRequest) -> EngineSettings:
     )
 
 
-@contextlib.asynccontextmanager
-async def driving(settings: EngineSettings) -> AsyncIterator[Driver]:
-    engine = engines.create(settings)
-    driver = Driver(engine, await engine.start())
-    running = asyncio.create_task(driver.run())
-    try:
-        yield driver
-    finally:
-        await engine.stop()
-        async with asyncio.timeout(HANGS_S):
-            await running  # `stop` ends the steps, whatever is still running
-
-
 @pytest.fixture
 async def driver(settings: EngineSettings) -> AsyncIterator[Driver]:
     async with driving(settings) as driver:
         yield driver
-
-
-async def refuses(driver: Driver, **params: Any) -> bool:
-    """Return whether the engine refuses what is asked for: by name, and never silently."""
-    (name,) = params
-    if not isinstance(driver.engine, ServerEngine) or name in driver.engine.honoured:
-        return False
-    refused = await driver.answer(request(f"with {name}", **params))
-    assert (refused.finish_reason, driver.refusals[f"with {name}"].param) == ("error", name)
-    return True
-
-
-def made(driver: Driver, answer: Answer, wanted: int = 24) -> int:
-    """Return its number of tokens; that of a real server that answers in text, as it counts."""
-    if driver.counts_tokens:
-        return len(answer.token_ids)
-    assert len(answer.token_ids) <= wanted
-    return wanted if answer.finish_reason == "length" else len(answer.token_ids)
 
 
 def test_the_registry_makes_what_the_settings_name(settings: EngineSettings) -> None:
@@ -450,63 +332,6 @@ async def test_the_scripted_engine_refuses_what_needs_probabilities(scripted: Dr
     for name, value in (("prompt_logprobs", 0), ("allowed_token_ids", (5,)), ("bad_words", ("x",))):
         refused = await scripted.answer(request(name, **{name: value}))
         assert (refused.finish_reason, scripted.refusals[name].param) == ("error", name)
-
-
-# --- the scripted engine's own faults ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def scripted() -> AsyncIterator[Driver]:
-    async with driving(ScriptedEngineSettings(faults_from_prompt=True)) as driver:
-        yield driver
-
-
-def scripted_request(driver: Driver, prompt: str, name: str = "r", **params: Any) -> GenerationRequest:
-    _, tokenizer_json = driver.engine.model_card("m")
-    ids = Tokenizer.from_str(tokenizer_json.decode()).encode(prompt).ids
-    return request(name, tuple(ids), **{"max_tokens": 100, "ignore_eos": False, **params})
-
-
-async def test_a_wanted_length_is_kept(scripted: Driver) -> None:
-    answer = await scripted.answer(scripted_request(scripted, "say [[tokens=32]]"))
-    assert (len(answer.token_ids), answer.finish_reason) == (32, "stop")
-
-
-async def test_a_failing_request_fails_alone_and_a_resumed_one_gets_past_it(scripted: Driver) -> None:
-    failing = scripted_request(scripted, "[[fail after=5]] [[tokens=9]]")
-    scripted.submit(scripted_request(scripted, "hello", "good"))
-    failed = await scripted.answer(failing)
-    assert (failed.finish_reason, len(failed.token_ids)) == ("error", 5)
-    (good,) = await scripted.end_of("good")
-    assert good.finish_reason == "stop"
-    point = ResumePoint(0, tuple(failed.token_ids), len(failed.text))
-    resumed = await scripted.answer(replace(failing, request_id="resumed", resume=(point,)))
-    assert (resumed.finish_reason, len(resumed.token_ids)) == ("stop", 4)
-
-
-async def test_a_stalled_request_waits_for_its_cancellation(scripted: Driver) -> None:
-    scripted.submit(scripted_request(scripted, "[[stall after=3]]"))
-    await scripted.answer(scripted_request(scripted, "[[tokens=50]]", "other"))
-    assert len(scripted.answers["r", 0].token_ids) == 3
-    assert scripted.answers["r", 0].finish_reason is None
-    scripted.engine.cancel("r")
-    (answer,) = await scripted.end_of("r")
-    assert answer.finish_reason == "cancelled"
-
-
-async def test_a_crash_loses_the_engine() -> None:
-    engine = engines.create(ScriptedEngineSettings(faults_from_prompt=True))
-    driver = Driver(engine, await engine.start())
-    engine.submit(scripted_request(driver, "[[crash after=2]]"))
-    with pytest.raises(EngineDiedError, match="scripted crash"):
-        await driver.run()
-    assert len(driver.answers["r", 0].token_ids) == 2
-
-
-async def test_prompts_cannot_ask_for_faults_where_that_is_off() -> None:
-    async with driving(ScriptedEngineSettings()) as driver:
-        answer = await driver.answer(scripted_request(driver, "[[crash after=2]] [[tokens=99]]"))
-        assert answer.finish_reason == "stop"
 
 
 async def test_its_statistics_are_what_it_did(driver: Driver) -> None:

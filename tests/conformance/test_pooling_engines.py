@@ -11,7 +11,7 @@ from engine.types import GenerationRequest, SamplingParams
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings
-from tests.conformance.test_engines import Driver, driving
+from tests.conformance.driven_engine import Driver, driving
 from tests.unit.engine.pooled_models import HIDDEN, MAX_TOKENS, random_inputs, save_embedder, save_scorer
 
 FLOAT_BYTES = 4

@@ -22,9 +22,10 @@ from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.engines.formats import FORMATS
 from pool_worker.settings import ServerEngineSettings
+from tests.conformance.driven_engine import MAX_MODEL_LEN, Driver, driving, request
 from tests.conformance.replay_events import EVENTS
 from tests.conformance.server_replay import Fault, Replay, running, running_on_demand
-from tests.conformance.test_engines import MAX_MODEL_LEN, Driver, driving, request, server_settings
+from tests.conformance.test_engines import server_settings
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 
 KIND_OF_FRAMING = {FORMATS[kind].framing: kind for kind in reversed(FORMATS)}

@@ -14,9 +14,10 @@ from pool_worker.engines.formats.base import ServerFacts, ServerRequest
 from pool_worker.engines.formats.triton import TritonFormat
 from pool_worker.engines.framing import ServerFailure
 from pool_worker.engines.tokenizer_folder import TokenizerFolder
+from tests.conformance.driven_engine import Answer, Driver, driving, request
 from tests.conformance.replay_events import sse
 from tests.conformance.server_replay import Replay, running_on_demand
-from tests.conformance.test_engines import Answer, Driver, driving, request, server_settings
+from tests.conformance.test_engines import server_settings
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.unit.pool_worker.test_text_tokens import sentence_pieces
 

@@ -11,7 +11,7 @@ import pytest
 from pool_worker import engines
 from pool_worker.engines.base import EngineDiedError
 from pool_worker.settings import VllmInProcessSettings
-from tests.conformance.test_engines import Driver, driving, request
+from tests.conformance.driven_engine import Driver, driving, request
 from tests.conformance.vllm_replay import KV_TOKENS, VLLMClientError, VLLMError, VllmReplay
 from tests.unit.engine.tiny_models import byte_level_tokenizer
 from tests.waiting import HANGS_S

@@ -13,7 +13,7 @@ from tests.simulation.server import CORE, QueueServer
 from tests.simulation.virtual_time import VirtualLoop
 
 if TYPE_CHECKING:
-    from tests.simulation.jetstream import Stored, Stream
+    from tests.simulation.streams import Stored, Stream
 
 MODEL = "m"
 

@@ -26,16 +26,9 @@ from protocol import artifacts, subjects
 from protocol.bus import Bus
 from protocol.messages import PROTOCOL_VERSION
 from protocol.payloads import encode_payloads
-from tests.integration.gateway.conftest import (
-    MODEL,
-    PEPPER,
-    GatewayUnderTest,
-    Start,
-    card,
-    has_context_length,
-)
+from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start, card, has_context_length
 from tests.integration.gateway.scripted_worker import Attempt, Script, answer_hello, until_cancelled
-from tests.integration.gateway.test_tools import ARGUMENTS, NOW, TOOL, TWO_CALLS, says
+from tests.integration.gateway.tools.calls import ARGUMENTS, NOW, TOOL, TWO_CALLS, says
 from tests.payload_records import payload_record
 from tests.postgres import PostgresServer
 from tests.small_tokenizer import byte_tokenizer_json

@@ -12,7 +12,7 @@ import yaml
 
 from gateway.dispatch.request import OpenRequest
 from tests.unit.deploy.description import ROOT, promtool
-from tests.unit.gateway.dispatch.test_request import accepted, failed, open_request
+from tests.unit.gateway.dispatch.opened_requests import accepted, failed, open_request
 from tests.unit.gateway.metrics.test_exposition import answered_series, beat, scrape, snapshot
 from tests.waiting import HANGS_S
 

@@ -16,7 +16,7 @@ from gateway.request.states import State
 from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Frame
-from tests.unit.gateway.dispatch.test_request import accepted, failed, finished, open_request, tokens
+from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, open_request, tokens
 from tests.waiting import HANGS_S
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}

@@ -12,7 +12,7 @@ from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Failed, Tokens
 from tests.unit.gateway.admission.controls import admission, control
-from tests.unit.gateway.dispatch.test_request import RecordedActions
+from tests.unit.gateway.dispatch.opened_requests import RecordedActions
 
 
 def opened(ticket: Ticket | None = None, *, timeouts: dict[str, float] | None = None, **rest: Any) -> OpenRequest:

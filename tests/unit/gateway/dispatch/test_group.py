@@ -8,7 +8,7 @@ from gateway.settings import TimeoutSettings
 from protocol.errors import ErrorCode
 from protocol.messages import Cancel, Tokens
 from tests.unit.gateway.admission.controls import admission, control
-from tests.unit.gateway.dispatch.test_request import RecordedActions, accepted, failed, finished, tokens
+from tests.unit.gateway.dispatch.opened_requests import RecordedActions, accepted, failed, finished, tokens
 
 COUNT = 3
 

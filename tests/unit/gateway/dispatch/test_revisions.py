@@ -10,7 +10,7 @@ from gateway.dispatch.revisions import TOKENIZER_WAIT_S, LiveRevisions, needed_r
 from gateway.request.states import State
 from protocol.errors import ErrorCode
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Revision
-from tests.unit.gateway.dispatch.test_request import accepted, lose_worker, open_request, tokens
+from tests.unit.gateway.dispatch.opened_requests import accepted, lose_worker, open_request, tokens
 
 WAIT_S = 30.0
 OLD, NEW = Revision("old", "t"), Revision("new", "t")

@@ -7,7 +7,7 @@ from gateway.dispatch.attempts import TimeSpent
 from gateway.dispatch.record import usage_record
 from gateway.dispatch.request import OpenRequest
 from protocol.messages import Failed, Finished, Timings
-from tests.unit.gateway.dispatch.test_request import accepted, failed, finished, lose_worker, open_request, tokens
+from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, lose_worker, open_request, tokens
 
 
 def done(seq: int, timings: Timings | None, attempt: int = 1) -> Finished:

@@ -14,7 +14,7 @@ from gateway.metrics.requests import RequestSeries
 from ledger.prices import TokenPrice
 from protocol.engine_stats import EngineStats, Histogram
 from protocol.messages import PROTOCOL_VERSION, Heartbeat, Timings
-from tests.unit.gateway.dispatch.test_request import accepted, failed, finished, open_request, tokens
+from tests.unit.gateway.dispatch.opened_requests import accepted, failed, finished, open_request, tokens
 from tests.unit.gateway.metrics.series import Scrape
 
 # vLLM's vllm/v1/metrics/loggers.py and vllm/v1/spec_decode/metrics.py; in the text format a counter ends in _total.

@@ -1,93 +1,29 @@
-"""Embeddings, scores and reranking through a whole gateway, whose workers do what a test says."""
+"""Embeddings through a whole gateway, whose workers do what a test says."""
 
 import asyncio
-from itertools import accumulate, pairwise
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from tokenizers import processors
 
-from protocol import artifacts
-from protocol.messages import PROTOCOL_VERSION, Cancel, ModelCard, unpack_token_ids
+from protocol.messages import Cancel
 from protocol.pooling import PoolingCard
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.pooling.inputs import (
+    EMBEDDER,
+    MATRYOSHKA,
+    SCORER,
+    embed,
+    http,
+    ids,
+    inputs_of,
+    only,
+    start_with,
+    vector_of,
+)
 from tests.integration.gateway.scripted_worker import Attempt
-from tests.small_tokenizer import BOS, EOS, byte_tokenizer
-from tests.waiting import HANGS_S, until
-
-CONTEXT = 32
-EMBEDDER = PoolingCard("embed", 3)
-MATRYOSHKA = PoolingCard("embed", 3, is_matryoshka=True)
-SCORER = PoolingCard("score", 1)
-
-
-def tokenizer_json() -> bytes:
-    """One token per byte; pairs as BERT has them."""
-    tokenizer = byte_tokenizer().from_str(byte_tokenizer().to_str())
-    special = [(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A {EOS}", pair=f"{BOS} $A {EOS} $B:1 {EOS}:1", special_tokens=special
-    )
-    return tokenizer.to_str().encode()
-
-
-def ids(text: str) -> list[int]:
-    return byte_tokenizer().from_str(tokenizer_json().decode()).encode(text).ids
-
-
-async def start_with(start_gateway: Start, card: PoolingCard | None, **settings: Any) -> GatewayUnderTest:
-    gateway = await start_gateway(with_card=False, **settings)
-    name = artifacts.tokenizer_object_name(tokenizer_json())
-    model_card = ModelCard(PROTOCOL_VERSION, MODEL, CONTEXT, name, None, pooling=card)
-    await artifacts.publish_model_card(gateway.bus, model_card, tokenizer_json())
-    client = gateway.client()
-
-    async def is_ready() -> bool:
-        return (await client.models.retrieve(MODEL)).model_dump()["context_length"] == CONTEXT
-
-    await until(is_ready)
-    return gateway
-
-
-def inputs_of(attempt: Attempt) -> list[list[int]]:
-    """The inputs that a job holds."""
-    pooling = attempt.job.pooling
-    assert pooling is not None
-    lengths = unpack_token_ids(pooling.lengths)
-    return [attempt.prompt_ids[begin:end] for begin, end in pairwise(accumulate(lengths, initial=0))]
-
-
-def vector_of(token_ids: list[int]) -> tuple[float, float, float]:
-    return (float(len(token_ids)), float(token_ids[1]), 0.5)
-
-
-async def embed(attempt: Attempt) -> None:
-    """Answer all inputs that are not answered yet, the last one first."""
-    await attempt.accept()
-    answered = {point.index for point in attempt.job.resume}
-    for index, token_ids in reversed(list(enumerate(inputs_of(attempt)))):
-        if index not in answered:
-            await attempt.vector(index, vector_of(token_ids))
-    await attempt.finish()
-
-
-def only(attempt: Attempt) -> list[int]:
-    return sorted(frame.index for frame in attempt.frames if type(frame).__name__ == "Vector")
-
-
-@pytest.fixture
-async def gateway(start_gateway: Start) -> GatewayUnderTest:
-    gateway = await start_with(start_gateway, EMBEDDER)
-    await gateway.add_worker(script=embed)
-    return gateway
-
-
-def http(gateway: GatewayUnderTest, **headers: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=gateway.url, headers={"Authorization": f"Bearer {gateway.key}", **headers}, timeout=HANGS_S
-    )
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"], ids=["default", "float", "base64"])
@@ -360,106 +296,3 @@ async def test_a_model_is_for_its_task_only(start_gateway: Start, task: str) -> 
             answer = await client.post(path, json={"model": MODEL, **fields})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
             assert says in answer.json()["error"]["message"]
-
-
-# --- scores -----------------------------------------------------------------------------------------------------------
-
-
-async def score_by_second(attempt: Attempt) -> None:
-    """A pair's score is its second text's length by 100."""
-    await attempt.accept()
-    firsts = unpack_token_ids(attempt.job.pooling.first_lengths)
-    for index, token_ids in enumerate(inputs_of(attempt)):
-        await attempt.vector(index, [(len(token_ids) - firsts[index] - 1) / 100])
-    await attempt.finish()
-
-
-@pytest.fixture
-async def scorer(start_gateway: Start) -> GatewayUnderTest:
-    gateway = await start_with(start_gateway, SCORER)
-    await gateway.add_worker(script=score_by_second)
-    return gateway
-
-
-async def test_a_cross_encoder_scores_pairs(scorer: GatewayUnderTest) -> None:
-    async with http(scorer) as client:
-        one = (await client.post("/v1/score", json={"model": MODEL, "text_1": "q", "text_2": ["abc", "a"]})).json()
-        each = (await client.post("/score", json={"model": MODEL, "text_1": ["q", "r"], "text_2": ["ab", "b"]})).json()
-        wrong = await client.post("/score", json={"model": MODEL, "text_1": ["q", "r"], "text_2": ["a", "b", "c"]})
-    assert [row["score"] for row in one["data"]] == pytest.approx([0.03, 0.01])
-    assert one["data"][0].keys() == {"index", "object", "score"}
-    assert [row["score"] for row in each["data"]] == pytest.approx([0.02, 0.01])
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text_1")
-    first, second = scorer.workers[0].attempts
-    assert inputs_of(first)[0] == ids("q") + ids("abc")[1:]
-    assert unpack_token_ids(first.job.pooling.first_lengths) == [3, 3]
-    assert one["usage"]["prompt_tokens"] == sum(map(len, inputs_of(first)))
-    records = await scorer.records(2)
-    assert [(record.endpoint, record.prompt_tokens) for record in records] == [
-        ("score", first.job.prompt_tokens),
-        ("score", second.job.prompt_tokens),
-    ]
-
-
-async def test_reranking_sorts_by_relevance(scorer: GatewayUnderTest) -> None:
-    body = {"model": MODEL, "query": "q", "documents": ["ab", {"text": "abcd"}, "a", "abc"], "top_n": 3}
-    async with http(scorer) as client:
-        answers = [(await client.post(path, json=body)).json() for path in ("/v1/rerank", "/v2/rerank", "/rerank")]
-        bare = (await client.post("/rerank", json={**body, "return_documents": False, "top_n": 0})).json()
-    for answer in answers:
-        assert [row["index"] for row in answer["results"]] == [1, 3, 0]
-        assert [row["document"]["text"] for row in answer["results"]] == ["abcd", "abc", "ab"]
-        assert [row["relevance_score"] for row in answer["results"]] == pytest.approx([0.04, 0.03, 0.02])
-        assert answer["usage"]["total_tokens"] == scorer.workers[0].attempts[0].job.prompt_tokens
-    assert [row.keys() for row in bare["results"]] == [{"index", "relevance_score"}] * 4
-    assert [record.endpoint for record in await scorer.records(4)] == ["rerank"] * 4
-
-
-async def test_an_embedding_model_scores_by_the_angle(gateway: GatewayUnderTest) -> None:
-    async with http(gateway) as client:
-        scores = {"model": MODEL, "text_1": "a", "text_2": ["a", "bcd"]}
-        answer = (await client.post("/v1/score", json=scores)).json()
-        ranks = {"model": MODEL, "query": "a", "documents": ["bcd", "a"]}
-        ranked = (await client.post("/v1/rerank", json=ranks)).json()
-    one, other = vector_of(ids("a")), vector_of(ids("bcd"))
-    dot = sum(x * y for x, y in zip(one, other, strict=True))
-    cosine = dot / (sum(x * x for x in one) * sum(x * x for x in other)) ** 0.5
-    assert [row["score"] for row in answer["data"]] == pytest.approx([1.0, cosine])
-    assert [row["index"] for row in ranked["results"]] == [1, 0]
-    assert inputs_of(gateway.workers[0].attempts[0]) == [ids("a"), ids("a"), ids("bcd")]
-    assert answer["usage"]["prompt_tokens"] == 2 * len(ids("a")) + len(ids("bcd"))
-
-
-async def test_a_pair_too_long_is_cut_where_it_is_longer(scorer: GatewayUnderTest) -> None:
-    body = {"model": MODEL, "query": "query", "documents": ["d" * 60]}
-    async with http(scorer) as client:
-        refused = await client.post("/v1/rerank", json=body)
-        cut = await client.post("/v1/rerank", json={**body, "truncate_prompt_tokens": -1})
-    error = refused.json()["error"]
-    assert (refused.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "documents.0")
-    assert cut.status_code == 200
-    [[pair]] = map(inputs_of, scorer.workers[0].attempts)
-    assert len(pair) == CONTEXT
-    assert pair[: len(ids("query"))] == ids("query")
-
-
-async def test_a_wrong_field_is_named(scorer: GatewayUnderTest) -> None:
-    cases: list[tuple[str, dict[str, Any], str]] = [
-        ("/v1/rerank", {"query": "q", "documents": []}, "documents"),
-        ("/v1/rerank", {"query": "q", "documents": [5]}, "documents.0"),
-        ("/v1/rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": 9}, "max_tokens_per_doc"),
-        ("/v1/score", {"text_1": [], "text_2": ["a"]}, "text_1"),
-        ("/v1/score", {"text_1": "q"}, "text_2"),
-        ("/v1/score", {"text_1": "q", "text_2": "a", "use_activation": False}, "use_activation"),
-    ]
-    async with http(scorer) as client:
-        for path, fields, param in cases:
-            answer = await client.post(path, json={"model": MODEL, **fields})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), fields
-
-
-async def test_the_description_names_the_routes(gateway: GatewayUnderTest) -> None:
-    async with http(gateway) as client:
-        described = (await client.get("/openapi.json")).json()
-    assert {"/v1/embeddings", "/v1/score", "/v1/rerank"} <= set(described["paths"])
-    assert {"EmbeddingRequest", "ScoreRequest", "RerankRequest"} <= set(described["components"]["schemas"])

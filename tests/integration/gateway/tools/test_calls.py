@@ -1,118 +1,43 @@
-"""Calls of tools and reasoning, as the official clients see them, from scripted workers that write them."""
+"""Calls of tools, as the official clients see them, from scripted workers that write them."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from msgspec.structs import replace
 from pydantic import BaseModel
 
-from gateway.settings import ModelSettings
-from protocol import artifacts
-from protocol.bus import Bus
-from protocol.logprobs import TokenLogprob
-from tests.integration.gateway.conftest import (
-    MODEL,
-    GatewayUnderTest,
-    Start,
-    card,
-    has_context_length,
-)
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, card
 from tests.integration.gateway.scripted_worker import Attempt
-from tests.small_tokenizer import byte_tokenizer, byte_tokenizer_json
+from tests.integration.gateway.tools.calls import (
+    ARGUMENTS,
+    CALL,
+    DEEPSEEK,
+    DEEPSEEK_V3_CALL,
+    GLM_CALL,
+    HELLO,
+    KIMI_CALLS,
+    NOW,
+    SCHEMA,
+    TOOL,
+    TWO_CALLS,
+    StartModel,
+    says,
+    streamed,
+)
+from tests.small_tokenizer import byte_tokenizer
 from tests.tool_templates import (
     DEEPSEEK_V3_STYLE,
     DEEPSEEK_V31_STYLE,
     GLM_STYLE,
-    HARMONY_STYLE,
     HERMES_STYLE,
     KIMI_STYLE,
     LLAMA_STYLE,
-    MISTRAL_STYLE,
     THINKING_STYLE,
 )
-from tests.waiting import HANGS_S, until
-
-HELLO = [{"role": "user", "content": "Will it rain?"}]
-ARGUMENTS = '{"city": "Köln", "days": 2}'
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-TOOL = {"type": "function", "function": {"name": "get_weather", "description": "…", "parameters": SCHEMA}}
-NOW = {"type": "function", "function": {"name": "now"}}
-CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-TWO_CALLS = f'Let me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
-GLM_CALL = """<tool_call>get_weather
-<arg_key>city</arg_key>
-<arg_value>Köln</arg_value>
-<arg_key>days</arg_key>
-<arg_value>2</arg_value>
-</tool_call>"""
-DEEPSEEK_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
-DEEPSEEK = f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL}{DEEPSEEK_CALL}<｜tool▁calls▁end｜>"
-DEEPSEEK_V3_CALL = "function<｜tool▁sep｜>{}\n```json\n{}\n```"
-KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
-KIMI_CALLS = f"{KIMI_CALL.format('get_weather:3', ARGUMENTS)}{KIMI_CALL.format('now:4', '{}')}"
-StartModel = Callable[..., Awaitable[GatewayUnderTest]]
-
-
-@pytest.fixture
-def start_model(start_gateway: Start, bus: Bus) -> StartModel:
-    """A gateway whose model has the chat template given."""
-
-    async def start(template: str, *, tool_template: str | None = None, **settings: Any) -> GatewayUnderTest:
-        models = {MODEL: ModelSettings(aliases=("short",), **settings)}
-        gateway = await start_gateway(with_card=False, models=models)
-        its_card = replace(card(), chat_template=template, context_length=4096, tool_template=tool_template)
-        await artifacts.publish_model_card(bus, its_card, byte_tokenizer_json())
-        client = gateway.client()
-        await until(lambda: has_context_length(client))
-        return gateway
-
-    return start
-
-
-def says(*texts: str, finish_reason: str = "stop", width: int = 3) -> Callable[[Attempt], Awaitable[None]]:
-    """A script whose choices are these texts, a few characters at a time."""
-
-    async def script(attempt: Attempt) -> None:
-        await attempt.accept()
-        for index, text in enumerate(texts):
-            for place in range(0, len(text), width):
-                await attempt.tokens(text[place : place + width], index=index)
-            await attempt.tokens("", index=index, finish_reason=finish_reason)
-        await attempt.finish()
-
-    return script
-
-
-async def streamed(gateway: GatewayUnderTest, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a streamed answer, put together from its deltas."""
-    stream = await gateway.client().chat.completions.create(
-        **{"model": MODEL, "messages": HELLO, "tools": [TOOL, NOW], "stream": True, **fields}
-    )
-    choices: dict[int, dict[str, Any]] = {}
-    async for chunk in stream:
-        for part in chunk.choices:
-            whole = choices.setdefault(part.index, {"content": None, "reasoning": None, "calls": [], "end": None})
-            delta = part.delta.model_dump()
-            assert delta.get("reasoning") == delta.get("reasoning_content")
-            for kind in ("content", "reasoning"):
-                if delta.get(kind):
-                    whole[kind] = (whole[kind] or "") + delta[kind]
-            for call in delta.get("tool_calls") or ():
-                if call.get("id"):
-                    assert call["type"] == "function"
-                    assert call["function"]["arguments"] == ""
-                    assert call["index"] == len(whole["calls"])
-                    whole["calls"].append([call["function"]["name"], ""])
-                else:
-                    assert whole["end"] is None
-                    whole["calls"][call["index"]][1] += call["function"]["arguments"]
-            whole["end"] = part.finish_reason or whole["end"]
-    return [choices[index] for index in sorted(choices)]
+from tests.waiting import HANGS_S
 
 
 async def test_calls_whole_and_streamed(start_model: StartModel) -> None:
@@ -266,109 +191,6 @@ async def test_a_rescue_within_the_arguments(start_model: StartModel, template: 
     assert len(worker.attempts) == 2
     [record] = await gateway.records()
     assert (record.attempts, record.completion_tokens) == (2, 4)
-
-
-async def test_reasoning_that_the_template_began(start_model: StartModel) -> None:
-    gateway = await start_model(THINKING_STYLE)
-    await gateway.add_worker(script=says(f"They ask …\n</think>\n\n{CALL}", "I wonder"))
-    ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "n": 2}
-    answer = await gateway.client().chat.completions.create(**ask, tools=[TOOL])
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens_details is not None
-    # They came in 4 and 3 tokens; the last of the first also began its mark.
-    assert answer.usage.completion_tokens_details.reasoning_tokens == 7
-    first, second = (choice.message.model_dump() for choice in answer.choices)
-    assert first["reasoning"] == first["reasoning_content"] == "They ask …"
-    assert first["content"] is None
-    assert len(first["tool_calls"]) == 1
-    assert (second["reasoning"], second["content"]) == ("I wonder", None)
-    choices = await streamed(gateway, n=2)
-    assert [(choice["reasoning"], choice["content"]) for choice in choices] == [
-        ("They ask …", None),
-        ("I wonder", None),
-    ]
-    stream = await gateway.client().chat.completions.create(
-        **ask, tools=[TOOL], stream=True, stream_options={"include_usage": True}
-    )
-    *_, last = [chunk async for chunk in stream]
-    assert last.usage == answer.usage
-    # Without tools it is split all the same; without thinking there is nothing to split.
-    quiet = await gateway.client().chat.completions.create(
-        **ask, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
-    )
-    assert quiet.choices[1].message.content == "I wonder"
-    assert "reasoning" not in quiet.choices[1].message.model_dump()
-
-
-async def test_reasoning_is_split_without_tools_and_with_logprobs(start_model: StartModel) -> None:
-    gateway = await start_model(THINKING_STYLE)
-    parts = ["So", "</thi", "nk>", "\n", "Hi", "!"]
-
-    async def with_logprobs(attempt: Attempt) -> None:
-        await attempt.accept()
-        for number, part in enumerate(parts):
-            logprob = TokenLogprob(number, part, -0.5, part.encode())
-            end = "stop" if number == len(parts) - 1 else None
-            await attempt.tokens(part, (number,), logprobs=(logprob,), finish_reason=end)
-        await attempt.finish()
-
-    await gateway.add_worker(script=with_logprobs)
-    ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "logprobs": True}
-    answer = await gateway.client().chat.completions.create(**ask)
-    assert answer.choices[0].logprobs is not None
-    assert [token.token for token in answer.choices[0].logprobs.content or ()] == parts
-    tokens: list[str] = []
-    async for chunk in await gateway.client().chat.completions.create(**ask, stream=True):
-        logprobs = chunk.choices[0].logprobs
-        tokens += [token.token for token in (logprobs.content if logprobs else None) or ()]
-    assert tokens == parts
-
-
-async def test_harmony(start_model: StartModel) -> None:
-    gateway = await start_model(HARMONY_STYLE)
-    calling = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
-        f"<|constrain|>json<|message|>{ARGUMENTS}"
-    )
-    telling = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>No."
-    worker = await gateway.add_worker(script=says(calling, telling))
-    choices = await streamed(gateway, n=2, reasoning_effort="low", tools=[TOOL])
-    assert choices == [
-        {"content": None, "reasoning": "Hm.", "calls": [["get_weather", ARGUMENTS]], "end": "tool_calls"},
-        {"content": "No.", "reasoning": "Hm.", "calls": [], "end": "stop"},
-    ]
-    assert "Reasoning: low" in byte_tokenizer().decode(worker.attempts[0].prompt_ids)
-
-
-async def test_kimis_calls_keep_the_ids_that_it_gave_them(start_model: StartModel) -> None:
-    gateway = await start_model(KIMI_STYLE)
-    worker = await gateway.add_worker(
-        script=says(f"<|tool_calls_section_begin|>{KIMI_CALLS}<|tool_calls_section_end|>")
-    )
-    ask: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": [TOOL, NOW]}
-    answer = await gateway.client().chat.completions.create(**ask)
-    calls = answer.choices[0].message.tool_calls or []
-    assert [call.id for call in calls] == ["functions.get_weather:3", "functions.now:4"]
-    stream = await gateway.client().chat.completions.create(**ask, stream=True)
-    streamed = [call async for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()]
-    assert [(call.index, call.id) for call in streamed if call.id] == list(enumerate(call.id for call in calls))
-
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "dry"} for call in calls]
-    await gateway.client().chat.completions.create(**{**ask, "messages": [*HELLO, answer.choices[0].message, *results]})
-    prompt = byte_tokenizer().decode(worker.attempts[-1].prompt_ids, skip_special_tokens=False)
-    assert KIMI_CALLS in prompt
-    assert "## Return of functions.now:4" in prompt
-
-
-async def test_mistrals_ids_have_nine_letters(start_model: StartModel) -> None:
-    gateway = await start_model(MISTRAL_STYLE)
-    await gateway.add_worker(script=says(f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ARGUMENTS}}}]'))
-    ask: dict[str, Any] = {"model": MODEL, "tools": [TOOL]}
-    answer = await gateway.client().chat.completions.create(**ask, messages=HELLO)
-    message = answer.choices[0].message
-    assert message.tool_calls is not None
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "dry"}
-    await gateway.client().chat.completions.create(**ask, messages=[*HELLO, message, result])
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])

@@ -1,0 +1,80 @@
+"""A gateway of a pooling model, and scripted workers that answer its inputs."""
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import httpx
+from tokenizers import processors
+
+from protocol import artifacts
+from protocol.messages import PROTOCOL_VERSION, ModelCard, unpack_token_ids
+from protocol.pooling import PoolingCard
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.scripted_worker import Attempt
+from tests.small_tokenizer import BOS, EOS, byte_tokenizer
+from tests.waiting import HANGS_S, until
+
+CONTEXT = 32
+EMBEDDER = PoolingCard("embed", 3)
+MATRYOSHKA = PoolingCard("embed", 3, is_matryoshka=True)
+SCORER = PoolingCard("score", 1)
+
+
+def tokenizer_json() -> bytes:
+    """One token per byte; pairs as BERT has them."""
+    tokenizer = byte_tokenizer().from_str(byte_tokenizer().to_str())
+    special = [(token, tokenizer.token_to_id(token)) for token in (BOS, EOS)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}", pair=f"{BOS} $A {EOS} $B:1 {EOS}:1", special_tokens=special
+    )
+    return tokenizer.to_str().encode()
+
+
+def ids(text: str) -> list[int]:
+    return byte_tokenizer().from_str(tokenizer_json().decode()).encode(text).ids
+
+
+async def start_with(start_gateway: Start, card: PoolingCard | None, **settings: Any) -> GatewayUnderTest:
+    gateway = await start_gateway(with_card=False, **settings)
+    name = artifacts.tokenizer_object_name(tokenizer_json())
+    model_card = ModelCard(PROTOCOL_VERSION, MODEL, CONTEXT, name, None, pooling=card)
+    await artifacts.publish_model_card(gateway.bus, model_card, tokenizer_json())
+    client = gateway.client()
+
+    async def is_ready() -> bool:
+        return (await client.models.retrieve(MODEL)).model_dump()["context_length"] == CONTEXT
+
+    await until(is_ready)
+    return gateway
+
+
+def inputs_of(attempt: Attempt) -> list[list[int]]:
+    """The inputs that a job holds."""
+    pooling = attempt.job.pooling
+    assert pooling is not None
+    lengths = unpack_token_ids(pooling.lengths)
+    return [attempt.prompt_ids[begin:end] for begin, end in pairwise(accumulate(lengths, initial=0))]
+
+
+def vector_of(token_ids: list[int]) -> tuple[float, float, float]:
+    return (float(len(token_ids)), float(token_ids[1]), 0.5)
+
+
+async def embed(attempt: Attempt) -> None:
+    """Answer all inputs that are not answered yet, the last one first."""
+    await attempt.accept()
+    answered = {point.index for point in attempt.job.resume}
+    for index, token_ids in reversed(list(enumerate(inputs_of(attempt)))):
+        if index not in answered:
+            await attempt.vector(index, vector_of(token_ids))
+    await attempt.finish()
+
+
+def only(attempt: Attempt) -> list[int]:
+    return sorted(frame.index for frame in attempt.frames if type(frame).__name__ == "Vector")
+
+
+def http(gateway: GatewayUnderTest, **headers: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=gateway.url, headers={"Authorization": f"Bearer {gateway.key}", **headers}, timeout=HANGS_S
+    )
