@@ -328,12 +328,6 @@ async def test_an_error_in_a_step_loses_the_local_engine(model_folder: str, monk
     await engine.stop()
 
 
-async def test_the_scripted_engine_refuses_what_needs_probabilities(scripted: Driver) -> None:
-    for name, value in (("prompt_logprobs", 0), ("allowed_token_ids", (5,)), ("bad_words", ("x",))):
-        refused = await scripted.answer(request(name, **{name: value}))
-        assert (refused.finish_reason, scripted.refusals[name].param) == ("error", name)
-
-
 async def test_its_statistics_are_what_it_did(driver: Driver) -> None:
     before = driver.engine.stats()
     assert (before.running, before.waiting, before.counters.generated_tokens) == (0, 0, 0)

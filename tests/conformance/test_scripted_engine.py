@@ -1,4 +1,4 @@
-"""Faults of the scripted engine."""
+"""Faults of the scripted engine, and what it refuses."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -66,3 +66,9 @@ async def test_prompts_cannot_ask_for_faults_where_that_is_off() -> None:
     async with driving(ScriptedEngineSettings()) as driver:
         answer = await driver.answer(scripted_request(driver, "[[crash after=2]] [[tokens=99]]"))
         assert answer.finish_reason == "stop"
+
+
+async def test_the_scripted_engine_refuses_what_needs_probabilities(scripted: Driver) -> None:
+    for name, value in (("prompt_logprobs", 0), ("allowed_token_ids", (5,)), ("bad_words", ("x",))):
+        refused = await scripted.answer(request(name, **{name: value}))
+        assert (refused.finish_reason, scripted.refusals[name].param) == ("error", name)
