@@ -188,6 +188,8 @@ class GatewaySettings(Settings):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     nats_urls: tuple[str, ...]
+    nats_credentials: Path | None = None  # our user at the queue server; None: what the URLs say
+    nats_ca_file: Path | None = None  # who vouches for the queue server's certificate; None: the usual authorities
     database_url: str
     data_dir: Path
     key_pepper: SecretStr

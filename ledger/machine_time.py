@@ -58,15 +58,21 @@ class MachineTime:
 
     async def start(self) -> None:
         """Subscribe to heartbeats. Raises BusError."""
-        await self._bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
+        await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)
 
     async def _on_heartbeat(self, message: Msg) -> None:
         if not message.data:  # it has signed off
             return
         try:
-            self.receive(decode_heartbeat(message.data))
+            beat = decode_heartbeat(message.data)
         except ProtocolError as error:
             log.warning("dropped an unreadable heartbeat: %s", error)
+            return
+        worker_id = subjects.worker_of_heartbeat(message.subject)
+        if beat.worker_id == worker_id:
+            self.receive(beat)
+        else:
+            log.warning("dropped a heartbeat of %s that calls itself %s", worker_id, beat.worker_id)
 
     def receive(self, beat: Heartbeat) -> None:
         """Keep a heartbeat until it is written."""

@@ -33,7 +33,7 @@ async def park(bus: Bus, delivery: Delivery, unread: Iterable[UnreadUsage], *, i
     message_id = f"{delivery.stream_sequence}.{delivery.stored_unix_ms}.{'refused' if is_refused else 'unread'}"
     for number, record in enumerate(unread):
         reason = record.reason[:MAX_REASON_CHARS]
-        parked = ParkedUsage(PROTOCOL_VERSION, record.message, reason, unix_now_ms(), is_refused)
+        parked = ParkedUsage(PROTOCOL_VERSION, record.message, reason, unix_now_ms(), is_refused, delivery.subject)
         await bus.publish_durable(subjects.PARKED_USAGE_SUBJECT, encode(parked), message_id=f"{message_id}.{number}")
         log.error(
             "parked a usage record of message %d of the stream, see `spillway parked`: %s",
@@ -65,7 +65,8 @@ async def parked_records(bus: Bus, after_sequence: int = 0) -> AsyncIterator[tup
 async def replay(bus: Bus, sequence: int, record: ParkedUsage) -> None:
     """Publish a parked record to USAGE again. Raises BusError. One that is replayed twice is written once."""
     message_id = f"parked.{sequence}"
-    await bus.publish_durable(subjects.REQUEST_USAGE_SUBJECT, record.message, message_id=message_id)
+    subject = record.subject or subjects.REQUEST_USAGE_SUBJECT
+    await bus.publish_durable(subject, record.message, message_id=message_id)
     await bus.delete_message(subjects.PARKED_STREAM, sequence)
 
 

@@ -1,5 +1,6 @@
 """Settings of the ledger writer and of stored payloads."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, SecretStr
@@ -29,6 +30,8 @@ class LedgerSettings(Settings):
     """Everything one ledger writer needs."""
 
     nats_urls: tuple[str, ...]
+    nats_credentials: Path | None = None  # our user at the queue server; None: what the URLs say
+    nats_ca_file: Path | None = None  # who vouches for the queue server's certificate; None: the usual authorities
     database_url: str
     batch_records: PositiveInt = 500  # messages written in one transaction; under load one holds several records
     batch_wait_s: PositiveSeconds = 0.25

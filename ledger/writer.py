@@ -34,7 +34,7 @@ from protocol.clock import unix_now_ms
 from protocol.errors import BusError
 from protocol.messages import encode
 from protocol.pull import Delivery, PullConsumer
-from protocol.usage import RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
+from protocol.usage import AttemptRecord, RequestIntent, UnreadUsage, UsageRecord, encode_usage, read_usage
 
 PULL_CHECK_S: Final = 0.5  # how often to check whether a pull has been written off
 MACHINE_TIME_PERIOD_S: Final = 15.0
@@ -236,7 +236,7 @@ class LedgerWriter:
         records, unread = read_usage(delivery.payload)
         if unread:
             await self._park(delivery, unread)
-        return _Entry(delivery, records)
+        return _Entry(delivery, _by_their_sender(delivery, records))
 
     async def _park(self, delivery: Delivery, unread: list[UnreadUsage], *, is_refused: bool = False) -> None:
         """Park unreadable records, or have the message delivered again later; its other records are written now."""
@@ -320,3 +320,18 @@ class LedgerWriter:
                     await answer(self._bus, delivery)
         except BusError as error:
             log.warning("some of %d messages will be delivered again: %s", len(deliveries), error)
+
+
+def _by_their_sender(delivery: Delivery, records: list[UsageRecord]) -> list[UsageRecord]:
+    """Return the records that their sender may send: on a worker's own subject, those of its own attempts."""
+    if not delivery.subject.startswith(f"{subjects.ATTEMPT_USAGE_SUBJECT}."):
+        return records
+    own = [
+        record
+        for record in records
+        if isinstance(record, AttemptRecord)
+        and subjects.attempt_usage_subject(record.pool, record.worker_id) == delivery.subject
+    ]
+    if len(own) < len(records):
+        log.error("%d usage records are dropped: %s is not their worker", len(records) - len(own), delivery.subject)
+    return own

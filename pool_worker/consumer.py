@@ -14,7 +14,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, TypeVar
+
+from msgspec.structs import replace
 
 from pool_worker.attempt import Attempt
 from pool_worker.credit import Credit
@@ -27,7 +29,7 @@ from protocol.backlog import read_backlog
 from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, ProtocolError
-from protocol.messages import decode_job, decode_job_head
+from protocol.messages import Job, JobHead, decode_job, decode_job_head
 from protocol.outbox import Outbox
 from protocol.pull import Delivery, PullConsumer
 from protocol.topology import consumer_exists
@@ -46,6 +48,8 @@ STRANGE_LONGEST_DELAY_S: Final = 2.0  # until a job that cannot be read here is 
 STRANGE_REST_S: Final = 1.0  # how long whoever has looked at it leaves the lane to the others: all come to see it
 
 log = logging.getLogger(__name__)
+
+_Addressed = TypeVar("_Addressed", Job, JobHead)
 
 
 class LanePulls:
@@ -113,6 +117,7 @@ class Consumer:
         models: tuple[str, ...],
         tier: str,
         *,
+        worker_id: str,
         lanes: tuple[str, ...] = subjects.LANES,
         strange_deliveries: int,
         executor: Executor,
@@ -128,6 +133,7 @@ class Consumer:
         ``on_foreign_tokens`` is called when a job's token ids are of a tokenizer that no worker has.
         """
         self._bus = bus
+        self._worker_id = worker_id
         self._executor = executor
         self._filter = job_filter
         self._credit = credit
@@ -175,7 +181,7 @@ class Consumer:
         lane = pulls.lane
         self._shares.learn(lane, delivery.pending + 1, time.monotonic())
         try:
-            job = decode_job(delivery.payload)
+            job = self._addressed(decode_job(delivery.payload))
         except ProtocolError as error:
             await self._leave_to_others(pulls, delivery, error)
         else:
@@ -202,7 +208,7 @@ class Consumer:
     async def _leave_to_others(self, pulls: LanePulls, delivery: Delivery, error: ProtocolError) -> None:
         """Hand back a job that this build cannot read: it is a newer gateway's, for newer workers if there are any."""
         try:
-            head = decode_job_head(delivery.payload)
+            head = self._addressed(decode_job_head(delivery.payload))
         except ProtocolError:  # nobody's
             log.error("job %d of the queue is given up: %s", delivery.stream_sequence, error)  # noqa: TRY400
             await pull.term(self._bus, delivery)
@@ -213,6 +219,12 @@ class Consumer:
         else:
             log.error("request %s is declined, no worker has understood it: %s", head.request_id, error)
             self._executor.decline(head, delivery, ErrorCode.NO_WORKERS, f"no worker understands the request: {error}")
+
+    def _addressed(self, job: _Addressed) -> _Addressed:
+        """Return the job with the subject that its frames from here go to."""
+        if not job.reply_by_worker:  # it is an older gateway's
+            return job
+        return replace(job, reply_subject=subjects.frames_by_worker_subject(job.reply_subject, self._worker_id))
 
     def _on_empty(self, pulls: LanePulls) -> None:
         self._shares.learn(pulls.lane, 0, time.monotonic())

@@ -26,12 +26,13 @@ from pool_worker.replay import RecentAttempts
 from pool_worker.settings import WorkerSettings
 from pool_worker.usage import Outcome, attempt_record
 from protocol import subjects
-from protocol.artifacts import get_object
 from protocol.bus import Bus
 from protocol.chat import TAKES_MESSAGES, CountedBy
 from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Failed, Job, JobHead, Resend, Revision, encode, unpack_token_ids
+from protocol.objects import get_object
 from protocol.outbox import Outbox
+from protocol.prompts import unseal
 from protocol.pull import Delivery
 
 if TYPE_CHECKING:
@@ -205,7 +206,9 @@ class Executor:
         try:
             async with asyncio.timeout(PROMPT_FETCH_LIMIT_S):
                 packed = await get_object(self._bus, subjects.PROMPTS_BUCKET, prompt_object)
-        except (BusError, TimeoutError) as error:
+            if attempt.job.object_key:
+                packed = unseal(packed, attempt.job.object_key, prompt_object)
+        except (BusError, ProtocolError, TimeoutError) as error:
             why_not = f"the prompt could not be fetched: {str(error) or 'too slow'}"
         if self._fetches.pop(attempt.id, None) is None:
             return  # ended meanwhile: a cancellation is lost if it meets the answer (asyncio.wait_for of Python 3.11)

@@ -13,12 +13,13 @@ from typing import Final
 from pool_worker.peers import Peers
 from pool_worker.settings import GateSettings, Tier
 from protocol import subjects
-from protocol.backlog import read_backlog
+from protocol.backlog import oldest_job, read_backlog
 from protocol.backoff import wait_for
 from protocol.bus import Bus
-from protocol.errors import ApiError, BusError
+from protocol.errors import BusError, NoResponders
 
 GATE_POLL_S: Final = 0.25
+OLDEST_LIMIT_S: Final = 1.0  # for a gateway to tell since when the oldest job of a lane has waited
 
 log = logging.getLogger(__name__)
 
@@ -79,24 +80,28 @@ class Gate:
 async def is_behind(bus: Bus, model: str, settings: GateSettings) -> bool:
     """Report whether too many interactive jobs of a model wait, or one for too long. Raises BusError."""
     backlog = await read_backlog(bus, model)
-    interactive = [subjects.job_subject(model, lane) for lane in (subjects.RESUME_LANE, *subjects.HIGH_LANES)]
-    waiting = {subject: backlog.jobs[subject] for subject in interactive if subject in backlog.jobs}
+    interactive = {lane: subjects.job_subject(model, lane) for lane in (subjects.RESUME_LANE, *subjects.HIGH_LANES)}
+    waiting = {lane: backlog.jobs[subject] for lane, subject in interactive.items() if subject in backlog.jobs}
     if settings.backlog_jobs is not None and sum(waiting.values()) > settings.backlog_jobs:
         return True
     if settings.oldest_s is None:
         return False
     stored_before = backlog.server_time - dt.timedelta(seconds=settings.oldest_s)
-    for subject in waiting:
-        stored = await _oldest(bus, subject)
+    for lane in waiting:
+        stored = await _oldest(bus, model, lane)
         if stored is not None and stored < stored_before:
             return True
     return False
 
 
-async def _oldest(bus: Bus, subject: str) -> dt.datetime | None:
-    """Return when the stream took the first message of a subject that it still has; None if it has none any more."""
+async def _oldest(bus: Bus, model: str, lane: str) -> dt.datetime | None:
+    """Return when the stream took the first job of a lane that it still has; None if it has none any more.
+
+    Gateways tell: a worker may have no right to read jobs that it is not given. Those of an older release do not.
+    """
     try:
-        message = await bus.get_message(subjects.INTERACTIVE_STREAM, seq=1, next_by_subj=subject)
-    except ApiError:
-        return None
-    return None if message is None else dt.datetime.fromisoformat(message["time"])
+        reply = await bus.request(subjects.oldest_job_subject(model, lane), b"", timeout_s=OLDEST_LIMIT_S)
+        stored = reply.data.decode()
+    except NoResponders:
+        stored = await oldest_job(bus, subjects.job_subject(model, lane))
+    return dt.datetime.fromisoformat(stored) if stored else None

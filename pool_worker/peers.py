@@ -42,7 +42,7 @@ class Peers:
     async def start(self) -> None:
         """Listen. Raises BusError."""
         self._listening_since_s = time.monotonic()
-        await self._bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
+        await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)
         await self._bus.subscribe(subjects.DISCONNECTS, self._on_disconnect)
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -92,7 +92,7 @@ class Peers:
         return self._peers.pop(worker_id, None) is not None
 
     async def _on_heartbeat(self, message: Msg) -> None:
-        worker_id = message.subject.rpartition(".")[2]
+        worker_id = subjects.worker_of_heartbeat(message.subject)
         if worker_id == self._worker_id:
             return
         heartbeat = _read(message)

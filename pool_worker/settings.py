@@ -1,6 +1,7 @@
 """The settings of a worker: frozen, validated, passed down. Nothing below reads the environment."""
 
 import shlex
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
@@ -326,6 +327,8 @@ class WorkerSettings(Settings):
     tier: Tier = "on-demand"
     usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
     nats_urls: tuple[str, ...]
+    nats_credentials: Path | None = None  # our user at the queue server; None: what the URLs say
+    nats_ca_file: Path | None = None  # who vouches for the queue server's certificate; None: the usual authorities
     models: tuple[str, ...]  # the names under which callers know what this engine serves
     engine: EngineSettings
     batch_reserve: Share = 0.1  # of the engine, which batch jobs leave free for interactive ones

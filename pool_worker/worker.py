@@ -67,7 +67,7 @@ class Worker:
         self._must_look = asyncio.Event()  # there may be more room for jobs, or a gate has opened
         self._publisher = Publisher(bus, settings.worker_id)
         self._peers = Peers(bus, settings.worker_id, hosted_pool=settings.pool if settings.is_hosted else None)
-        self._outbox = Outbox(bus, subjects.ATTEMPT_USAGE_SUBJECT, OUTBOX_RECORDS)
+        self._outbox = Outbox(bus, subjects.attempt_usage_subject(settings.pool, settings.worker_id), OUTBOX_RECORDS)
         self._cards = ModelCards(bus, engine, settings.models)
         revisions = self._cards.revisions
         self._executor = Executor(
@@ -94,6 +94,7 @@ class Worker:
             bus,
             settings.models,
             settings.tier,
+            worker_id=settings.worker_id,
             lanes=settings.lanes,
             strange_deliveries=settings.strange_deliveries,
             executor=self._executor,

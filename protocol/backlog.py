@@ -1,4 +1,4 @@
-"""The number of jobs waiting in the queue, by lane, as reported by the server."""
+"""What waits in the queue, by lane, as reported by the server."""
 
 import datetime as dt
 from dataclasses import dataclass
@@ -22,3 +22,9 @@ async def read_backlog(bus: Bus, model: str | None = None) -> Backlog:
     info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}", {"subjects_filter": filter_})
     state = info["state"]
     return Backlog(state.get("subjects") or {}, dt.datetime.fromisoformat(info["ts"]), state["bytes"])
+
+
+async def oldest_job(bus: Bus, subject: str) -> str:
+    """Return when the stream took the first job of a lane that it still has; empty if it has none. Raises BusError."""
+    message = await bus.get_message(subjects.INTERACTIVE_STREAM, seq=1, next_by_subj=subject)
+    return "" if message is None else str(message["time"])

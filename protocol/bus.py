@@ -20,7 +20,6 @@ import msgspec
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.js import JetStreamContext
 
 from protocol.clock import ServerClock
 from protocol.connection import LastingClient, shared_credentials
@@ -132,11 +131,6 @@ class Bus:
         """True while the connection is up."""
         return self.client.is_connected
 
-    @property
-    def jetstream(self) -> JetStreamContext:
-        """nats-py's JetStream layer, for what is rare and large: object and key-value buckets."""
-        return self.client.jetstream()
-
     def on_reconnect(self, hook: Callable[[], Awaitable[None]]) -> None:
         """Run ``hook`` after every reconnect, in a task of its own; hooks run one after another in order of adding."""
         self._on_reconnect.append(hook)
@@ -245,6 +239,7 @@ class Bus:
         message_id: str,
         ttl_s: int | None = None,
         expected_last_sequence: int | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float = PUBLISH_TIMEOUT_S,
     ) -> int:
         """Publish into a stream and wait until it is stored; returns its stream sequence number.
@@ -256,13 +251,13 @@ class Bus:
         """
         if not self.connected:
             raise BusError(f"cannot store on {subject}: not connected")
-        headers = {"Nats-Msg-Id": message_id}
+        all_headers = {"Nats-Msg-Id": message_id, **(headers or {})}
         if ttl_s is not None:
-            headers["Nats-TTL"] = str(max(1, ttl_s))
+            all_headers["Nats-TTL"] = str(max(1, ttl_s))
         if expected_last_sequence is not None:
-            headers["Nats-Expected-Last-Subject-Sequence"] = str(expected_last_sequence)
+            all_headers["Nats-Expected-Last-Subject-Sequence"] = str(expected_last_sequence)
         try:
-            reply = await self.request(subject, payload, headers=headers, timeout_s=timeout_s)
+            reply = await self.request(subject, payload, headers=all_headers, timeout_s=timeout_s)
         except NoResponders:
             self._on_stream_missed()
             raise

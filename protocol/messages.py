@@ -142,6 +142,9 @@ class Job(Struct, frozen=True, omit_defaults=True):
     chat: bytes | None = None  # packed ``protocol.chat.Chat``, where the model has pools that take messages
     chat_object: str | None = None  # as prompt_object
     hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to: of a job in a hosted pool's lane
+    # Whether frames go to reply_subject, a dot and the worker's id, so that nobody can send them in another's name.
+    reply_by_worker: bool = False
+    object_key: bytes = b""  # opens prompt_object and chat_object; empty: they are stored as they are
 
     @property
     def answers(self) -> int:
@@ -327,11 +330,12 @@ class ModelCard(Struct, frozen=True, omit_defaults=True):
 
 
 class JobHead(Struct, frozen=True):
-    """The fields of every job of every version: enough to report to its gateway that no worker can read it."""
+    """The fields that jobs of every version share: enough to report to its gateway that no worker can read it."""
 
     request_id: str
     attempt: int
     reply_subject: str
+    reply_by_worker: bool = False
 
 
 encode = msgspec.msgpack.Encoder().encode  # one encoder, and one decoder a kind: building them is the slow part

@@ -21,6 +21,7 @@ class ParkedUsage(Struct, frozen=True, omit_defaults=True):
     reason: str
     parked_unix_ms: int
     is_refused: bool = False  # by the database: it was understood, and only a person can say what to do
+    subject: str = ""  # that it came on, which says who may have sent it; empty: an older release has parked it
 
 
 _decoder = msgspec.msgpack.Decoder(ParkedUsage)

@@ -4,6 +4,7 @@ import msgspec
 from msgspec import Struct
 
 from protocol import wire
+from protocol.errors import ProtocolError
 from protocol.messages import Frame, UnreadableFrame
 
 
@@ -36,13 +37,19 @@ _frame_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 _frame_head_decoder = msgspec.msgpack.Decoder(_FrameHead)
 
 
-def decode_step(payload: bytes) -> StepFrame:
-    """Decode a StepFrame; a frame that cannot be read becomes an ``UnreadableFrame``. Raises ProtocolError."""
+def decode_step(payload: bytes, sender: str = "") -> StepFrame:
+    """Decode a StepFrame; a frame that cannot be read becomes an ``UnreadableFrame``.
+
+    ``sender``: the worker whose own subject it came on; empty: it came on one that all may publish to. Raises
+    ProtocolError, also where the frames are in another worker's name.
+    """
     try:
         step = _step_decoder.decode(payload)
     except msgspec.MsgspecError:
         step = _decode_apart(payload)
     wire.check_version(step.v)
+    if sender and sender != step.worker_id:
+        raise ProtocolError(f"{sender} sends frames in the name of {step.worker_id}")
     return step
 
 

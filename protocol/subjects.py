@@ -35,10 +35,14 @@ HOSTED_TIER: Final = "hosted"  # of pools that have a lane of their own, and ser
 DISCONNECTS: Final = "$SYS.ACCOUNT.*.DISCONNECT"
 
 REQUEST_USAGE_SUBJECT: Final = "usage.request"
-ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"
+ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"  # of workers of an older release; see ``attempt_usage_subject``
 INTENT_USAGE_SUBJECT: Final = "usage.intent"
 PAYLOAD_SUBJECT: Final = "payloads.request"
 PARKED_USAGE_SUBJECT: Final = "parked.usage"
+
+# A worker's id is one token, or three where it has credentials of its own: pool, name of the credentials, instance.
+HEARTBEATS: Final = f"$KV.{WORKERS_BUCKET}.>"
+_HEARTBEAT_PREFIX: Final = HEARTBEATS.removesuffix(">")
 
 # Core NATS, no payload: API keys have changed in SQL, load them again.
 KEYS_CHANGED_SUBJECT: Final = "config.keys.changed"
@@ -77,6 +81,21 @@ def frames_subject(gateway_id: str) -> str:
     return f"fr.{gateway_id}"
 
 
+def frames_by_worker_subject(reply_subject: str, worker_id: str) -> str:
+    """Return the subject to which one worker alone sends frames; what it may not publish to, others may not."""
+    return f"{reply_subject}.{worker_id}"
+
+
+def attempt_usage_subject(pool: str, worker_id: str) -> str:
+    """Return the subject of one worker's usage records."""
+    return f"{ATTEMPT_USAGE_SUBJECT}.{escape(pool)}.{worker_id}"
+
+
+def oldest_job_subject(model: str, lane: str) -> str:
+    """Return the subject on which workers ask gateways since when a lane's oldest job has waited."""
+    return f"oldest.{escape(model)}.{lane}"
+
+
 def answers_subject(gateway_id: str) -> str:
     """Return the subject on which other gateways ask this one for answers of requests with an ``Idempotency-Key``."""
     return f"ans.{gateway_id}"
@@ -85,6 +104,11 @@ def answers_subject(gateway_id: str) -> str:
 def open_requests_subject(gateway_id: str) -> str:
     """Return the subject on which ledger writers ask a gateway which requests are still open."""
     return f"open.{gateway_id}"
+
+
+def worker_prefix(pool: str, name: str) -> str:
+    """Return how the ids of all workers begin that use the credentials of this name."""
+    return f"{escape(pool)}.{name}"
 
 
 def connection_name(worker_id: str) -> str:
@@ -114,8 +138,13 @@ def kv_subject(bucket: str, key: str) -> str:
 
 
 def heartbeat_subject(worker_id: str) -> str:
-    """Return the subject of one worker's registry entry; ``heartbeat_subject("*")`` is that of all."""
+    """Return the subject of one worker's registry entry."""
     return kv_subject(WORKERS_BUCKET, worker_id)
+
+
+def worker_of_heartbeat(subject: str) -> str:
+    """Return the worker whose registry entry has this subject."""
+    return subject.removeprefix(_HEARTBEAT_PREFIX)
 
 
 def model_card_subject(model: str) -> str:

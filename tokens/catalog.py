@@ -18,11 +18,12 @@ from nats.aio.msg import Msg
 
 from accounts.principal import Principal
 from protocol import subjects
-from protocol.artifacts import get_object, read_model_card, tokenizer_name, tokenizer_object_name
+from protocol.artifacts import read_model_card, tokenizer_name, tokenizer_object_name
 from protocol.bus import Bus
 from protocol.chat import NO_TOKENIZER
 from protocol.errors import BusError, ProtocolError
 from protocol.messages import ModelCard
+from protocol.objects import get_object
 from tokens.cards import UnusableCard, check_context_length, check_tokenizer_size, usable_template
 from tokens.chat_template import COUNTING_SOURCE
 from tokens.encoder_pool import EncoderPool

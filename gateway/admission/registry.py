@@ -36,7 +36,7 @@ class WorkerRegistry:
 
     async def start(self) -> None:
         """Listen to the heartbeats of all workers. Raises BusError."""
-        await self._bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
+        await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)
 
     def seen(self, worker_id: str, now_s: float) -> None:
         """Any message of a worker is a sign of life."""
@@ -105,19 +105,21 @@ class WorkerRegistry:
 
     async def _on_heartbeat(self, message: Msg) -> None:
         now_s = time.monotonic()
+        worker_id = subjects.worker_of_heartbeat(message.subject)
         if not message.data:  # a deletion marker: the worker has signed off
-            worker_id = message.subject.rpartition(".")[2]
             self.lose(worker_id, ErrorCode.WORKER_DRAINING, "it has signed off", now_s)
             return
         try:
             beat = decode_heartbeat(message.data)
         except ProtocolError as error:  # of a newer worker, which lives all the same
-            worker_id = message.subject.rpartition(".")[2]
             if not self.knows(worker_id):
                 log.warning("heartbeat on %s: %s", message.subject, error)
             self.seen(worker_id, now_s)
             return
-        self.seen(beat.worker_id, now_s)
-        self._beats[beat.worker_id] = (now_s, beat)
+        if beat.worker_id != worker_id:
+            log.warning("a heartbeat of %s is dropped: it calls itself %s", worker_id, beat.worker_id)
+            return
+        self.seen(worker_id, now_s)
+        self._beats[worker_id] = (now_s, beat)
         if self.on_beat is not None:
             self.on_beat(beat)

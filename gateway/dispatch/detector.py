@@ -30,7 +30,14 @@ LOOK_PERIOD_S: Final = 0.05
 SUSPECT_S: Final = 0.1  # longer than nearly every engine step; only then is the silent one asked after
 PING_PERIOD_S: Final = 0.2  # for each worker
 # How a connection ends when the node leaves in order or cuts somebody off: the worker lives, and comes back.
-_SERVER_REASONS: Final = ("Server Shutdown", "Slow Consumer", "Kicked", "Authentication Expired", "Cluster")
+_SERVER_REASONS: Final = (
+    "Server Shutdown",
+    "Slow Consumer",
+    "Kicked",
+    "Authentication Expired",
+    "Credentials Revoked",
+    "Cluster",
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +57,7 @@ class LossDetector:
 
     async def start(self) -> None:
         """Subscribe. Raises BusError."""
-        await self._bus.subscribe(f"{self._inbox}.*", self._on_reply)
+        await self._bus.subscribe(f"{self._inbox}.>", self._on_reply)
         await self._bus.subscribe(subjects.DISCONNECTS, self._on_disconnect)
 
     def on_work(self) -> None:
@@ -85,7 +92,7 @@ class LossDetector:
 
     async def _on_reply(self, message: Msg) -> None:
         if (message.headers or {}).get("Status") == "503":
-            worker_id = message.subject.rpartition(".")[2]
+            worker_id = message.subject.removeprefix(f"{self._inbox}.")
             self._registry.lose(worker_id, ErrorCode.WORKER_LOST, "its connection is gone", time.monotonic())
 
     async def _on_disconnect(self, message: Msg) -> None:

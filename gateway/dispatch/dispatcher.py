@@ -76,7 +76,7 @@ class Dispatcher:
         self._streams = Streams(bus, settings)
         self._lookups = JobLookups(bus)
         self._overflow = overflow
-        self._queue = JobQueue(bus, self._lookups, settings.gateway_id, overflow)
+        self._queue = JobQueue(bus, self._lookups, settings, overflow)
         self._dead_letters = DeadLetters(bus)
         self._unread = UnreadBytes(settings.limits.max_unread_bytes)
         self._unowned = UnownedAttempts(self.cancel, None if overflow is None else overflow.on_unowned_frame)
@@ -100,7 +100,9 @@ class Dispatcher:
         self._registry.on_lost = self._on_worker_lost
         await self._registry.start()
         await self._detector.start()
-        await self._bus.listen(self._frames_subject, self._on_step)
+        await self._bus.listen(f"{self._frames_subject}.>", self._on_step)
+        await self._bus.listen(self._frames_subject, self._on_step)  # of workers of an older release
+        await self._lookups.start()
         await self._open_requests.start()
         self._bus.on_reconnect(self._on_reconnected)
 
@@ -277,14 +279,13 @@ class Dispatcher:
 
     def _on_step(self, message: Msg) -> None:
         try:
-            step = decode_step(message.data)
+            step = decode_step(message.data, message.subject[len(self._frames_subject) + 1 :])
         except ProtocolError as error:
             if time.monotonic() - self._complained_s >= COMPLAINT_PERIOD_S:
                 self._complained_s = time.monotonic()
                 log.warning("a worker's frames are dropped: %s", error)
             return
-        now_s = time.monotonic()
-        worker_id = step.worker_id
+        now_s, worker_id = time.monotonic(), step.worker_id
         self._registry.seen(worker_id, now_s)
         for frame in step.frames:
             request = self._open.get(frame.request_id)
@@ -347,9 +348,9 @@ class Dispatcher:
 
     def request_resend(self, request: OpenRequest, worker_id: str, from_seq: int) -> None:
         """Ask a worker to send frames of the current attempt again."""
-        self._background.start(
-            self._control(worker_id, Resend(request.request_id, request.attempt, from_seq, self._frames_subject))
-        )
+        subject = subjects.frames_by_worker_subject(self._frames_subject, worker_id)
+        resend = Resend(request.request_id, request.attempt, from_seq, subject)
+        self._background.start(self._control(worker_id, resend))
 
     def record_lost_attempt(self, request: OpenRequest, outcome: str, code: str | None, now_s: float) -> None:
         """Publish the usage record of the current attempt, as its worker may be unable to."""

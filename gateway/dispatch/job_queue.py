@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from gateway.dispatch.attempts import CurrentAttempt
@@ -14,12 +15,14 @@ from gateway.dispatch.revisions import needed_revision
 from gateway.request.admission import Admission
 from gateway.request.mailbox import Failure
 from gateway.request.states import State
+from gateway.settings import GatewaySettings
 from protocol import subjects
-from protocol.artifacts import MAX_INLINE_PROMPT_BYTES, delete_object, put_object
 from protocol.backoff import backoff_s
 from protocol.bus import Bus
 from protocol.errors import BusError, ErrorCode, PayloadTooLarge, StreamFull
 from protocol.messages import PROTOCOL_VERSION, Job, encode
+from protocol.objects import delete_object, put_object
+from protocol.prompts import MAX_INLINE_PROMPT_BYTES, PromptKeys, object_name, seal
 
 MAX_PUBLISHES_IN_FLIGHT: Final = 512
 LONGEST_PUBLISH_WAIT_S: Final = 0.5  # while the stream has no leader; the refusals that tell so cost next to nothing
@@ -39,23 +42,29 @@ def objects_of(admission: Admission) -> dict[str, bytes]:
     if admission.conversation is None and len(admission.prompt_ids) <= MAX_INLINE_PROMPT_BYTES:
         return {}  # nearly always
     chat = b"" if admission.conversation is None else admission.conversation.packed
-    parts = {admission.request_id: admission.prompt_ids, _chat_object(admission): chat}
-    return {name: data for name, data in parts.items() if len(data) > MAX_INLINE_PROMPT_BYTES}
+    parts = {"prompt": admission.prompt_ids, "chat": chat}
+    large = {part: data for part, data in parts.items() if len(data) > MAX_INLINE_PROMPT_BYTES}
+    return {object_name(admission.request_id, part): data for part, data in large.items()}
 
 
-def _chat_object(admission: Admission) -> str:
-    return f"{admission.request_id}.chat"
+def _name_if_in(objects: Mapping[str, bytes], request_id: str, part: str) -> str | None:
+    """Return the name of a part that travels by reference; None if it does not."""
+    if not objects:
+        return None
+    name = object_name(request_id, part)
+    return name if name in objects else None
 
 
 class JobQueue:
     """The gateway's side of the interactive stream. Every method returns only when its work is done or pointless."""
 
-    def __init__(self, bus: Bus, lookups: JobLookups, gateway_id: str, overflow: Overflow | None) -> None:
+    def __init__(self, bus: Bus, lookups: JobLookups, settings: GatewaySettings, overflow: Overflow | None) -> None:
         self._bus = bus
         self._lookups = lookups
-        self._gateway_id = gateway_id
+        self._gateway_id = settings.gateway_id
         self._overflow = overflow
-        self._reply_subject = subjects.frames_subject(gateway_id)
+        self._reply_subject = subjects.frames_subject(settings.gateway_id)
+        self._keys = None if settings.nats_credentials is None else PromptKeys()  # workers of then can open them
         self._in_flight = asyncio.Semaphore(MAX_PUBLISHES_IN_FLIGHT)
 
     async def publish(self, request: OpenRequest, after_s: float = 0.0) -> None:
@@ -91,7 +100,8 @@ class JobQueue:
         if attempt > 1:
             await request.choices.prepare()
         for name, data in objects_of(admission).items():
-            await put_object(self._bus, subjects.PROMPTS_BUCKET, name, data)
+            stored = data if self._keys is None else seal(data, self._keys.of(admission.request_id), name)
+            await put_object(self._bus, subjects.PROMPTS_BUCKET, name, stored)
         remaining_s = max(1.0, request.queue_deadline_s - time.monotonic())
         if current.hosted is not None:
             remaining_s = min(remaining_s, JOB_LIMIT_S)
@@ -114,9 +124,9 @@ class JobQueue:
 
     def _job(self, request: OpenRequest, current: CurrentAttempt, remaining_s: float) -> Job:
         admission = request.admission
-        objects, chat_object, chat = objects_of(admission), _chat_object(admission), request.choices.packed_chat
-        by_reference = admission.request_id in objects
-        has_chat_object = chat is not None and chat_object in objects
+        objects, chat = objects_of(admission), request.choices.packed_chat
+        prompt_object, chat_object = (_name_if_in(objects, admission.request_id, part) for part in ("prompt", "chat"))
+        has_chat_object = chat is not None and chat_object is not None
         return Job(
             v=PROTOCOL_VERSION,
             request_id=admission.request_id,
@@ -124,8 +134,8 @@ class JobQueue:
             model=admission.model,
             reply_subject=self._reply_subject,
             sampling=admission.sampling,
-            prompt_ids=b"" if by_reference else admission.prompt_ids,
-            prompt_object=admission.request_id if by_reference else None,
+            prompt_ids=admission.prompt_ids if prompt_object is None else b"",
+            prompt_object=prompt_object,
             prompt_tokens=admission.prompt_tokens,
             resume=request.choices.resume_points(),
             tenant=admission.principal.tenant,
@@ -141,6 +151,8 @@ class JobQueue:
             chat=None if has_chat_object else chat,
             chat_object=chat_object if has_chat_object else None,
             hosted=() if current.hosted is None else (current.hosted.pool.provider,),
+            reply_by_worker=True,
+            object_key=self._keys.of(admission.request_id) if objects and self._keys is not None else b"",
         )
 
     async def _is_there(self, request: OpenRequest, attempt: int) -> bool:

@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from nats.aio.msg import Msg
+
 from gateway.dispatch.request import OpenRequest
 from gateway.request.states import State
 from protocol import subjects
+from protocol.backlog import oldest_job
 from protocol.bus import Bus
 from protocol.errors import BusError
 
@@ -33,6 +36,19 @@ class JobLookups:
         self._bus = bus
         self._looked_s: dict[tuple[str, int], float] = {}
         self._missing: set[tuple[str, int]] = set()
+
+    async def start(self) -> None:
+        """Answer workers that ask for a lane's oldest job. Raises BusError."""
+        await self._bus.subscribe(subjects.oldest_job_subject("*", "*"), self._on_question)
+
+    async def _on_question(self, message: Msg) -> None:
+        """Tell when the stream took the oldest job of a lane, and nothing else of it; empty where it has none."""
+        _, model, lane = message.subject.split(".")
+        try:
+            stored = await oldest_job(self._bus, f"rq.{model}.{lane}")
+            await self._bus.publish(message.reply, stored.encode())
+        except BusError as error:
+            log.debug("the oldest job of %s is not known: %s", message.subject, error)
 
     async def run(self, requests: Callable[[], Iterable[OpenRequest]]) -> None:
         """Look up open requests, round after round; never returns."""

@@ -193,7 +193,7 @@ def _tokens(answered: Exchange, *, prompt: bool) -> int:
 async def concurrency(storm: Storm, findings: Findings, seconds: float, *, kill: bool) -> None:
     """Run as many requests at a time as the limit allows; then kill one of the gateways, with all that runs there."""
     running = Running()
-    tap = await storm.system.bus.subscribe(subjects.frames_subject("*"), running.on_step)
+    tap = await storm.system.bus.subscribe(subjects.frames_subject(">"), running.on_step)
     await storm.blow("concurrent", seconds)
     findings.expect("concurrent_used", running.most / CONCURRENT, at_least=LEAST_USED, at_most=1)
     if kill:

@@ -70,8 +70,8 @@ class Watcher:
     async def start(self, urls: list[str]) -> Bus:
         """Listen; the caller closes the bus."""
         bus = await Bus.connect(urls, name="chaos-watcher")
-        await bus.subscribe(subjects.frames_subject("*"), self._on_step)
-        await bus.subscribe(subjects.heartbeat_subject("*"), self._on_heartbeat)
+        await bus.subscribe(subjects.frames_subject(">"), self._on_step)
+        await bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)
         return bus
 
     async def watch_tokens(self, bus: Bus) -> None:

@@ -69,10 +69,11 @@ class JetStream:
                 self._prefixes[subject[:-2]] = stream
 
     def stream_of(self, subject: str) -> Stream | None:
-        first, _, rest = subject.partition(".")
+        first = subject.partition(".")[0]
         found = self._prefixes.get(first)
         if found is None and first in {"$KV", "$O"}:
-            found = self._prefixes.get(f"{first}.{rest.partition('.')[0]}")
+            # "$KV.bucket", "$O.bucket.C", "$O.bucket.M"
+            found = self._prefixes.get(".".join(subject.split(".")[: 2 if first == "$KV" else 3]))
         return found
 
     def forget_pulls(self, connection: Connection) -> None:
@@ -292,7 +293,12 @@ class JetStream:
 
     def _purge(self, tokens: list[str], body: dict[str, Any]) -> dict[str, Any]:
         stream = self._stream(tokens[4])
-        before = [sequence for sequence in stream.messages if sequence < body.get("seq", stream.last + 1)]
+        before = [
+            stored.sequence
+            for stored in stream.messages.values()
+            if stored.sequence < body.get("seq", stream.last + 1)
+            and stored.subject == body.get("filter", stored.subject)
+        ]
         for sequence in before:
             stream.remove(sequence)
         return {"success": True, "purged": len(before)}

@@ -148,9 +148,6 @@ class SimulatedClient:
     def new_inbox(self) -> str:
         return f"_INBOX.{self.world.next_number()}"
 
-    def jetstream(self) -> "SimulatedJetStream":
-        return SimulatedJetStream(self)
-
     # --- connecting ---------------------------------------------------------------------------------------------------
 
     async def connect(self, limit_s: float) -> None:
@@ -279,31 +276,6 @@ class SimulatedClient:
                 operation[1].set_result(None)
         else:  # "fin"
             self.lose(connection)
-
-
-class SimulatedJetStream:
-    """Of nats-py's own layer what is used: objects, which are there at once and for ever."""
-
-    def __init__(self, client: SimulatedClient) -> None:
-        self._client = client
-
-    async def object_store(self, bucket: str) -> "SimulatedObjects":
-        return SimulatedObjects(self._client, bucket)
-
-
-class SimulatedObjects:
-    def __init__(self, client: SimulatedClient, bucket: str) -> None:
-        self._client = client
-        self._bucket = bucket
-
-    async def get_info(self, name: str) -> None:
-        await self._reach()
-
-    async def _reach(self) -> None:
-        await asyncio.sleep(2 * self._client.world.latency_s())
-        if not (self._client.is_connected and self._client.world.server.answers(self._client.host)):
-            await asyncio.sleep(5.0)
-            raise NatsTimeout
 
 
 async def connect_bus(world: "World", process: Process, host: Host, name: str, *, limit_s: float = 30.0) -> Bus:

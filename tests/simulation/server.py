@@ -197,7 +197,7 @@ class QueueServer:
             self._index(subject).remove((connection, number))
 
     def _index(self, subject: str) -> list[tuple[Connection, int]]:
-        return self._below[subject[:-2]] if subject.endswith(".*") else self._exact[subject]
+        return self._below[subject[:-2]] if subject.endswith((".*", ".>")) else self._exact[subject]
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ async def disconnect(stage: Stage) -> None:
     """``plan.count`` callers hang up at any moment, and half as many surely in the queue."""
     system, callers, plan, report = stage.system, stage.callers, stage.plan, stage.report
     rng, ends = random.Random(f"disconnect {plan.seed}"), Ends()
-    await system.bus.subscribe(subjects.frames_subject("*"), ends.on_step)
+    await system.bus.subscribe(subjects.frames_subject(">"), ends.on_step)
     await _leave_anywhen(system, callers, min(WARM_UP, plan.count), rng)
     await _leave_queued(system, callers, min(WARM_UP, plan.count) // 4, rng)
     await _until_idle(report, system)

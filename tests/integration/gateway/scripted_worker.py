@@ -32,6 +32,7 @@ from protocol.messages import (
     encode,
     unpack_token_ids,
 )
+from protocol.objects import get_object
 from protocol.pull import Delivery, PullConsumer, ack, nak
 from protocol.steps import StepFrame
 from tests.waiting import HANGS_S
@@ -247,7 +248,7 @@ class ScriptedWorker:
 
     async def _run(self, attempt: Attempt) -> None:
         if attempt.job.prompt_object is not None:
-            packed = await artifacts.get_object(self.bus, subjects.PROMPTS_BUCKET, attempt.job.prompt_object)
+            packed = await get_object(self.bus, subjects.PROMPTS_BUCKET, attempt.job.prompt_object)
             attempt.fetched_prompt = unpack_token_ids(packed)
         await self.script(attempt)
 

@@ -109,7 +109,7 @@ class HeartbeatPublisher:
             if message.data:
                 heart.last = decode_heartbeat(message.data)
 
-        await bus.subscribe(subjects.heartbeat_subject("*"), on_beat)
+        await bus.subscribe(subjects.HEARTBEATS, on_beat)
         return heart
 
     def is_idle(self) -> bool:

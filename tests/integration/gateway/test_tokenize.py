@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from protocol.artifacts import MAX_INLINE_PROMPT_BYTES
+from protocol.prompts import MAX_INLINE_PROMPT_BYTES
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, card
 from tests.small_tokenizer import byte_tokenizer, byte_tokenizer_json
 from tests.waiting import HANGS_S, until
@@ -81,7 +81,7 @@ async def test_a_large_prompt_travels_by_reference(start_gateway: Start) -> None
     assert worker.attempts[0].fetched_prompt == byte_tokenizer().encode(prompt).ids
 
     async def is_deleted() -> bool:
-        store = await gateway.bus.jetstream.object_store("prompts")
+        store = await gateway.bus.client.jetstream().object_store("prompts")
         return await store.list(ignore_deletes=True) == [] if await has_objects(store) else True
 
     await until(is_deleted)

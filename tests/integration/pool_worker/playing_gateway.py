@@ -56,7 +56,7 @@ class PlayingGateway:
     async def start(self, models: tuple[str, ...] = (MODEL,)) -> None:
         await self.apply_topology(models)
         await self.bus.subscribe(self.reply_subject, self._on_step)
-        await self.bus.subscribe(subjects.ATTEMPT_USAGE_SUBJECT, self._on_record)
+        await self.bus.subscribe(f"{subjects.ATTEMPT_USAGE_SUBJECT}.>", self._on_record)
 
     async def apply_topology(self, models: tuple[str, ...] = (MODEL,)) -> None:
         await topology.apply(self.bus, list(models), topology.QueueBounds())
@@ -164,7 +164,7 @@ class PlayingGateway:
         records = 0
         for sequence in range(info["state"]["first_seq"], info["state"]["last_seq"] + 1):
             answer = await self.bus.api(f"STREAM.MSG.GET.{subjects.USAGE_STREAM}", {"seq": sequence})
-            assert answer["message"]["subject"] == subjects.ATTEMPT_USAGE_SUBJECT
+            assert answer["message"]["subject"].startswith(subjects.ATTEMPT_USAGE_SUBJECT)
             records += len(decode_usage(base64.b64decode(answer["message"]["data"])))
         return records
 

@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import KeyNotFoundError
 
 from pool_worker.engines.scripted import TOO_COMPLEX
-from protocol import artifacts, subjects
+from protocol import artifacts, objects, subjects
 from protocol import messages as m
 from protocol.errors import ErrorCode
 from protocol.grammar import Grammar
@@ -56,7 +56,7 @@ async def test_its_heartbeats_tell_how_the_engine_does(gateway: PlayingGateway, 
     async def on_beat(message: Msg) -> None:
         beats.extend([m.decode_heartbeat(message.data)] if message.data else [])
 
-    await gateway.bus.subscribe(subjects.heartbeat_subject("*"), on_beat)
+    await gateway.bus.subscribe(subjects.HEARTBEATS, on_beat)
     async with running_worker(settings_for(nats_url, max_sequences=1, inter_token_s=0.01)):
         jobs = [await gateway.ask(max_tokens=60, ignore_eos=True) for _ in range(2)]
         await gateway.end_of_all(jobs)
@@ -136,7 +136,7 @@ async def test_a_resumed_job_goes_on_where_it_was_and_complete_choices_stay(
 
 async def test_a_prompt_by_reference_is_fetched(gateway: PlayingGateway, nats_url: str) -> None:
     packed = m.pack_token_ids(TOKENIZER.encode("hello").ids)
-    await artifacts.put_object(gateway.bus, subjects.PROMPTS_BUCKET, "p1", packed)
+    await objects.put_object(gateway.bus, subjects.PROMPTS_BUCKET, "p1", packed)
     by_reference = {"prompt_ids": b"", "prompt_tokens": len(packed) // 4}
     async with running_worker(settings_for(nats_url)):
         inline = await gateway.ask()
@@ -266,7 +266,7 @@ async def test_every_model_the_engine_serves_is_pulled(gateway: PlayingGateway, 
 
 
 async def test_the_registry_shows_the_worker_as_long_as_it_lives(gateway: PlayingGateway, nats_url: str) -> None:
-    bucket = await gateway.bus.jetstream.key_value(subjects.WORKERS_BUCKET)
+    bucket = await gateway.bus.client.jetstream().key_value(subjects.WORKERS_BUCKET)
     async with running_worker(settings_for(nats_url, max_sequences=7, inter_token_s=0.05)) as stop:
         attempt = await gateway.ask(n=3, max_tokens=40, ignore_eos=True)
         await gateway.tokens_of(attempt, 1)

@@ -23,6 +23,7 @@ def consumer(*, connected: bool = True, draining: bool = False, waiting: str = "
         outbox.put(str(number), b"")
     credit = Credit(Capacity(8, 1000, 100), batch_reserve=0.25)
     parts: dict[str, Any] = {
+        "worker_id": "w",
         "strange_deliveries": 40,
         "executor": executor,
         "job_filter": None,

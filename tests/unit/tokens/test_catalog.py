@@ -13,6 +13,7 @@ from gateway.settings import ModelSettings
 from protocol import artifacts, subjects, topology
 from protocol.bus import Bus
 from protocol.messages import PROTOCOL_VERSION, ModelCard
+from protocol.objects import delete_object
 from tests.nats_server import NatsServer
 from tests.small_tokenizer import CHATML, byte_tokenizer_json
 from tests.waiting import until
@@ -91,9 +92,7 @@ async def test_a_restart_counts_without_workers(bus: Bus, tmp_path: Path) -> Non
     await publish(bus)
     async with running(bus, tmp_path) as catalog:
         assert catalog.not_ready() == []
-    await artifacts.delete_object(
-        bus, subjects.ARTIFACTS_BUCKET, artifacts.tokenizer_object_name(byte_tokenizer_json())
-    )
+    await delete_object(bus, subjects.ARTIFACTS_BUCKET, artifacts.tokenizer_object_name(byte_tokenizer_json()))
     async with running(bus, tmp_path) as catalog:
         assert catalog.not_ready() == []
 

@@ -11,9 +11,9 @@ from fastapi.responses import JSONResponse
 from nats.aio.msg import Msg
 
 from protocol import subjects
-from protocol.artifacts import get_object
 from protocol.errors import BusError
 from protocol.messages import Job, decode_job
+from protocol.objects import get_object
 from tests.conformance.chat_replay import ARGUMENTS, REASONING, ChatReplay, answer_text
 from tests.integration.gateway.chat_pools.pools import (
     ASKED,
