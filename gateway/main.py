@@ -43,6 +43,7 @@ from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.watched import WatchedGateway
 from protocol import garbage, subjects
 from protocol.bus import Bus
+from protocol.credentials import access_options
 from protocol.outbox import Outbox
 from protocol.spool import Spool
 from quotas.prices import CurrentPrices
@@ -90,7 +91,8 @@ async def run(
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         traces = _traces(settings, stack)
-        bus = await Bus.connect(list(settings.nats_urls), name=f"gateway-{settings.gateway_id}")
+        access = access_options(settings.nats_credentials, settings.nats_ca_file, "gateway")
+        bus = await Bus.connect(list(settings.nats_urls), name=f"gateway-{settings.gateway_id}", options=access)
         stack.push_async_callback(bus.close)
         keys = KeyRing(settings.database_url, settings.key_pepper, bus)
         stack.push_async_callback(keys.close)

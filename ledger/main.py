@@ -16,6 +16,7 @@ from protocol import subjects
 from protocol.backoff import wait_for
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
+from protocol.credentials import access_options
 from protocol.errors import BusError
 from protocol.topology import consumer_exists
 
@@ -36,7 +37,8 @@ async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = No
         loop.add_signal_handler(number, stopping.set)
     engine = create_engine(settings.database_url)
     try:
-        bus = await Bus.connect(list(settings.nats_urls), name="spillway-ledger")
+        access = access_options(settings.nats_credentials, settings.nats_ca_file, "ledger")
+        bus = await Bus.connect(list(settings.nats_urls), name="spillway-ledger", options=access)
         try:
             await wait_for_database(engine, lambda: seed_prices(engine, settings.prices, unix_now_ms()), stopping)
             await _wait_for_consumer(bus, stopping)

@@ -16,7 +16,9 @@ from pool_worker.stopping import Stop
 from pool_worker.worker import OnReady, Worker
 from protocol import garbage, subjects
 from protocol.backoff import wait_for
-from protocol.bus import Bus
+from protocol.bus import API, Bus
+from protocol.credentials import access_options
+from protocol.permissions import WORKERS_API, worker_role
 
 if TYPE_CHECKING:
     from pool_worker.traces import AttemptTraces
@@ -73,8 +75,7 @@ async def _live_once(settings: WorkerSettings, stop: Stop, on_ready: OnReady | N
         capacity = await _unless_stopped(stop, engine.start())
         if capacity is None:
             return
-        name = subjects.connection_name(settings.worker_id)
-        bus = await _unless_stopped(stop, Bus.connect(list(settings.nats_urls), name=name))
+        bus = await _unless_stopped(stop, connect(settings))
         if bus is None:
             return
         try:
@@ -84,6 +85,18 @@ async def _live_once(settings: WorkerSettings, stop: Stop, on_ready: OnReady | N
             await bus.close()
     finally:
         await engine.stop()
+
+
+async def connect(settings: WorkerSettings) -> Bus:
+    """Connect to the queue server. Raises BusError."""
+    role = worker_role(settings.worker_id.rpartition(".")[0])
+    access = access_options(settings.nats_credentials, settings.nats_ca_file, role)
+    return await Bus.connect(
+        list(settings.nats_urls),
+        name=subjects.connection_name(settings.worker_id),
+        options=access,
+        api_prefix=API if settings.nats_credentials is None else WORKERS_API,
+    )
 
 
 @contextlib.asynccontextmanager

@@ -42,6 +42,7 @@ CLOSE_LIMIT_S: Final = 4.0
 HEADER_ROOM_BYTES: Final = 512  # the client's own size check forgets headers, and the server then hangs up
 # Short, because a stream that has no leader does not answer, and whoever asks then asks again.
 PUBLISH_TIMEOUT_S: Final = 2.0
+API: Final = "$JS.API"
 API_TIMEOUT_S: Final = 2.0
 JETSTREAM_STREAM_FULL: Final = {10077, 10047, 10167}  # maximum messages/bytes exceeded, insufficient resources
 
@@ -53,8 +54,10 @@ Handler = Callable[[Msg], Awaitable[None]]
 class Bus:
     """One connection to the queue server (or cluster). Create it with ``await Bus.connect(...)``."""
 
-    def __init__(self, client: LastingClient) -> None:
+    def __init__(self, client: LastingClient, api_prefix: str = API) -> None:
+        """``api_prefix``: that of JetStream's API in our account."""
         self.client = client
+        self.api_prefix = api_prefix
         self._inbox_prefix = client.new_inbox()
         self._waiting: dict[str, asyncio.Future[Msg | None]] = {}  # None: there was no reply in time
         self._tickets = itertools.count(1)
@@ -70,6 +73,7 @@ class Bus:
         *,
         name: str,
         options: Mapping[str, Any] | None = None,
+        api_prefix: str = API,
         first_limit_s: float = FIRST_CONNECT_LIMIT_S,
     ) -> Self:
         """Connect; once that has succeeded, reconnect for ever.
@@ -122,7 +126,7 @@ class Bus:
             where = _without_secrets(servers)
             why = last_error or str(error) or "no answer"
             raise BusError(f"cannot connect to NATS at {where} within {first_limit_s:g} s: {why}") from error
-        bus = cls(client)
+        bus = cls(client, api_prefix)
         await bus.listen(f"{bus._inbox_prefix}.*", bus._on_reply)
         return bus
 
@@ -266,7 +270,7 @@ class Bus:
     async def api(self, call: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make one JetStream API call (``STREAM.CREATE.RQ``) with a JSON body. Raises ApiError or BusTimeout."""
         payload = json.dumps(body).encode() if body is not None else b""
-        reply = await self.request(f"$JS.API.{call}", payload, timeout_s=API_TIMEOUT_S)
+        reply = await self.request(f"{self.api_prefix}.{call}", payload, timeout_s=API_TIMEOUT_S)
         try:
             return _checked(msgspec.json.decode(reply.data))
         except ApiError as error:

@@ -8,6 +8,7 @@ with output unsent                        (some 15 minutes)
 a reconnect meets an error it did not     stays disconnected in silence       says so and continues
 foresee
 a server it learnt of from another one    has no credentials for it           has those of the configured URLs
+a server of a tls:// URL offers no TLS    goes on without                     does not
 """
 
 import asyncio
@@ -72,6 +73,13 @@ class LastingClient(Client):
                 await asyncio.sleep(AFTER_FAILURE_S)
             else:
                 return
+
+    def _connect_command(self) -> bytes:
+        """Make what is said first on a connection; with it goes who we are."""
+        server = self._current_server
+        if server is not None and server.uri.scheme == "tls" and not self._server_info.get("tls_required"):
+            raise NatsError("the server offers no TLS")  # or somebody on the way has taken that out
+        return super()._connect_command()
 
     async def _connect_to_server(self, s: Any) -> None:  # noqa: ANN401  # nats-py's own record of a server
         self.abort()  # what is left of a try that failed halfway

@@ -98,7 +98,7 @@ class PullConsumer:
         on_end: Callable[[], None] | None = None,
     ) -> None:
         self._bus = bus
-        self._api_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._api_subject = f"{bus.api_prefix}.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._handler = handler
         self._priority = {} if tier is None else {"group": TIER_GROUP, "priority": PULL_PRIORITIES[tier]}
         self._on_end = on_end

@@ -47,6 +47,9 @@ _HEARTBEAT_PREFIX: Final = HEARTBEATS.removesuffix(">")
 # Core NATS, no payload: API keys have changed in SQL, load them again.
 KEYS_CHANGED_SUBJECT: Final = "config.keys.changed"
 
+# Core NATS, requests without a payload: workers ask gateways since when the oldest job of a lane has waited.
+OLDEST_JOBS: Final = "oldest.*.*"
+
 # Core NATS: each gateway tells the others which lanes its tenants' jobs wait in.
 LANES_IN_USE: Final = "lanes.in-use"
 
@@ -92,7 +95,7 @@ def attempt_usage_subject(pool: str, worker_id: str) -> str:
 
 
 def oldest_job_subject(model: str, lane: str) -> str:
-    """Return the subject on which workers ask gateways since when a lane's oldest job has waited."""
+    """Return the subject of one lane among ``OLDEST_JOBS``."""
     return f"oldest.{escape(model)}.{lane}"
 
 

@@ -27,17 +27,20 @@ from gateway.settings import (
     ModelSettings,
     Origin,
     PriceSettings,
-    QueueSettings,
     TenantSettings,
     TimeoutSettings,
 )
 from ledger.prices import CLIENTS, MACHINE, ConfiguredPrice, Price
 from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
+from protocol import subjects
+from protocol.credentials import Credentials
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 from spillway import ROOMS
 from spillway.config_problems import explain, keys_of
+from spillway.nats_accounts import of_pool
+from spillway.nats_section import NatsSection
 from spillway.pool_section import PoolSettings, by_messages, hosted_pools, only_by_messages, only_hosted
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
@@ -68,14 +71,6 @@ class GatewaySection(Settings):
     timeouts: TimeoutSettings = TimeoutSettings()
     connections: ConnectionSettings = ConnectionSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
-
-
-class NatsSection(Settings):
-    """``[nats]``: the queue server. Without ``urls``, ``spillway up`` starts an embedded one."""
-
-    urls: tuple[str, ...] = ()
-    embedded_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port
-    queue: QueueSettings = QueueSettings()
 
 
 class DatabaseSection(Settings):
@@ -191,7 +186,7 @@ class Config(BaseSettings):
             gateway_id=process_id("gw"),
             host=self.gateway.host,
             port=self.gateway.port,
-            nats_urls=self._nats_urls(),
+            **self._nats("gateway"),
             database_url=self.database_url,
             data_dir=self.data_dir,
             key_pepper=pepper,
@@ -239,7 +234,7 @@ class Config(BaseSettings):
     def ledger_settings(self) -> LedgerSettings:
         """Return the settings of a ledger writer."""
         return LedgerSettings(
-            nats_urls=self._nats_urls(),
+            **self._nats("ledger"),
             database_url=self.database_url,
             prices=tuple(self._prices()),
             **self.ledger.model_dump(),
@@ -257,25 +252,35 @@ class Config(BaseSettings):
             yield ConfiguredPrice(MACHINE, name, machine)
 
     def worker_settings(self, pool_name: str) -> WorkerSettings:
-        """Return the settings of a pool's worker. Raises ConfigError if there is no such pool."""
+        """Return the settings of a pool's worker. Raises ConfigError if there is no such pool, and CredentialsError."""
         pool = self.pools.get(pool_name)
         if pool is None:
             raise ConfigError(f"pools.{pool_name}: no such pool; defined pools: {', '.join(self.pools) or 'none'}")
         fields = pool.model_dump(
             exclude={"workers", "prices", "usd_per_day", "usd_per_month", "on_demand_usd_per_hour"}
         )
+        nats = self._nats(of_pool(pool_name))
+        credentials = nats["nats_credentials"]
+        worker_id = process_id("w")
+        if credentials is not None:
+            worker_id = f"{subjects.worker_prefix(pool_name, Credentials(credentials).name)}.{worker_id}"
         return WorkerSettings(
-            worker_id=process_id("w"),
+            worker_id=worker_id,
             pool=pool_name,
-            nats_urls=self._nats_urls(),
+            **nats,
             telemetry=self.telemetry,
             **fields,
         )
 
-    def _nats_urls(self) -> tuple[str, ...]:
+    def _nats(self, part: str) -> dict[str, Any]:
+        """Return what settings say of the queue server, for a part or a pool."""
         if not self.nats.urls:
             raise ConfigError("nats.urls: required here (only `spillway up` starts an embedded queue server)")
-        return self.nats.urls
+        return {
+            "nats_urls": self.nats.urls,
+            "nats_credentials": self.nats.credentials_of(part),
+            "nats_ca_file": self.nats.ca_file,
+        }
 
 
 def _token_price(price: PriceSettings) -> Price:

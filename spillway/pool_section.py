@@ -47,6 +47,10 @@ class PoolSettings(Settings):
         """True if its engine is a third party's API."""
         return self.tier == subjects.HOSTED_TIER
 
+    def lanes(self, name: str) -> tuple[str, ...]:
+        """Return the lanes that a pool of this name serves, of each of its models."""
+        return (subjects.hosted_lane(name),) if self.is_hosted else subjects.LANES
+
     @property
     def takes_messages(self) -> bool:
         """True if its engine takes conversations instead of token ids."""

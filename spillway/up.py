@@ -139,7 +139,8 @@ def _resolve(config: Config, nats_urls: tuple[str, ...]) -> Config:
     gateway = config.gateway.model_copy(update={"port": config.gateway.port or free_port()})
     if gateway.timeouts.leave_s is None:  # with a single gateway, a load balancer has no other one to route to
         gateway = gateway.model_copy(update={"timeouts": gateway.timeouts.model_copy(update={"leave_s": 0.0})})
-    nats = config.nats.model_copy(update={"urls": nats_urls})
+    credentials = None if config.nats.credentials is None else config.nats.credentials.resolve()
+    nats = config.nats.model_copy(update={"urls": nats_urls, "credentials": credentials})
     database = config.database.model_copy(update={"url": config.database_url})
     resolved = config.model_copy(
         update={"gateway": gateway, "nats": nats, "database": database, "data_dir": config.data_dir.resolve()}

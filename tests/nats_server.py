@@ -24,6 +24,7 @@ class NatsServer:
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self.further_config = further_config
+        self.accounts = ACCOUNTS
         self.environment: dict[str, str] | None = None  # of the process; None: ours
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -50,7 +51,7 @@ class NatsServer:
         config = self.folder / "nats.conf"
         config.write_text(
             f"host: 127.0.0.1\nport: {self.port}\nmax_payload: 8MB\n"
-            f'jetstream {{ store_dir: "{self.folder}" }}\n{ACCOUNTS}{self.further_config}'
+            f'jetstream {{ store_dir: "{self.folder}" }}\n{self.accounts}{self.further_config}'
         )
         return config
 

@@ -39,7 +39,7 @@ class JobLookups:
 
     async def start(self) -> None:
         """Answer workers that ask for a lane's oldest job. Raises BusError."""
-        await self._bus.subscribe(subjects.oldest_job_subject("*", "*"), self._on_question)
+        await self._bus.subscribe(subjects.OLDEST_JOBS, self._on_question)
 
     async def _on_question(self, message: Msg) -> None:
         """Tell when the stream took the oldest job of a lane, and nothing else of it; empty where it has none."""

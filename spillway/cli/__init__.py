@@ -2,7 +2,7 @@
 
 import typer
 
-from spillway.cli import admin, bench, bench_pool, export, keys, limits, payloads, processes, setup, teams
+from spillway.cli import admin, bench, bench_pool, export, keys, limits, nats, payloads, processes, setup, teams
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.parked import parked
 from spillway.cli.usage import usage
@@ -71,6 +71,11 @@ app.add_typer(db_app, name="db")
 config_app = typer.Typer(help="The configuration file.", no_args_is_help=True)
 config_app.command("check")(setup.config_check)
 app.add_typer(config_app, name="config")
+
+nats_app = typer.Typer(help="Who may do what at the queue server.", no_args_is_help=True)
+nats_app.command("credentials")(nats.credentials)
+nats_app.command("machine")(nats.machine)
+app.add_typer(nats_app, name="nats")
 
 bench_app = typer.Typer(help="Measure the speed of an engine or an endpoint.", no_args_is_help=True)
 bench_app.command("engine")(bench.engine)

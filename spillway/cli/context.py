@@ -19,10 +19,12 @@ from db.errors import SQL_ERRORS, DatabaseError, DatabaseUnavailable, describe
 from ledger.payloads.errors import PayloadError
 from pool_worker.engines.base import EngineDiedError
 from protocol.bus import Bus
+from protocol.credentials import access_options
 from protocol.errors import BusError
 from spillway.children import ChildError
 from spillway.config import DEFAULT_CONFIG_NAME, Config, ConfigError, config_without_file, default_config, load_config
 from spillway.embedded_nats import EmbeddedNatsError
+from spillway.nats_accounts import AuthorityError
 from spillway.up import UpError, resolved_config_path
 
 CONNECT_LIMIT_S: Final = 5.0  # short: the user is waiting for the command
@@ -80,6 +82,7 @@ def running_or_config(path: Path | None, data: Path | None) -> Config:
 
 
 EXPECTED_ERRORS: Final = (
+    AuthorityError,
     BusError,
     ChildError,
     ConfigError,
@@ -124,6 +127,12 @@ async def database(config: Config) -> AsyncIterator[AsyncEngine]:
         await engine.dispose()
 
 
+async def connect_admin(config: Config, name: str, limit_s: float) -> Bus:
+    """Connect to the configured queue server as an operator's command. Raises BusError."""
+    access = access_options(config.nats.credentials_of("admin"), config.nats.ca_file, "admin")
+    return await Bus.connect(list(config.nats.urls), name=name, options=access, first_limit_s=limit_s)
+
+
 @contextlib.asynccontextmanager
 async def queue_server(config: Config, name: str) -> AsyncIterator[Bus]:
     """Connect to the configured queue server as ``name``, and disconnect afterwards. Raises BusError.
@@ -132,7 +141,7 @@ async def queue_server(config: Config, name: str) -> AsyncIterator[Bus]:
     """
     if not config.nats.urls:
         raise fail("nats.urls: no queue server is configured, and no `spillway up` is running here")
-    bus = await Bus.connect(list(config.nats.urls), name=name, first_limit_s=CONNECT_LIMIT_S)
+    bus = await connect_admin(config, name, CONNECT_LIMIT_S)
     try:
         yield bus
     finally:

@@ -15,10 +15,18 @@ from accounts.keys import ApiKey, Grant, create_key, find_key, list_keys, revoke
 from accounts.principal import DEFAULT_TEAM_ID, INFERENCE, SCOPES, policy_of
 from console.admin.views import key_view
 from protocol import subjects
-from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError
-from spillway.cli.context import ConfigOption, DataOption, database, out, pepper_of, run_async, running_or_config
+from spillway.cli.context import (
+    ConfigOption,
+    DataOption,
+    connect_admin,
+    database,
+    out,
+    pepper_of,
+    run_async,
+    running_or_config,
+)
 from spillway.cli.policy import (
     BatchOption,
     BudgetOption,
@@ -238,7 +246,7 @@ async def notify_gateways(config: Config) -> None:
     if not config.nats.urls:
         return
     try:
-        bus = await Bus.connect(list(config.nats.urls), name="spillway keys", first_limit_s=NOTIFY_LIMIT_S)
+        bus = await connect_admin(config, "spillway keys", NOTIFY_LIMIT_S)
         await bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
         await bus.close()
     except BusError as error:

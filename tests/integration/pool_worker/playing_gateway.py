@@ -11,6 +11,7 @@ from nats.aio.msg import Msg
 
 from pool_worker import engines
 from pool_worker.engines.scripted_words import build_tokenizer
+from pool_worker.main import connect
 from pool_worker.settings import ScriptedEngineSettings, WorkerSettings
 from pool_worker.stopping import Stop
 from pool_worker.worker import Worker
@@ -172,7 +173,7 @@ class PlayingGateway:
 @asynccontextmanager
 async def running_worker(settings: WorkerSettings) -> AsyncIterator[Stop]:
     """Run a worker on this event loop; requesting the stop that is yielded makes it drain. At the end it must end."""
-    bus = await Bus.connect(list(settings.nats_urls), name=subjects.connection_name(settings.worker_id))
+    bus = await connect(settings)
     engine = engines.create(settings.engine)
     capacity = await engine.start()
     stop, ready = Stop(settings.drain_s), asyncio.Event()

@@ -13,7 +13,9 @@ from protocol.outbox import Outbox
 
 
 def consumer(*, connected: bool = True, draining: bool = False, waiting: str = "", records: int = 0) -> Consumer:
-    bus: Any = SimpleNamespace(connected=connected, client=SimpleNamespace(new_inbox=lambda: "inbox"))
+    bus: Any = SimpleNamespace(
+        connected=connected, api_prefix="$JS.API", client=SimpleNamespace(new_inbox=lambda: "inbox")
+    )
     executor: Any = SimpleNamespace(
         is_draining=draining, waiting_jobs=int(bool(waiting)), has_waiting_interactive=waiting == "interactive"
     )

@@ -1,0 +1,212 @@
+"""The subjects that each part of Spillway needs, and no others: what its user at the queue server may do.
+
+gateway   streams and consumers, jobs, control of workers, limits, claims; what gateways tell each other
+ledger    usage and payloads out of their streams, parked records, questions to gateways
+fleet     what waits, and who works on it
+admin     the commands of an operator: parked records, dead letters, limits, changes of keys
+worker    jobs of its pool's models; frames, heartbeats and usage under its own id; its models' cards
+
+A worker may be on a stranger's machine. It gets what is needed for the jobs that it is given, with its own id.
+
+Workers have an account of their own, as permissions alone do not hold them. Whoever asks the server something names
+the subject that the answer goes to, and the server does not check that: an answer without a body to
+``$JS.API.STREAM.DELETE.USAGE`` deletes the stream. What is asked in the workers' account is answered there, where no
+stream is administered, and only what is listed here crosses into the other one.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from msgspec import Struct
+
+from protocol import subjects
+from protocol.bus import API
+from protocol.objects import chunks_subject, stream_of
+from protocol.topology import QueueBounds, streams
+
+# What crosses from the workers' account into that of the streams. In theirs, calls of the JetStream API have another
+# prefix: the server answers its own one in each account.
+WORKERS_API: Final = "js"
+_CALLS: Final = (
+    f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}",
+    f"CONSUMER.INFO.{subjects.INTERACTIVE_STREAM}.*",
+    f"CONSUMER.MSG.NEXT.{subjects.INTERACTIVE_STREAM}.*",
+    f"STREAM.MSG.GET.{stream_of(subjects.ARTIFACTS_BUCKET)}",
+    f"STREAM.MSG.GET.{stream_of(subjects.PROMPTS_BUCKET)}",
+)
+# Subject there → subject in the workers' account.
+SERVICES_FOR_WORKERS: Final = {f"{API}.{call}": f"{WORKERS_API}.{call}" for call in _CALLS} | {
+    subject: subject
+    for subject in (
+        f"$JS.ACK.{subjects.INTERACTIVE_STREAM}.>",
+        f"{subjects.ATTEMPT_USAGE_SUBJECT}.>",
+        subjects.OLDEST_JOBS,
+        subjects.HEARTBEATS,
+        subjects.kv_subject(subjects.MODELS_BUCKET, "*"),
+        chunks_subject(subjects.ARTIFACTS_BUCKET, "*"),
+        f"$O.{subjects.ARTIFACTS_BUCKET}.M.*",
+    )
+}
+SENT_BY_WORKERS: Final = subjects.frames_subject(">")
+SENT_TO_WORKERS: Final = subjects.control_subject(">")
+
+PARTS: Final = ("gateway", "ledger", "fleet", "admin")
+WORKER: Final = "worker"
+_ANY: Final = "*"
+
+
+class Permissions(Struct, frozen=True):
+    """The subjects of one part; all others are denied."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    answers: bool = False  # whether it may answer whoever asks it something, once each time
+
+
+def inbox_prefix(role: str) -> str:
+    """Return how the reply subjects of one part begin, or of the workers with one name, which no other may read."""
+    return f"_INBOX.{role}"
+
+
+def worker_role(prefix: str) -> str:
+    """Return the role of the workers whose ids begin so (``subjects.worker_prefix``)."""
+    return f"{WORKER}.{prefix}"
+
+
+def of_part(part: str) -> Permissions:
+    """Return the permissions of one of ``PARTS``."""
+    return {"gateway": _gateway, "ledger": _ledger, "fleet": _fleet, "admin": _admin}[part]()
+
+
+def of_worker(pool: str, name: str, models: Iterable[str], lanes: Iterable[str]) -> Permissions:
+    """Return the permissions of the workers of a pool that use the credentials of this name.
+
+    ``lanes``: that the pool serves, of each of its models. They are enumerated, as a wildcard stands for whole tokens.
+    """
+    models = tuple(models)
+    prefix = subjects.worker_prefix(pool, name)
+    every = f"{prefix}.{_ANY}"
+    consumers = [
+        f"{subjects.INTERACTIVE_STREAM}.{subjects.job_consumer(model, lane)}" for model in models for lane in lanes
+    ]
+    return Permissions(
+        publish=(
+            f"{WORKERS_API}.STREAM.INFO.{subjects.INTERACTIVE_STREAM}",
+            *(f"{WORKERS_API}.CONSUMER.INFO.{consumer}" for consumer in consumers),
+            *(f"{WORKERS_API}.CONSUMER.MSG.NEXT.{consumer}" for consumer in consumers),
+            *(f"$JS.ACK.{consumer}.>" for consumer in consumers),
+            *(subjects.oldest_job_subject(model, _ANY) for model in models),
+            subjects.frames_by_worker_subject(subjects.frames_subject(_ANY), every),
+            subjects.heartbeat_subject(every),
+            subjects.attempt_usage_subject(pool, every),
+            *(subjects.model_card_subject(model) for model in models),
+            *_object_subjects(subjects.ARTIFACTS_BUCKET),
+            f"{WORKERS_API}.STREAM.MSG.GET.{stream_of(subjects.ARTIFACTS_BUCKET)}",
+            f"{WORKERS_API}.STREAM.MSG.GET.{stream_of(subjects.PROMPTS_BUCKET)}",
+        ),
+        subscribe=(
+            f"{inbox_prefix(worker_role(prefix))}.>",
+            subjects.control_subject(every),
+            subjects.HEARTBEATS,
+            subjects.DISCONNECTS,
+        ),
+    )
+
+
+def _gateway() -> Permissions:
+    made = [config["name"] for config in streams(QueueBounds())]
+    dead_letters = subjects.DEAD_LETTER_STREAM
+    jobs, usage, payloads = subjects.INTERACTIVE_STREAM, subjects.USAGE_STREAM, subjects.PAYLOADS_STREAM
+    artifacts, prompts = stream_of(subjects.ARTIFACTS_BUCKET), stream_of(subjects.PROMPTS_BUCKET)
+    buckets = [f"KV_{name}" for name in (subjects.MODELS_BUCKET, subjects.IDEMPOTENCY_BUCKET, subjects.QUOTAS_BUCKET)]
+    talk = (subjects.KEYS_CHANGED_SUBJECT, subjects.LANES_IN_USE, subjects.QUOTA_WANTED)
+    return Permissions(
+        publish=(
+            *(_api(f"STREAM.{call}", stream) for call in ("CREATE", "UPDATE", "INFO") for stream in made),
+            *(_api(f"CONSUMER.{call}", f"{jobs}.{_ANY}") for call in ("DURABLE.CREATE", "DELETE")),
+            _api("CONSUMER.DURABLE.CREATE", f"{usage}.{subjects.LEDGER_CONSUMER}"),
+            _api("CONSUMER.DURABLE.CREATE", f"{payloads}.{subjects.PAYLOADS_CONSUMER}"),
+            _api("CONSUMER.INFO", f"{usage}.{subjects.LEDGER_CONSUMER}"),
+            *(_api("STREAM.MSG.GET", stream) for stream in (jobs, dead_letters, artifacts, prompts, *buckets)),
+            *(_api("STREAM.MSG.DELETE", stream) for stream in (jobs, f"KV_{subjects.IDEMPOTENCY_BUCKET}")),
+            _api("STREAM.PURGE", prompts),
+            "rq.>",
+            subjects.control_subject(">"),
+            subjects.REQUEST_USAGE_SUBJECT,
+            subjects.INTENT_USAGE_SUBJECT,
+            subjects.PAYLOAD_SUBJECT,
+            "dlq.*",
+            subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, ">"),
+            subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
+            *_object_subjects(subjects.PROMPTS_BUCKET),
+            subjects.answers_subject(_ANY),
+            *talk,
+        ),
+        subscribe=(
+            f"{inbox_prefix('gateway')}.>",
+            subjects.frames_subject(">"),
+            subjects.answers_subject(_ANY),
+            subjects.open_requests_subject(_ANY),
+            subjects.OLDEST_JOBS,
+            subjects.HEARTBEATS,
+            subjects.kv_subject(subjects.MODELS_BUCKET, _ANY),
+            subjects.DISCONNECTS,
+            *talk,
+        ),
+        answers=True,
+    )
+
+
+def _ledger() -> Permissions:
+    pulled = (
+        f"{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}",
+        f"{subjects.PAYLOADS_STREAM}.{subjects.PAYLOADS_CONSUMER}",
+    )
+    return Permissions(
+        publish=(
+            *(_api(f"CONSUMER.{call}", consumer) for call in ("INFO", "MSG.NEXT") for consumer in pulled),
+            *(f"$JS.ACK.{consumer}.>" for consumer in pulled),
+            _api("STREAM.PURGE", subjects.USAGE_STREAM),
+            _api("STREAM.INFO", f"KV_{subjects.QUOTAS_BUCKET}"),  # the server's time
+            *_parked_records(),
+            subjects.PARKED_USAGE_SUBJECT,
+            subjects.open_requests_subject(_ANY),
+        ),
+        subscribe=(f"{inbox_prefix('ledger')}.>", subjects.HEARTBEATS),
+    )
+
+
+def _fleet() -> Permissions:
+    return Permissions(
+        publish=(_api("STREAM.INFO", subjects.INTERACTIVE_STREAM),),
+        subscribe=(f"{inbox_prefix('fleet')}.>", subjects.HEARTBEATS, subjects.DISCONNECTS),
+    )
+
+
+def _admin() -> Permissions:
+    quotas = f"KV_{subjects.QUOTAS_BUCKET}"
+    return Permissions(
+        publish=(
+            *(_api("STREAM.INFO", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
+            *(_api("STREAM.MSG.GET", stream) for stream in (subjects.DEAD_LETTER_STREAM, quotas)),
+            *_parked_records(),
+            subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
+            subjects.KEYS_CHANGED_SUBJECT,
+        ),
+        subscribe=(f"{inbox_prefix('admin')}.>",),
+    )
+
+
+def _parked_records() -> tuple[str, ...]:
+    """To read parked records, replay them on the subjects that they came on, and remove them."""
+    calls = ("INFO", "MSG.GET", "MSG.DELETE")
+    return (*(_api(f"STREAM.{call}", subjects.PARKED_STREAM) for call in calls), "usage.>")
+
+
+def _object_subjects(bucket: str) -> tuple[str, str]:
+    """To put objects into a bucket: their parts, and what is known of them."""
+    return chunks_subject(bucket, "*"), f"$O.{bucket}.M.*"
+
+
+def _api(call: str, what: str) -> str:
+    return f"{API}.{call}.{what}"

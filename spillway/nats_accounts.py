@@ -1,0 +1,298 @@
+"""The authority over the queue server's users: it makes accounts, credentials and revocations, all of them signed.
+
+    operator ──signs──> account SPILLWAY: streams; users gateway, ledger, fleet, admin
+             ──signs──> account WORKERS:  no streams; what crosses between the two is listed in protocol.permissions
+             ──signs──> account SYS:      tells when a worker's connection has ended
+
+Servers get the accounts (``nats-accounts.conf``), which hold nothing secret. Each part, and each pool, has a key of its
+own in its account, and with it the only permissions that users signed by this key can have. So a user's JWT is a short
+proof, made without the server's knowledge, that ends by itself; and who holds one pool's key can make workers of this
+pool, nothing else. What servers must be told is a change of permissions, and a revocation.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Self
+
+from pydantic import BaseModel
+
+from protocol import permissions, subjects
+from protocol.credentials import Key, encode_credentials
+from protocol.permissions import Permissions
+
+KEYS_NAME: Final = "keys.json"
+SERVER_CONFIG_NAME: Final = "nats-accounts.conf"
+SHARED_NAME: Final = "pool"  # of the credentials that all workers of a pool may share
+ANSWER_WITHIN_S: Final = 10
+# Past it the server forgets where the answers to a pull go: longer than a pull of pool_worker.consumer may wait.
+PULL_ANSWERS_WITHIN_S: Final = 30
+NAME_PATTERN: Final = r"^[A-Za-z0-9_-]{1,64}$"
+_NS: Final = 1_000_000_000
+_UNLIMITED: Final = {"subs": -1, "data": -1, "payload": -1}
+_ACCOUNT_LIMITS: Final = {**_UNLIMITED, "imports": -1, "exports": -1, "wildcards": True, "conn": -1, "leaf": -1}
+_STREAM_LIMITS: Final = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
+_ACCOUNTS: Final = ("SYS", "SPILLWAY", "WORKERS")
+
+
+class AuthorityError(Exception):
+    """Credentials cannot be made; the message says why."""
+
+
+class Pool(BaseModel):
+    """What the permissions of a pool's workers depend on."""
+
+    models: tuple[str, ...]
+    lanes: tuple[str, ...]
+
+
+class User(BaseModel):
+    """One user that was made."""
+
+    file: str  # of its credentials, without ".creds"
+    public: str
+    issued_unix_s: int
+    expires_unix_s: int | None = None
+    revoked_unix_s: int | None = None
+
+
+class _State(BaseModel):
+    """The content of ``keys.json``."""
+
+    created_unix_s: int
+    operator: str  # this and the next: seeds
+    accounts: dict[str, str]
+    signers: dict[str, str] = {}  # by file name, without the part of one machine
+    users: list[User] = []
+
+
+class Authority:
+    """The keys in one folder, which belongs to the operator of the installation alone."""
+
+    def __init__(self, folder: Path, state: _State) -> None:
+        self._folder = folder
+        self._state = state
+        self._operator = Key.of_seed("operator", state.operator)
+        self._accounts = {name: Key.of_seed("account", seed) for name, seed in state.accounts.items()}
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Read the keys, or make them at the first time. Raises AuthorityError."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = folder / KEYS_NAME
+            if path.exists():
+                return cls(folder, _State.model_validate_json(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise AuthorityError(f"{folder}: {error}") from error
+        made = _State(
+            created_unix_s=int(time.time()),
+            operator=Key.new("operator").seed,
+            accounts={name: Key.new("account").seed for name in _ACCOUNTS},
+        )
+        return cls(folder, made)
+
+    @property
+    def users(self) -> Sequence[User]:
+        """All users that were made and have not expired, oldest first."""
+        return [user for user in self._state.users if not _is_over(user)]
+
+    def issue(self, part: str, name: str | None = None, *, lasts_s: float | None = None) -> Path:
+        """Make a user of a part or a pool, and write its credentials. Others of the same name stay valid.
+
+        ``part``: one of ``permissions.PARTS``, or of ``of_pool``; ``name``: of a pool's machine. Raises AuthorityError.
+        """
+        file = part if name is None else f"{part}.{name}"
+        key, signer, now_s = Key.new("user"), self._signer(part), int(time.time())
+        expires = {} if lasts_s is None else {"exp": now_s + int(lasts_s)}
+        user = User(file=file, public=key.public, issued_unix_s=now_s, expires_unix_s=expires.get("exp"))
+        is_part = part in permissions.PARTS
+        account = self._accounts["SPILLWAY" if is_part else "WORKERS"]
+        named = part if is_part else (name or SHARED_NAME)
+        # A user signed by such a key must bring no permissions of its own.
+        jwt = _sign(signer, key.public, named, {"type": "user", "issuer_account": account.public}, now_s, **expires)
+        self._state.users.append(user)
+        path = self._folder / f"{file}.creds"
+        self._write(path, encode_credentials(jwt, key))
+        self._save()
+        return path
+
+    def revoke(self, file: str, *, keep_newest: bool) -> int:
+        """Revoke the users of these credentials, all or all but the newest; returns how many.
+
+        Servers know of it by their next configuration. Raises AuthorityError if there are none of this name.
+        """
+        found = [user for user in self.users if user.file == file]
+        if not found:
+            raise AuthorityError(f"no valid credentials are called {file!r}")
+        revoked = [user for user in found[: -1 if keep_newest else None] if user.revoked_unix_s is None]
+        for user in revoked:
+            user.revoked_unix_s = int(time.time())
+        if not keep_newest:
+            (self._folder / f"{file}.creds").unlink(missing_ok=True)
+        self._save()
+        return len(revoked)
+
+    def write_server_config(self, pools: Mapping[str, Pool]) -> Path:
+        """Write what servers must know: accounts, permissions and revocations. To be included and reloaded there."""
+        made_s = self._state.created_unix_s  # servers refuse another operator's JWT while they run
+        system = self._accounts["SYS"].public
+        operator = {"type": "operator", "system_account": system}
+        jwts = {
+            "SYS": self._account("SYS", _SYSTEM, made_s),
+            "SPILLWAY": self._account("SPILLWAY", self._of_streams(), int(time.time())),
+            "WORKERS": self._account("WORKERS", self._of_workers(pools), int(time.time())),
+        }
+        preloaded = "".join(f'  {self._accounts[name].public}: "{jwt}"\n' for name, jwt in jwts.items())
+        path = self._folder / SERVER_CONFIG_NAME
+        path.write_text(
+            "# Made by `spillway nats`. Nothing in it is secret. Include it in nats-server's configuration, and\n"
+            "# reload that after each change: SIGHUP, or nats-server --signal reload.\n"
+            f'operator: "{_sign(self._operator, self._operator.public, "spillway", operator, made_s)}"\n'
+            f"system_account: {system}\n"
+            f"resolver: MEMORY\nresolver_preload {{\n{preloaded}}}\n"
+        )
+        self._save()
+        return path
+
+    def account_id(self, name: str = "SPILLWAY") -> str:
+        """Return the public key of an account: for that of the streams, also the name of its folder in JetStream's."""
+        return self._accounts[name].public
+
+    # --- accounts -----------------------------------------------------------------------------------------------------
+
+    def _account(self, name: str, rest: dict[str, Any], issued_s: int) -> str:
+        claims = {"type": "account", "limits": _ACCOUNT_LIMITS, **rest}
+        return _sign(self._operator, self._accounts[name].public, name, claims, issued_s)
+
+    def _of_streams(self) -> dict[str, Any]:
+        scopes = {part: permissions.of_part(part) for part in permissions.PARTS}
+        return {
+            "limits": _ACCOUNT_LIMITS | _STREAM_LIMITS,
+            "signing_keys": [self._scope(part, scope) for part, scope in scopes.items()],
+            "revocations": self._revocations(),
+            "exports": [_service(subject) for subject in permissions.SERVICES_FOR_WORKERS]
+            + [_stream(permissions.SENT_TO_WORKERS)],
+            "imports": [_imported(_stream(permissions.SENT_BY_WORKERS), self._accounts["WORKERS"]), self._ends()],
+        }
+
+    def _of_workers(self, pools: Mapping[str, Pool]) -> dict[str, Any]:
+        scopes = {
+            of_pool(name): permissions.of_worker(name, "{{name()}}", pool.models, pool.lanes)
+            for name, pool in pools.items()
+        }
+        asked = self._accounts["SPILLWAY"]
+        return {
+            "signing_keys": [self._scope(part, scope) for part, scope in scopes.items()],
+            "revocations": self._revocations(),
+            "exports": [_stream(permissions.SENT_BY_WORKERS)],
+            "imports": [
+                *(
+                    {
+                        **_imported({"name": subject, "subject": subject, "type": "service"}, asked),
+                        "local_subject": here,
+                    }
+                    for subject, here in permissions.SERVICES_FOR_WORKERS.items()
+                ),
+                _imported(_stream(permissions.SENT_TO_WORKERS), asked),
+                self._ends(),
+            ],
+        }
+
+    def _ends(self) -> dict[str, Any]:
+        """Return the import of the news that a worker's connection has ended."""
+        subject = subjects.DISCONNECTS.replace("*", self._accounts["WORKERS"].public)
+        return _imported(_stream(subject), self._accounts["SYS"])
+
+    def _scope(self, part: str, allowed: Permissions) -> dict[str, Any]:
+        answers = {"resp": {"max": 1, "ttl": ANSWER_WITHIN_S * _NS}} if allowed.answers else {}
+        template = {
+            "pub": {"allow": list(allowed.publish)},
+            "sub": {"allow": list(allowed.subscribe)},
+            **answers,
+            **_UNLIMITED,
+        }
+        return {"kind": "user_scope", "key": self._signer(part).public, "role": part, "template": template}
+
+    def _signer(self, part: str) -> Key:
+        seed = self._state.signers.setdefault(part, Key.new("account").seed)
+        return Key.of_seed("account", seed)
+
+    def _revocations(self) -> dict[str, int]:
+        return {user.public: user.revoked_unix_s for user in self.users if user.revoked_unix_s is not None}
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        self._state.users = list(self.users)
+        self._write(self._folder / KEYS_NAME, self._state.model_dump_json(indent=1))
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        """Write a file that only we may read, in place of what is there, at once: a process may be reading it."""
+        draft = path.with_name(f".{path.name}.draft")
+        try:
+            draft.unlink(missing_ok=True)
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+            draft.replace(path)
+        except OSError as error:
+            raise AuthorityError(f"{path}: {error.strerror}") from error
+
+
+_SYSTEM: Final = {"exports": [{"name": "ends", "subject": subjects.DISCONNECTS, "type": "stream"}]}
+
+
+def of_pool(name: str) -> str:
+    """Return how a pool's key and the files of its credentials are called."""
+    return f"pool-{subjects.escape(name)}"
+
+
+def check_name(name: str) -> str:
+    """Return the name of a machine's credentials, which is a subject token. Raises AuthorityError."""
+    if not re.match(NAME_PATTERN, name):
+        raise AuthorityError(f"{name!r}: a name has up to 64 letters, digits, - and _")
+    return name
+
+
+def _is_over(user: User) -> bool:
+    return user.expires_unix_s is not None and user.expires_unix_s < time.time()
+
+
+def _service(subject: str) -> dict[str, Any]:
+    is_pull = subject.startswith("$JS.API.CONSUMER.MSG.NEXT")
+    return {
+        "name": subject,
+        "subject": subject,
+        "type": "service",
+        **({"response_type": "Stream", "response_threshold": PULL_ANSWERS_WITHIN_S * _NS} if is_pull else {}),
+    }
+
+
+def _stream(subject: str) -> dict[str, Any]:
+    return {"name": subject, "subject": subject, "type": "stream"}
+
+
+def _imported(exported: dict[str, Any], account: Key) -> dict[str, Any]:
+    return {**exported, "account": account.public}
+
+
+def _sign(by: Key, subject: str, name: str, nats: dict[str, Any], issued_s: int, **rest: int) -> str:
+    """Return a JWT as NATS has them (version 2)."""
+    claims = {"iat": issued_s, "iss": by.public, "name": name, "sub": subject, "nats": {**nats, "version": 2}, **rest}
+    claims["jti"] = base64.b32encode(hashlib.sha256(json.dumps(claims).encode()).digest()).rstrip(b"=").decode()
+    signed = f"{_part({'typ': 'JWT', 'alg': 'ed25519-nkey'})}.{_part(claims)}"
+    return f"{signed}.{_base64(by.sign(signed.encode()))}"
+
+
+def _part(content: dict[str, Any]) -> str:
+    return _base64(json.dumps(content, separators=(",", ":")).encode())
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
