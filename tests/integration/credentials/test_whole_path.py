@@ -1,0 +1,236 @@
+"""Whole requests where every part has its own credentials and nothing else, and a change of them all under load."""
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+import zlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+
+from accounts.keys import create_key
+from db.engine import create_engine
+from db.models import AttemptRow, RequestRow
+from gateway.settings import GatewaySettings, ModelSettings
+from ledger.settings import LedgerSettings
+from ledger.writer import LedgerWriter
+from pool_worker.settings import GateSettings, ScriptedEngineSettings, WorkerSettings
+from protocol import subjects
+from protocol.prompts import MAX_INLINE_PROMPT_BYTES
+from spillway.nats_accounts import of_pool
+from tests.integration.credentials.conftest import MODEL, POOLS, Queue
+from tests.integration.gateway.conftest import PEPPER, QUICK, GatewayUnderTest
+from tests.integration.pool_worker.playing_gateway import running_worker
+from tests.integration.pool_worker.worker_process import finish, start_process
+from tests.waiting import HANGS_S, until
+
+LONG_CONTEXT = 1_000_000
+SLOW = {"inter_token_s": 0.02}
+
+
+class Installation:
+    """A gateway and a ledger writer in the test's own loop; workers come and go."""
+
+    def __init__(self, queue: Queue, gateway: GatewayUnderTest, database_url: str) -> None:
+        self.queue = queue
+        self.gateway = gateway
+        self.database_url = database_url
+
+    def worker_settings(self, pool: str = "demo", name: str | None = None, **rest: Any) -> WorkerSettings:
+        part = of_pool(pool)
+        file = part if name is None else f"{part}.{name}"
+        prefix = subjects.worker_prefix(pool, name or "pool")
+        engine = ScriptedEngineSettings(
+            max_model_len=LONG_CONTEXT, max_kv_tokens=4 * LONG_CONTEXT, **rest.pop("engine", {})
+        )
+        return WorkerSettings(
+            worker_id=f"{prefix}.{rest.pop('instance', 'w1')}",
+            pool=pool,
+            nats_urls=(self.queue.server.url,),
+            nats_credentials=self.queue.folder / f"{file}.creds",
+            models=POOLS[pool].models,
+            engine=engine,
+            **rest,
+        )
+
+    async def ready(self) -> None:
+        """Return when the gateway has the model's card."""
+        client = self.gateway.client()
+
+        async def is_ready() -> bool:
+            model = await client.models.retrieve(MODEL)
+            return model.model_dump()["context_length"] is not None
+
+        await until(is_ready)
+
+    async def complete(self, prompt: str = "hello", **rest: Any) -> str:
+        answer = await self.gateway.client().completions.create(model=MODEL, prompt=prompt, **rest)
+        return answer.choices[0].text
+
+    async def rows(self) -> tuple[int, int]:
+        """(requests, attempts) that are in SQL as they should be."""
+        engine = create_engine(self.database_url)
+        try:
+            async with engine.connect() as connection:
+                ok = select(func.count()).select_from(RequestRow).where(RequestRow.outcome == "ok")
+                attempts = select(func.count()).select_from(AttemptRow)
+                return (await connection.execute(ok)).scalar_one(), (await connection.execute(attempts)).scalar_one()
+        finally:
+            await engine.dispose()
+
+
+@pytest.fixture
+async def installation(queue_server: Queue, sqlite_url: str, tmp_path: Path) -> AsyncIterator[Installation]:
+    queue = queue_server
+    engine = create_engine(sqlite_url)
+    _, key = await create_key(engine, "test", PEPPER)
+    settings = GatewaySettings.model_validate(
+        {
+            "gateway_id": "g1",
+            "port": 0,
+            "nats_urls": (queue.server.url,),
+            "nats_credentials": queue.folder / "gateway.creds",
+            "database_url": sqlite_url,
+            "data_dir": tmp_path / "data",
+            "key_pepper": PEPPER,
+            "models": {MODEL: ModelSettings()},
+            "timeouts": QUICK,
+        }
+    )
+    gateway = GatewayUnderTest(settings, key, await queue.connect("gateway"))
+    await gateway.start()
+    stopping = asyncio.Event()
+    ledger_settings = LedgerSettings(nats_urls=(queue.server.url,), database_url=sqlite_url, batch_wait_s=0.02)
+    writer = LedgerWriter(await queue.connect("ledger"), engine, ledger_settings, stopping)
+    writing = asyncio.create_task(writer.run())
+    yield Installation(queue, gateway, sqlite_url)
+    await gateway.close_clients()
+    await gateway.end()
+    stopping.set()
+    async with asyncio.timeout(HANGS_S):
+        await writing
+    await engine.dispose()
+    await queue.close()
+    # Nobody has tried what it may not: each part's list is complete.
+    assert "Violation" not in (queue.server.folder / "nats.log").read_text()
+
+
+async def test_a_request_is_answered_and_counted(installation: Installation) -> None:
+    async with running_worker(installation.worker_settings()):
+        await installation.ready()
+        text = await installation.complete(max_tokens=8)
+        stream = await installation.gateway.client().completions.create(
+            model=MODEL, prompt="hello", max_tokens=8, stream=True
+        )
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == text
+        await until(lambda: has_rows(installation, 2, 2))
+
+
+async def has_rows(installation: Installation, requests: int, attempts: int) -> bool:
+    return await installation.rows() == (requests, attempts)
+
+
+async def test_a_machine_has_credentials_of_its_own(installation: Installation) -> None:
+    installation.queue.authority.issue(of_pool("demo"), "box7", lasts_s=3600)
+    gate = GateSettings(backlog_jobs=0, oldest_s=0.01)
+    async with running_worker(installation.worker_settings(name="box7", tier="on-demand", gate=gate)):
+        await installation.ready()
+        assert await installation.complete(max_tokens=4)
+        await until(lambda: has_rows(installation, 1, 1))
+
+
+async def test_a_large_prompt_travels_sealed(installation: Installation) -> None:
+    words = "confidential " * (MAX_INLINE_PROMPT_BYTES // 4)
+    bus = await installation.queue.connect("gateway")
+    stored: list[bytes] = []
+
+    async def has_seen() -> bool:
+        message = await bus.get_message("OBJ_prompts", seq=1)
+        stored.extend([] if message is None else [base64.b64decode(message["data"])])
+        return bool(stored)
+
+    async with running_worker(installation.worker_settings(engine={"ttft_s": 0.5})):
+        await installation.ready()
+        asking = asyncio.create_task(installation.complete(words, max_tokens=4))
+        await until(has_seen)
+        assert await asking
+    assert len(zlib.compress(stored[0])) >= len(stored[0])  # it is noise
+
+
+async def test_work_of_a_killed_worker_goes_on_elsewhere(installation: Installation) -> None:
+    installation.queue.authority.issue(of_pool("demo"), "box7", lasts_s=3600)
+    process = start_process(installation.worker_settings(name="box7", engine=SLOW))
+    assert process.stdout is not None
+    assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+    await installation.ready()
+    stream = await installation.gateway.client().completions.create(
+        model=MODEL, prompt="hello", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+    )
+    text = ""
+    async with running_worker(installation.worker_settings(engine=SLOW)):
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if process.poll() is None and len(text) > 20:
+                os.kill(process.pid, signal.SIGKILL)
+        whole = await installation.complete(max_tokens=60, extra_body={"ignore_eos": True})
+    await finish(process)
+    assert text == whole
+
+
+async def test_a_drained_worker_hands_back(installation: Installation) -> None:
+    async with running_worker(installation.worker_settings(engine=SLOW, drain_s=0.1)) as stop:
+        await installation.ready()
+        stream = await installation.gateway.client().completions.create(
+            model=MODEL, prompt="hello", max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+        )
+        text = (await anext(stream)).choices[0].text
+        async with running_worker(installation.worker_settings(instance="w2", engine=SLOW)):
+            stop.request()
+            async for chunk in stream:
+                text += chunk.choices[0].text
+            assert text == await installation.complete(max_tokens=60, extra_body={"ignore_eos": True})
+
+
+@contextlib.asynccontextmanager
+async def asked_all_the_time(ask: Callable[[], Any], at_once: int) -> AsyncIterator[list[Any]]:
+    """Ask again and again, so many at a time, until left; yields the answers so far."""
+    answers: list[Any] = []
+    is_over = False
+
+    async def keep_asking() -> None:
+        while not is_over:
+            answers.append(await ask())
+
+    asking = [asyncio.create_task(keep_asking()) for _ in range(at_once)]
+    yield answers
+    is_over = True
+    await asyncio.gather(*asking)
+
+
+async def test_all_credentials_change_and_no_request_fails(installation: Installation) -> None:
+    queue, parts = installation.queue, ("gateway", "ledger", of_pool("demo"))
+    workers = [installation.worker_settings(instance=name, engine={"inter_token_s": 0.005}) for name in ("w1", "w2")]
+    async with running_worker(workers[0]), running_worker(workers[1]):
+        await installation.ready()
+        ask = lambda: installation.complete(max_tokens=20, extra_body={"ignore_eos": True})  # noqa: E731
+        expected = await ask()
+        async with asked_all_the_time(ask, 4) as answers:
+            for part in parts:
+                queue.authority.issue(part)
+                await until(progress(answers, 4))
+                assert queue.authority.revoke(part, keep_newest=True) == 1
+                queue.reload()
+                await until(progress(answers, 8))
+        assert set(answers) == {expected}
+        await until(lambda: has_rows(installation, len(answers) + 1, len(answers) + 1))
+
+
+def progress(answers: list[Any], more: int) -> Callable[[], bool]:
+    """Return a condition: so many more have been answered."""
+    wanted = len(answers) + more
+    return lambda: len(answers) >= wanted
