@@ -1,7 +1,7 @@
 """spillway.toml: one file for models, pools, prices and limits, overridden by the environment, validated together.
 
 The environment takes precedence over the file: ``SPILLWAY_`` + the key's path joined by ``__``
-(``SPILLWAY_GATEWAY__PORT=9000``, ``SPILLWAY_NATS__URLS='["nats://queue:4222"]'``). This module is the only one that
+(``SPILLWAY_GATEWAY__PORT=9000``, ``SPILLWAY_NATS__URLS='["tls://queue:4222"]'``). This module is the only one that
 reads the environment; the processes get frozen settings from the methods of ``Config``.
 """
 

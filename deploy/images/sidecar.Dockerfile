@@ -6,7 +6,7 @@
 # Give it the queue, the server's address and the model's tokenizer; docs/engines/ has whole examples:
 #
 #   docker run --detach --restart unless-stopped --stop-timeout 45 --network container:vllm \
-#     --volume /models/llama-8b:/model:ro --env SPILLWAY_NATS_URL=nats://spillway:PASSWORD@queue:4222 \
+#     --volume /models/llama-8b:/model:ro --env SPILLWAY_NATS_URL=tls://spillway:PASSWORD@queue:4222 \
 #     spillway-sidecar:0.1.0 worker --pool runpod --model llama-8b --tokenizer /model --engine-url http://127.0.0.1:8000
 #
 # Base images are pinned by version tag. For builds that are the same bit by bit, append the digest that

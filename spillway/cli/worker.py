@@ -68,7 +68,7 @@ def worker(
         list[str] | None,
         typer.Option(
             envvar="SPILLWAY_NATS_URL",
-            help="The queue: nats://user:password@host:4222. Repeatable. With a password, use the variable.",
+            help="The queue: tls://user:password@host:4222. Repeatable. With a password, use the variable.",
             rich_help_panel=POOL,
         ),
     ] = None,
@@ -98,7 +98,7 @@ def worker(
 
     Without any configuration file:
 
-    SPILLWAY_NATS_URL=nats://spillway:PASSWORD@queue:4222 spillway worker
+    SPILLWAY_NATS_URL=tls://spillway:PASSWORD@queue:4222 spillway worker
     --pool laptop --model llama-8b --tokenizer /models/llama-8b
     --engine-url http://localhost:8080
 

@@ -10,7 +10,7 @@ from spillway.up import _resolve, resolved_config_path, run_dir_of
 GOOD = """
 data_dir = "somewhere"
 [nats]
-urls = ["nats://queue:4222"]
+urls = ["tls://queue:4222"]
 [models.small]
 aliases = ["gpt-4o-mini"]
 context_length = 2048
@@ -36,7 +36,7 @@ def test_a_file_becomes_the_settings_of_each_part(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD)
     gateway = config.gateway_settings(SecretStr("pepper"))
     assert gateway.models["small"].context_length == 2048
-    assert gateway.nats_urls == ("nats://queue:4222",)
+    assert gateway.nats_urls == ("tls://queue:4222",)
     worker = config.worker_settings("cheap")
     assert (worker.pool, worker.provider, worker.tier, worker.usd_per_hour) == ("cheap", "runpod", "spot", 0.4)
     assert worker.engine.kind == "spillway"
@@ -70,7 +70,7 @@ def test_what_callers_pay_and_what_a_pool_charges_us_are_prices_of_their_own(tmp
 
 def test_what_a_gateway_knows_of_a_hosted_pool(tmp_path: Path) -> None:
     hosted = GOOD.replace('tier = "spot"', 'tier = "hosted"\nusd_per_day = 2.5')
-    env = {"SPILLWAY_NATS__URLS": '["nats://q:4222"]'}
+    env = {"SPILLWAY_NATS__URLS": '["tls://q:4222"]'}
     config = load(tmp_path, hosted + "[pools.cheap.prices.small]\nprompt = 0.1\n", env)
     settings = config.gateway_settings(SecretStr("p"))
     (pool,) = settings.hosted.values()
@@ -149,7 +149,7 @@ def test_two_processes_have_two_ids(tmp_path: Path) -> None:
 
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     env = {
-        "SPILLWAY_NATS__URLS": '["nats://other:4222"]',
+        "SPILLWAY_NATS__URLS": '["tls://other:4222"]',
         "SPILLWAY_GATEWAY__PORT": "9000",
         "SPILLWAY_DATABASE__URL": "postgresql://db/spillway",
         "SPILLWAY_GATEWAY__LIMITS__MAX_CHOICES": "3",
@@ -158,7 +158,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     gateway = config.gateway_settings(SecretStr("pepper"))
     assert (gateway.port, gateway.nats_urls, gateway.database_url) == (
         9000,
-        ("nats://other:4222",),
+        ("tls://other:4222",),
         env["SPILLWAY_DATABASE__URL"],
     )
     assert gateway.limits.max_choices == 3
@@ -284,7 +284,7 @@ def test_missing_file_and_missing_pool_are_told(tmp_path: Path) -> None:
 
 def test_without_a_queue_server_only_up_can_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nats.urls: required"):
-        load(tmp_path, GOOD.replace('urls = ["nats://queue:4222"]', "")).ledger_settings()
+        load(tmp_path, GOOD.replace('urls = ["tls://queue:4222"]', "")).ledger_settings()
 
 
 def test_the_default_serves_the_demo_model() -> None:

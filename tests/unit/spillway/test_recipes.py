@@ -42,7 +42,7 @@ def test_a_configuration_can_be_used(text: str) -> None:
     config = config_without_file(said, env={})
     assert config.pools
     for name in config.pools:
-        config_without_file({**said, "nats": {"urls": ["nats://queue:4222"]}}, env={}).worker_settings(name)
+        config_without_file({**said, "nats": {"urls": ["tls://queue:4222"]}}, env={}).worker_settings(name)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

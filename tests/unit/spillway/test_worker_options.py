@@ -14,7 +14,7 @@ from spillway.cli import app
 FILE = """
 [models.llama-8b]
 [nats]
-urls = ["nats://queue:4222"]
+urls = ["tls://queue:4222"]
 [pools.runpod]
 tier = "spot"
 models = ["llama-8b"]
@@ -25,7 +25,7 @@ kind = "vllm"
 url = "http://127.0.0.1:9000"
 tokenizer = "/models/llama-8b"
 """
-WITHOUT_FILE = ("--model", "llama-8b", "--tokenizer", "/models/llama-8b", "--nats-url", "nats://queue:4222")
+WITHOUT_FILE = ("--model", "llama-8b", "--tokenizer", "/models/llama-8b", "--nats-url", "tls://queue:4222")
 
 
 class Started:
@@ -82,13 +82,13 @@ def test_without_a_file_options_describe_it_all(started: Started) -> None:
     done = worker("--engine-url", "http://localhost:8080", *WITHOUT_FILE, *more)
     assert done.exit_code == 0, done.output
     settings = started.settings
-    assert (settings.pool, settings.models, settings.nats_urls) == ("runpod", ("llama-8b",), ("nats://queue:4222",))
+    assert (settings.pool, settings.models, settings.nats_urls) == ("runpod", ("llama-8b",), ("tls://queue:4222",))
     assert (settings.tier, settings.usd_per_hour, started.engine.max_sequences) == ("spot", 0.34, 128)
 
 
 def test_so_does_the_environment(started: Started) -> None:
     env = {
-        "SPILLWAY_NATS_URL": "nats://queue:4222",
+        "SPILLWAY_NATS_URL": "tls://queue:4222",
         "SPILLWAY_MODEL": "llama-8b",
         "SPILLWAY_TOKENIZER": "/models/llama-8b",
         "SPILLWAY_ENGINE_URL": "http://localhost:8080",

@@ -67,7 +67,7 @@ async def test_what_was_left_out_is_counted_when_there_is_room_again(
 
 
 async def test_it_is_told_its_port_and_none_of_our_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPILLWAY_NATS__URLS", '["nats://user:secret@queue"]')
+    monkeypatch.setenv("SPILLWAY_NATS__URLS", '["tls://user:secret@queue"]')
     monkeypatch.setenv("HF_TOKEN", "needed")
     code = (
         "import os; ours = [name for name in os.environ if name.startswith('SPILL')]"
