@@ -93,7 +93,7 @@ class Peers:
 
     async def _on_heartbeat(self, message: Msg) -> None:
         worker_id = subjects.worker_of_heartbeat(message.subject)
-        if worker_id == self._worker_id:
+        if worker_id == self._worker_id or "Status" in (message.headers or {}):  # the server's answer to somebody
             return
         heartbeat = _read(message)
         if heartbeat is None or heartbeat.draining or heartbeat.tier not in PULL_PRIORITIES:

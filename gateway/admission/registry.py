@@ -106,6 +106,8 @@ class WorkerRegistry:
     async def _on_heartbeat(self, message: Msg) -> None:
         now_s = time.monotonic()
         worker_id = subjects.worker_of_heartbeat(message.subject)
+        if "Status" in (message.headers or {}):  # an answer of the server that somebody has led here
+            return
         if not message.data:  # a deletion marker: the worker has signed off
             self.lose(worker_id, ErrorCode.WORKER_DRAINING, "it has signed off", now_s)
             return

@@ -16,9 +16,9 @@ from tests.unit.gateway.admission.controls import ticket_of
 from tests.waiting import HANGS_S, until
 
 
-async def send(bus: Bus, *frames: object) -> None:
+async def send(bus: Bus, *frames: object, subject: str = "fr.g") -> None:
     step = [m.PROTOCOL_VERSION, "w", frames]
-    await bus.publish(subjects.frames_subject("g"), msgspec.msgpack.encode(step))
+    await bus.publish(subject, msgspec.msgpack.encode(step))
 
 
 async def accepted_request(dispatcher: Dispatcher, bus: Bus, request_id: str) -> OpenRequest:
@@ -50,3 +50,16 @@ async def test_a_strange_frame_takes_no_other_of_its_step_along(
             await send(bus, m.Tokens("one", 1, 2, 0, (8,), "z"))
             await until(lambda: one.completion_tokens == 1)
         assert one.state is not State.ENDED
+
+
+async def test_frames_in_another_workers_name_are_dropped(dispatcher: tuple[Dispatcher, Bus]) -> None:
+    """The server checks who may publish on a subject, the gateway that the frames are of the subject's worker."""
+    gateway, bus = dispatcher
+    async with asyncio.timeout(HANGS_S):
+        one, other = [await accepted_request(gateway, bus, name) for name in ("one", "other")]
+        forged = subjects.frames_by_worker_subject(subjects.frames_subject("g"), "demo.box.w")
+        await send(bus, m.Tokens("one", 1, 1, 0, (7,), "x"), subject=forged)
+        own = subjects.frames_by_worker_subject(subjects.frames_subject("g"), "w")
+        await send(bus, m.Tokens("other", 1, 1, 0, (7,), "y"), subject=own)
+        await until(lambda: other.completion_tokens == 1)
+        assert one.completion_tokens == 0

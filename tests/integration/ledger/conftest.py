@@ -62,12 +62,12 @@ class Ledger:
         call = f"CONSUMER.DURABLE.CREATE.{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}"
         await self.bus.api(call, {"stream_name": subjects.USAGE_STREAM, "config": config})
 
-    async def publish(self, records: Iterable[UsageRecord | bytes]) -> None:
+    async def publish(self, records: Iterable[UsageRecord | bytes], subject: str = "") -> None:
         for record in records:
             self._published += 1
             is_request = isinstance(record, RequestRecord)
             await self._publish_until_stored(
-                subjects.REQUEST_USAGE_SUBJECT if is_request else subjects.ATTEMPT_USAGE_SUBJECT,
+                subject or (subjects.REQUEST_USAGE_SUBJECT if is_request else subjects.ATTEMPT_USAGE_SUBJECT),
                 record if isinstance(record, bytes) else encode_usage([encode(record)]),
                 message_id=f"m{self._published}",  # its own for each, so that duplicates get past the stream
             )

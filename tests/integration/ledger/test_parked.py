@@ -128,3 +128,27 @@ async def test_without_a_place_to_park_the_message_stays_and_its_neighbours_are_
     await until(is_parked)
     await running.stop()
     assert await ledger.counts() == (1, 0)
+
+
+async def test_a_worker_records_its_own_attempts_and_nothing_else(ledger: Ledger, database_url: str) -> None:
+    """Also by a detour: what it has parked comes back on its own subject."""
+    await ledger.apply_topology(ack_wait_s=600)
+    own = {"pool": "demo", "worker_id": "demo.box.w1"}
+    subject = subjects.attempt_usage_subject("demo", "demo.box.w1")
+    forged: list[UsageRecord] = [
+        request_record("a"),
+        attempt_record("b", **{**own, "worker_id": "w1"}),
+        attempt_record("c", **{**own, "pool": "other"}),
+    ]
+    await ledger.publish([*forged, attempt_record("d", **own), newer_record("e")], subject=subject)
+    running = RunningWriter(ledger, database_url)
+    await until(lambda: ledger.has(0, 1))
+
+    async def is_settled() -> bool:
+        return await ledger.unfinished() == 0
+
+    await until(is_settled)
+    await running.stop()
+    assert await ledger.counts() == (0, 1)
+    [record] = await those_parked(ledger)
+    assert record.subject == subject

@@ -75,3 +75,14 @@ async def test_whoever_has_signed_off_is_not_shown_even_while_nobody_is_judged()
     assert {one.worker_id for one in workers.live_beats(now_s)} == {"w1", "w2"}
     await workers._on_heartbeat(Msg(None, subject=subjects.heartbeat_subject("w1")))  # type: ignore[arg-type]
     assert [one.worker_id for one in workers.live_beats(now_s)] == ["w2"]
+
+
+async def test_nobody_signs_off_or_lives_in_anothers_name() -> None:
+    workers = registry()
+    subject = subjects.heartbeat_subject("pool.box.w1")
+    await workers._on_heartbeat(Msg(None, subject=subject, data=encode(beat("pool.box.w1"))))  # type: ignore[arg-type]
+    status = Msg(None, subject=subject, headers={"Status": "404"})  # type: ignore[arg-type]
+    await workers._on_heartbeat(status)
+    forged = Msg(None, subject=subject, data=encode(beat("w2")))  # type: ignore[arg-type]
+    await workers._on_heartbeat(forged)
+    assert [one.worker_id for one in workers.live_beats(time.monotonic())] == ["pool.box.w1"]
