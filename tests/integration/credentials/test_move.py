@@ -1,0 +1,31 @@
+"""From one user with a password to credentials: connections know both, streams come along (docs/SECURITY.md)."""
+
+from pathlib import Path
+
+from protocol import subjects, topology
+from protocol.bus import Bus
+from protocol.credentials import access_options
+from spillway.embedded_nats import ACCOUNTS
+from tests.integration.credentials.conftest import MODEL, Queue
+from tests.waiting import until
+
+
+async def test_streams_and_connections_move_to_accounts_with_credentials(queue_server: Queue) -> None:
+    queue, server = queue_server, queue_server.server
+    server.stop()
+    signed, server.accounts = server.accounts, ACCOUNTS
+    server.start()
+    url = server.url.replace("//", "//spillway:spillway@")
+    options = access_options(queue.folder / "gateway.creds", None, "gateway")
+    gateway = await Bus.connect(url, name="gateway", options=options)  # the server asks for no signature, and gets none
+    await topology.apply(gateway, [MODEL], topology.QueueBounds())
+    await gateway.publish_durable(subjects.REQUEST_USAGE_SUBJECT, b"record", message_id="1")
+
+    server.stop()
+    streams = Path(server.folder) / "jetstream"
+    (streams / "SPILLWAY").rename(streams / queue.authority.account_id())
+    server.accounts = signed
+    server.start()
+    await until(lambda: gateway.client.stats["reconnects"] and gateway.connected)
+    assert (await gateway.api(f"STREAM.INFO.{subjects.USAGE_STREAM}"))["state"]["messages"] == 1
+    await gateway.close()
