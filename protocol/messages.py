@@ -8,7 +8,7 @@ record) or dropped, and never taken for something else: docs/UPGRADES.md.
 
     gateway ──Job──────────────────────────────> worker      JetStream, ``subjects.job_subject``
     gateway ──Cancel | Resend | Ping───────────> worker      core NATS, ``subjects.control_subject``
-    gateway <─StepFrame[Accepted|Tokens|…]────── worker      core NATS, ``Job.reply_subject``
+    gateway <─StepFrame[Accepted|Tokens|…]────── worker      core NATS, ``Job.reply_subject`` and the worker's id
     gateway <─Heartbeat, ModelCard────────────── worker      KV buckets
     gateway ──RequestRecord──┐
     worker  ──AttemptRecord──┴─────────────────> ledger      JetStream, ``usage.>``; see ``usage``

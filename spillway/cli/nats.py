@@ -67,6 +67,7 @@ def credentials(
     except AuthorityError as error:
         raise fail(str(error)) from error
     out.print(f"wrote {path}: reload nats-server", markup=False, soft_wrap=True)
+    out.print(f"the streams are in the folder jetstream/{authority.account_id()}", markup=False, soft_wrap=True)
 
 
 def machine(
