@@ -115,7 +115,9 @@ class Authority:
         account = self._accounts["SPILLWAY" if is_part else "WORKERS"]
         named = part if is_part else (name or SHARED_NAME)
         # A user signed by such a key must bring no permissions of its own.
-        jwt = _sign(signer, key.public, named, {"type": "user", "issuer_account": account.public}, now_s, **expires)
+        jwt = sign_claims(
+            signer, key.public, named, {"type": "user", "issuer_account": account.public}, now_s, **expires
+        )
         self._state.users.append(user)
         path = self._folder / f"{file}.creds"
         self._write(path, encode_credentials(jwt, key))
@@ -153,7 +155,7 @@ class Authority:
         path.write_text(
             "# Made by `spillway nats`. Nothing in it is secret. Include it in nats-server's configuration, and\n"
             "# reload that after each change: SIGHUP, or nats-server --signal reload.\n"
-            f'operator: "{_sign(self._operator, self._operator.public, "spillway", operator, made_s)}"\n'
+            f'operator: "{sign_claims(self._operator, self._operator.public, "spillway", operator, made_s)}"\n'
             f"system_account: {system}\n"
             f"resolver: MEMORY\nresolver_preload {{\n{preloaded}}}\n"
         )
@@ -168,7 +170,7 @@ class Authority:
 
     def _account(self, name: str, rest: dict[str, Any], issued_s: int) -> str:
         claims = {"type": "account", "limits": _ACCOUNT_LIMITS, **rest}
-        return _sign(self._operator, self._accounts[name].public, name, claims, issued_s)
+        return sign_claims(self._operator, self._accounts[name].public, name, claims, issued_s)
 
     def _of_streams(self) -> dict[str, Any]:
         scopes = {part: permissions.of_part(part) for part in permissions.PARTS}
@@ -282,7 +284,7 @@ def _imported(exported: dict[str, Any], account: Key) -> dict[str, Any]:
     return {**exported, "account": account.public}
 
 
-def _sign(by: Key, subject: str, name: str, nats: dict[str, Any], issued_s: int, **rest: int) -> str:
+def sign_claims(by: Key, subject: str, name: str, nats: dict[str, Any], issued_s: int, **rest: int) -> str:
     """Return a JWT as NATS has them (version 2)."""
     claims = {"iat": issued_s, "iss": by.public, "name": name, "sub": subject, "nats": {**nats, "version": 2}, **rest}
     claims["jti"] = base64.b32encode(hashlib.sha256(json.dumps(claims).encode()).digest()).rstrip(b"=").decode()

@@ -59,6 +59,7 @@ class ShippedNats(NatsServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.environment = nats_environment()
+        self.signed_accounts = ""  # instead of the file's
         self.monitor_port = free_port()
         self.url = f"nats://spillway:{ENVIRONMENT['NATS_PASSWORD']}@127.0.0.1:{self.port}"
 
@@ -69,7 +70,8 @@ class ShippedNats(NatsServer):
             'store_dir: "/var/lib/nats"': f'store_dir: "{self.folder}"',
         }
         config = self.folder / NATS_CONFIG.name
-        config.write_text(with_ours(NATS_CONFIG.read_text(), ours))
+        text = with_ours(NATS_CONFIG.read_text(), ours)
+        config.write_text(text[: text.index("accounts {")] + self.signed_accounts if self.signed_accounts else text)
         return config
 
 

@@ -326,6 +326,19 @@ async def disk_full(chaos: Chaos) -> None:
     strike.mended_s = time.monotonic()
 
 
+@fault
+async def credentials(chaos: Chaos) -> None:
+    """Make new credentials for everybody, then revoke the old ones: all connections end at once, and come back."""
+    signed = chaos.system.signed
+    assert signed is not None
+    signed.add()
+    await chaos.victim()
+    strike = chaos.strike("credentials")
+    strike.may_stay = True
+    await asyncio.to_thread(signed.retire)
+    strike.mended_s = time.monotonic()
+
+
 async def _kill_child(chaos: Chaos, child: Child, strike: Strike, away_s: tuple[float, float]) -> None:
     await chaos.system.kill(child)
     await chaos.pause(away_s)

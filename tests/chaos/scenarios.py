@@ -83,6 +83,14 @@ SCENARIOS = {
         1.0,
         Shape(gateways=2, gateway_timeouts={"leave_s": 5.0, "shutdown_s": 30.0}),
     ),
+    "credentials": Scenario(
+        "change all credentials at the queue server, which ends all connections",
+        {"credentials": 1},
+        10,
+        3.0,
+        Shape(gateways=2, credentials=True),
+        callers=100,
+    ),
     "skew": Scenario(
         "one of two gateways has a clock 10 s ahead, the other one 10 s behind, while workers and gateways are lost",
         {"kill": 6, "drain": 3, "gateway": 1},

@@ -25,6 +25,7 @@ from protocol.bus import Bus
 from spillway.children import Child
 from spillway.cli.processes import LEDGER_NICENESS
 from spillway.config import DEMO_MODEL_PATH, Config, load_config
+from tests.chaos.credentials import SignedQueue
 from tests.chaos.older import OLDER_COMMITS, unpack_older
 from tests.chaos.proxy import CutProxy
 from tests.chaos.servers import FIRST_SLOT, REVISION, Server, ServerSpec, engine_settings, make_servers
@@ -50,6 +51,7 @@ class Shape:
     workers: int = 4
     gateways: int = 1
     cluster: bool = False  # three queue servers instead of one
+    credentials: bool = False  # for each part its own at the queue server, instead of one password
     postgres: bool = False  # instead of SQLite
     proxied: bool = False  # a wire that can be cut between each worker and its queue server
     gateways_proxied: bool = False  # likewise between each gateway and its queue server
@@ -87,6 +89,7 @@ class System:
         self.proxies: dict[int, CutProxy] = {}  # by the slot of the worker
         self.gateway_proxies: list[CutProxy] = []
         self.cluster: NatsCluster | None = None
+        self.signed: SignedQueue | None = None
         self.postgres: PostgresServer | None = None
         self.queue_servers: list[NatsServer] = []
         self.bus: Bus
@@ -146,10 +149,13 @@ class System:
             self.queue_servers = self.cluster.servers
         else:
             server = ShippedNats(folder)
+            if self.shape.credentials:
+                self.signed = SignedQueue(server, self.folder / "credentials", MODEL)
             self._stack.push_async_callback(asyncio.to_thread, server.kill)
             await asyncio.to_thread(server.start)
             self.queue_servers = [server]
-        bus = await self.watcher.start([server.url for server in self.queue_servers])
+        options = None if self.signed is None else self.signed.watcher_options()
+        bus = await self.watcher.start([server.url for server in self.queue_servers], options)
         self._stack.push_async_callback(bus.close)
         if self.shape.servers:
             await self.watcher.watch_tokens(bus)
@@ -184,6 +190,7 @@ class System:
                 "nats": {
                     "urls": self._gateway_urls(number),
                     "queue": {"replicas": 3 if shape.cluster else 1},
+                    **({} if self.signed is None else {"credentials": str(self.signed.folder)}),
                 },
                 "database": {"url": database_url},
                 "models": {

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nats.aio.msg import Msg
 
@@ -67,9 +69,9 @@ class Watcher:
     _keeps_tokens: bool = False
     _beats: dict[str, tuple[float, Heartbeat]] = field(default_factory=dict)
 
-    async def start(self, urls: list[str]) -> Bus:
+    async def start(self, urls: list[str], options: Mapping[str, Any] | None = None) -> Bus:
         """Listen; the caller closes the bus."""
-        bus = await Bus.connect(urls, name="chaos-watcher")
+        bus = await Bus.connect(urls, name="chaos-watcher", options=options)
         await bus.subscribe(subjects.frames_subject(">"), self._on_step)
         await bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)
         return bus
@@ -118,7 +120,7 @@ class Watcher:
         for frame in decode_step(message.data).frames:
             if isinstance(frame, Accepted):
                 self.runs.setdefault(frame.request_id, []).append(Run(now_s, frame.worker_id, frame.attempt))
-                self.gateways[frame.request_id] = message.subject.rpartition(".")[2]
+                self.gateways[frame.request_id] = message.subject.split(".")[1]
             elif self._keeps_tokens and isinstance(frame, Tokens):
                 self.made.setdefault(frame.request_id, Made()).add_frame(frame)
 
@@ -127,7 +129,7 @@ class Watcher:
         self.made.setdefault(job.request_id, Made()).add_job(job)
 
     async def _on_heartbeat(self, message: Msg) -> None:
-        worker_id = message.subject.rpartition(".")[2]
+        worker_id = subjects.worker_of_heartbeat(message.subject)
         if not message.data:
             self._beats.pop(worker_id, None)
             return

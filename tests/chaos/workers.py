@@ -91,7 +91,8 @@ class WorkerFarm:
 
     async def spawn(self, slot: int, change: Change | None = None, *, replace: bool = True) -> LiveWorker:
         """Start one worker, with changed settings if wished; one that is not to be replaced dies for good."""
-        worker_id = f"w{next(self._numbers)}"
+        credentials = self.settings.worker_id.rpartition(".")[0]  # "" without
+        worker_id = f"{credentials}.w{next(self._numbers)}".removeprefix(".")
         urls = (self._url_of_slot(slot),) if self._url_of_slot else self.settings.nats_urls
         settings = self.settings.model_copy(update={"worker_id": worker_id, "nats_urls": urls, **(change or {})})
         arguments = (settings.model_dump_json(), str(self._log_dir / "workers.log"))
