@@ -326,7 +326,7 @@ def _by_their_sender(delivery: Delivery, records: list[UsageRecord]) -> list[Usa
     """Return the records that their sender may send: on a worker's own subject, those of its own attempts."""
     if not delivery.subject.startswith(f"{subjects.ATTEMPT_USAGE_SUBJECT}."):
         return records
-    own = [
+    own: list[UsageRecord] = [
         record
         for record in records
         if isinstance(record, AttemptRecord)

@@ -63,7 +63,8 @@ async def newest_dead_letters(bus: Bus, limit: int) -> list[DeadLetter]:
             return []
         raise
     first, last = int(state["first_seq"]), int(state["last_seq"])
-    letters = [await _letter(bus, sequence) for sequence in range(last, max(first, last - limit + 1) - 1, -1)]
+    oldest = max(1, first, last - limit + 1)  # a stream that has never had one counts from 0
+    letters = [await _letter(bus, sequence) for sequence in range(last, oldest - 1, -1)]
     return [letter for letter in letters if letter is not None]
 
 

@@ -7,11 +7,13 @@ import os
 import signal
 import zlib
 from collections.abc import AsyncIterator, Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import func, select
+from typer.testing import CliRunner
 
 from accounts.keys import create_key
 from db.engine import create_engine
@@ -21,7 +23,9 @@ from ledger.settings import LedgerSettings
 from ledger.writer import LedgerWriter
 from pool_worker.settings import GateSettings, ScriptedEngineSettings, WorkerSettings
 from protocol import subjects
+from protocol.open_requests import OpenRequestsQuery, decode_answer, encode
 from protocol.prompts import MAX_INLINE_PROMPT_BYTES
+from spillway.cli import app
 from spillway.nats_accounts import of_pool
 from tests.integration.credentials.conftest import MODEL, POOLS, Queue
 from tests.integration.gateway.conftest import PEPPER, QUICK, GatewayUnderTest
@@ -234,3 +238,30 @@ def progress(answers: list[Any], more: int) -> Callable[[], bool]:
     """Return a condition: so many more have been answered."""
     wanted = len(answers) + more
     return lambda: len(answers) >= wanted
+
+
+async def test_gateways_answer_the_ledger_and_workers(installation: Installation) -> None:
+    queue = installation.queue
+    ledger = await queue.connect("ledger")
+    question = encode(OpenRequestsQuery(("unknown",)))
+    reply = await ledger.request(subjects.open_requests_subject("g1"), question, timeout_s=10.0)
+    assert decode_answer(reply.data).completion_tokens == {}
+    machine = queue.authority.issue(of_pool("demo"), "box7", lasts_s=3600)
+    worker = await queue.connect_worker(machine, "demo", "box7")
+    oldest = await worker.request(subjects.oldest_job_subject(MODEL, "h0"), b"", timeout_s=10.0)
+    assert oldest.data == b""
+    gateway = await queue.connect("gateway")
+    await gateway.publish_durable(subjects.job_subject(MODEL, "h0"), b"a job", message_id="1")
+    stored = await worker.request(subjects.oldest_job_subject(MODEL, "h0"), b"", timeout_s=10.0)
+    assert datetime.fromisoformat(stored.data.decode()).tzinfo is not None
+
+
+async def test_commands_of_an_operator(installation: Installation, tmp_path: Path) -> None:
+    config = tmp_path / "spillway.toml"
+    config.write_text(
+        f'data_dir = "{tmp_path / "data"}"\n[nats]\nurls = ["{installation.queue.server.url}"]\n'
+        f'credentials = "{installation.queue.folder}"\n[database]\nurl = "{installation.database_url}"\n[models.m]\n'
+    )
+    for command in (["dead-letters"], ["parked"], ["parked", "--replay"], ["limits", "recount"]):
+        done = await asyncio.to_thread(CliRunner().invoke, app, [*command, "--config", str(config)])
+        assert done.exit_code == 0, (command, done.output)

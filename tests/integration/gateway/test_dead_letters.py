@@ -67,3 +67,10 @@ def test_the_command_lists_them(nats_url: str, config_path: Path) -> None:
         "reason": "boom",
         "completion_tokens": 7,
     }
+
+
+async def test_a_stream_that_has_never_had_one_has_none(nats_url: str) -> None:
+    bus = await Bus.connect(nats_url, name="test")
+    await topology.apply(bus, [], topology.QueueBounds())
+    assert await newest_dead_letters(bus, 5) == []
+    await bus.close()
