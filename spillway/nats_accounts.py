@@ -107,6 +107,8 @@ class Authority:
 
         ``part``: one of ``permissions.PARTS``, or of ``of_pool``; ``name``: of a pool's machine. Raises AuthorityError.
         """
+        if name is not None and part not in self._state.signers:
+            raise AuthorityError(f"{part}: servers do not know this pool yet; run `spillway nats credentials` first")
         file = part if name is None else f"{part}.{name}"
         key, signer, now_s = Key.new("user"), self._signer(part), int(time.time())
         expires = {} if lasts_s is None else {"exp": now_s + int(lasts_s)}
