@@ -1,5 +1,6 @@
 """The overlay with vLLM and a side-car: what holds of the side-car, and that both and the gateways fit together."""
 
+import pytest
 import typer
 import yaml
 
@@ -44,7 +45,7 @@ def test_both_wait_for_the_profile() -> None:
     assert SIDECAR["profiles"] == VLLM["profiles"] == ["vllm"]
 
 
-def test_the_side_car_serves_what_the_server_serves() -> None:
+def test_the_side_car_serves_what_the_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     command = typer.main.get_command(app).commands["worker"]  # type: ignore[attr-defined]
     name, *options = SIDECAR["command"]
     assert name == "worker"
@@ -52,6 +53,8 @@ def test_the_side_car_serves_what_the_server_serves() -> None:
     assert given["config"] is None
     engine = {"url": given["engine_url"], "kind": given["engine_kind"], "tokenizer": given["tokenizer"]}
     said = _of_pool(engine, given["model"], [])
+    for variable, value in SIDECAR["environment"].items():
+        monkeypatch.setenv(variable, value)
     config = _resolve(None, None, given["pool"], said, given["model"], [SIDECAR["environment"]["SPILLWAY_NATS_URL"]])
     settings = config.worker_settings("vllm")
     assert settings.models == (MODEL,)
