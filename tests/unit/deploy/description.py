@@ -14,6 +14,7 @@ COMPOSE_FILE = ROOT / "docker-compose.yml"
 OVERLAY_FILE = ROOT / "deploy/compose/remote-workers.yml"
 OBSERVABILITY_FILE = ROOT / "deploy/compose/observability.yml"
 VLLM_FILE = ROOT / "deploy/compose/vllm.yml"
+CONFIG_TARGET = "/etc/spillway/spillway.toml"  # in every image
 ROOMS = sorted(
     path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in {"benchmarks", "tests"}
 )
@@ -101,3 +102,18 @@ def seconds(duration: str) -> float:
     """A compose duration such as ``45s``."""
     assert duration.endswith("s"), duration
     return float(duration.removesuffix("s"))
+
+
+def options_of(arguments: list[str]) -> dict[str, Any]:
+    """The options of a command line, as the real command-line program parses them, without running it."""
+    import typer
+
+    from spillway.cli import app
+
+    command = typer.main.get_command(app)
+    context = command.make_context("spillway", ["--help"], resilient_parsing=True)
+    rest = list(arguments)
+    while hasattr(command, "resolve_command"):
+        _, command, rest = command.resolve_command(context, rest)
+        assert command is not None, arguments
+    return command.make_context(command.name, rest).params

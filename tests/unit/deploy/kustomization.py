@@ -1,0 +1,54 @@
+"""What `kubectl kustomize` makes of a folder of deploy/kubernetes, for the few fields that are used there."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from tests.unit.deploy.description import ROOT
+
+KUBERNETES = ROOT / "deploy/kubernetes"
+OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+KNOWN: Final = {"apiVersion", "kind", "namespace", "resources", "replicas", "images", "configMapGenerator"}
+Manifest = dict[str, Any]
+
+
+def documents(path: Path) -> list[Manifest]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+
+
+def rendered(folder: Path) -> list[Manifest]:
+    """All manifests of a kustomization. The configuration's name gets no hash."""
+    said = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert set(said) <= KNOWN, f"{folder}: teach this function {set(said) - KNOWN}"
+    found: list[Manifest] = []
+    for name in said["resources"]:
+        found += rendered(folder / name) if (folder / name).is_dir() else documents(folder / name)
+    for generator in said.get("configMapGenerator", []):
+        others = [one for one in found if (one["kind"], one["metadata"]["name"]) != ("ConfigMap", generator["name"])]
+        assert (generator.get("behavior") == "replace") == (len(others) < len(found))
+        data = {name: (folder / name).read_text() for name in generator["files"]}
+        config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data}
+        found = [*others, config_map]
+    for wanted in said.get("replicas", []):
+        [scaled] = [one for one in found if (one["kind"], one["metadata"]["name"]) == ("Deployment", wanted["name"])]
+        scaled["spec"]["replicas"] = wanted["count"]
+    for image in said.get("images", []):
+        for container in (one for manifest in found for one in containers(manifest)):
+            name, _, tag = container["image"].rpartition(":")
+            if name == image["name"]:
+                container["image"] = f"{image.get('newName', name)}:{image.get('newTag', tag)}"
+    for manifest in found:
+        if manifest["kind"] != "Namespace":
+            manifest["metadata"]["namespace"] = said["namespace"]
+    return found
+
+
+def pod_of(manifest: Manifest) -> Manifest | None:
+    """The pod's specification, of whatever makes pods."""
+    return manifest["spec"]["template"]["spec"] if manifest["kind"] in {"Deployment", "Job"} else None
+
+
+def containers(manifest: Manifest) -> list[Manifest]:
+    pod = pod_of(manifest)
+    return [] if pod is None else [*pod.get("initContainers", []), *pod["containers"]]
