@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# What a machine does that SkyPilot starts: `worker.sh setup` once, then `worker.sh run`. The task files beside this one copy it,
+# spillway.toml and what is installed to the machine's home folder.
+set -euo pipefail
+: "${MODEL:?the model on the Hugging Face hub}" "${MODEL_FOLDER:?where it goes, as spillway.toml has it}"
+
+# SkyPilot's own Python may be older than ours; uv brings one.
+export PATH="$HOME/.local/bin:$PATH"
+
+case "${1:?usage: worker.sh setup|run}" in
+  setup)
+    curl --location --silent --show-error --fail https://astral.sh/uv/0.9.7/install.sh | sh
+    uv venv --allow-existing --python 3.12 "$HOME/vllm"
+    uv pip install --python "$HOME/vllm" 'vllm==0.32.0'
+    # The side-car has an environment of its own, so that neither's packages disturb the other's.
+    uv venv --allow-existing --python 3.12 "$HOME/spillway"
+    uv pip install --python "$HOME/spillway" --require-hashes --no-deps --requirement "$HOME/sidecar.txt"
+    uv pip install --python "$HOME/spillway" --no-deps "$HOME"/spillway-*.whl
+    as_root=()
+    if [ "$(id -u)" -ne 0 ]; then as_root=(sudo); fi
+    "${as_root[@]}" install --directory --owner "$(id -u)" --group "$(id -g)" "$MODEL_FOLDER"
+    "$HOME/vllm/bin/hf" download "$MODEL" --local-dir "$MODEL_FOLDER"
+    ;;
+  run)
+    : "${POOL:?}" "${SPILLWAY_NATS__URLS:?pass it with --secret}"
+    export PATH="$HOME/vllm/bin:$PATH"
+    exec "$HOME/spillway/bin/spillway" worker --config "$HOME/spillway.toml" --pool "$POOL"
+    ;;
+  *)
+    echo "usage: worker.sh setup|run" >&2
+    exit 2
+    ;;
+esac
