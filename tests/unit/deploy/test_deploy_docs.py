@@ -352,16 +352,31 @@ def test_an_overlay_of_ones_own_can_be_rendered(tmp_path: Path) -> None:
     ] == [3]
 
 
-def test_the_secrets_of_the_page_are_those_that_are_read() -> None:
-    made: dict[str, set[str]] = {}
-    for words in commands(DOCS / "kubernetes.md"):
-        if words[:4] == ["kubectl", "create", "secret", "generic"]:
-            made[words[4]] = {w.removeprefix("--from-literal=").partition("=")[0] for w in words if "literal" in w}
+def test_the_secrets_of_the_page_are_those_that_are_read(tmp_path: Path) -> None:
+    """Its commands are run, with a kubectl that writes down what it is given, and an openssl of ours."""
+    [block] = [text for text in blocks(DOCS / "kubernetes.md", "sh") if "spillway-nats" in text]
+    (tmp_path / "kubectl").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" --end-- >>{tmp_path}/given\n')
+    (tmp_path / "openssl").write_text("#!/bin/sh\nod -An -N32 -tx1 /dev/urandom | tr -d ' \\n'\n")
+    for program in ("kubectl", "openssl"):
+        (tmp_path / program).chmod(0o755)
+    subprocess.run(["sh", "-eu", "-c", block], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+    made: dict[str, dict[str, str]] = {}
+    for call in (tmp_path / "given").read_text().split("\n--end--\n"):
+        if "secret" in call:
+            words = call.split("\n")
+            literals = [word.removeprefix("--from-literal=") for word in words if word.startswith("--from-literal=")]
+            made[words[3]] = {name: value for name, _, value in (literal.partition("=") for literal in literals)}
     nats = documents(KUBERNETES / "nats/values.yaml")[0]["container"]["env"]
-    assert made == {
+    assert {name: set(values) for name, values in made.items()} == {
         "spillway": set(documents(KUBERNETES / "base/secret.example.yaml")[0]["stringData"]),
         "spillway-nats": {v["valueFrom"]["secretKeyRef"]["key"] for v in nats.values() if isinstance(v, dict)},
     }
+    password, cluster = made["spillway-nats"]["password"], made["spillway-nats"]["cluster-password"]
+    assert re.fullmatch("n[0-9a-f]{64}", password)
+    assert re.fullmatch("c[0-9a-f]{64}", cluster)
+    assert json.loads(made["spillway"]["nats-urls"]) == [f"nats://spillway:{password}@nats:4222"]
+    routes = [f"nats://cluster:{cluster}@nats-{number}.nats-headless:6222" for number in range(3)]
+    assert made["spillway-nats"]["routes"] == f"[{', '.join(routes)}]"
 
 
 def test_manifests_in_the_text_are_valid() -> None:
