@@ -24,7 +24,8 @@ def options_of(program: str) -> list[str]:
         line for line in RUNBOOKS.read_text().splitlines() if f" {program} " in line and line.startswith("docker")
     ]
     words = shlex.split(line.partition(f"{program} ")[2].replace(">", " #").replace("<", " #"), comments=True)
-    return [word for word in words if word not in {"--username", "--dbname", "spillway"}]
+    ours = {"--username", "--dbname", "--maintenance-db", "postgres", "spillway"}
+    return [word for word in words if word not in ours]
 
 
 @pytest.mark.servers
@@ -46,9 +47,12 @@ async def test_a_restored_database_is_that_of_the_backup(postgres_url: str, tmp_
         await store_records(engine, [request_record("later")])
         assert await counted() == [(REQUESTS + 1, 0)]
         await engine.dispose()
+        server, _, name = postgres_url.rpartition("/")
+        await run("dropdb", "--maintenance-db", f"{server}/postgres", name)
+        await run("createdb", "--maintenance-db", f"{server}/postgres", name)
         await run("pg_restore", "--dbname", postgres_url, dump)
         await asyncio.to_thread(migrations.upgrade, postgres_url)
-        assert migrations.current(postgres_url) == migrations.head()
+        assert await asyncio.to_thread(migrations.current, postgres_url) == migrations.head()
         assert await counted() == [(REQUESTS, 0)]
         # What the queue still held is written once the writers run, and counted once.
         await store_records(engine, [request_record("later"), request_record("r0")])

@@ -34,8 +34,10 @@ NEWEST = "1.37"  # of Kubernetes
 FOREIGN = {
     "aws",
     "az",
+    "createdb",
     "curl",
     "docker",
+    "dropdb",
     "gcloud",
     "helm",
     "hf",
