@@ -95,8 +95,15 @@ async def connect(settings: WorkerSettings) -> Bus:
         list(settings.nats_urls),
         name=subjects.connection_name(settings.worker_id),
         options=access,
-        api_prefix=API if settings.nats_credentials is None else WORKERS_API,
+        api_prefix=_api_prefix(settings),
     )
+
+
+def _api_prefix(settings: WorkerSettings) -> str:
+    """Return how calls of JetStream's API begin: through a leaf node, only those that name the domain pass."""
+    if settings.nats_credentials is not None:
+        return WORKERS_API
+    return API if settings.nats_domain is None else f"$JS.{settings.nats_domain}.API"
 
 
 @contextlib.asynccontextmanager

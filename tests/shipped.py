@@ -21,6 +21,7 @@ from tests.unit.deploy.description import ENVIRONMENT, ROOT, services
 from tests.waiting import HANGS_S
 
 NATS_CONFIG = ROOT / "deploy/nats/nats-server.conf"
+LEAF_CONFIG = ROOT / "deploy/nats/leaf.conf"
 CLUSTER_CONFIG = ROOT / "deploy/nats/cluster.conf"
 NATS_HEALTH = ROOT / "deploy/nats/health.sh"
 HAPROXY_CONFIG = ROOT / "deploy/haproxy/haproxy.cfg"
@@ -69,9 +70,30 @@ class ShippedNats(NatsServer):
             'http: "0.0.0.0:8222"': f'http: "127.0.0.1:{self.monitor_port}"',
             'store_dir: "/var/lib/nats"': f'store_dir: "{self.folder}"',
         }
+        if self.further_config:  # of leaf nodes
+            ours['store_dir: "/var/lib/nats"'] += "\n  domain: home"
         config = self.folder / NATS_CONFIG.name
         text = with_ours(NATS_CONFIG.read_text(), ours)
-        config.write_text(text[: text.index("accounts {")] + self.signed_accounts if self.signed_accounts else text)
+        text = text[: text.index("accounts {")] + self.signed_accounts if self.signed_accounts else text
+        config.write_text(text + self.further_config)
+        return config
+
+
+class ShippedLeaf(ShippedNats):
+    """A server of another region with ``leaf.conf``."""
+
+    def __init__(self, folder: Path, home_port: int) -> None:
+        super().__init__(folder)
+        self._home_port = home_port
+
+    def _write_config(self) -> Path:
+        ours = {
+            "host: 0.0.0.0\nport: 4222": f"host: 127.0.0.1\nport: {self.port}",
+            'http: "0.0.0.0:8222"': f'http: "127.0.0.1:{self.monitor_port}"',
+            "PASSWORD@home.example.com:7422": f"{ENVIRONMENT['NATS_PASSWORD']}@127.0.0.1:{self._home_port}",
+        }
+        config = self.folder / LEAF_CONFIG.name
+        config.write_text(with_ours(LEAF_CONFIG.read_text(), ours))
         return config
 
 

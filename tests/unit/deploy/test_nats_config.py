@@ -13,7 +13,7 @@ from protocol.bus import Bus
 from protocol.errors import BusError
 from protocol.topology import QueueBounds, apply, streams
 from spillway.config import load_config
-from tests.shipped import CLUSTER_CONFIG, NATS_CONFIG, ShippedNats, nats_environment, with_ours
+from tests.shipped import CLUSTER_CONFIG, LEAF_CONFIG, NATS_CONFIG, ShippedNats, nats_environment, with_ours
 from tests.unit.deploy.description import ENVIRONMENT, ROOT, services, tool
 
 
@@ -33,6 +33,12 @@ def test_server_accepts_the_configuration_of_one_of_three() -> None:
     done = subprocess.run(
         command, env={**nats_environment(), **of_this_one}, capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_server_accepts_the_configuration_of_another_region() -> None:
+    command = [tool("nats-server"), "-t", "-c", str(LEAF_CONFIG)]
+    done = subprocess.run(command, env=nats_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
