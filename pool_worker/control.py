@@ -1,6 +1,7 @@
-"""Handles the requests of gateways to this worker: stop an attempt, send frames again."""
+"""Handles requests to this worker: a gateway's to stop an attempt or send frames again, the fleet's to drain."""
 
 import logging
+from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
@@ -8,7 +9,7 @@ from pool_worker.executor import Executor
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ProtocolError
-from protocol.messages import Cancel, Resend, decode_control
+from protocol.messages import Cancel, Drain, Resend, decode_control
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +21,11 @@ class ControlListener:
         self._bus = bus
         self._subject = subjects.control_subject(worker_id)
         self._executor = executor
+        self._on_drain: Callable[[], None] = _ignore
 
-    async def start(self) -> None:
-        """Listen until the connection is closed."""
+    async def start(self, on_drain: Callable[[], None]) -> None:
+        """Listen until the connection is closed. ``on_drain``: called when the worker is asked to leave."""
+        self._on_drain = on_drain
         await self._bus.subscribe(self._subject, self._on_message)
 
     async def _on_message(self, message: Msg) -> None:
@@ -35,3 +38,9 @@ class ControlListener:
             self._executor.cancel(control.request_id, control.attempt)
         elif isinstance(control, Resend):
             self._executor.resend(control)
+        elif isinstance(control, Drain):
+            self._on_drain()
+
+
+def _ignore() -> None:
+    """Stand in until the worker listens."""

@@ -116,4 +116,5 @@ class HeartbeatPublisher:
             pace=self._pace(),
             takes=self._engine.takes,
             continues=self._engine.continues,
+            machine=settings.machine,
         )

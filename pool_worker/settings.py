@@ -322,12 +322,14 @@ class WorkerSettings(Settings):
 
     worker_id: str  # unique among the live workers; a subject token
     pool: str
+    machine: str = ""  # that the fleet controller launched it on; "": none
     provider: str = "local"
     region: str = "local"
     tier: Tier = "on-demand"
     usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
     nats_urls: tuple[str, ...]
-    nats_credentials: Path | None = None  # our user at the queue server; None: what the URLs say
+    nats_domain: str | None = None  # of JetStream, where the queue is reached through a leaf node
+    nats_credentials: Path | SecretStr | None = None  # our user at the queue server; None: what the URLs say
     nats_ca_file: Path | None = None  # who vouches for the queue server's certificate; None: the usual authorities
     models: tuple[str, ...]  # the names under which callers know what this engine serves
     engine: EngineSettings

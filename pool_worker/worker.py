@@ -165,7 +165,7 @@ class Worker:
 
     async def _work(self, stop: Stop, on_ready: OnReady | None) -> None:
         async with asyncio.TaskGroup() as work:
-            pulling = work.create_task(self._pull_jobs(on_ready), name="pulls")
+            pulling = work.create_task(self._pull_jobs(stop, on_ready), name="pulls")
             keeping = [
                 work.create_task(self._cards.run(), name="cards"),
                 work.create_task(self._beat(), name="heartbeat"),
@@ -183,7 +183,7 @@ class Worker:
         if not stepping.cancelled():
             raise stepping.result()
 
-    async def _pull_jobs(self, on_ready: OnReady | None) -> None:
+    async def _pull_jobs(self, stop: Stop, on_ready: OnReady | None) -> None:
         if self._watch is not None:
             await self._watch.measure(self._settings.models[0])
             if self._watch.reason is not None:
@@ -192,7 +192,7 @@ class Worker:
         await self._peers.start()
         await self._consumer.wait_for_consumers()
         await self._cards.publish()
-        await self._control.start()
+        await self._control.start(on_drain=stop.request)
         await self._consumer.start()
         await self._heart.beat()
         if on_ready is not None:

@@ -8,13 +8,16 @@ Keys are NATS' "nkeys": Ed25519, in base32 with a letter for their kind and a ch
 
 import base64
 import binascii
+import hashlib
 import json
 import re
 import ssl
+import time
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from pydantic import BaseModel, SecretStr
 
 from protocol.errors import BusError
 from protocol.permissions import inbox_prefix
@@ -69,12 +72,12 @@ class Key:
 
 
 class Credentials:
-    """A file of credentials."""
+    """Credentials in a file, or the content of one."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the file. Raises CredentialsError."""
-        self._path = path
-        self._jwt, self._key = _read(path)
+    def __init__(self, source: Path | SecretStr) -> None:
+        """Read them. Raises CredentialsError."""
+        self._source = source
+        self._jwt, self._key = _read(source)
 
     @property
     def name(self) -> str:
@@ -90,11 +93,33 @@ class Credentials:
 
     def _sign(self, nonce: str) -> bytes:
         # nats-py asks for this first, then for the JWT: both are of the same reading.
-        self._jwt, self._key = _read(self._path)
+        self._jwt, self._key = _read(self._source)
         return base64.b64encode(self._key.sign(nonce.encode()))
 
 
-def access_options(credentials: Path | None, ca_file: Path | None, role: str) -> dict[str, Any]:
+class WorkerKeys(BaseModel):
+    """The keys that credentials of pools' workers are signed by: who holds them can make such workers, nothing else."""
+
+    account: str  # of the workers, its public key
+    signers: dict[str, str]  # by pool: a seed
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the file. Raises CredentialsError."""
+        try:
+            return cls.model_validate_json(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CredentialsError(f"{path}: {error}") from error
+
+    def issue(self, pool: str, name: str, lasts_s: float) -> str:
+        """Return credentials, as text, for the workers of one machine. Raises CredentialsError."""
+        seed = self.signers.get(pool)
+        if seed is None:
+            raise CredentialsError(f"there is no key of the pool {pool}: run `spillway nats credentials`")
+        return user_credentials(Key.of_seed("account", seed), self.account, Key.new("user"), name, lasts_s)
+
+
+def access_options(credentials: Path | SecretStr | None, ca_file: Path | None, role: str) -> dict[str, Any]:
     """Return options of nats-py's ``connect`` for a part of this role (``permissions``). Raises CredentialsError."""
     options: dict[str, Any] = {}
     if credentials is not None:
@@ -105,6 +130,33 @@ def access_options(credentials: Path | None, ca_file: Path | None, role: str) ->
         except OSError as error:
             raise CredentialsError(f"nats.ca_file: {ca_file}: {error}") from error
     return options
+
+
+def user_credentials(signer: Key, account: str, user: Key, name: str, lasts_s: float | None = None) -> str:
+    """Return the content of a file of credentials for a new user, whose permissions are those bound to the signer.
+
+    ``account``: its public key. ``lasts_s``: None: they do not expire.
+    """
+    now_s = int(time.time())
+    expires = {} if lasts_s is None else {"exp": now_s + int(lasts_s)}
+    claims = {"type": "user", "issuer_account": account}
+    return encode_credentials(sign_claims(signer, user.public, name, claims, now_s, **expires), user)
+
+
+def sign_claims(by: Key, subject: str, name: str, nats: dict[str, Any], issued_s: int, **rest: int) -> str:
+    """Return a JWT as NATS has them (version 2)."""
+    claims = {"iat": issued_s, "iss": by.public, "name": name, "sub": subject, "nats": {**nats, "version": 2}, **rest}
+    claims["jti"] = base64.b32encode(hashlib.sha256(json.dumps(claims).encode()).digest()).rstrip(b"=").decode()
+    signed = f"{_part({'typ': 'JWT', 'alg': 'ed25519-nkey'})}.{_part(claims)}"
+    return f"{signed}.{_base64(by.sign(signed.encode()))}"
+
+
+def _part(content: dict[str, Any]) -> str:
+    return _base64(json.dumps(content, separators=(",", ":")).encode())
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 def encode_credentials(jwt: str, key: Key) -> str:
@@ -124,15 +176,17 @@ def claims_of(jwt: str) -> dict[str, Any]:
         raise CredentialsError("a JWT is damaged") from error
 
 
-def _read(path: Path) -> tuple[str, Key]:
+def _read(source: Path | SecretStr) -> tuple[str, Key]:
+    where = source if isinstance(source, Path) else "credentials_text"
     try:
-        blocks = dict(_BLOCK.findall(path.read_text()))
+        text = source.read_text() if isinstance(source, Path) else source.get_secret_value()
+        blocks = dict(_BLOCK.findall(text))
         jwt, key = blocks[_JWT], Key.of_seed("user", blocks[_NKEY])
         claims_of(jwt)["name"]
     except (OSError, UnicodeDecodeError) as error:
-        raise CredentialsError(f"{path}: {error}") from error
+        raise CredentialsError(f"{where}: {error}") from error
     except (KeyError, CredentialsError) as error:
-        raise CredentialsError(f"{path}: no credentials of a NATS user: {error}") from error
+        raise CredentialsError(f"{where}: no credentials of a NATS user: {error}") from error
     return jwt, key
 
 

@@ -278,7 +278,11 @@ class Ping(Struct, frozen=True, array_like=True, tag="p"):
     """Probe a worker. A worker does not answer; if its connection is gone, the server reports so immediately."""
 
 
-Control = Cancel | Resend | Ping
+class Drain(Struct, frozen=True, array_like=True, tag="d"):
+    """Take nothing new, finish or hand back what runs, and end: the fleet controller's SIGTERM. Idempotent."""
+
+
+Control = Cancel | Resend | Ping | Drain
 
 
 # --- registry: worker → KV --------------------------------------------------------------------------------------------
@@ -312,6 +316,7 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     takes: Input = "ids"
     continues: bool = True  # answers that another worker has begun
     pace: Pace | None = None  # None: it is not watched
+    machine: str = ""  # that the fleet controller launched it on; "": none
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):
@@ -357,7 +362,7 @@ def decode_job_head(payload: bytes) -> JobHead:
 
 
 def decode_control(payload: bytes) -> Control:
-    """Decode a Cancel, a Resend or a Ping. Raises ProtocolError."""
+    """Decode a Cancel, a Resend, a Ping or a Drain. Raises ProtocolError."""
     return wire.decode(_control_decoder, payload)
 
 

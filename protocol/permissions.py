@@ -2,7 +2,7 @@
 
 gateway   streams and consumers, jobs, control of workers, limits, claims; what gateways tell each other
 ledger    usage and payloads out of their streams, parked records, questions to gateways
-fleet     what waits, and who works on it
+fleet     what waits, and who works on it; orders to drain; who leads
 admin     the commands of an operator: parked records, dead letters, limits, changes of keys
 worker    jobs of its pool's models; frames, heartbeats and usage under its own id; its models' cards
 
@@ -118,7 +118,8 @@ def _gateway() -> Permissions:
     dead_letters = subjects.DEAD_LETTER_STREAM
     jobs, usage, payloads = subjects.INTERACTIVE_STREAM, subjects.USAGE_STREAM, subjects.PAYLOADS_STREAM
     artifacts, prompts = stream_of(subjects.ARTIFACTS_BUCKET), stream_of(subjects.PROMPTS_BUCKET)
-    buckets = [f"KV_{name}" for name in (subjects.MODELS_BUCKET, subjects.IDEMPOTENCY_BUCKET, subjects.QUOTAS_BUCKET)]
+    read = (subjects.MODELS_BUCKET, subjects.IDEMPOTENCY_BUCKET, subjects.QUOTAS_BUCKET, subjects.FLEET_BUCKET)
+    buckets = [f"KV_{name}" for name in read]
     talk = (subjects.KEYS_CHANGED_SUBJECT, subjects.LANES_IN_USE, subjects.QUOTA_WANTED)
     return Permissions(
         publish=(
@@ -177,9 +178,16 @@ def _ledger() -> Permissions:
 
 
 def _fleet() -> Permissions:
+    buckets = (subjects.FLEET_BUCKET, subjects.MODELS_BUCKET)
     return Permissions(
-        publish=(_api("STREAM.INFO", subjects.INTERACTIVE_STREAM),),
-        subscribe=(f"{inbox_prefix('fleet')}.>", subjects.HEARTBEATS, subjects.DISCONNECTS),
+        publish=(
+            _api("STREAM.INFO", subjects.INTERACTIVE_STREAM),
+            _api("STREAM.INFO", f"KV_{subjects.QUOTAS_BUCKET}"),  # the server's time
+            *(_api("STREAM.MSG.GET", f"KV_{bucket}") for bucket in buckets),
+            subjects.kv_subject(subjects.FLEET_BUCKET, ">"),
+            subjects.control_subject(">"),  # to drain workers
+        ),
+        subscribe=(f"{inbox_prefix('fleet')}.>", subjects.HEARTBEATS),
     )
 
 

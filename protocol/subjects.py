@@ -17,6 +17,7 @@ ARTIFACTS_BUCKET: Final = "artifacts"
 PROMPTS_BUCKET: Final = "prompts"
 IDEMPOTENCY_BUCKET: Final = "idempotency"
 QUOTAS_BUCKET: Final = "quotas"
+FLEET_BUCKET: Final = "fleet"
 
 LEDGER_CONSUMER: Final = "ledger"
 PAYLOADS_CONSUMER: Final = "payloads"

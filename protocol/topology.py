@@ -40,6 +40,7 @@ PROMPTS_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, a job with a prompt by 
 IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themselves: these are of dead ones
 IDEMPOTENCY_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 claims
 QUOTAS_MAX_BYTES: Final = 256 * 1024 * 1024  # one entry of some 1 KB for each key and each team that has a limit
+FLEET_MAX_BYTES: Final = 1024 * 1024  # the controllers' lease
 
 NS: Final = 1_000_000_000
 CONSUMER_NOT_FOUND: Final = 10014
@@ -136,6 +137,7 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             "deny_delete": False,  # a claim is removed by its sequence, so that nobody else's is
         },
         {**_bucket(subjects.QUOTAS_BUCKET, bounds, storage="file", max_age_s=0), "max_bytes": QUOTAS_MAX_BYTES},
+        {**_bucket(subjects.FLEET_BUCKET, bounds, storage="file", max_age_s=0), "max_bytes": FLEET_MAX_BYTES},
         _object_bucket(subjects.ARTIFACTS_BUCKET, bounds, storage="file", max_age_s=0),
         {
             **_object_bucket(subjects.PROMPTS_BUCKET, bounds, storage="memory", max_age_s=PROMPT_MAX_AGE_S),

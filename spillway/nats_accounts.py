@@ -10,24 +10,22 @@ proof, made without the server's knowledge, that ends by itself; and who holds o
 pool, nothing else. What servers must be told is a change of permissions, and a revocation.
 """
 
-import base64
-import hashlib
-import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
 from pydantic import BaseModel
 
 from protocol import permissions, subjects
-from protocol.credentials import Key, encode_credentials
+from protocol.credentials import Key, WorkerKeys, sign_claims, user_credentials
 from protocol.permissions import Permissions
 
 KEYS_NAME: Final = "keys.json"
 SERVER_CONFIG_NAME: Final = "nats-accounts.conf"
+WORKER_KEYS_NAME: Final = "worker-keys.json"
 SHARED_NAME: Final = "pool"  # of the credentials that all workers of a pool may share
 ANSWER_WITHIN_S: Final = 10
 # Past it the server forgets where the answers to a pull go: longer than a pull of pool_worker.consumer may wait.
@@ -110,19 +108,16 @@ class Authority:
         if name is not None and part not in self._state.signers:
             raise AuthorityError(f"{part}: servers do not know this pool yet; run `spillway nats credentials` first")
         file = part if name is None else f"{part}.{name}"
-        key, signer, now_s = Key.new("user"), self._signer(part), int(time.time())
-        expires = {} if lasts_s is None else {"exp": now_s + int(lasts_s)}
-        user = User(file=file, public=key.public, issued_unix_s=now_s, expires_unix_s=expires.get("exp"))
+        key = Key.new("user")
+        expires_s = None if lasts_s is None else int(time.time() + lasts_s)
+        user = User(file=file, public=key.public, issued_unix_s=int(time.time()), expires_unix_s=expires_s)
         is_part = part in permissions.PARTS
         account = self._accounts["SPILLWAY" if is_part else "WORKERS"]
         named = part if is_part else (name or SHARED_NAME)
-        # A user signed by such a key must bring no permissions of its own.
-        jwt = sign_claims(
-            signer, key.public, named, {"type": "user", "issuer_account": account.public}, now_s, **expires
-        )
+        text = user_credentials(self._signer(part), account.public, key, named, lasts_s)
         self._state.users.append(user)
         path = self._folder / f"{file}.creds"
-        self._write(path, encode_credentials(jwt, key))
+        self._write(path, text)
         self._save()
         return path
 
@@ -162,6 +157,15 @@ class Authority:
             f"resolver: MEMORY\nresolver_preload {{\n{preloaded}}}\n"
         )
         self._save()
+        return path
+
+    def write_worker_keys(self, pools: Iterable[str]) -> Path:
+        """Write what a fleet controller needs to make credentials of these pools' workers, and of nobody else."""
+        path = self._folder / WORKER_KEYS_NAME
+        signers = {pool: self._signer(of_pool(pool)).seed for pool in pools}
+        self._write(
+            path, WorkerKeys(account=self._accounts["WORKERS"].public, signers=signers).model_dump_json(indent=1)
+        )
         return path
 
     def account_id(self, name: str = "SPILLWAY") -> str:
@@ -284,19 +288,3 @@ def _stream(subject: str) -> dict[str, Any]:
 
 def _imported(exported: dict[str, Any], account: Key) -> dict[str, Any]:
     return {**exported, "account": account.public}
-
-
-def sign_claims(by: Key, subject: str, name: str, nats: dict[str, Any], issued_s: int, **rest: int) -> str:
-    """Return a JWT as NATS has them (version 2)."""
-    claims = {"iat": issued_s, "iss": by.public, "name": name, "sub": subject, "nats": {**nats, "version": 2}, **rest}
-    claims["jti"] = base64.b32encode(hashlib.sha256(json.dumps(claims).encode()).digest()).rstrip(b"=").decode()
-    signed = f"{_part({'typ': 'JWT', 'alg': 'ed25519-nkey'})}.{_part(claims)}"
-    return f"{signed}.{_base64(by.sign(signed.encode()))}"
-
-
-def _part(content: dict[str, Any]) -> str:
-    return _base64(json.dumps(content, separators=(",", ":")).encode())
-
-
-def _base64(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from gateway.settings import QueueSettings
+from protocol import subjects
+from protocol.credentials import Credentials
 from protocol.settings import Settings
 
 
@@ -17,6 +19,8 @@ class NatsSection(Settings):
     urls: tuple[str, ...] = ()
     # A file of credentials, or a folder of them as `spillway nats credentials` makes it. None: what the URLs say.
     credentials: Path | None = None
+    credentials_text: SecretStr | None = None  # what such a file holds: of a worker whose machine the fleet launched
+    domain: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")] | None = None  # of JetStream, through a leaf node
     ca_file: Path | None = None  # who vouches for the servers' certificates; None: the usual authorities
     allow_plaintext: bool = False  # to servers on other machines, over a network that is private
     embedded_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any free port
@@ -37,6 +41,13 @@ class NatsSection(Settings):
         if self.credentials is None or not self.credentials.is_dir():
             return self.credentials
         return self.credentials / f"{part}.creds"
+
+
+def worker_id(process_id: str, pool: str, credentials: Path | SecretStr | None) -> str:
+    """Return a worker's id; with credentials, it begins with what these allow it to be. Raises CredentialsError."""
+    if credentials is None:
+        return process_id
+    return f"{subjects.worker_prefix(pool, Credentials(credentials).name)}.{process_id}"
 
 
 def _is_encrypted(url: str) -> bool:

@@ -43,7 +43,8 @@ def credentials(
     Also writes nats-accounts.conf, the accounts with their permissions, for the
     configuration of nats-server: include it there, and reload the server
     whenever this command says that it has changed. The folder holds secrets:
-    keys.json, which can make any credentials, should be on no server.
+    keys.json, which can make any credentials, should be on no server;
+    worker-keys.json, for a fleet controller, can make those of pools' workers.
 
     NAME is that of a file without ".creds": gateway, ledger, fleet, admin,
     pool-<pool>, or pool-<pool>.<machine>.
@@ -64,6 +65,7 @@ def credentials(
         for name in revoke or []:
             out.print(f"{name}: revoked {authority.revoke(name, keep_newest=False)}", markup=False)
         path = authority.write_server_config(pools)
+        authority.write_worker_keys(name for name, pool in resolved.pools.items() if pool.fleet is not None)
     except AuthorityError as error:
         raise fail(str(error)) from error
     out.print(f"wrote {path}: reload nats-server", markup=False, soft_wrap=True)

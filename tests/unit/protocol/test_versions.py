@@ -48,7 +48,7 @@ FRAMES: list[m.Frame] = [
     m.Finished("r", 1, 2, False, 1, 0, 1, 1.0, m.Timings(1.0, 2.0, 3.0, 4)),
     m.Failed("r", 1, 0, "engine_error", "no", retryable=True),
 ]
-CONTROLS: list[m.Control] = [m.Cancel("r", 1), m.Resend("r", 1, 0, "fr.g"), m.Ping()]
+CONTROLS: list[m.Control] = [m.Cancel("r", 1), m.Resend("r", 1, 0, "fr.g"), m.Ping(), m.Drain()]
 
 
 def name_of(value: object) -> str | None:
