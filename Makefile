@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run unit test test-gpu check format bench bench-engine-peers leaks chaos conformance-llamacpp conformance-ray conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
+.PHONY: help run unit test test-gpu check format bench bench-engine-peers leaks chaos fleet-kills conformance-llamacpp conformance-ray conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -97,6 +97,11 @@ conformance-triton: ## The same against a real Triton, around our engine
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.conformance.real_servers triton
 
+KILLS_OF_CONTROLLERS ?= 200
+fleet-kills: ## Kill the fleet controller at any step of launches and ends at EC2 in a box: make fleet-kills [KILLS_OF_CONTROLLERS=200]
+	@scripts/setup.sh test
+	FLEET_KILLS=$(KILLS_OF_CONTROLLERS) .venv/bin/python -m pytest -q tests/fleet/test_crashes.py --timeout 1800
+
 CANCELS ?= 10000
 limits: ## Each limit of keys at its edge over three gateways, one killed, 10,000 cancelled: make limits [CANCELS=10000] [SEED=1]
 	@scripts/setup.sh test
@@ -111,7 +116,8 @@ lock: ## Resolve the dependencies anew
 	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra otel -c requirements/core.txt \
 	  pyproject.toml requirements/torch.in -o requirements/worker.txt
 	$(UV_COMPILE) --extra aws --extra gcp --extra otel -c requirements/core.txt pyproject.toml -o requirements/hosted.txt
-	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra bench --extra export --extra otel --extra aws --extra gcp --group dev \
+	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra bench --extra export --extra kubernetes --extra otel \
+	  --extra simulate --extra aws --extra gcp --group dev \
 	  -c requirements/worker.txt -c requirements/hosted.txt \
 	  pyproject.toml requirements/torch.in -o requirements/dev.txt
 	echo setuptools | $(UV_COMPILE) -c requirements/worker.txt - -o requirements/build.txt

@@ -23,6 +23,7 @@ COPY accounts accounts
 COPY console console
 COPY db db
 COPY engine engine
+COPY fleet fleet
 COPY gateway gateway
 COPY ledger ledger
 COPY migrations migrations
