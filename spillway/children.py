@@ -29,7 +29,7 @@ LAST_LINES: Final = 5
 SIGNAL_GAP_S: Final = 0.2  # two signals in quick succession may be delivered as one
 
 # The user's folder may hold a spillway.py or a json.py, which are none of ours; a checkout may be that folder.
-_PYTHON: Final = (sys.executable, "-P") if IS_WHEEL else (sys.executable,)
+PYTHON: Final = (sys.executable, "-P") if IS_WHEEL else (sys.executable,)
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +101,16 @@ class Child:
         """Id of the process; 0 before the first start."""
         return 0 if self._process is None else self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """True between a start and the end that follows it."""
+        return self._process is not None and self._process.returncode is None
+
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
         self._ready_path.unlink(missing_ok=True)
         self._process = await asyncio.create_subprocess_exec(
-            *(*_PYTHON, "-m", "spillway", *self._arguments),
+            *(*PYTHON, "-m", "spillway", *self._arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

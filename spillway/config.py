@@ -19,6 +19,7 @@ from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSourc
 
 from console.settings import LoginSettings
 from db.money import nano_usd
+from fleet.settings import FleetSettings
 from gateway.settings import (
     ConnectionSettings,
     GatewaySettings,
@@ -33,14 +34,12 @@ from gateway.settings import (
 from ledger.prices import CLIENTS, MACHINE, ConfiguredPrice, Price
 from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
-from protocol import subjects
-from protocol.credentials import Credentials
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 from spillway import ROOMS
 from spillway.config_problems import explain, keys_of
 from spillway.nats_accounts import of_pool
-from spillway.nats_section import NatsSection
+from spillway.nats_section import NatsSection, worker_id
 from spillway.pool_section import PoolSettings, by_messages, hosted_pools, only_by_messages, only_hosted
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
@@ -123,6 +122,7 @@ class Config(BaseSettings):
     payloads: PayloadsSection = PayloadsSection()
     models: Annotated[dict[str, ModelSettings], Field(min_length=1)]
     tenants: dict[str, TenantSettings] = {}  # by the name of the API key
+    fleet: FleetSettings = FleetSettings()
     pools: dict[str, PoolSettings] = {}
 
     @classmethod
@@ -186,7 +186,7 @@ class Config(BaseSettings):
             gateway_id=process_id("gw"),
             host=self.gateway.host,
             port=self.gateway.port,
-            **self._nats("gateway"),
+            **self.queue_settings("gateway"),
             database_url=self.database_url,
             data_dir=self.data_dir,
             key_pepper=pepper,
@@ -234,7 +234,7 @@ class Config(BaseSettings):
     def ledger_settings(self) -> LedgerSettings:
         """Return the settings of a ledger writer."""
         return LedgerSettings(
-            **self._nats("ledger"),
+            **self.queue_settings("ledger"),
             database_url=self.database_url,
             prices=tuple(self._prices()),
             **self.ledger.model_dump(),
@@ -251,29 +251,31 @@ class Config(BaseSettings):
             machine = Price(machine_nano_usd=hourly[0], on_demand_nano_usd=hourly[1])
             yield ConfiguredPrice(MACHINE, name, machine)
 
-    def worker_settings(self, pool_name: str) -> WorkerSettings:
-        """Return the settings of a pool's worker. Raises ConfigError if there is no such pool, and CredentialsError."""
+    def worker_settings(self, pool_name: str, machine: str = "") -> WorkerSettings:
+        """Return the settings of a pool's worker. Raises ConfigError if there is no such pool, and CredentialsError.
+
+        ``machine``: that the fleet controller launched it on.
+        """
         pool = self.pools.get(pool_name)
         if pool is None:
             raise ConfigError(f"pools.{pool_name}: no such pool; defined pools: {', '.join(self.pools) or 'none'}")
         fields = pool.model_dump(
-            exclude={"workers", "prices", "usd_per_day", "usd_per_month", "on_demand_usd_per_hour"}
+            exclude={"workers", "prices", "usd_per_day", "usd_per_month", "on_demand_usd_per_hour", "fleet"}
         )
-        nats = self._nats(of_pool(pool_name))
-        credentials = nats["nats_credentials"]
-        worker_id = process_id("w")
-        if credentials is not None:
-            worker_id = f"{subjects.worker_prefix(pool_name, Credentials(credentials).name)}.{worker_id}"
+        nats = self.queue_settings(of_pool(pool_name))
+        credentials = nats["nats_credentials"] = self.nats.credentials_text or nats["nats_credentials"]
         return WorkerSettings(
-            worker_id=worker_id,
+            worker_id=worker_id(process_id("w"), pool_name, credentials),
             pool=pool_name,
+            machine=machine,
+            nats_domain=self.nats.domain,
             **nats,
             telemetry=self.telemetry,
             **fields,
         )
 
-    def _nats(self, part: str) -> dict[str, Any]:
-        """Return what settings say of the queue server, for a part or a pool."""
+    def queue_settings(self, part: str) -> dict[str, Any]:
+        """Return what settings say of the queue server, for a part or a pool. Raises ConfigError without ``urls``."""
         if not self.nats.urls:
             raise ConfigError("nats.urls: required here (only `spillway up` starts an embedded queue server)")
         return {

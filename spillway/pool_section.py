@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from fleet.settings import PoolFleetSettings
 from gateway.settings import HostedPoolSettings, PriceSettings
 from pool_worker.settings import (
     ChatEngineSettings,
@@ -40,6 +41,7 @@ class PoolSettings(Settings):
     batch_reserve: Share = 0.1
     gate: GateSettings | None = None
     watch: WatchSettings | None = None
+    fleet: PoolFleetSettings | None = None  # None: somebody else decides how many workers there are
     engine: EngineSettings
 
     @property

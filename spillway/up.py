@@ -31,6 +31,7 @@ from spillway.embedded_nats import EmbeddedNats, free_port
 
 FIRST_KEY_NAME: Final = "default"
 GATEWAY_STOP_MARGIN_S: Final = 10.0
+FLEET_STOP_MARGIN_S: Final = 20.0
 LEDGER_STOP_LIMIT_S: Final = 20.0
 RESOLVED_CONFIG_NAME: Final = "config.json"
 CARDS_LIMIT_S: Final = 30.0
@@ -222,12 +223,15 @@ def _children(config: Config) -> list[Child]:
     workers = [
         child(f"worker-{pool_name}-{number}", ["worker", "--pool", pool_name], pool.drain_s + GATEWAY_STOP_MARGIN_S)
         for pool_name, pool in config.pools.items()
-        for number in range(1, pool.workers + 1)
+        for number in range(1, (pool.workers if pool.fleet is None else 0) + 1)
     ]
+    managed = [pool for pool in config.pools.values() if pool.fleet is not None]
+    fleet_limit_s = max((pool.drain_s for pool in managed), default=0.0) + FLEET_STOP_MARGIN_S
     return [
         child("gateway", ["gateway"], gateway_limit_s),
         child("ledger", ["ledger"], LEDGER_STOP_LIMIT_S),
         *workers,
+        *([child("fleet", ["fleet", "run", "--end-machines"], fleet_limit_s)] if managed else []),
     ]
 
 
@@ -269,7 +273,9 @@ async def _say_when_ready(child: Child, say: Callable[[str], None]) -> dict[str,
 
 
 def _served_here(config: Config) -> frozenset[str]:
-    return frozenset(model for pool in config.pools.values() if pool.workers for model in pool.models)
+    return frozenset(
+        model for pool in config.pools.values() if pool.workers and pool.fleet is None for model in pool.models
+    )
 
 
 async def _until_counted(base_url: str, models: frozenset[str]) -> None:

@@ -2,7 +2,21 @@
 
 import typer
 
-from spillway.cli import admin, bench, bench_pool, export, keys, limits, nats, payloads, processes, setup, teams
+from spillway.cli import (
+    admin,
+    bench,
+    bench_pool,
+    export,
+    fleet,
+    keys,
+    limits,
+    nats,
+    payloads,
+    processes,
+    setup,
+    simulate,
+    teams,
+)
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.parked import parked
 from spillway.cli.usage import usage
@@ -21,6 +35,7 @@ app.command("ledger")(processes.ledger)
 app.command("usage")(usage)
 app.command("dead-letters")(dead_letters)
 app.command("parked")(parked)
+app.command("plan")(simulate.plan)
 
 limits_app = typer.Typer(help="Limits of keys and teams.", no_args_is_help=True)
 limits_app.command("recount")(limits.recount)
@@ -76,6 +91,13 @@ nats_app = typer.Typer(help="Who may do what at the queue server.", no_args_is_h
 nats_app.command("credentials")(nats.credentials)
 nats_app.command("machine")(nats.machine)
 app.add_typer(nats_app, name="nats")
+
+fleet_app = typer.Typer(help="How many workers each pool has, and who starts them.", no_args_is_help=True)
+fleet_app.command("run")(fleet.run)
+fleet_app.command("status")(fleet.status)
+fleet_app.command("explain")(fleet.explain)
+fleet_app.command("simulate")(simulate.simulate)
+app.add_typer(fleet_app, name="fleet")
 
 bench_app = typer.Typer(help="Measure the speed of an engine or an endpoint.", no_args_is_help=True)
 bench_app.command("engine")(bench.engine)

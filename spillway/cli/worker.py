@@ -82,6 +82,9 @@ def worker(
             rich_help_panel=POOL,
         ),
     ] = None,
+    machine: Annotated[
+        str, typer.Option(envvar="SPILLWAY_MACHINE", help="The machine's id, where the fleet controller launched it.")
+    ] = "",
     ready_file: ReadyFileOption = None,
 ) -> None:
     """Run one worker of a pool, which pulls jobs for its engine. Only needs an outbound connection to NATS.
@@ -114,7 +117,8 @@ def worker(
     resolved = _resolve(config, data, pool, overrides, model or [], nats_url or [])
     run_async(
         lambda: run(
-            resolved.worker_settings(pool), on_ready=lambda task: write_ready(ready_file, {"pool": pool, "task": task})
+            resolved.worker_settings(pool, machine),
+            on_ready=lambda task: write_ready(ready_file, {"pool": pool, "task": task}),
         )
     )
 

@@ -1,0 +1,89 @@
+"""The books: every machine that was ever wanted, and every decision, in SQL."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct, structs
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from db.engine import changing
+from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
+from db.fleet_models import DecisionRow, MachineRow
+from fleet.machine import OVER, PAID, Machine, State
+
+
+class Decision(Struct, frozen=True):
+    """A size that was decided for a pool."""
+
+    decided_unix_ms: int
+    pool: str
+    size: int
+    serving: int
+    starting: int
+    reason: str
+
+
+class Books:
+    """Reads and writes machines and decisions. All methods raise DatabaseUnavailable."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def machines(self) -> list[Machine]:
+        """Return all machines that a provider may still charge for."""
+        return await self._select_machines(MachineRow.state.in_(PAID))
+
+    async def over_since(self, unix_ms: int) -> list[Machine]:
+        """Return the machines that have been over for no longer than since a moment."""
+        return await self._select_machines(MachineRow.state.in_(OVER), MachineRow.over_unix_ms >= unix_ms)
+
+    async def _select_machines(self, *conditions: Any) -> list[Machine]:  # noqa: ANN401  # SQLAlchemy's expressions
+        columns = [getattr(MachineRow, field) for field in Machine.__struct_fields__]
+        statement = select(*columns).where(*conditions).order_by(MachineRow.wanted_unix_ms, MachineRow.machine_id)
+        try:
+            async with self._engine.connect() as connection:
+                rows = (await connection.execute(statement)).mappings()
+                return [Machine(**{**row, "state": State(row["state"])}) for row in rows]
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+    async def add(self, machine: Machine) -> None:
+        """Write a machine that is wanted: before its provider is asked."""
+        await self._change(insert(MachineRow).values(structs.asdict(machine)))
+
+    async def put(self, machine: Machine) -> None:
+        """Replace what the books say of a machine; one that is over stays over."""
+        fields = structs.asdict(machine)
+        fields.pop("machine_id")
+        statement = update(MachineRow).where(MachineRow.machine_id == machine.machine_id, MachineRow.state.not_in(OVER))
+        await self._change(statement.values(fields))
+
+    async def add_decisions(self, decisions: Sequence[Decision]) -> None:
+        """Write decisions."""
+        if decisions:
+            await self._change(insert(DecisionRow).values([structs.asdict(decision) for decision in decisions]))
+
+    async def forget_decisions(self, before_unix_ms: int) -> None:
+        """Delete old decisions."""
+        await self._change(delete(DecisionRow).where(DecisionRow.decided_unix_ms < before_unix_ms))
+
+    async def decisions(self, since_unix_ms: int, pool: str | None = None) -> list[Decision]:
+        """Return decisions, the latest first."""
+        columns = [getattr(DecisionRow, field) for field in Decision.__struct_fields__]
+        statement = select(*columns).where(DecisionRow.decided_unix_ms >= since_unix_ms)
+        if pool is not None:
+            statement = statement.where(DecisionRow.pool == pool)
+        try:
+            async with self._engine.connect() as connection:
+                rows = (await connection.execute(statement.order_by(DecisionRow.decided_unix_ms.desc()))).mappings()
+                return [Decision(**row) for row in rows]
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error
+
+    async def _change(self, statement: Any) -> None:  # noqa: ANN401  # SQLAlchemy's expressions
+        try:
+            async with changing(self._engine) as connection:
+                await connection.execute(statement)
+        except SQL_ERRORS as error:
+            raise DatabaseUnavailable(describe(error)) from error

@@ -1,0 +1,115 @@
+"""Worker processes on this machine: the embedded default, and what the fleet is tried with.
+
+A process carries its labels in its environment, where a new controller finds them: nothing is written down that a
+controller could die before writing.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, Final
+
+import psutil
+
+from fleet.errors import LaunchRefused
+from fleet.machine import FLEET_LABEL, MACHINE_LABEL, POOL_LABEL, Order, ProviderMachine
+
+LABELS: Final = "SPILLWAY_MACHINE_LABELS"  # the environment variable with a machine's labels, as JSON
+END_LIMIT_S: Final = 10.0  # between SIGTERM and SIGKILL: the worker has been drained before
+
+
+class ProcessDriver:
+    """Starts ``spillway worker`` processes in sessions of their own: they outlive the controller."""
+
+    launches_once: ClassVar[bool] = True
+
+    def __init__(
+        self, fleet_id: str, pool: str, places: Sequence[str], *, log_dir: Path, command: Sequence[str]
+    ) -> None:
+        """``log_dir``: one file for each machine. ``command``: what starts a worker of the pool."""
+        self._fleet_id = fleet_id
+        self._pool = pool
+        self._places = tuple(places)
+        self._log_dir = log_dir
+        self._command = tuple(command)
+        self._launching = asyncio.Lock()  # so that the same order cannot run twice
+
+    @property
+    def places(self) -> Sequence[str]:
+        """The configured places, all of them this machine."""
+        return self._places
+
+    async def launch(self, order: Order) -> str:
+        """Start a process; returns its id with its time of start. Raises LaunchRefused."""
+        async with self._launching:
+            for process, labels in await asyncio.to_thread(self._find):
+                if labels[MACHINE_LABEL] == order.machine_id:
+                    return _id_of(process)
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                with (self._log_dir / f"{order.machine_id}.log").open("ab") as log_file:
+                    started = await asyncio.create_subprocess_exec(
+                        *self._command,
+                        stdin=asyncio.subprocess.DEVNULL,
+                        stdout=log_file,
+                        stderr=asyncio.subprocess.STDOUT,
+                        start_new_session=True,
+                        env={**os.environ, **order.environment, LABELS: json.dumps(dict(order.labels))},
+                    )
+            except OSError as error:
+                raise LaunchRefused(f"{self._command[0]}: {error.strerror}") from error
+            try:
+                return _id_of(psutil.Process(started.pid))
+            except psutil.NoSuchProcess as error:
+                raise LaunchRefused(f"{self._command[0]} has ended at once; see {self._log_dir}") from error
+
+    async def machines(self) -> list[ProviderMachine]:
+        """Return the processes that run."""
+        return [ProviderMachine(_id_of(process), labels) for process, labels in await asyncio.to_thread(self._find)]
+
+    async def end(self, provider_id: str) -> None:
+        """End a process and its children, by SIGKILL where SIGTERM does not do it."""
+        await asyncio.to_thread(self._end, provider_id)
+
+    async def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
+    def _find(self) -> list[tuple[psutil.Process, dict[str, str]]]:
+        """Return this pool's processes with their labels. A worker's own children inherit these: they are left out."""
+        found: dict[str, tuple[float, psutil.Process, dict[str, str]]] = {}
+        for process, labels in _labelled():
+            if labels.get(FLEET_LABEL) == self._fleet_id and labels.get(POOL_LABEL) == self._pool:
+                with contextlib.suppress(psutil.Error):
+                    entry = (process.create_time(), process, labels)
+                    eldest = found.setdefault(labels.get(MACHINE_LABEL, ""), entry)
+                    if (entry[0], process.pid) < (eldest[0], eldest[1].pid):
+                        found[labels.get(MACHINE_LABEL, "")] = entry
+        return [(process, labels) for _, process, labels in found.values()]
+
+    def _end(self, provider_id: str) -> None:
+        for process, _ in self._find():
+            if _id_of(process) == provider_id:
+                family = [process, *process.children(recursive=True)]
+                process.terminate()
+                _, alive = psutil.wait_procs(family, timeout=END_LIMIT_S)
+                for one in alive:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
+
+
+def _labelled() -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ValueError, OSError):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            labels = json.loads(process.environ().get(LABELS, "null"))
+            if isinstance(labels, dict):
+                yield process, labels
+
+
+def _id_of(process: psutil.Process) -> str:
+    """Return an id that no later process has: numbers of processes are used again."""
+    return f"{process.pid}-{int(process.create_time() * 1000)}"

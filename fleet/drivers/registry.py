@@ -1,0 +1,73 @@
+"""Which driver a pool's settings name. What an extra brings is imported where it is used."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fleet.drivers.base import Driver
+from fleet.drivers.process import ProcessDriver
+from fleet.drivers.replicas import ReplicaDriver
+from fleet.drivers.runpod import RunPodDriver
+from fleet.drivers.salad import SaladApi
+from fleet.drivers.skypilot import SkyPilotDriver
+from fleet.drivers.static import StaticDriver
+from fleet.errors import FleetError
+from fleet.machine import FLEET_LABEL, POOL_LABEL
+from fleet.settings import (
+    AnyDriverSettings,
+    Ec2Settings,
+    KubernetesSettings,
+    ProcessSettings,
+    RunPodSettings,
+    SaladSettings,
+    SkyPilotSettings,
+    StaticSettings,
+)
+
+SPOT_TIER = "spot"
+
+
+def create(  # noqa: PLR0911 - one for each kind
+    settings: AnyDriverSettings,
+    *,
+    fleet_id: str,
+    pool: str,
+    tier: str,
+    worker_command: Sequence[str],
+    log_dir: Path,
+) -> Driver:
+    """Make a pool's driver. Raises FleetError where it needs what is not there.
+
+    ``worker_command``: what starts a worker on this machine.
+    """
+    spot = tier == SPOT_TIER
+    common = {FLEET_LABEL: fleet_id, POOL_LABEL: pool}
+    match settings:
+        case StaticSettings():
+            return StaticDriver()
+        case ProcessSettings():
+            return ProcessDriver(fleet_id, pool, settings.places, log_dir=log_dir, command=worker_command)
+        case Ec2Settings():
+            with _extra("aws"):
+                from fleet.drivers.ec2 import Ec2Driver  # noqa: PLC0415 - brings boto3
+            return Ec2Driver(settings, fleet_id, pool, spot=spot)
+        case RunPodSettings():
+            if spot:
+                raise FleetError("tier: RunPod's API has no spot pods: use the driver skypilot for them")
+            return RunPodDriver(settings, fleet_id, pool)
+        case SkyPilotSettings():
+            return SkyPilotDriver(settings, fleet_id, pool, spot=spot)
+        case SaladSettings():
+            return ReplicaDriver(SaladApi(settings), common)
+        case KubernetesSettings():
+            with _extra("kubernetes"):
+                from fleet.drivers.kubernetes import KubernetesApi  # noqa: PLC0415 - brings lightkube
+            return ReplicaDriver(KubernetesApi(settings), common)
+
+
+@contextlib.contextmanager
+def _extra(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise FleetError(f"driver.kind: needs the extra {name!r}: pip install 'spillway[{name}]'") from error

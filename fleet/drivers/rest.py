@@ -1,0 +1,44 @@
+"""What the drivers for REST APIs share: time limits, and answers that are lost or make no sense."""
+
+from typing import Any, Final, TypeVar
+
+import httpx
+import msgspec
+
+from fleet.errors import ProviderError
+
+CALL_LIMIT_S: Final = 30.0  # of one call; RunPod looks for a machine before it answers
+CONNECT_LIMIT_S: Final = 5.0
+SAID_MAX_CHARS: Final = 300  # of a provider's own words
+
+T = TypeVar("T")
+
+
+def connect(url: str, headers: dict[str, str]) -> httpx.AsyncClient:
+    """Return a client for the API below a URL."""
+    limits = httpx.Timeout(CALL_LIMIT_S, connect=CONNECT_LIMIT_S)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=limits)
+
+
+async def ask(client: httpx.AsyncClient, method: str, path: str, **request: Any) -> httpx.Response:  # noqa: ANN401
+    """Return the provider's answer, whatever it is. Raises ProviderError if none comes."""
+    try:
+        return await client.request(method, path, **request)
+    except httpx.HTTPError as error:
+        raise ProviderError(f"{method} {path}: {error or type(error).__name__}") from error
+
+
+def decoded(answer: httpx.Response, kind: type[T]) -> T:
+    """Return what a successful answer says. Raises ProviderError."""
+    if not answer.is_success:
+        raise ProviderError(said(answer))
+    try:
+        return msgspec.json.decode(answer.content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProviderError(f"{said(answer)}: {error}") from error
+
+
+def said(answer: httpx.Response) -> str:
+    """Return an answer for a message: what was asked, the status, and the beginning of the text."""
+    request = answer.request
+    return f"{request.method} {request.url.path}: {answer.status_code} {answer.text[:SAID_MAX_CHARS]}"

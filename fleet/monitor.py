@@ -1,0 +1,245 @@
+"""What workers and queue say: who serves, how much work arrives and waits, how fast a worker is."""
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec import Struct
+from nats.aio.msg import Msg
+
+from fleet.policy.forecast import Forecast
+from fleet.policy.surges import Surges
+from fleet.policy.view import BatchWork, Demand
+from fleet.reconcile import Beat
+from protocol import subjects
+from protocol.backlog import Backlog, read_backlog
+from protocol.bus import Bus
+from protocol.errors import ProtocolError
+from protocol.messages import Heartbeat, decode_heartbeat
+
+FORGET_AFTER_S: Final = 300.0
+MINUTE_S: Final = 60.0
+HALF_LIFE_S: Final = 120.0  # of a measured speed's weight, in time during which jobs waited
+FIRST_TOKENS_PER_JOB: Final = 1000.0  # until jobs have been seen
+JOBS_HALF_LIFE: Final = 500.0  # of what is known of a job's size, in jobs
+BATCH_DUE_S: Final = 3600.0  # batch jobs in the queue name no deadline: this is when they should be done
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Speed:
+    """Tokens per second of a pool's worker at full load."""
+
+    tokens: float = 0.0
+    worker_s: float = 0.0
+
+    def measure(self, tokens: float, worker_s: float, elapsed_s: float) -> None:
+        fading = 0.5 ** (elapsed_s / HALF_LIFE_S)
+        self.tokens, self.worker_s = self.tokens * fading + tokens, self.worker_s * fading + worker_s
+
+
+@dataclass
+class _Group:
+    """Models that share pools, and what is known of their work."""
+
+    models: frozenset[str]
+    hosted_usd_per_token: float | None
+    start_s: float
+    forecast: Forecast = field(default_factory=Forecast)
+    surges: Surges = field(default_factory=Surges)
+    arrived_s: float = -math.inf  # when the last request came (monotonic clock)
+    is_unknown: bool = True
+    minute_tokens: float = 0.0  # arrived since minute_s
+    minute_s: float = 0.0  # when the minute began; 0: none has
+    tokens_per_job: float = FIRST_TOKENS_PER_JOB
+    jobs_seen: float = 0.0
+    queued_jobs: int = 0
+    queued_batch_jobs: int = 0
+    jobs: int = 0  # taken since the last look
+    tokens: int = 0  # made and read since the last look
+
+    def observe_minute(self, tokens: float, unix_s: float) -> None:
+        """Add what has arrived; at the end of a minute compare its rate with what was expected of it."""
+        self.minute_tokens += tokens
+        self.minute_s = self.minute_s or unix_s
+        if unix_s - self.minute_s >= MINUTE_S:
+            self.surges.observe(unix_s, self.minute_tokens / (unix_s - self.minute_s))
+            self.surges.expect(unix_s + self.start_s, self.forecast.at(unix_s, self.start_s))
+            self.minute_tokens, self.minute_s = 0.0, unix_s
+
+
+class MonitoredGroup(Struct, frozen=True):
+    """Models that share pools."""
+
+    models: frozenset[str]
+    start_s: float  # of the slowest pool's machines
+    hosted_usd_per_token: float | None = None  # of the API that takes what would wait for too long; None: there is none
+
+
+class Monitor:
+    """Hears heartbeats, and looks at the queue when asked to."""
+
+    def __init__(self, bus: Bus, groups: Iterable[MonitoredGroup]) -> None:
+        """Nothing is heard until ``start``."""
+        self._bus = bus
+        self._groups = [_Group(one.models, one.hosted_usd_per_token, one.start_s) for one in groups]
+        self._by_model = {model: group for group in self._groups for model in group.models}
+        self._beats: dict[str, tuple[float, Heartbeat]] = {}
+        self._speeds: dict[str, _Speed] = {}
+        self._pool_tokens: dict[str, int] = {}  # since the last look
+        self._looked_s: float | None = None
+        self._began_s = float("inf")
+
+    @property
+    def listened_s(self) -> float:
+        """How long heartbeats have been heard."""
+        return time.monotonic() - self._began_s
+
+    async def start(self) -> None:
+        """Listen to heartbeats. Raises BusError."""
+        self._began_s = time.monotonic()
+        await self._bus.subscribe(subjects.HEARTBEATS, self._on_heartbeat)
+
+    async def _on_heartbeat(self, message: Msg) -> None:
+        worker_id = subjects.worker_of_heartbeat(message.subject)
+        if "Status" in (message.headers or {}):  # an answer of the server that somebody has led here
+            return
+        if not message.data:  # it has signed off
+            self._beats.pop(worker_id, None)
+            return
+        try:
+            beat = decode_heartbeat(message.data)
+        except ProtocolError as error:
+            log.warning("dropped an unreadable heartbeat: %s", error)
+            return
+        if beat.worker_id == worker_id:
+            self.receive(beat)
+        else:
+            log.warning("dropped a heartbeat of %s that calls itself %s", worker_id, beat.worker_id)
+
+    def receive(self, beat: Heartbeat) -> None:
+        """Take a worker's state, and what it has done since its last heartbeat."""
+        _, before = self._beats.get(beat.worker_id, (0.0, None))
+        self._beats[beat.worker_id] = (time.monotonic(), beat)
+        group = next((self._by_model[model] for model in beat.models if model in self._by_model), None)
+        if before is None or group is None:
+            return
+        tokens = max(0, _tokens(beat) - _tokens(before))
+        group.jobs += max(0, beat.jobs_taken - before.jobs_taken)
+        group.tokens += tokens
+        self._pool_tokens[beat.pool] = self._pool_tokens.get(beat.pool, 0) + tokens
+
+    async def look(self) -> None:
+        """Read the queue, and bring rates and speeds up to now. Raises BusError."""
+        backlog = await read_backlog(self._bus)
+        now_s, unix_s = time.monotonic(), time.time()
+        elapsed_s = None if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        self._forget(now_s)
+        for group in self._groups:
+            self._look_at(group, backlog, elapsed_s, unix_s)
+            if group.is_unknown:
+                group.is_unknown = not await self._have_cards(group.models)
+        self._pool_tokens.clear()
+
+    def _look_at(self, group: _Group, backlog: Backlog, elapsed_s: float | None, unix_s: float) -> None:
+        queued_before, contended = group.queued_jobs, group.queued_jobs + group.queued_batch_jobs > 0
+        group.queued_jobs, group.queued_batch_jobs = _queued(backlog, group.models)
+        jobs, tokens, group.jobs, group.tokens = group.jobs, group.tokens, 0, 0
+        if jobs:
+            weight = min(group.jobs_seen, JOBS_HALF_LIFE)
+            group.tokens_per_job = (
+                (group.tokens_per_job * weight + tokens) / (weight + jobs) if tokens else (group.tokens_per_job)
+            )
+            group.jobs_seen += jobs
+        if jobs or group.queued_jobs or group.queued_batch_jobs:
+            group.arrived_s = time.monotonic()
+        if elapsed_s is None:
+            return
+        arrived = max(0, jobs + group.queued_jobs - queued_before)
+        group.forecast.observe(unix_s, arrived * group.tokens_per_job / elapsed_s, elapsed_s)
+        group.observe_minute(arrived * group.tokens_per_job, unix_s)
+        if contended and group.queued_jobs + group.queued_batch_jobs > 0:
+            for pool, workers in self._serving_by_pool(group).items():
+                speed = self._speeds.setdefault(pool, _Speed())
+                speed.measure(self._pool_tokens.get(pool, 0), workers * elapsed_s, elapsed_s)
+
+    async def _have_cards(self, models: frozenset[str]) -> bool:
+        """Return whether workers have published how each model's tokens are counted. Raises BusError."""
+        stream = f"KV_{subjects.MODELS_BUCKET}"
+        return all(
+            [await self._bus.get_message(stream, last_by_subj=subjects.model_card_subject(model)) for model in models]
+        )
+
+    def _serving_by_pool(self, group: _Group) -> Mapping[str, int]:
+        counts: dict[str, int] = {}
+        for _, beat in self._beats.values():
+            if not beat.draining and group.models.intersection(beat.models):
+                counts[beat.pool] = counts.get(beat.pool, 0) + 1
+        return counts
+
+    def _forget(self, now_s: float) -> None:
+        for worker_id in [one for one, (seen_s, _) in self._beats.items() if now_s - seen_s > FORGET_AFTER_S]:
+            del self._beats[worker_id]
+
+    def demand(self, models: frozenset[str]) -> Demand:
+        """Return the work of a group."""
+        [group] = [group for group in self._groups if group.models == models]
+        now_s = time.time()
+        batch = group.queued_batch_jobs * group.tokens_per_job
+        return Demand(
+            queued_tokens=group.queued_jobs * group.tokens_per_job,
+            tokens_per_s=group.forecast.latest_tokens_per_s,
+            expected=lambda ahead_s: group.forecast.at(now_s, ahead_s),
+            surge=group.surges.quantile,
+            hosted_usd_per_token=group.hosted_usd_per_token,
+            idle_s=time.monotonic() - group.arrived_s,
+            is_unknown=group.is_unknown,
+            batch=(BatchWork(BATCH_DUE_S, batch),) if batch else (),
+        )
+
+    def forecast(self, models: frozenset[str]) -> Forecast:
+        """Return a group's forecast, to teach it the past."""
+        [group] = [group for group in self._groups if group.models == models]
+        return group.forecast
+
+    def tokens_per_s(self, pool: str) -> float | None:
+        """Return the measured speed of a pool's worker; None: there has not been enough work to measure it."""
+        speed = self._speeds.get(pool)
+        return (
+            None
+            if speed is None or speed.worker_s < HALF_LIFE_S or not speed.tokens
+            else (speed.tokens / speed.worker_s)
+        )
+
+    def beats(self, pool: str) -> Mapping[str, Beat]:
+        """Return what was last heard of each machine that the fleet launched for a pool, from this pool's workers."""
+        now_s = time.monotonic()
+        found: dict[str, Beat] = {}
+        for seen_s, beat in sorted(self._beats.values(), key=lambda entry: entry[0]):  # the latest of a machine counts
+            if beat.machine and beat.pool == pool:
+                found[beat.machine] = Beat(beat.worker_id, beat.machine, now_s - seen_s, beat.draining)
+        return found
+
+    def strangers(self, pool: str) -> int:
+        """Return the number of a pool's workers that nobody launched for the fleet."""
+        return sum(beat.pool == pool and not beat.machine and not beat.draining for _, beat in self._beats.values())
+
+    def running(self) -> Mapping[str, int]:
+        """Return the number of jobs that each worker runs."""
+        return {worker_id: beat.running for worker_id, (_, beat) in self._beats.items()}
+
+
+def _tokens(beat: Heartbeat) -> int:
+    return beat.tokens_made + (0 if beat.stats is None else beat.stats.prompt_tokens)
+
+
+def _queued(backlog: Backlog, models: frozenset[str]) -> tuple[int, int]:
+    """Return how many interactive and how many batch jobs of these models wait."""
+    batch = sum(backlog.jobs.get(subjects.job_subject(model, subjects.LOW_LANE), 0) for model in models)
+    lanes: Sequence[str] = (subjects.RESUME_LANE, *subjects.HIGH_LANES)
+    return sum(backlog.jobs.get(subjects.job_subject(model, lane), 0) for model in models for lane in lanes), batch

@@ -1,0 +1,1 @@
+"""How many workers each pool should have: pure functions, the same in the controller and in the simulator."""

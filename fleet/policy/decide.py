@@ -1,0 +1,194 @@
+"""The sizes of a group's pools: what the need asks for, from the cheapest that can be had.
+
+Cheapest first by price and speed, and each only for as much as its price is worth. A pool that cannot launch at the
+moment is passed over, so that dearer ones fill in; when it can again, it takes their part back: a dearer machine ends
+only once cheaper ones serve. Machines spread evenly over a pool's places, because those of one place are lost together.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fleet.policy.need import batch_plan, critical_share, expected_rate, late_speed
+from fleet.policy.view import Demand, Plan, PoolPlan, PoolView
+
+BATCH_PERIOD_S: Final = 60.0  # between two looks at all deadlines
+ONE_WORKER: Final = 0.5  # of a worker: as much as makes one be wanted
+ROUNDING: Final = 0.05  # of a worker: so much less than needed is enough
+# A dearer pool works for batch deadlines only where the cheapest, as large as it lately was for so much of the time
+# that is left, would miss them.
+PATIENCE: Final = 0.5
+LATELY_S: Final = 86_400.0
+LATELY_STARTS: Final = 2.0  # how far a dearer pool looks back, in its start-up times
+
+
+class Decider:
+    """Decides the sizes of one group's pools. It remembers what was needed a short while ago, and nothing else."""
+
+    def __init__(self, *, max_wait_s: float, idle_s: float, cool_down_s: float = 0.0) -> None:
+        """``max_wait_s``: of interactive requests. ``idle_s``: how long the last worker stays without any request.
+
+        ``cool_down_s``: how long what was needed is kept, at least.
+        """
+        self._max_wait_s = max_wait_s
+        self._idle_s = idle_s
+        self._cool_down_s = cool_down_s
+        self._lately: dict[str, _Lately] = {}  # by pool
+        self._share, self._batch, self._batch_at_s = 0.5, 0.0, -math.inf
+        self._reach = 0.0  # speed of the cheapest pool, lately
+        self._at_s: float | None = None
+        self._began_s: float | None = None
+
+    def decide(self, pools: Sequence[PoolView], demand: Demand, now_s: float) -> Plan:
+        """Return what each pool should have. ``now_s``: any clock that only moves forward."""
+        if self._began_s is None:
+            self._began_s = now_s
+        known_s = now_s - self._began_s  # a new controller ends nothing before it knows what is needed
+        ordered = sorted(pools, key=lambda pool: (pool.usd_per_token, pool.name))
+        self._look_at_batch(ordered, demand, now_s)
+        present = sum(pool.size * pool.tokens_per_s for pool in ordered)
+        wanted: dict[str, int] = {}
+        needs: dict[str, float] = {}
+        covered = sum(pool.min_workers * pool.tokens_per_s for pool in ordered)
+        for pool in ordered:
+            need = self._need(pool, demand, present, known_s, is_cheapest=pool is ordered[0])
+            held = self._lately.setdefault(pool.name, _Lately()).take(
+                need - covered, now_s, *self._look_back(pool, demand, is_cheapest=pool is ordered[0])
+            )
+            needs[pool.name] = held + covered
+            size = _size(pool, held)
+            if known_s < max(pool.start_s, self._cool_down_s):
+                size = max(size, min(pool.size, pool.max_workers))
+            covered += (size - pool.min_workers) * pool.tokens_per_s
+            wanted[pool.name] = size
+        needed = max(needs.values())
+        spare = _Spare(
+            ready=sum(pool.ready * pool.tokens_per_s for pool in ordered) - needed,
+            size=present - needed,
+        )
+        why = _why(demand, self._batch, expected_rate(demand, ordered[0].start_s), needed)
+        plans = [_plan(pool, wanted[pool.name], spare, why) for pool in reversed(ordered)]  # the dearest end first
+        return plans[::-1]
+
+    def _look_at_batch(self, ordered: Sequence[PoolView], demand: Demand, now_s: float) -> None:
+        cheapest = ordered[0]
+        speed = cheapest.ready * cheapest.tokens_per_s
+        elapsed_s = 0.0 if self._at_s is None else now_s - self._at_s
+        self._at_s = now_s
+        self._reach = max(speed, self._reach * math.exp(-elapsed_s / LATELY_S))
+        if now_s - self._batch_at_s >= BATCH_PERIOD_S:
+            least = critical_share(cheapest.usd_per_token, demand.hosted_usd_per_token)
+            self._share, self._batch = batch_plan(demand.batch, demand.expected, demand.surge, least)
+            self._batch_at_s = now_s
+
+    def _need(self, pool: PoolView, demand: Demand, present: float, known_s: float, *, is_cheapest: bool) -> float:
+        """Return the speed that this pool and all cheaper ones should have together."""
+        is_idle = min(demand.idle_s, known_s) >= self._idle_s
+        expected = expected_rate(demand, pool.start_s)
+        own = critical_share(pool.usd_per_token, demand.hosted_usd_per_token)
+        surge = demand.surge(max(own, self._share) if is_cheapest else own)
+        need = expected * surge
+        if demand.hosted_usd_per_token is None:
+            need = max(need, demand.tokens_per_s)
+            need += late_speed(
+                demand, spare=need - expected, present=present, within_s=pool.start_s, max_wait_s=self._max_wait_s
+            )
+        if is_idle and need <= pool.tokens_per_s:
+            need = 0.0  # of the last worker: what is expected of this hour did not come
+        if is_cheapest or self._batch > PATIENCE * self._reach:
+            need = max(need, self._batch)
+        if demand.is_unknown or demand.idle_s < self._idle_s or (pool.size and not is_idle):
+            need = max(need, ONE_WORKER * pool.tokens_per_s)
+        return need
+
+    def _look_back(self, pool: PoolView, demand: Demand, *, is_cheapest: bool) -> tuple[float, float]:
+        """Return how far a pool looks back, and the share of that time which what it gets is to cover.
+
+        What the cheapest was needed for is kept for as long as getting it back would take. For a dearer one, need comes
+        and goes with the cheaper machines' losses: while a hosted API takes what is missing, it gets what is worth its
+        price.
+        """
+        if is_cheapest:
+            return max(pool.start_s, self._cool_down_s), 1.0
+        return LATELY_STARTS * pool.start_s, critical_share(pool.usd_per_token, demand.hosted_usd_per_token)
+
+
+class _Lately:
+    """What a pool was needed for lately."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, float]] = deque()  # (time, need)
+
+    def take(self, need: float, now_s: float, length_s: float, share: float) -> float:
+        """Add a need, and return what covers such a share of the last ``length_s``."""
+        self._values.append((now_s, need))
+        while self._values[0][0] < now_s - length_s:
+            self._values.popleft()
+        ordered = sorted(value for _, value in self._values)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _size(pool: PoolView, missing: float) -> int:
+    """Return the pool's size that gives the missing speed, as far as it can be had."""
+    more = max(0, math.ceil(missing / pool.tokens_per_s - ROUNDING))
+    size = min(pool.min_workers + more, pool.max_workers)
+    if all(place.rests for place in pool.places):
+        size = min(size, max(pool.size, pool.min_workers))
+    return size
+
+
+@dataclass
+class _Spare:
+    """The speed beyond the need that may still end: of what serves, and of all that is there."""
+
+    ready: float
+    size: float
+
+    def take(self, pool: PoolView, surplus: int) -> int:
+        """Return how many of a pool's machines may end, those that are starting first.
+
+        What is missing elsewhere is not given up before it has been launched there, nor what serves before it serves.
+        """
+        starting = min(surplus, pool.starting, _whole(self.size / pool.tokens_per_s))
+        self.size -= starting * pool.tokens_per_s
+        ready = 0
+        if starting == pool.starting:
+            ready = min(surplus - starting, pool.ready, _whole(min(self.ready, self.size) / pool.tokens_per_s))
+        self.ready -= ready * pool.tokens_per_s
+        self.size -= ready * pool.tokens_per_s
+        return starting + ready
+
+
+def _whole(workers: float) -> int:
+    return max(0, math.floor(workers + ROUNDING))
+
+
+def _plan(pool: PoolView, wanted: int, spare: _Spare, why: str) -> PoolPlan:
+    if wanted >= pool.size:
+        return PoolPlan(pool.name, wanted, _spread(pool, wanted - pool.size), 0, why)
+    ends = spare.take(pool, pool.size - wanted)
+    return PoolPlan(pool.name, pool.size - ends, {}, ends, why)
+
+
+def _spread(pool: PoolView, count: int) -> Mapping[str, int]:
+    """Return how many machines to launch at each place: always where there are fewest, the best of those."""
+    there = {place.name: place.ready + place.starting for place in pool.places if not place.rests}
+    launches: Counter[str] = Counter()
+    if there:
+        for _ in range(count):
+            name = min(there, key=lambda one: there[one])
+            there[name] += 1
+            launches[name] += 1
+    return launches
+
+
+def _why(demand: Demand, batch: float, expected: float, needed: float) -> str:
+    """Say in one sentence where the need comes from."""
+    parts = [f"{expected:,.0f} tokens/s are expected, machines for {needed:,.0f} are worth their price"]
+    if demand.queued_tokens >= 1:
+        parts.append(f"{demand.queued_tokens:,.0f} tokens wait")
+    if batch:
+        parts.append(f"batch deadlines need {batch:,.0f} tokens/s")
+    return "; ".join(parts)

@@ -1,0 +1,87 @@
+"""The rate of arrivals that is expected: what this hour of the week usually brings, at the last minutes' level."""
+
+import math
+from array import array
+from typing import Final
+
+SLOTS_PER_HOUR: Final = 4
+SLOT_S: Final = 3600 / SLOTS_PER_HOUR
+DAY_SLOTS: Final = 24 * SLOTS_PER_HOUR
+WEEK_SLOTS: Final = 7 * DAY_SLOTS
+FADING: Final = 0.5  # of what is known of a slot, each time the slot comes round
+LEVEL_S: Final = 300.0  # over which the recent rate is averaged
+LATEST_S: Final = 30.0  # over which that of right now is
+FIRST_S: Final = 30.0  # what is seen at first is averaged over no less: one burst is no rate
+# How fast the recent level gives way to the usual rate as one looks ahead: a surge does not last for ever.
+LEVEL_LASTS_S: Final = 3600.0
+LEAST_LEVEL, MOST_LEVEL = 0.25, 4.0
+
+
+class Forecast:
+    """Learns from rates, and tells them ahead. Times are seconds since the epoch, in UTC."""
+
+    def __init__(self) -> None:
+        self._usual = array("d", bytes(8 * WEEK_SLOTS))  # tokens per second, by slot of the week
+        self._weights = array("d", bytes(8 * WEEK_SLOTS))  # how much is known of it: 0 to 1 / (1 - FADING)
+        self._recent = 0.0
+        self._latest = 0.0
+        self._observed_s = 0.0
+
+    def observe(self, now_s: float, tokens_per_s: float, elapsed_s: float) -> None:
+        """Take account of the mean rate of the last ``elapsed_s``."""
+        self._observed_s += elapsed_s
+        share = max(-math.expm1(-elapsed_s / LEVEL_S), elapsed_s / max(self._observed_s, FIRST_S))
+        self._recent += min(1.0, share) * (tokens_per_s - self._recent)
+        self._latest -= math.expm1(-elapsed_s / LATEST_S) * (tokens_per_s - self._latest)
+        self._learn(now_s, tokens_per_s, elapsed_s)
+
+    def learn(self, slot_start_s: float, tokens_per_s: float) -> None:
+        """Take account of a slot of the past, for example one of the ledger's quarters of an hour."""
+        self._learn(slot_start_s, tokens_per_s, SLOT_S)
+
+    def _learn(self, at_s: float, tokens_per_s: float, elapsed_s: float) -> None:
+        slot = int(at_s // SLOT_S) % WEEK_SLOTS
+        share = elapsed_s / SLOT_S
+        kept = self._weights[slot] * FADING**share
+        self._weights[slot] = kept + share
+        self._usual[slot] += share / self._weights[slot] * (tokens_per_s - self._usual[slot])
+
+    @property
+    def recent_tokens_per_s(self) -> float:
+        """Mean rate of the last minutes."""
+        return self._recent
+
+    @property
+    def latest_tokens_per_s(self) -> float:
+        """Mean rate of the last half minute or so."""
+        return self._latest
+
+    def at(self, now_s: float, ahead_s: float) -> float:
+        """Return the rate expected ``ahead_s`` from now, in tokens per second."""
+        recent = self.recent_tokens_per_s
+        usual_now, usual_then = self._usual_at(now_s), self._usual_at(now_s + ahead_s)
+        if usual_now is None or usual_then is None or usual_now <= 0.0:
+            return recent
+        level = min(MOST_LEVEL, max(LEAST_LEVEL, recent / usual_now))
+        lasting = math.exp(-ahead_s / LEVEL_LASTS_S)
+        return usual_then * (1 + (level - 1) * lasting)
+
+    def _usual_at(self, at_s: float) -> float | None:
+        """Return the usual rate between the middles of two slots; None: neither this day nor another is known."""
+        place = at_s / SLOT_S - 0.5
+        before = math.floor(place)
+        first, second = self._usual_in(before), self._usual_in(before + 1)
+        if first is None or second is None:
+            return first if second is None else second
+        return first + (place - before) * (second - first)
+
+    def _usual_in(self, slot: int) -> float | None:
+        """Return a slot's usual rate: that of its hour of the week, or else of its hour on the days that are known."""
+        if self._weights[slot % WEEK_SLOTS] > 0.5:
+            return self._usual[slot % WEEK_SLOTS]
+        known = [
+            self._usual[(slot - day * DAY_SLOTS) % WEEK_SLOTS]
+            for day in range(1, 7)
+            if self._weights[(slot - day * DAY_SLOTS) % WEEK_SLOTS] > 0.5
+        ]
+        return known[0] if known else None  # the latest day of them

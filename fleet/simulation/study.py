@@ -1,0 +1,87 @@
+"""A study: one workload and one market, under our policy and those of others, beside the least it could have cost."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.policy.decide import Decider
+from fleet.simulation.market import Counts
+from fleet.simulation.optimum import least_usd
+from fleet.simulation.peers import Fixed, Mixed, OneStep, Reactive
+from fleet.simulation.workload import Workload
+from fleet.simulation.world import Decide, HostedApi, Outcome, SimulatedPool, World
+
+QUARTER_S = 900
+PEER_UTILISATION = 0.8
+
+
+class Study(Struct, frozen=True):
+    """What is to be compared."""
+
+    workload: Workload
+    pools: tuple[SimulatedPool, ...]  # one of them on demand
+    market: Mapping[str, Counts]
+    hosted: HostedApi | None
+    max_wait_s: float = 10.0
+    seed: int = 1
+
+    def play(self, decide: Decide) -> Outcome:
+        """Play the workload under a policy."""
+        world = World(self.workload, self.pools, self.market, decide, hosted=self.hosted, seed=self.seed)
+        return world.run(self.max_wait_s)
+
+    def ours(self) -> Outcome:
+        """Play it under Spillway's policy."""
+        return self.play(Decider(max_wait_s=self.max_wait_s, idle_s=600.0, cool_down_s=60.0).decide)
+
+    def peers(self, utilisation: float = PEER_UTILISATION) -> Mapping[str, Callable[[], Outcome]]:
+        """Return the policies of others, each to be played. ``utilisation``: how full they mean machines to be."""
+        return {
+            "fixed at peak, on demand": lambda: self.play(Fixed(self._on_demand.name, self._peak(utilisation)).decide),
+            "reactive (60 s)": lambda: self.play(Reactive(utilisation).decide),
+            "one step at a time": lambda: self.play(OneStep(utilisation).decide),
+            "spot mix (SkyServe)": lambda: self.play(Mixed(utilisation).decide),
+        }
+
+    def at_equal_cost(self, name: str, usd: float) -> Outcome:
+        """Play a peer at the utilisation at which it costs about ``usd``: what it offers for the same money."""
+        low, high = 0.2, 1.6
+        outcome = self.peers(high)[name]()
+        for _ in range(6):
+            middle = (low + high) / 2
+            outcome = self.peers(middle)[name]()
+            if outcome.usd > usd:
+                low = middle
+            else:
+                high = middle
+        return outcome
+
+    def least_usd(self) -> float:
+        """Return the clairvoyant's cost. Raises Unsolved, or ImportError without ``highspy``."""
+        return least_usd(self.workload, self.pools, self.market, self.hosted)
+
+    @property
+    def _on_demand(self) -> SimulatedPool:
+        return next(pool for pool in self.pools if pool.tier == "on-demand")
+
+    def _peak(self, utilisation: float) -> int:
+        """Return how many on-demand machines the busiest quarter of an hour needs."""
+        quarters = self.workload.tokens[: self.workload.seconds // QUARTER_S * QUARTER_S].reshape(-1, QUARTER_S)
+        return int(np.ceil(quarters.mean(axis=1).max() / self._on_demand.tokens_per_s / utilisation))
+
+
+def facts(outcome: Outcome, least: float | None = None) -> dict[str, object]:
+    """Return an outcome's figures."""
+    return {
+        "usd": round(outcome.usd, 2),
+        "times_least": None if least is None else round(outcome.usd / least, 3),
+        "late_share": round(outcome.late_share, 6),
+        "wait_s": dict(outcome.wait_s),
+        "gpu_hours": {name: round(hours, 1) for name, hours in outcome.machine_hours.items()},
+        "usd_by_pool": {name: round(usd, 2) for name, usd in outcome.usd_by_pool.items()},
+        "hosted_tokens": round(outcome.hosted_tokens),
+        "lost_machines": outcome.lost_machines,
+        "launches": outcome.launches,
+        "batch_missed": outcome.batch_missed,
+    }

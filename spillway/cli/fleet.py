@@ -1,0 +1,148 @@
+"""``spillway fleet``: the controller, what it has decided and why, and its simulation."""
+
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from typing import Annotated, Final
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fleet.books import Books, Decision
+from fleet.machine import STARTING, Machine, State
+from spillway import logs
+from spillway.children import PYTHON
+from spillway.cli.context import (
+    ConfigOption,
+    DataOption,
+    ReadyFileOption,
+    database,
+    fail,
+    out,
+    run_async,
+    running_or_config,
+    write_ready,
+)
+from spillway.config import Config
+from spillway.fleet_config import controller_settings
+from spillway.up import resolved_config_path
+
+HOUR_MS: Final = 3_600_000
+DAY_MS: Final = 24 * HOUR_MS
+
+
+def run(
+    config: ConfigOption = None,
+    data: DataOption = None,
+    end_machines: Annotated[
+        bool, typer.Option("--end-machines", help="Drain and end all machines when the controller is stopped.")
+    ] = False,
+    ready_file: ReadyFileOption = None,
+) -> None:
+    """Keep each pool that has a section `fleet` at the size that its work needs.
+
+    Any number may run, one of them leads. Ctrl-C ends the controller; machines
+    stay, and the next controller goes on with them.
+    """
+    logs.configure("fleet")
+    resolved = running_or_config(config, data)
+    if not any(pool.fleet is not None for pool in resolved.pools.values()):
+        raise fail("no pool has a [pools.<name>.fleet] section: there is nothing to control")
+    from fleet.main import run as run_controller  # noqa: PLC0415  # imports drivers
+
+    path = config or resolved_config_path(resolved.data_dir)
+    where = ("--config", str(path.resolve())) if path.exists() else ()
+    commands = {name: (*PYTHON, "-m", "spillway", "worker", "--pool", name, *where) for name in resolved.pools}
+    settings = controller_settings(resolved, commands)
+    run_async(
+        lambda: run_controller(settings, on_ready=lambda: write_ready(ready_file, {}), ends_machines=end_machines)
+    )
+
+
+def status(config: ConfigOption = None, data: DataOption = None) -> None:
+    """Show each pool's size: decided, serving, starting, draining, and what was lost within a day."""
+    resolved = running_or_config(config, data)
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            books = Books(engine)
+            machines = await books.machines()
+            over = await books.over_since(_now_ms() - DAY_MS)
+            latest = _latest(await books.decisions(_now_ms() - 30 * DAY_MS))
+        _print_status(resolved, machines, over, latest)
+
+    run_async(main)
+
+
+def _latest(decisions: list[Decision]) -> dict[str, Decision]:
+    latest: dict[str, Decision] = {}
+    for decision in decisions:  # the latest first
+        latest.setdefault(decision.pool, decision)
+    return latest
+
+
+def _print_status(config: Config, machines: list[Machine], over: list[Machine], latest: dict[str, Decision]) -> None:
+    table = Table(
+        "pool", "driver", "bounds", "decided", "serving", "starting", "draining", "ended", "lost", "failed",
+        box=SIMPLE_HEAD,
+    )  # fmt: skip
+    for name, pool in config.pools.items():
+        if pool.fleet is None:
+            continue
+        counts = Counter(machine.state for machine in machines if machine.pool == name)
+        ends = Counter(machine.state for machine in over if machine.pool == name)
+        decided = latest.get(name)
+        table.add_row(
+            name,
+            pool.fleet.driver.kind,
+            f"{pool.fleet.min_workers}-{pool.fleet.max_workers}",
+            "-" if decided is None else str(decided.size),
+            str(counts[State.SERVING]),
+            str(sum(counts[state] for state in STARTING)),
+            str(counts[State.DRAINING] + counts[State.ENDING]),
+            *(str(ends[state]) for state in (State.GONE, State.LOST, State.FAILED)),
+        )
+    out.print(table)
+    out.print("[dim]ended, lost and failed: within the last 24 hours[/dim]")
+
+
+def explain(
+    pool: Annotated[str | None, typer.Argument(help="Only this pool.")] = None,
+    hours: Annotated[float, typer.Option(min=0.01, help="How far to look back.")] = 6.0,
+    config: ConfigOption = None,
+    data: DataOption = None,
+) -> None:
+    """Say why pools have the size that they have: each decision in one sentence, and what became of machines."""
+    resolved = running_or_config(config, data)
+    since_ms = _now_ms() - round(hours * HOUR_MS)
+
+    async def main() -> None:
+        async with database(resolved) as engine:
+            books = Books(engine)
+            decisions = await books.decisions(since_ms, pool)
+            machines = [*await books.machines(), *await books.over_since(since_ms)]
+        lines = [(one.decided_unix_ms, f"{one.pool}: {one.size} workers: {one.reason}") for one in decisions]
+        for machine in machines:
+            changed_ms = max(
+                moment
+                for moment in (
+                    machine.wanted_unix_ms, machine.launched_unix_ms, machine.serving_unix_ms, machine.drained_unix_ms,
+                    machine.over_unix_ms,
+                )
+                if moment is not None
+            )  # fmt: skip
+            if changed_ms >= since_ms and pool in (None, machine.pool):
+                place = f" at {machine.place}" if machine.place else ""
+                text = f"{machine.pool}: machine {machine.machine_id}{place} is {machine.state}: {machine.reason}"
+                lines.append((changed_ms, text))
+        for at_ms, text in sorted(lines):
+            out.print(f"{datetime.fromtimestamp(at_ms / 1000, UTC):%m-%d %H:%M:%S}  {text}", soft_wrap=True)
+        if not lines:
+            out.print("nothing was decided in that time")
+
+    run_async(main)
+
+
+def _now_ms() -> int:
+    return round(time.time() * 1000)

@@ -1,0 +1,61 @@
+"""What a fleet controller needs of the configuration."""
+
+import json
+from collections.abc import Mapping
+
+from fleet.settings import ControllerSettings, ManagedPool
+from spillway.config import ENV_PREFIX, Config, process_id
+
+
+def controller_settings(config: Config, worker_commands: Mapping[str, tuple[str, ...]]) -> ControllerSettings:
+    """Return the settings of a fleet controller. Raises ConfigError without a queue server.
+
+    ``worker_commands``: what starts each pool's worker on this machine.
+    """
+    managed = {
+        name: ManagedPool(
+            tier=pool.tier,
+            models=frozenset(pool.models),
+            usd_per_hour=pool.usd_per_hour,
+            drain_s=pool.drain_s,
+            fleet=pool.fleet,
+        )
+        for name, pool in config.pools.items()
+        if pool.fleet is not None
+    }
+    return ControllerSettings(
+        controller_id=process_id("fleet"),
+        **config.queue_settings("fleet"),
+        database_url=config.database_url,
+        data_dir=config.data_dir,
+        fleet=config.fleet,
+        pools=managed,
+        worker_commands=worker_commands,
+        worker_environment=_worker_environment(config),
+        local_environment=_local_environment(config),
+        hosted_usd_per_token=_hosted_prices(config),
+    )
+
+
+def _hosted_prices(config: Config) -> dict[str, float]:
+    """Return what a token costs at the cheapest hosted pool, for each model: prompt and output tokens alike."""
+    prices: dict[str, float] = {}
+    for pool in config.pools.values():
+        for model, price in pool.prices.items():
+            usd = (price.prompt + price.completion) / 2 / 1e6
+            prices[model] = min(usd, prices.get(model, usd))
+    return {model: usd for model, usd in prices.items() if usd > 0}
+
+
+def _worker_environment(config: Config) -> dict[str, str]:
+    """Return what workers need of ``[nats]`` wherever they are, whatever their configuration file says."""
+    return {
+        f"{ENV_PREFIX}NATS__URLS": json.dumps(config.nats.urls),
+        f"{ENV_PREFIX}NATS__ALLOW_PLAINTEXT": json.dumps(config.nats.allow_plaintext),
+    }
+
+
+def _local_environment(config: Config) -> dict[str, str]:
+    """Return what workers on this machine need of ``[nats]`` besides."""
+    files = {"CREDENTIALS": config.nats.credentials, "CA_FILE": config.nats.ca_file}
+    return {f"{ENV_PREFIX}NATS__{name}": str(path.resolve()) for name, path in files.items() if path is not None}
