@@ -32,6 +32,7 @@ PAGES: Final = (  # the navigation: path, name
     ("/latency", "Latency"),
     ("/cost", "Cost"),
     ("/pools", "Pools"),
+    ("/fleet", "Fleet"),
     ("/requests", "Requests"),
     ("/keys", "Keys"),
     ("/playground", "Playground"),

@@ -10,6 +10,7 @@ from console.dashboard.account_routes import add_account_pages
 from console.dashboard.export_routes import add_export_pages
 from console.dashboard.latency import latency_chart
 from console.dashboard.pages.cost import cost
+from console.dashboard.pages.fleet import fleet
 from console.dashboard.pages.latency import latency
 from console.dashboard.pages.overview import overview
 from console.dashboard.pages.pools import pools
@@ -82,6 +83,10 @@ def _add_ledger_pages(router: APIRouter, pages: Pages) -> None:
     @router.get("/cost")
     async def show_cost(request: Request) -> Response:
         return await pages.show(request, "cost.html", cost)
+
+    @router.get("/fleet")
+    async def show_fleet(request: Request) -> Response:
+        return await pages.show(request, "fleet.html", fleet)
 
 
 def _add_request_pages(router: APIRouter, pages: Pages) -> None:

@@ -10,6 +10,7 @@ from accounts.principal import METRICS
 from gateway.api.services import Services
 from gateway.http.exchange import exchange_of
 from gateway.metrics.exposition import MetricsSnapshot, exposition
+from gateway.metrics.fleet import read_fleet
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError
@@ -36,7 +37,7 @@ def metrics_router(services: Services) -> APIRouter:
 
 
 async def _moment(services: Services) -> MetricsSnapshot:
-    ledger_backlog = await _ledger_backlog(services.bus)
+    ledger_backlog, fleet = await asyncio.gather(_ledger_backlog(services.bus), read_fleet(services.bus))
     dispatcher = services.dispatcher
     return MetricsSnapshot(
         counts=services.series.snapshot(),
@@ -52,6 +53,7 @@ async def _moment(services: Services) -> MetricsSnapshot:
         spooled_bytes=dispatcher.spooled_bytes,
         ledger_backlog=ledger_backlog,
         payloads=dict(services.payloads.outcomes),
+        fleet=fleet,
         caps=tuple(_caps(services.quotas)),
     )
 

@@ -12,7 +12,9 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from db.money import NANO_USD
 from gateway.metrics.engines import engine_families, worker_families
+from gateway.metrics.fleet import fleet_families
 from gateway.metrics.requests import RequestCounts
+from protocol.fleet import FleetState
 from protocol.messages import Heartbeat
 
 
@@ -33,6 +35,7 @@ class MetricsSnapshot:
     spooled_bytes: int  # usage records and intents on this machine's disk, for the queue server
     ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
     payloads: Mapping[str, int]  # what became of those that were to be kept
+    fleet: FleetState | None = None  # None: nobody controls one
     caps: Collection[tuple[str, str, int, int]] = ()  # pool, period, nano-USD of its cap and of what is used of it
 
     def collect(self) -> Iterator[Metric]:
@@ -41,6 +44,8 @@ class MetricsSnapshot:
         yield from self.counts.families()
         yield from worker_families(self.workers, self.models)
         yield from self._gateway_families()
+        if self.fleet is not None:
+            yield from fleet_families(self.fleet)
         yield from _process.collect()
 
     def _gateway_families(self) -> Iterator[Metric]:

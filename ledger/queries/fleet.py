@@ -1,0 +1,121 @@
+"""The fleet's machines, decisions, and what losses of machines cost requests."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import case, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.orm import aliased
+
+from db.fleet_models import DecisionRow, MachineRow
+from db.models import AttemptRow, RequestRow
+from ledger.queries.window import Window
+
+MAX_MACHINES: Final = 20_000  # of a time span; a chart of more shows the latest ones only
+
+
+@dataclass(frozen=True, slots=True)
+class FleetMachine:
+    """One machine, as the fleet's books have it."""
+
+    machine_id: str
+    pool: str
+    place: str
+    state: str  # fleet.machine.State
+    worker_id: str | None
+    wanted_unix_ms: int
+    serving_unix_ms: int | None
+    over_unix_ms: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FleetDecision:
+    """A pool's size that was decided, and why."""
+
+    decided_unix_ms: int
+    pool: str
+    size: int
+    serving: int
+    starting: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossCost:
+    """What the end of one worker cost the requests that it had."""
+
+    requests: int = 0
+    failed: int = 0  # of these; the others were continued elsewhere
+    pause_ms: float | None = None  # the longest, from its end to the next token; None: nothing was continued
+
+
+async def machines(connection: AsyncConnection, window: Window) -> list[FleetMachine]:
+    """Return the machines that were there in a time span, the latest first."""
+    columns = [getattr(MachineRow, name) for name in FleetMachine.__dataclass_fields__]
+    statement = (
+        select(*columns)
+        .where(
+            MachineRow.wanted_unix_ms < window.until_unix_ms,
+            or_(MachineRow.over_unix_ms.is_(None), MachineRow.over_unix_ms >= window.since_unix_ms),
+        )
+        .order_by(MachineRow.wanted_unix_ms.desc())
+        .limit(MAX_MACHINES)
+    )
+    return [FleetMachine(*row) for row in await connection.execute(statement)]
+
+
+async def decisions(connection: AsyncConnection, window: Window, limit: int) -> list[FleetDecision]:
+    """Return the latest decisions of a time span, the latest first."""
+    columns = [getattr(DecisionRow, name) for name in FleetDecision.__dataclass_fields__]
+    statement = (
+        select(*columns)
+        .where(DecisionRow.decided_unix_ms >= window.since_unix_ms, DecisionRow.decided_unix_ms < window.until_unix_ms)
+        .order_by(DecisionRow.decided_unix_ms.desc())
+        .limit(limit)
+    )
+    return [FleetDecision(*row) for row in await connection.execute(statement)]
+
+
+async def decided_before(connection: AsyncConnection, window: Window) -> dict[str, int]:
+    """Return the size that was in force for each pool when a time span began."""
+    newest = (
+        select(DecisionRow.pool, func.max(DecisionRow.decided_unix_ms).label("decided_unix_ms"))
+        .where(DecisionRow.decided_unix_ms < window.since_unix_ms)
+        .group_by(DecisionRow.pool)
+        .subquery()
+    )
+    is_newest = (DecisionRow.pool == newest.c.pool) & (DecisionRow.decided_unix_ms == newest.c.decided_unix_ms)
+    statement = select(DecisionRow.pool, DecisionRow.size).join(newest, is_newest)
+    return {row.pool: row.size for row in await connection.execute(statement)}
+
+
+async def loss_costs(connection: AsyncConnection, worker_ids: Iterable[str]) -> dict[str, LossCost]:
+    """Return what the ends of workers cost, by worker; one whose end met no request is left out.
+
+    A pause lies between two machines' clocks: it is as exact as these agree.
+    """
+    wanted: Sequence[str] = list(worker_ids)
+    if not wanted:
+        return {}
+    last, following = aliased(AttemptRow), aliased(AttemptRow)
+    pause_ms = following.started_unix_ms + following.ttft_ms - (last.started_unix_ms + last.total_ms)
+    statement = (
+        select(
+            last.worker_id,
+            func.count(),
+            func.sum(case((RequestRow.outcome == "failed", 1), else_=0)),
+            func.max(pause_ms),
+        )
+        .join(RequestRow, RequestRow.request_id == last.request_id)
+        .join(
+            following,
+            (following.request_id == last.request_id) & (following.attempt == last.attempt + 1),
+            isouter=True,
+        )
+        .where(last.worker_id.in_(wanted), last.outcome == "failed")
+        .group_by(last.worker_id)
+    )
+    found = await connection.execute(statement)
+    return {row[0]: LossCost(row[1], row[2], None if row[3] is None else max(0.0, row[3])) for row in found}
