@@ -57,6 +57,7 @@ def parse_arguments() -> argparse.Namespace:
         "--engine", choices=["scripted", "spillway"], default="scripted", help="what makes the tokens; loads: scripted"
     )
     parser.add_argument("--seconds", type=float, help="how long a load is offered; default: the scenario's own time")
+    parser.add_argument("--trace", type=Path, help="what a market had, for fleet-spot; default: a made-up one")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs, queue and ledger in this new folder")
     arguments = parser.parse_args()
     if arguments.scenario in LOAD_SCENARIOS and arguments.engine != "scripted":
@@ -103,7 +104,7 @@ def _run_faults(name: str, arguments: argparse.Namespace, console: Console) -> R
 def _run_load(name: str, arguments: argparse.Namespace, console: Console) -> Report:
     scenario = LOAD_SCENARIOS[name]
     seconds, count = arguments.seconds or scenario.seconds, arguments.faults or scenario.count
-    plan = LoadPlan(name, arguments.seed, seconds, count)
+    plan = LoadPlan(name, arguments.seed, seconds, count, arguments.trace)
     keep = arguments.keep and arguments.keep / name
     with tempfile.TemporaryDirectory(prefix="spillway-chaos-") as folder, _progress_shown(console) as progress:
         began_s = time.monotonic()

@@ -51,6 +51,7 @@ class Shape:
     workers: int = 4
     gateways: int = 1
     cluster: bool = False  # three queue servers instead of one
+    leaf_port: int | None = None  # where the queue server takes leaf nodes of other regions
     credentials: bool = False  # for each part its own at the queue server, instead of one password
     postgres: bool = False  # instead of SQLite
     proxied: bool = False  # a wire that can be cut between each worker and its queue server
@@ -68,6 +69,7 @@ class Shape:
     other_models: tuple[str, ...] = ()  # that no worker serves
     servers: tuple[ServerSpec, ...] = ()  # each a pool beside that of the workers
     other_pools: dict[str, dict[str, Any]] = field(default_factory=dict)  # further [pools.X], which gateways know
+    fleet: dict[str, Any] = field(default_factory=dict)  # [fleet]
     standing_by: str | None = None  # the pool that only a fault starts
 
 
@@ -149,6 +151,8 @@ class System:
             self.queue_servers = self.cluster.servers
         else:
             server = ShippedNats(folder)
+            if self.shape.leaf_port is not None:
+                server.further_config = f"leafnodes {{ host: 127.0.0.1, port: {self.shape.leaf_port} }}"
             if self.shape.credentials:
                 self.signed = SignedQueue(server, self.folder / "credentials", MODEL)
             self._stack.push_async_callback(asyncio.to_thread, server.kill)
@@ -198,6 +202,7 @@ class System:
                     **{name: {} for name in shape.other_models},
                 },
                 "tenants": {name: {"weight": weight} for name, weight in shape.tenants.items()},
+                "fleet": shape.fleet,
                 "pools": {
                     MODEL: {
                         "models": [MODEL],
@@ -243,6 +248,23 @@ class System:
         child = Child(name, arguments, self.folder, self.logs, STOP_LIMIT_S, environment=environment)
         await child.start()
         self._stack.push_async_callback(child.stop)
+        return child
+
+    @property
+    def config_path(self) -> Path:
+        """The configuration of everything but further gateways."""
+        return self._config_path(0)
+
+    def add_pool(self, name: str, keys: dict[str, Any]) -> None:
+        """Add a pool with our engine to the configuration, for whoever reads it from now on."""
+        config = json.loads(self.config_path.read_text())
+        config["pools"][name] = {"drain_s": self.shape.drain_s, "engine": self._engine(), **keys}
+        self.config_path.write_text(json.dumps(config))
+
+    async def start_child(self, name: str, command: list[str], environment: dict[str, str]) -> Child:
+        """Start another process of ours; it is ended with the rest."""
+        child = await self._start_child(name, command, 0, environment)
+        await child.wait_ready()
         return child
 
     def older_code(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec.structs import replace
 from pydantic import SecretStr
 from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -13,6 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from accounts.keys import ApiKey, Grant, create_key
 from accounts.teams import create_team
 from db.models import InstanceRow
+from fleet.books import Books, Decision
+from fleet.machine import Machine, State
 from ledger.store import store_records
 from protocol.usage import UsageRecord
 from tests.usage_records import attempt_record, request_record
@@ -42,6 +45,7 @@ async def fill_ledger(engine: AsyncEngine, pepper: SecretStr, requests: int = 40
     for start in range(0, len(records), BATCH):
         await store_records(engine, records[start : start + BATCH])
     await _store_machines(engine, time.time_ns() // 1_000_000)
+    await _store_fleet(engine, time.time_ns() // 1_000_000)
 
 
 def _records(keys: list[ApiKey], requests: int, now_unix_ms: int) -> Iterator[UsageRecord]:
@@ -158,3 +162,49 @@ async def _store_machines(engine: AsyncEngine, now_unix_ms: int) -> None:
     async with engine.begin() as connection:
         for start in range(0, len(rows), BATCH):
             await connection.execute(insert(InstanceRow), rows[start : start + BATCH])
+
+
+async def _store_fleet(engine: AsyncEngine, now_unix_ms: int) -> None:
+    """A day of the fleet's: machines that come with the working hours, and some that the market takes back."""
+    rng = random.Random(SEED)
+    books = Books(engine)
+    machines: list[Machine] = []
+    decisions: list[Decision] = []
+    for step in range(96):
+        at = now_unix_ms - DAY_MS + step * QUARTER_MS
+        there = [one for one in machines if one.over_unix_ms is None]
+        if there and rng.random() < 0.06:
+            lost = rng.choice(there)
+            machines[machines.index(lost)] = replace(
+                lost, state=State.LOST, over_unix_ms=at - 60_000, reason="the provider has taken it"
+            )
+            there.remove(lost)
+        wanted = round(1 + 6 * _busyness(at))
+        if wanted == len(there):
+            continue
+        reason = f"{wanted * 700:,} tokens/s are expected, machines for {wanted * 900:,} are worth their price"
+        decisions.append(Decision(at, "aws-spot-l4", wanted, len(there), max(0, wanted - len(there)), reason))
+        for _ in range(wanted - len(there)):
+            name = f"m-{rng.getrandbits(64):016x}"
+            zone = rng.choice(("us-east-1a", "us-east-1b")) + "/g6.xlarge"
+            machines.append(
+                Machine(
+                    name,
+                    "aws-spot-l4",
+                    zone,
+                    State.SERVING,
+                    at,
+                    name,
+                    f"w-{name}",
+                    at,
+                    at + 150_000,
+                    reason="it serves",
+                )
+            )
+        for one in there[wanted:]:
+            machines[machines.index(one)] = replace(
+                one, state=State.GONE, drained_unix_ms=at, over_unix_ms=at + 20_000, reason="drained"
+            )
+    for one in machines:
+        await books.add(one)
+    await books.add_decisions(decisions)

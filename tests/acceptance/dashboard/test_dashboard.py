@@ -18,6 +18,7 @@ PAGES = (
     "/dashboard/latency?range=30d",
     "/dashboard/cost?range=30d",
     "/dashboard/pools",
+    "/dashboard/fleet",
     "/dashboard/requests?range=30d",
     "/dashboard/keys",
     "/dashboard/teams/team_default",

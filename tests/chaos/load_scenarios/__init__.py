@@ -9,13 +9,18 @@ otherwise the machine would be measured (``machine_busy_percent`` says how busy 
     tiers.py    cheap pools before dear ones  disconnect.py  callers who hang up
     sql_away.py SQL stopped, frozen, locked  hostile.py  one against all others
     overflow.py  a hosted API beside ours     hosted_api.py  the API, and its bills
+    fleet.py    pools of the controller's size   provider.py  a whole provider gone
+    regions.py  workers behind a leaf node
 """
 
 from tests.chaos.load_scenarios import shares, spike, sql_away
 from tests.chaos.load_scenarios.disconnect import DISCONNECT_SHAPE, disconnect
+from tests.chaos.load_scenarios.fleet import SPOT_SHAPE, STEPS_SHAPE, spot_market, steps
 from tests.chaos.load_scenarios.hostile import HOSTILE_SHAPE, hostile
 from tests.chaos.load_scenarios.overflow import OVERFLOW_SHAPE, overflow
 from tests.chaos.load_scenarios.plan import LoadScenario
+from tests.chaos.load_scenarios.provider import PROVIDER_SHAPE, provider
+from tests.chaos.load_scenarios.regions import REGIONS_SHAPE, regions
 from tests.chaos.load_scenarios.shares import FAIR_SHAPE, WEIGHTS_SHAPE
 from tests.chaos.load_scenarios.spike import NOBODY_SHAPE, SPIKE_SHAPE
 from tests.chaos.load_scenarios.tiers import TIERS_SHAPE, tiers
@@ -41,5 +46,11 @@ LOAD_SCENARIOS = {
         "the same with SQLite, and somebody locks it", sql_away.SQLITE_SHAPE, sql_away.play(sql_away.locked), 60, 200
     ),
     "hostile": LoadScenario("whatever one caller can try, beside one who only works", HOSTILE_SHAPE, hostile, 60),
+    "fleet-steps": LoadScenario("eight times the load, then none: a pool of the controller's", STEPS_SHAPE, steps, 30),
+    "fleet-spot": LoadScenario(
+        "a day of a spot market in 432 s, at EC2 in a box; the controller killed", SPOT_SHAPE, spot_market, 432
+    ),
+    "provider": LoadScenario("a whole provider's network is lost, and comes back", PROVIDER_SHAPE, provider, 8, 8),
+    "regions": LoadScenario("two regions, their workers and the wire between them", REGIONS_SHAPE, regions, 8, 3),
     "disconnect": LoadScenario("callers hang up at any moment", DISCONNECT_SHAPE, disconnect, 0, 1000),
 }

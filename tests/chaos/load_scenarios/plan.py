@@ -22,6 +22,7 @@ class LoadPlan:
     seed: int
     seconds: float  # that the load is offered
     count: int = 0  # of what the scenario does again and again
+    trace: Path | None = None  # what the world does, where a scenario can follow a recorded one
     slack: float = 1.0  # bounds on times and shares are so much wider: a test asks whether it works, not how well
 
 

@@ -55,7 +55,10 @@ def config_for(folder: Path, container: Manifest, tmp_path: Path) -> Config:
     """The settings that a container reads: the mounted file under its environment."""
     path = tmp_path / "spillway.toml"
     path.write_text(one(ALL[folder], "ConfigMap", "spillway")["data"]["spillway.toml"])
-    return load_config(path, env={v["name"]: SECRET[v["valueFrom"]["secretKeyRef"]["key"]] for v in container["env"]})
+    env = {v["name"]: SECRET[v["valueFrom"]["secretKeyRef"]["key"]] for v in container["env"]}
+    if folder not in WITH_GATEWAYS:  # the queue is elsewhere
+        env["SPILLWAY_NATS__URLS"] = env["SPILLWAY_NATS__URLS"].replace("nats://", "tls://")
+    return load_config(path, env=env)
 
 
 def files() -> list[Path]:

@@ -18,6 +18,7 @@ ALLOWED = {
     "migrations": {"db"},
     "accounts": {"db", "protocol"},
     "ledger": {"accounts", "db", "protocol"},
+    "fleet": {"db", "protocol"},
     "web": {"accounts", "db"},
     "quotas": {"accounts", "db", "ledger", "protocol"},
     "tokens": {"accounts", "protocol", "web"},

@@ -1,0 +1,200 @@
+"""EC2 in a box: moto's server answers real boto3, and each instance is a process that its user data start.
+
+A host watches moto's state: it runs the user data of an instance as a shell script, serves its metadata with the
+notice of an interruption, and kills the process, all of a sudden, once the instance is terminated. What this leaves
+untested: moto does not honour ClientToken, lists what it has at once, and starts a machine as fast as a process starts.
+"""
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from moto.core.models import DEFAULT_ACCOUNT_ID
+from moto.ec2.exceptions import EC2ClientError
+from moto.ec2.models import EC2Backend, ec2_backends
+from moto.server import ThreadedMotoServer
+
+from fleet.machine import MACHINE_LABEL, POOL_LABEL
+from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
+
+REGION = "us-east-1"
+ZONES = ("us-east-1a", "us-east-1b", "us-east-1c")
+TYPE = "g5.xlarge"
+# What boto3 must find in the environment: nobody checks it.
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "box", "AWS_SECRET_ACCESS_KEY": "box", "AWS_EC2_METADATA_DISABLED": "true"}
+LOOK_PERIOD_S = 0.05
+LIVE = frozenset({"pending", "running"})
+
+
+@dataclass
+class Ec2Box:
+    """The provider. ``environment``: what a machine's image has, for the user data."""
+
+    folder: Path
+    environment: Mapping[str, str]
+    capacity: dict[str, int] | None = None  # spot instances that each zone has; None: no end of them
+    taken: list[str] = field(default_factory=list)  # ids of our machines that were interrupted
+    boots: bool = True  # instances are processes; else they are only listed
+    refusal: str | None = None  # the error code that launches get
+    lose_answers: int = 0  # so many next changes are made, and not answered
+    refused: Counter[str] = field(default_factory=Counter)  # launches, by zone
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    url: str = ""
+    _metadata: MetadataServer = field(default_factory=MetadataServer)
+    _server: ThreadedMotoServer | None = None
+
+    @property
+    def _backend(self) -> Any:
+        return ec2_backends[DEFAULT_ACCOUNT_ID][REGION]
+
+    @property
+    def subnets(self) -> dict[str, str]:
+        """The default subnet of each zone."""
+        return {zone: self._backend.get_default_subnets()[zone].id for zone in ZONES}
+
+    def driver(self, command: str) -> dict[str, Any]:
+        """Return the settings of a driver that launches here."""
+        return {
+            "kind": "ec2",
+            "aws_region": REGION,
+            "image_id": "ami-0123456789abcdef0",
+            "instance_types": [TYPE],
+            "subnets": self.subnets,
+            "command": command,
+            "endpoint_url": self.url,
+        }
+
+    def live(self) -> dict[str, dict[str, str]]:
+        """Return the tags of the instances that are charged for, by id."""
+        return {
+            one.id: {tag["key"]: tag["value"] for tag in one.get_tags()}
+            for one in self._backend.all_instances()
+            if one.state in LIVE
+        }
+
+    def zone_of(self, instance_id: str) -> str:
+        return str(self._backend.get_instance(instance_id).placement)
+
+    def is_spot(self, instance_id: str) -> bool:
+        return bool(self._backend.get_instance(instance_id).lifecycle)
+
+    def add_foreign(self) -> str:
+        """Add an instance without our labels; returns its id."""
+        made = self._backend.run_instances(
+            "ami-0", 1, None, [], instance_type=TYPE, is_instance_type_default=False, region_name=REGION, tags={}
+        )
+        return str(made.instances[0].id)
+
+    async def interrupt(self, instance_id: str, notice_s: float) -> None:
+        """Take a spot instance back, with a notice; 0: without one."""
+        if notice_s:
+            at = datetime.fromtimestamp(time.time() + notice_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            action = f'{{"action": "terminate", "time": "{at}"}}'
+            self._metadata.answers[f"GET /{instance_id}/latest/meta-data/spot/instance-action"] = Answer(200, action)
+            await asyncio.sleep(notice_s)
+        if instance_id in self.live():
+            self.taken.append(self.live()[instance_id].get(MACHINE_LABEL, ""))
+            self._backend.terminate_instances([instance_id])
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Ec2Box"]:
+        """Answer, and start and kill machines, until the end."""
+        ec2_backends[DEFAULT_ACCOUNT_ID][REGION].reset()
+        self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        self._server.start()
+        self.url = "http://{}:{}".format(*self._server.get_host_and_port())
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (
+            patch.object(EC2Backend, "run_instances", self._run_instances(EC2Backend.run_instances)),
+            patch.object(EC2Backend, "terminate_instances", self._terminate_instances(EC2Backend.terminate_instances)),
+            self._metadata,
+        ):
+            hosting = asyncio.create_task(self._host() if self.boots else asyncio.sleep(0))
+            try:
+                yield self
+            finally:
+                hosting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await hosting
+                for instance_id in list(self.processes):
+                    self._kill(instance_id)
+                self.stop()
+
+    def stop(self) -> None:
+        """Answer nothing from now on; may be called twice."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def _run_instances(self, original: Any) -> Any:
+        def run_instances(backend: Any, image_id: str, count: int, user_data: Any, groups: Any, **more: Any) -> Any:
+            zone = self._backend.get_subnet(more["subnet_id"]).availability_zone if "subnet_id" in more else ""
+            if self.capacity is not None and more.get("instance_market_options"):
+                there = [one for one in self.live() if self.zone_of(one) == zone and self.is_spot(one)]
+                if len(there) + count > self.capacity.get(zone, 0):
+                    self.refused[zone] += 1
+                    raise EC2ClientError("InsufficientInstanceCapacity", f"no {TYPE} is left in {zone}")
+            if self.refusal is not None:
+                raise EC2ClientError(self.refusal, "the account may not have it")
+            made = original(backend, image_id, count, user_data, groups, **more)
+            self._maybe_lose_the_answer()
+            return made
+
+        return run_instances
+
+    def _terminate_instances(self, original: Any) -> Any:
+        def terminate_instances(backend: Any, instance_ids: list[str]) -> Any:
+            ended = original(backend, instance_ids)
+            self._maybe_lose_the_answer()
+            return ended
+
+        return terminate_instances
+
+    def _maybe_lose_the_answer(self) -> None:
+        if self.lose_answers > 0:
+            self.lose_answers -= 1
+            raise ConnectionAbortedError("nobody hears this")  # the server answers 500, which says nothing
+
+    async def _host(self) -> None:
+        while True:
+            live = self.live()
+            for instance_id in live.keys() - self.processes.keys():
+                self._boot(instance_id, live[instance_id])
+            for instance_id in self.processes.keys() - live.keys():
+                self._kill(instance_id)
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    def _boot(self, instance_id: str, tags: Mapping[str, str]) -> None:
+        """Run an instance's user data, as its system does when it starts."""
+        script = self.folder / f"{instance_id}.sh"
+        encoded = self._backend.get_instance(instance_id).user_data
+        script.write_bytes(base64.b64decode(encoded.as_bytes()) if encoded else b"exec sleep 3600")
+        self._metadata.answers[f"PUT /{instance_id}/latest/api/token"] = Answer(200, "token")
+        pool = tags.get(POOL_LABEL, "").upper()
+        notice = {f"SPILLWAY_POOLS__{pool}__NOTICE_URL": f"{self._metadata.url}/{instance_id}"}
+        with (self.folder / f"{instance_id}.log").open("ab") as log:
+            self.processes[instance_id] = subprocess.Popen(
+                ["sh", str(script)],
+                env={"PATH": os.environ["PATH"], **self.environment, **(notice if self.is_spot(instance_id) else {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _kill(self, instance_id: str) -> None:
+        process = self.processes.pop(instance_id)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,72 @@
+"""Days of traffic and losses in seconds: what the policy promises, and that the simulator counts right."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from typer.testing import CliRunner
+
+from fleet.simulation.market import by_second, read_spot
+from fleet.simulation.study import Study
+from fleet.simulation.workload import bursty, with_batch
+from fleet.simulation.world import HostedApi, SimulatedPool
+from spillway.cli import app
+
+HOUR_S = 3600
+DAYS = 2
+SPEED = 2000.0
+
+
+def study_of(market: dict[str, np.ndarray]) -> Study:
+    rng = np.random.default_rng(3)
+    work = with_batch(bursty(DAYS, 8.0, rng), 0.25, rng)
+    pools = (
+        SimulatedPool("spot", "spot", 0.92, SPEED, 180.0, 200, tuple(market)),
+        SimulatedPool("on-demand", "on-demand", 3.06, SPEED, 180.0, 200),
+    )
+    return Study(work, pools, market, HostedApi(0.6, 2.0))
+
+
+def steady(machines: int) -> np.ndarray:
+    return np.full(DAYS * 24 * HOUR_S, machines)
+
+
+def test_losing_a_whole_provider_makes_nobody_wait_and_misses_no_deadline() -> None:
+    market = {"aws-a": steady(20), "aws-b": steady(20), "gcp-a": steady(8)}
+    for zone in ("aws-a", "aws-b"):
+        market[zone][34 * HOUR_S : 40 * HOUR_S] = 0  # in the second day's busiest hours
+    outcome = study_of(market).ours()
+    assert outcome.lost_machines > 0
+    assert outcome.late_share <= 0.001
+    assert outcome.batch_missed == 0
+
+
+def test_cheaper_than_fixed_at_peak_and_close_to_what_could_be_known_in_advance() -> None:
+    study = study_of({"a": steady(40), "b": steady(40)})
+    ours, fixed = study.ours(), study.peers()["fixed at peak, on demand"]()
+    least = study.least_usd()
+    assert least <= ours.usd <= 1.35 * least  # two days are few to learn from; `spillway fleet simulate` plays more
+    assert ours.usd < 0.5 * fixed.usd
+    assert ours.late_share <= 0.001
+    assert ours.batch_missed == 0
+
+
+def test_a_published_market_is_read_as_runs(tmp_path: Path) -> None:
+    path = tmp_path / "spot.json"
+    path.write_text(json.dumps({"gap_seconds": 60, "zones": {"a": [[4, 2], [0, 1]], "b": [[2, 3]]}}))
+    market = by_second(read_spot(path), 240, machines=8)
+    assert [market["a"][second] for second in (0, 119, 120, 179, 180)] == [8, 8, 0, 0, 8]
+    assert market["b"][0] == 4
+
+
+def test_the_month_of_the_documents() -> None:
+    result = CliRunner().invoke(app, ["plan"])
+    assert result.exit_code == 0
+    for usd in ("84,798", "73,739", "31,500"):
+        assert usd in result.output
+
+
+def test_plan_says_which_option_it_cannot_read() -> None:
+    result = CliRunner().invoke(app, ["plan", "--offer", "p5"])
+    assert result.exit_code != 0
+    assert "--offer p5: not NAME=USD[/GPUS]" in result.output
