@@ -95,6 +95,8 @@ class Decider:
             need += late_speed(
                 demand, spare=need - expected, present=present, within_s=pool.start_s, max_wait_s=self._max_wait_s
             )
+            # What is there stays for as long as something waits that it could do in time.
+            need = max(need, min(present, demand.tokens_per_s + demand.queued_tokens / self._max_wait_s))
         if is_idle and need <= pool.tokens_per_s:
             need = 0.0  # of the last worker: what is expected of this hour did not come
         if is_cheapest or self._batch > PATIENCE * self._reach:

@@ -19,7 +19,7 @@ async def play(name: str, folder: Path, *, seconds: float, count: int = 0) -> Re
 
 
 async def test_a_pool_follows_its_load_and_wakes_from_nothing(tmp_path: Path) -> None:
-    report = await play("fleet-steps", tmp_path, seconds=3.0)
+    report = await play("fleet-steps", tmp_path, seconds=10.0)
     assert report.faults >= 2  # machines that were drained and ended
 
 

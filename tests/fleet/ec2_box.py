@@ -84,7 +84,7 @@ class Ec2Box:
         }
 
     def zone_of(self, instance_id: str) -> str:
-        return str(self._backend.get_instance(instance_id).placement)
+        return str(self._backend.get_instance(instance_id).placement.zone)
 
     def is_spot(self, instance_id: str) -> bool:
         return bool(self._backend.get_instance(instance_id).lifecycle)

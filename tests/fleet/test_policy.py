@@ -94,6 +94,13 @@ def test_where_nothing_else_takes_it_a_pool_is_sized_for_what_has_piled_up_until
     assert decide([pool(a=(3, 0, False))], demand(2500.0, hosted_usd_per_token=None))["spot"].size == 3
 
 
+def test_machines_stay_while_something_waits_for_them() -> None:
+    waiting = demand(500.0, queued=25_000.0, hosted_usd_per_token=None)
+    assert decide([pool(a=(4, 0, False))], waiting)["spot"].size == 3
+    nothing_waits = demand(500.0, hosted_usd_per_token=None, idle_s=0.0)
+    assert decide([pool(a=(4, 0, False))], nothing_waits)["spot"].size == 1
+
+
 def test_what_waits_counts_as_far_as_help_comes_in_time() -> None:
     waiting = demand(1000.0, queued=500_000.0)
     assert late_speed(waiting, spare=0.0, present=1000.0, within_s=120.0, max_wait_s=10.0) > 4000

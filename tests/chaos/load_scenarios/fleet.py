@@ -112,8 +112,8 @@ async def start_controller(system: System, environment: dict[str, str]) -> Child
 SPEED = 200.0
 NOTICE_S = 120.0 / SPEED
 WITHOUT_NOTICE = 0.1  # of the interruptions
-FULL_ZONE = 3  # instances that a zone has at most: these stand for all that the trace saw at once
-RATE_PER_S = 1.5 * ONE_WORKER_PER_S
+FULL_ZONE = 2  # instances that a zone has at most: these stand for all that the trace saw at once
+RATE_PER_S = 2.5 * ONE_WORKER_PER_S
 KILL_EVERY_S = (5.0, 25.0)  # of the controller
 SPOT_SHAPE = Shape(workers=0, max_sequences=SEQUENCES, inter_token_s=TOKEN_S, drain_s=NOTICE_S / 2, fleet=FLEET)
 
@@ -201,7 +201,7 @@ async def _play_market(stage: Stage, box: Ec2Box, market: Market, rng: random.Ra
         report.offend(f"machine {machine_id} is lost in the books, and nobody has taken it")
     report.extras |= {
         "machines": len(over) + len(await books.machines()),
-        "lost": len(lost),
+        "machines_lost": len(lost),
         "refused": sum(box.refused.values()),
         "decisions": len(await books.decisions(0)),
     }
