@@ -9,15 +9,13 @@ and is ended by the next decision.
 import base64
 import logging
 import time
-import uuid
 from typing import Final
 
 import msgspec
 
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.errors import ApiError, BusError
-from protocol.topology import WRONG_LAST_SEQUENCE
+from protocol.errors import BusError
 
 LEASE_S: Final = 15.0
 SLACK_S: Final = 3.0  # between the end of a lease for its holder and for others
@@ -42,7 +40,6 @@ class Leadership:
         self._bus = bus
         self._controller_id = controller_id
         self._until_s = 0.0  # monotonic clock
-        self.leader: str | None = None  # as last seen
 
     @property
     def is_leader(self) -> bool:
@@ -76,21 +73,7 @@ class Leadership:
         if found is not None:
             sequence = int(found["seq"])
             lease = msgspec.json.decode(base64.b64decode(found["data"]), type=Lease)
-            self.leader = lease.holder or None
             if lease.holder not in ("", self._controller_id) and lease.until_unix_s + SLACK_S > now_s:
                 return False
-        mine = Lease(self._controller_id, now_s + LEASE_S)
-        try:
-            await self._bus.publish_durable(
-                SUBJECT,
-                msgspec.json.encode(mine),
-                message_id=uuid.uuid4().hex,
-                expected_last_sequence=sequence,
-                timeout_s=CALL_LIMIT_S,
-            )
-        except ApiError as error:
-            if error.code in WRONG_LAST_SEQUENCE:
-                return False
-            raise
-        self.leader = self._controller_id
-        return True
+        mine = msgspec.json.encode(Lease(self._controller_id, now_s + LEASE_S))
+        return await self._bus.compare_and_set(SUBJECT, mine, sequence, timeout_s=CALL_LIMIT_S) is not None

@@ -12,6 +12,7 @@ import json
 import logging
 import random
 import re
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import Any, Final, Self
@@ -44,7 +45,11 @@ HEADER_ROOM_BYTES: Final = 512  # the client's own size check forgets headers, a
 PUBLISH_TIMEOUT_S: Final = 2.0
 API: Final = "$JS.API"
 API_TIMEOUT_S: Final = 2.0
-JETSTREAM_STREAM_FULL: Final = {10077, 10047, 10167}  # maximum messages/bytes exceeded, insufficient resources
+JETSTREAM_STREAM_FULL: Final = {10077, 10047, 10167}
+WRONG_LAST_SEQUENCE: Final = {
+    10071,
+    10164,
+}  # of a compare-and-set: somebody else was quicker  # maximum messages/bytes exceeded, insufficient resources
 
 log = logging.getLogger(__name__)
 
@@ -266,6 +271,26 @@ class Bus:
             self._on_stream_missed()
             raise
         return int(_checked(msgspec.json.decode(reply.data))["seq"])
+
+    async def compare_and_set(
+        self, subject: str, payload: bytes, last_sequence: int, *, timeout_s: float
+    ) -> int | None:
+        """Replace a subject's last message, if its sequence is this one (0: if there is none); returns the new one's.
+
+        None: another one stands there. Raises what ``publish_durable`` raises: then nobody knows whether it was stored.
+        """
+        try:
+            return await self.publish_durable(
+                subject,
+                payload,
+                message_id=uuid.uuid4().hex,
+                expected_last_sequence=last_sequence,
+                timeout_s=timeout_s,
+            )
+        except ApiError as error:
+            if error.code in WRONG_LAST_SEQUENCE:
+                return None
+            raise
 
     async def api(self, call: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make one JetStream API call (``STREAM.CREATE.RQ``) with a JSON body. Raises ApiError or BusTimeout."""

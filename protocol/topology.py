@@ -45,7 +45,6 @@ FLEET_MAX_BYTES: Final = 1024 * 1024  # the controllers' lease
 NS: Final = 1_000_000_000
 CONSUMER_NOT_FOUND: Final = 10014
 CONSUMER_CANNOT_CHANGE: Final = 10012
-WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # of a compare-and-set: somebody else was quicker
 FIRST_APPLY_LIMIT_S: Final = 30.0  # how long a starting gateway waits for a cluster's first leader
 # Cluster incomplete, no suitable peers, not available, not the leader, insufficient resources.
 NOT_YET: Final = {10004, 10005, 10008, 10009, 10023}

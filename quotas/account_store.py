@@ -1,14 +1,11 @@
 """The bucket of accounts: each is replaced only by who has read what is there."""
 
 import base64
-import uuid
 from typing import Final
 
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.errors import ApiError
 from protocol.quotas import Account, decode_account, encode
-from protocol.topology import WRONG_LAST_SEQUENCE
 
 REACH_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
 STREAM: Final = f"KV_{subjects.QUOTAS_BUCKET}"
@@ -33,18 +30,9 @@ class AccountStore:
 
         None: another entry stands there. Raises BusError: nobody knows whether it was stored.
         """
-        try:
-            return await self._bus.publish_durable(
-                self._subject(account_id),
-                encode(account),
-                message_id=uuid.uuid4().hex,
-                expected_last_sequence=over,
-                timeout_s=self._call_limit_s,
-            )
-        except ApiError as error:
-            if error.code in WRONG_LAST_SEQUENCE:
-                return None
-            raise
+        return await self._bus.compare_and_set(
+            self._subject(account_id), encode(account), over, timeout_s=self._call_limit_s
+        )
 
     def _subject(self, account_id: str) -> str:
         return subjects.kv_subject(subjects.QUOTAS_BUCKET, subjects.escape(account_id))

@@ -3,16 +3,14 @@
 import asyncio
 import base64
 import logging
-import uuid
 from typing import Final
 
 from msgspec import Struct
 
 from protocol import subjects
 from protocol.bus import Bus
-from protocol.errors import ApiError, BusError, ProtocolError
+from protocol.errors import BusError, ProtocolError
 from protocol.idempotency import Claim, decode_claim, encode
-from protocol.topology import WRONG_LAST_SEQUENCE
 
 CLAIM_LIMIT_S: Final = 1.0  # past it the queue server is as good as away
 STREAM: Final = f"KV_{subjects.IDEMPOTENCY_BUCKET}"
@@ -54,19 +52,10 @@ class Claims:
         return HeldClaim(self._gateway_id, None, is_new=True)
 
     async def _put(self, name: str, fingerprint: str, last_sequence: int) -> HeldClaim | None:
-        try:
-            sequence = await self._bus.publish_durable(
-                subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, name),
-                encode(Claim(self._gateway_id, fingerprint)),
-                message_id=uuid.uuid4().hex,
-                expected_last_sequence=last_sequence,
-                timeout_s=CLAIM_LIMIT_S,
-            )
-        except ApiError as error:
-            if error.code in WRONG_LAST_SEQUENCE:
-                return None
-            raise
-        return HeldClaim(self._gateway_id, sequence, is_new=True)
+        subject = subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, name)
+        claim = encode(Claim(self._gateway_id, fingerprint))
+        sequence = await self._bus.compare_and_set(subject, claim, last_sequence, timeout_s=CLAIM_LIMIT_S)
+        return None if sequence is None else HeldClaim(self._gateway_id, sequence, is_new=True)
 
     async def _read(self, name: str) -> HeldClaim | None:
         subject = subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, name)
