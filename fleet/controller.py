@@ -101,7 +101,7 @@ class Controller:
         self._keys = keys
         self._calls = asyncio.Semaphore(MAX_CALLS)
         self._rests_until_s: dict[tuple[str, str], float] = {}  # by pool and place (monotonic clock)
-        self._decided: dict[str, tuple[int, str]] = {}  # by pool: the last size and reason that were written down
+        self._decided: dict[str, int] = {}  # by pool: the last size that was written down
         self._ended: Counter[tuple[str, str]] = Counter()  # machines that are over, by pool and state
         self._forgot_s = float("-inf")
 
@@ -257,7 +257,7 @@ class Controller:
         """Write down the sizes that have changed."""
         now_unix_ms = unix_now_ms()
         by_name = {view.name: view for view in views}
-        changed = [plan for plan in plans if self._decided.get(plan.pool, (None, ""))[0] != plan.size]
+        changed = [plan for plan in plans if self._decided.get(plan.pool) != plan.size]
         decisions = []
         for plan in changed:
             view = by_name[plan.pool]
@@ -265,7 +265,7 @@ class Controller:
         await self._books.add_decisions(decisions)
         for plan in changed:
             log.info("pool %s: %d workers: %s", plan.pool, plan.size, plan.reason)
-            self._decided[plan.pool] = plan.size, plan.reason
+            self._decided[plan.pool] = plan.size
 
     def _state(self, machines: Mapping[str, Machine]) -> FleetState:
         """Return what gateways show of the fleet."""
@@ -277,7 +277,7 @@ class Controller:
             tuple(
                 PoolState(
                     pool.name,
-                    self._decided[pool.name][0],
+                    self._decided[pool.name],
                     {state: states[pool.name][state] for state in PAID},
                     {state: self._ended[pool.name, state] for state in OVER},
                 )

@@ -112,14 +112,9 @@ class Monitor:
             self._beats.pop(worker_id, None)
             return
         try:
-            beat = decode_heartbeat(message.data)
+            self.receive(decode_heartbeat(message.data, worker_id))
         except ProtocolError as error:
-            log.warning("dropped an unreadable heartbeat: %s", error)
-            return
-        if beat.worker_id == worker_id:
-            self.receive(beat)
-        else:
-            log.warning("dropped a heartbeat of %s that calls itself %s", worker_id, beat.worker_id)
+            log.warning("dropped a heartbeat: %s", error)
 
     def receive(self, beat: Heartbeat) -> None:
         """Take a worker's state, and what it has done since its last heartbeat."""
@@ -222,12 +217,8 @@ class Monitor:
         found: dict[str, Beat] = {}
         for seen_s, beat in sorted(self._beats.values(), key=lambda entry: entry[0]):  # the latest of a machine counts
             if beat.machine and beat.pool == pool:
-                found[beat.machine] = Beat(beat.worker_id, beat.machine, now_s - seen_s, beat.draining)
+                found[beat.machine] = Beat(beat.worker_id, now_s - seen_s)
         return found
-
-    def strangers(self, pool: str) -> int:
-        """Return the number of a pool's workers that nobody launched for the fleet."""
-        return sum(beat.pool == pool and not beat.machine and not beat.draining for _, beat in self._beats.values())
 
     def running(self) -> Mapping[str, int]:
         """Return the number of jobs that each worker runs."""

@@ -20,9 +20,7 @@ class Beat(Struct, frozen=True):
     """What a worker's last heartbeat says of its machine."""
 
     worker_id: str
-    machine_id: str
     silent_s: float
-    draining: bool = False
 
 
 class Limits(Struct, frozen=True):

@@ -131,7 +131,6 @@ class PoolFleetSettings(Settings):
     tokens_per_s: Annotated[float, Field(gt=0)] = 1000.0  # of one busy worker, until it has been measured
     start_s: PositiveSeconds = 180.0  # from the launch to the first heartbeat, likewise
     start_limit_s: PositiveSeconds = 1200.0  # a machine whose worker has not come by then is ended, and counted
-    billing_minimum_s: Seconds = 60.0
     unavailable_s: PositiveSeconds = 120.0  # how long a place without capacity, or that has just lost machines, rests
 
     schedules: tuple[ScheduleSettings, ...] = ()

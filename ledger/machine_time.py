@@ -64,15 +64,9 @@ class MachineTime:
         if not message.data:  # it has signed off
             return
         try:
-            beat = decode_heartbeat(message.data)
+            self.receive(decode_heartbeat(message.data, subjects.worker_of_heartbeat(message.subject)))
         except ProtocolError as error:
-            log.warning("dropped an unreadable heartbeat: %s", error)
-            return
-        worker_id = subjects.worker_of_heartbeat(message.subject)
-        if beat.worker_id == worker_id:
-            self.receive(beat)
-        else:
-            log.warning("dropped a heartbeat of %s that calls itself %s", worker_id, beat.worker_id)
+            log.warning("dropped a heartbeat: %s", error)
 
     def receive(self, beat: Heartbeat) -> None:
         """Keep a heartbeat until it is written."""

@@ -366,9 +366,15 @@ def decode_control(payload: bytes) -> Control:
     return wire.decode(_control_decoder, payload)
 
 
-def decode_heartbeat(payload: bytes) -> Heartbeat:
-    """Decode a Heartbeat. Raises ProtocolError."""
-    return wire.decode_versioned(_heartbeat_decoder, payload)
+def decode_heartbeat(payload: bytes, sender: str = "") -> Heartbeat:
+    """Decode a Heartbeat. ``sender``: the worker whose own subject it came on.
+
+    Raises ProtocolError, also where it is in another worker's name.
+    """
+    beat: Heartbeat = wire.decode_versioned(_heartbeat_decoder, payload)
+    if sender and sender != beat.worker_id:
+        raise ProtocolError(f"{sender} calls itself {beat.worker_id}")
+    return beat
 
 
 def decode_model_card(payload: bytes) -> ModelCard:

@@ -44,19 +44,6 @@ class Study(Struct, frozen=True):
             "spot mix (SkyServe)": lambda: self.play(Mixed(utilisation).decide),
         }
 
-    def at_equal_cost(self, name: str, usd: float) -> Outcome:
-        """Play a peer at the utilisation at which it costs about ``usd``: what it offers for the same money."""
-        low, high = 0.2, 1.6
-        outcome = self.peers(high)[name]()
-        for _ in range(6):
-            middle = (low + high) / 2
-            outcome = self.peers(middle)[name]()
-            if outcome.usd > usd:
-                low = middle
-            else:
-                high = middle
-        return outcome
-
     def least_usd(self) -> float:
         """Return the clairvoyant's cost. Raises Unsolved, or ImportError without ``highspy``."""
         return least_usd(self.workload, self.pools, self.market, self.hosted)

@@ -93,7 +93,7 @@ class ScriptedMonitor:
         live = {one: labels for one, labels in self._provider.live().items() if labels.get(FLEET_LABEL) == FLEET}
         self._looks.update(live.keys())
         return {
-            labels[MACHINE_LABEL]: Beat(f"w-{one}", labels[MACHINE_LABEL], 0.0)
+            labels[MACHINE_LABEL]: Beat(f"w-{one}", 0.0)
             for one, labels in live.items()
             if self._looks[one] > 2 and f"w-{one}" not in self.draining
         }

@@ -8,7 +8,7 @@ from fleet.reconcile import Beat, Limits, reconciled
 NOW = 1_800_000_000_000
 LIMITS = Limits(launch_limit_s=120, listed_after_s=60, start_limit_s=600, drain_s=30, listened_s=3600)
 THERE = {"m": ProviderMachine("i-1", {})}
-BEAT = Beat("w-1", "m", 0.5)
+BEAT = Beat("w-1", 0.5)
 SERVING = Machine("m", "p", "a", State.SERVING, NOW - 3_600_000, "i-1", "w-1", NOW - 3_500_000, NOW - 3_400_000)
 
 
