@@ -129,9 +129,10 @@ def _serves(peer: Heartbeat, model: str, revision: str) -> bool:
 
 
 def _read(message: Msg) -> Heartbeat | None:
-    """Decode; None where the entry was removed or speaks another protocol: such a worker is no peer of ours."""
+    """Decode; None where the entry was removed, or speaks another protocol or in another's name: no peer of ours."""
+    sender = subjects.worker_of_heartbeat(message.subject)
     try:
-        return decode_heartbeat(message.data) if message.data else None
+        return decode_heartbeat(message.data, sender) if message.data else None
     except ProtocolError as error:
         log.warning("an undecodable heartbeat on %s: %s", message.subject, error)
         return None
