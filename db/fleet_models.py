@@ -1,5 +1,6 @@
 """Tables of the fleet controller."""
 
+from msgspec import Struct
 from sqlalchemy import Index
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -37,3 +38,14 @@ class DecisionRow(Base):
     serving: Mapped[int]  # workers it had
     starting: Mapped[int]
     reason: Mapped[str]
+
+
+class Decision(Struct, frozen=True):
+    """A row of decisions: a size that was decided for a pool, and why."""
+
+    decided_unix_ms: int
+    pool: str
+    size: int
+    serving: int
+    starting: int
+    reason: str

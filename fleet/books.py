@@ -3,25 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import structs
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import changing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
-from db.fleet_models import DecisionRow, MachineRow
+from db.fleet_models import Decision, DecisionRow, MachineRow
 from fleet.machine import OVER, PAID, Machine, State
-
-
-class Decision(Struct, frozen=True):
-    """A size that was decided for a pool."""
-
-    decided_unix_ms: int
-    pool: str
-    size: int
-    serving: int
-    starting: int
-    reason: str
 
 
 class Books:

@@ -18,7 +18,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from db.errors import DatabaseUnavailable
-from fleet.books import Books, Decision
+from db.fleet_models import Decision
+from fleet.books import Books
 from fleet.drivers.base import Driver
 from fleet.errors import FleetError, LaunchRefused, ProviderError
 from fleet.leader import Leadership

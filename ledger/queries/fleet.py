@@ -8,7 +8,7 @@ from sqlalchemy import case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import aliased
 
-from db.fleet_models import DecisionRow, MachineRow
+from db.fleet_models import Decision, DecisionRow, MachineRow
 from db.models import AttemptRow, RequestRow
 from ledger.queries.window import Window
 
@@ -27,18 +27,6 @@ class FleetMachine:
     wanted_unix_ms: int
     serving_unix_ms: int | None
     over_unix_ms: int | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class FleetDecision:
-    """A pool's size that was decided, and why."""
-
-    decided_unix_ms: int
-    pool: str
-    size: int
-    serving: int
-    starting: int
     reason: str
 
 
@@ -66,16 +54,16 @@ async def machines(connection: AsyncConnection, window: Window) -> list[FleetMac
     return [FleetMachine(*row) for row in await connection.execute(statement)]
 
 
-async def decisions(connection: AsyncConnection, window: Window, limit: int) -> list[FleetDecision]:
+async def decisions(connection: AsyncConnection, window: Window, limit: int) -> list[Decision]:
     """Return the latest decisions of a time span, the latest first."""
-    columns = [getattr(DecisionRow, name) for name in FleetDecision.__dataclass_fields__]
+    columns = [getattr(DecisionRow, name) for name in Decision.__struct_fields__]
     statement = (
         select(*columns)
         .where(DecisionRow.decided_unix_ms >= window.since_unix_ms, DecisionRow.decided_unix_ms < window.until_unix_ms)
         .order_by(DecisionRow.decided_unix_ms.desc())
         .limit(limit)
     )
-    return [FleetDecision(*row) for row in await connection.execute(statement)]
+    return [Decision(*row) for row in await connection.execute(statement)]
 
 
 async def decided_before(connection: AsyncConnection, window: Window) -> dict[str, int]:

@@ -9,7 +9,8 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fleet.books import Books, Decision
+from db.fleet_models import Decision
+from fleet.books import Books
 from fleet.machine import STARTING, Machine, State
 from spillway import logs
 from spillway.children import PYTHON

@@ -5,7 +5,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from console.dashboard.pages.fleet import fleet
 from console.dashboard.view import make_view
 from db.engine import create_engine
-from fleet.books import Books, Decision
+from db.fleet_models import Decision
+from fleet.books import Books
 from fleet.machine import Machine, State
 from ledger.store import store_records
 from tests.usage_records import attempt_record, request_record

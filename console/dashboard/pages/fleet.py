@@ -10,8 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from console.dashboard import formats
 from console.dashboard.charts import Chart, Line
 from console.dashboard.view import View
+from db.fleet_models import Decision
 from ledger.queries.fleet import (
-    FleetDecision,
     FleetMachine,
     LossCost,
     decided_before,
@@ -78,8 +78,8 @@ async def fleet(connection: AsyncConnection, view: View) -> dict[str, Any]:
     }
 
 
-def _sizes(there: Sequence[FleetMachine], decided: Sequence[FleetDecision], before: dict[str, int]) -> list[PoolSize]:
-    latest: dict[str, FleetDecision] = {}
+def _sizes(there: Sequence[FleetMachine], decided: Sequence[Decision], before: dict[str, int]) -> list[PoolSize]:
+    latest: dict[str, Decision] = {}
     for newer in decided:  # the latest first
         latest.setdefault(newer.pool, newer)
     sizes = []
@@ -115,7 +115,7 @@ def _serving(there: Iterable[FleetMachine], steps: Sequence[Window]) -> list[flo
     return [ms / (step.until_unix_ms - step.since_unix_ms) for ms, step in zip(served_ms, steps, strict=True)]
 
 
-def _decided(decided: Sequence[FleetDecision], before: dict[str, int], steps: Sequence[Window]) -> list[float]:
+def _decided(decided: Sequence[Decision], before: dict[str, int], steps: Sequence[Window]) -> list[float]:
     """Return the sum of all pools' decided sizes: the highest of each step."""
     sizes, coming, highest = dict(before), list(decided), []
     for step in steps:

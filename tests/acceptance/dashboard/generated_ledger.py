@@ -13,8 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from accounts.keys import ApiKey, Grant, create_key
 from accounts.teams import create_team
+from db.fleet_models import Decision
 from db.models import InstanceRow
-from fleet.books import Books, Decision
+from fleet.books import Books
 from fleet.machine import Machine, State
 from ledger.store import store_records
 from protocol.usage import UsageRecord
