@@ -32,7 +32,6 @@ from tests.chaos.system import MODEL, System
 
 IDLE_LIMIT_S = 15.0  # after the last answer, nothing may go on running for nobody
 SHUTTLE_S = 2.0  # load goes on after the last fault
-ANSWER_TOKENS = (30, 90)
 REAL_SERVER_TOKENS = (150, 350)  # they make short answers of a small model faster than one can strike
 Progress = Callable[[str, int, int], None]  # what, done, of how many
 
@@ -73,7 +72,7 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
     shape = plan.scenario.shape
     is_real = plan.scenario.needs_real_servers
     is_scripted = shape.engine == "scripted" and not shape.servers
-    tokens = REAL_SERVER_TOKENS if is_real else ANSWER_TOKENS
+    tokens = REAL_SERVER_TOKENS if is_real else plan.scenario.answer_tokens
     asked = questions(plan.seed, plan.distinct, MODEL, scripted=is_scripted, tokens=tokens, greedy=is_real)
     async with System(folder, shape) as system:
         load = Load(system.port, system.api_key, lambda: system.gateway_killed_s)
@@ -84,7 +83,9 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
         before = len(load.calls)
         chaos = Chaos(system, load, random.Random(f"faults {plan.seed}"), asked=asked)
         load.start(asked, plan.scenario.callers, plan.seed)
+        load_began_s = time.monotonic()
         await _strike_all(chaos, plan, progress)
+        load_s = time.monotonic() - load_began_s
         report = Report(plan.name, plan.seed, len(chaos.strikes))
         report.orphans = await system.watcher.wait_until_idle(set(system.farm.live), IDLE_LIMIT_S)
         if report.orphans:
@@ -92,6 +93,7 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
         await _reckon(report, chaos, load.calls[before:], agreement, exact_logprobs=is_scripted)
         report.extras |= agreement.summary()
         judge_gaps(report, plan.scenario.gap_limits_ms)
+        report.extras["requests_per_s"] = round(len(load.calls[before:]) / load_s)
         report.extras["workers_started"] = system.farm.started
         report.extras["in_flight_min"] = min((strike.in_flight for strike in chaos.strikes), default=0)
         report.duration_s = time.monotonic() - began_s

@@ -18,6 +18,7 @@ class Scenario:
     every_s: float  # mean time from one fault's end to the next
     shape: Shape = field(default_factory=Shape)
     callers: int = 16
+    answer_tokens: tuple[int, int] = (30, 90)  # from and to
     gap_limits_ms: Mapping[str, Mapping[float, float]] = field(default_factory=dict)  # by kind of fault and percentile
     in_turn: bool = False  # the kinds of fault, instead of at random
 
@@ -90,6 +91,7 @@ SCENARIOS = {
         3.0,
         Shape(gateways=2, credentials=True),
         callers=100,
+        answer_tokens=(4, 14),  # short ones: the change is to be met by many requests, not by long streams
     ),
     "skew": Scenario(
         "one of two gateways has a clock 10 s ahead, the other one 10 s behind, while workers and gateways are lost",
