@@ -96,7 +96,8 @@ def _decider(fleet: FleetSettings) -> Decider:
 def _monitored(settings: ControllerSettings, group: Group) -> MonitoredGroup:
     prices = [settings.hosted_usd_per_token[model] for model in group.models if model in settings.hosted_usd_per_token]
     start_s = max(pool.settings.start_s for pool in group.pools)
-    return MonitoredGroup(group.models, start_s, min(prices) if len(prices) == len(group.models) else None)
+    hosted_usd = min(prices) if len(prices) == len(group.models) else None
+    return MonitoredGroup(group.models, start_s, settings.fleet.idle_s, hosted_usd)
 
 
 def _pool(settings: ControllerSettings, name: str, stack: contextlib.AsyncExitStack) -> FleetPool:

@@ -49,6 +49,7 @@ class _Group:
     models: frozenset[str]
     hosted_usd_per_token: float | None
     start_s: float
+    idle_s: float
     forecast: Forecast = field(default_factory=Forecast)
     surges: Surges = field(default_factory=Surges)
     arrived_s: float = -math.inf  # when the last request came (monotonic clock)
@@ -77,6 +78,7 @@ class MonitoredGroup(Struct, frozen=True):
 
     models: frozenset[str]
     start_s: float  # of the slowest pool's machines
+    idle_s: float  # without any request, after which nothing of the last minutes' level is believed any more
     hosted_usd_per_token: float | None = None  # of the API that takes what would wait for too long; None: there is none
 
 
@@ -86,7 +88,7 @@ class Monitor:
     def __init__(self, bus: Bus, groups: Iterable[MonitoredGroup]) -> None:
         """Nothing is heard until ``start``."""
         self._bus = bus
-        self._groups = [_Group(one.models, one.hosted_usd_per_token, one.start_s) for one in groups]
+        self._groups = [_Group(one.models, one.hosted_usd_per_token, one.start_s, one.idle_s) for one in groups]
         self._by_model = {model: group for group in self._groups for model in group.models}
         self._beats: dict[str, tuple[float, Heartbeat]] = {}
         self._speeds: dict[str, _Speed] = {}
@@ -157,6 +159,8 @@ class Monitor:
             return
         arrived = max(0, jobs + group.queued_jobs - queued_before)
         group.forecast.observe(unix_s, arrived * group.tokens_per_job / elapsed_s, elapsed_s)
+        if time.monotonic() - group.arrived_s >= group.idle_s:
+            group.forecast.forget_level()
         group.observe_minute(arrived * group.tokens_per_job, unix_s)
         if contended and group.queued_jobs + group.queued_batch_jobs > 0:
             for pool, workers in self._serving_by_pool(group).items():

@@ -35,6 +35,10 @@ class Forecast:
         self._latest -= math.expm1(-elapsed_s / LATEST_S) * (tokens_per_s - self._latest)
         self._learn(now_s, tokens_per_s, elapsed_s)
 
+    def forget_level(self) -> None:
+        """Take the last minutes' level for none: nothing has come for so long that their mean is no rate any more."""
+        self._recent = 0.0
+
     def learn(self, slot_start_s: float, tokens_per_s: float) -> None:
         """Take account of a slot of the past, for example one of the ledger's quarters of an hour."""
         self._learn(slot_start_s, tokens_per_s, SLOT_S)

@@ -130,6 +130,20 @@ def test_each_decision_says_why_in_one_sentence() -> None:
     assert reason == "2,500 tokens/s are expected, machines for 2,500 are worth their price; 700 tokens wait"
 
 
+def test_what_the_last_minutes_brought_is_forgotten_at_once_where_nothing_comes_any_more() -> None:
+    """Eight machines stood idle for six minutes, because a mean of five minutes fades slowly."""
+    forecast = Forecast()
+    for second in range(0, 60, 5):
+        forecast.observe(1e9 + second, 2000.0, 5.0)
+    assert forecast.at(1e9 + 60, 60.0) > 1000.0
+    forecast.forget_level()
+    assert forecast.at(1e9 + 60, 60.0) == 0.0
+    noon_s = 12 * 3600.0
+    for slot in range(DAY_SLOTS):
+        forecast.learn(slot * SLOT_S, 1000.0)
+    assert forecast.at(noon_s, 12 * 3600.0) == pytest.approx(1000.0, rel=0.01)  # what the hour usually brings is not
+
+
 def test_a_forecast_knows_the_hours_of_the_week_and_the_level_of_today() -> None:
     forecast = Forecast()
     for slot in range(7 * DAY_SLOTS):
