@@ -1,7 +1,7 @@
 """The subjects that each part of Spillway needs, and no others: what its user at the queue server may do.
 
 gateway   streams and consumers, jobs, control of workers, limits, claims; what gateways tell each other
-ledger    usage and payloads out of their streams, parked records, questions to gateways
+ledger    usage, payloads and events of webhooks out of their streams, parked records, questions to gateways
 fleet     what waits, and who works on it; orders to drain; who leads
 admin     the commands of an operator: parked records, dead letters, limits, changes of keys
 worker    jobs of its pool's models; frames, heartbeats and usage under its own id; its models' cards
@@ -127,6 +127,7 @@ def _gateway() -> Permissions:
             *(_api(f"CONSUMER.{call}", f"{jobs}.{_ANY}") for call in ("DURABLE.CREATE", "DELETE")),
             _api("CONSUMER.DURABLE.CREATE", f"{usage}.{subjects.LEDGER_CONSUMER}"),
             _api("CONSUMER.DURABLE.CREATE", f"{payloads}.{subjects.PAYLOADS_CONSUMER}"),
+            _api("CONSUMER.DURABLE.CREATE", f"{subjects.WEBHOOKS_STREAM}.{subjects.WEBHOOKS_CONSUMER}"),
             _api("CONSUMER.INFO", f"{usage}.{subjects.LEDGER_CONSUMER}"),
             *(_api("STREAM.MSG.GET", stream) for stream in (jobs, dead_letters, artifacts, prompts, *buckets)),
             *(_api("STREAM.MSG.DELETE", stream) for stream in (jobs, f"KV_{subjects.IDEMPOTENCY_BUCKET}")),
@@ -136,6 +137,7 @@ def _gateway() -> Permissions:
             subjects.REQUEST_USAGE_SUBJECT,
             subjects.INTENT_USAGE_SUBJECT,
             subjects.PAYLOAD_SUBJECT,
+            subjects.WEBHOOK_EVENT_SUBJECT,
             "dlq.*",
             subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, ">"),
             subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
@@ -152,6 +154,7 @@ def _gateway() -> Permissions:
             subjects.HEARTBEATS,
             subjects.kv_subject(subjects.MODELS_BUCKET, _ANY),
             subjects.DISCONNECTS,
+            subjects.WEBHOOKS_STATE,
             *talk,
         ),
         answers=True,
@@ -162,6 +165,7 @@ def _ledger() -> Permissions:
     pulled = (
         f"{subjects.USAGE_STREAM}.{subjects.LEDGER_CONSUMER}",
         f"{subjects.PAYLOADS_STREAM}.{subjects.PAYLOADS_CONSUMER}",
+        f"{subjects.WEBHOOKS_STREAM}.{subjects.WEBHOOKS_CONSUMER}",
     )
     return Permissions(
         publish=(
@@ -172,6 +176,8 @@ def _ledger() -> Permissions:
             *_parked_records(),
             subjects.PARKED_USAGE_SUBJECT,
             subjects.open_requests_subject(_ANY),
+            subjects.WEBHOOK_EVENT_SUBJECT,  # of budgets
+            subjects.WEBHOOKS_STATE,
         ),
         subscribe=(f"{inbox_prefix('ledger')}.>", subjects.HEARTBEATS),
     )

@@ -11,6 +11,7 @@ INTERACTIVE_STREAM: Final = "RQ"
 USAGE_STREAM: Final = "USAGE"
 PAYLOADS_STREAM: Final = "PAYLOADS"
 PARKED_STREAM: Final = "PARKED"
+WEBHOOKS_STREAM: Final = "WEBHOOKS"
 WORKERS_BUCKET: Final = "workers"
 MODELS_BUCKET: Final = "models"
 ARTIFACTS_BUCKET: Final = "artifacts"
@@ -21,6 +22,7 @@ FLEET_BUCKET: Final = "fleet"
 
 LEDGER_CONSUMER: Final = "ledger"
 PAYLOADS_CONSUMER: Final = "payloads"
+WEBHOOKS_CONSUMER: Final = "webhooks"
 DEAD_LETTER_STREAM: Final = "DLQ"
 
 # The lanes of each model: one queue subject and one durable consumer each. Workers serve ``resume`` first (those
@@ -40,6 +42,7 @@ ATTEMPT_USAGE_SUBJECT: Final = "usage.attempt"  # of workers of an older release
 INTENT_USAGE_SUBJECT: Final = "usage.intent"
 PAYLOAD_SUBJECT: Final = "payloads.request"
 PARKED_USAGE_SUBJECT: Final = "parked.usage"
+WEBHOOK_EVENT_SUBJECT: Final = "webhooks.event"
 
 # A worker's id is one token, or three where it has credentials of its own: pool, name of the credentials, instance.
 HEARTBEATS: Final = f"$KV.{WORKERS_BUCKET}.>"
@@ -56,6 +59,9 @@ LANES_IN_USE: Final = "lanes.in-use"
 
 # Core NATS, an account's id: a gateway misses something of a limit that others may hold without need.
 QUOTA_WANTED: Final = "quotas.wanted"
+
+# Core NATS: a ledger process tells how webhooks are doing, for the gateways' metrics.
+WEBHOOKS_STATE: Final = "webhooks.state"
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 

@@ -35,6 +35,8 @@ PAYLOADS_MAX_AGE_S: Final = 7 * 24 * 3600
 PAYLOADS_MAX_BYTES: Final = 512 * 1024 * 1024  # past it the oldest go: losing a payload is not losing money
 PARKED_MAX_AGE_S: Final = 90 * 24 * 3600
 PARKED_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, what cannot be parked stays in USAGE
+WEBHOOKS_MAX_AGE_S: Final = 7 * 24 * 3600
+WEBHOOKS_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 events; past it, no more are taken
 PROMPT_MAX_AGE_S: Final = 3600
 PROMPTS_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, a job with a prompt by reference waits for another's to be done
 IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themselves: these are of dead ones
@@ -113,6 +115,16 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             storage="file",
             max_bytes=PARKED_MAX_BYTES,
             max_age=PARKED_MAX_AGE_S * NS,
+            duplicate_window=DUPLICATE_WINDOW_S * NS,
+        ),
+        _stream(
+            subjects.WEBHOOKS_STREAM,
+            subjects.WEBHOOK_EVENT_SUBJECT,
+            bounds,
+            retention="workqueue",  # what is in SQL is gone from here at once
+            storage="file",
+            max_bytes=WEBHOOKS_MAX_BYTES,
+            max_age=WEBHOOKS_MAX_AGE_S * NS,
             duplicate_window=DUPLICATE_WINDOW_S * NS,
         ),
         {
@@ -204,6 +216,17 @@ def payloads_consumer_config() -> dict[str, Any]:
     }
 
 
+def webhooks_consumer_config() -> dict[str, Any]:
+    """Return the durable by which ledger processes take the events of webhooks."""
+    return {
+        "durable_name": subjects.WEBHOOKS_CONSUMER,
+        "filter_subject": subjects.WEBHOOK_EVENT_SUBJECT,
+        "ack_policy": "explicit",
+        "ack_wait": 30 * NS,
+        "max_ack_pending": 1000,
+    }
+
+
 async def apply(
     bus: Bus,
     models: list[str],
@@ -243,6 +266,7 @@ async def _apply_all(bus: Bus, lanes: list[tuple[str, str]], bounds: QueueBounds
     refusals += await _each(others, partial(_apply_stream, bus))
     refusals += await _each([ledger_consumer_config()], partial(_apply_consumer, bus, subjects.USAGE_STREAM))
     refusals += await _each([payloads_consumer_config()], partial(_apply_consumer, bus, subjects.PAYLOADS_STREAM))
+    refusals += await _each([webhooks_consumer_config()], partial(_apply_consumer, bus, subjects.WEBHOOKS_STREAM))
     if refusals:
         raise refusals[0]
 

@@ -1,0 +1,81 @@
+"""The events that webhooks tell of, and the one function that publishes them.
+
+A body is as OpenAI's webhooks have it:
+
+    {"id": "evt_…", "object": "event", "type": "response.completed", "created_at": 1764000000, "data": {"id": "resp_…"}}
+
+An event's id follows from what it tells of, so whoever is not sure whether one was published publishes it again: the
+stream drops it by its message id, and later its row in SQL does.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+from msgspec import Struct
+
+from protocol import subjects, wire
+from protocol.bus import Bus
+
+EventType = Literal[
+    "response.completed",
+    "response.failed",
+    "response.cancelled",
+    "response.incomplete",
+    "batch.completed",
+    "batch.failed",
+    "batch.expired",
+    "batch.cancelled",
+    "team.budget.threshold",
+]
+EVENT_TYPES: Final[tuple[EventType, ...]] = get_args(EventType)
+_ID_BYTES: Final = 16
+
+
+class Event(Struct, frozen=True):
+    """One event of a team, as a message of the WEBHOOKS stream."""
+
+    v: int
+    team_id: str
+    id: str  # "evt_…"
+    type: str
+    body: bytes  # the JSON that is sent
+
+
+_decoder = msgspec.msgpack.Decoder(Event)
+encode_event = msgspec.msgpack.Encoder().encode
+
+
+def decode_event(payload: bytes) -> Event:
+    """Decode a message of the WEBHOOKS stream. Raises ProtocolError."""
+    return wire.decode_versioned(_decoder, payload, "webhook event")
+
+
+def event_id(*facts: str) -> str:
+    """Return the id of the event that these facts define."""
+    return f"evt_{hashlib.blake2b(chr(0).join(facts).encode(), digest_size=_ID_BYTES).hexdigest()}"
+
+
+def new_event(
+    team_id: str, event_type: EventType, identity: str, data: Mapping[str, Any], *, created_unix_s: int
+) -> Event:
+    """Make an event with this id."""
+    body = {"id": identity, "object": "event", "type": event_type, "created_at": created_unix_s, "data": data}
+    return Event(wire.PROTOCOL_VERSION, team_id, identity, event_type, msgspec.json.encode(body))
+
+
+async def publish(bus: Bus, event: Event) -> None:
+    """Store an event. Raises StreamFull, BusTimeout, other BusErrors: then publish the same again."""
+    await bus.publish_durable(subjects.WEBHOOK_EVENT_SUBJECT, encode_event(event), message_id=event.id)
+
+
+async def publish_finished(
+    bus: Bus, team_id: str, event_type: EventType, object_id: str, *, created_unix_s: int
+) -> None:
+    """Tell a team that its response or batch with this id has ended; once this returns, the event is on disk.
+
+    Raises StreamFull, BusTimeout, other BusErrors: then call again with the same arguments, which tells nothing twice.
+    """
+    identity = event_id(team_id, event_type, object_id)
+    await publish(bus, new_event(team_id, event_type, identity, {"id": object_id}, created_unix_s=created_unix_s))
