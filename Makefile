@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run unit test test-gpu check format bench bench-engine-peers leaks chaos fleet-kills conformance-llamacpp conformance-ray conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos fleet-kills conformance-llamacpp conformance-ray conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -97,6 +97,12 @@ conformance-triton: ## The same against a real Triton, around our engine
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.conformance.real_servers triton
 
+AGENT_KILLS ?= 2
+agents: ## Coding agents work while their tool calls are torn apart: make agents [AGENT_KILLS=2] [AGENT_SEED=1]
+	@scripts/setup.sh test
+	.venv/bin/python scripts/install_node_packages.py tests/agents
+	AGENT_KILLS=$(AGENT_KILLS) AGENT_SEED=$(or $(AGENT_SEED),1) .venv/bin/python -m pytest -v -n 0 tests/agents/agents.py $(PYTEST_ARGS)
+
 KILLS_OF_CONTROLLERS ?= 200
 fleet-kills: ## Kill the fleet controller at any step of launches and ends at EC2 in a box: make fleet-kills [KILLS_OF_CONTROLLERS=200]
 	@scripts/setup.sh test
@@ -116,8 +122,8 @@ lock: ## Resolve the dependencies anew
 	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra otel -c requirements/core.txt \
 	  pyproject.toml requirements/torch.in -o requirements/worker.txt
 	$(UV_COMPILE) --extra aws --extra gcp --extra otel -c requirements/core.txt pyproject.toml -o requirements/hosted.txt
-	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra bench --extra export --extra kubernetes --extra otel \
-	  --extra simulate --extra aws --extra gcp --group dev \
+	$(UV_COMPILE) --override requirements/no-torch.txt --override requirements/instructor.txt --extra worker --extra bench --extra export \
+	  --extra kubernetes --extra otel --extra simulate --extra aws --extra gcp --group dev \
 	  -c requirements/worker.txt -c requirements/hosted.txt \
 	  pyproject.toml requirements/torch.in -o requirements/dev.txt
 	echo setuptools | $(UV_COMPILE) -c requirements/worker.txt - -o requirements/build.txt

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.chaos.older import OLDER_COMMITS, unpack_older
 from tests.chaos.proxy import CutProxy
 from tests.chaos.servers import FIRST_SLOT, REVISION, Server, ServerSpec, engine_settings, make_servers
 from tests.chaos.watcher import Watcher
-from tests.chaos.workers import LiveWorker, WorkerFarm
+from tests.chaos.workers import LiveWorker, WorkerFarm, worker_process
 from tests.nats_server import NatsCluster, NatsServer
 from tests.postgres import TEMPLATE, PostgresServer
 from tests.shipped import HAProxy, ShippedCluster, ShippedNats
@@ -71,6 +71,7 @@ class Shape:
     other_pools: dict[str, dict[str, Any]] = field(default_factory=dict)  # further [pools.X], which gateways know
     fleet: dict[str, Any] = field(default_factory=dict)  # [fleet]
     standing_by: str | None = None  # the pool that only a fault starts
+    worker_life: Callable[[str, str], None] = worker_process  # the whole life of each of our workers
 
 
 class System:
@@ -287,7 +288,7 @@ class System:
             for slot in range(self.shape.workers + 1):  # one is for a worker that a fault adds
                 self.proxies[slot] = await self._start_proxy()
             url_of_slot = self._proxy_url
-        self.farm = WorkerFarm(config.worker_settings(MODEL), self.logs, url_of_slot)
+        self.farm = WorkerFarm(config.worker_settings(MODEL), self.logs, url_of_slot, self.shape.worker_life)
         self.servers = make_servers(self.shape.servers, self.folder, self.logs, self._stack)
         for server in self.servers.values():  # one after the other: they share few cores
             await server.start()

@@ -56,13 +56,22 @@ class WorkerFarm:
     """Keeps ``size`` workers alive: one that has died is replaced at once by a new one with a new id."""
 
     def __init__(
-        self, settings: WorkerSettings, log_dir: Path, url_of_slot: Callable[[int], str] | None = None
+        self,
+        settings: WorkerSettings,
+        log_dir: Path,
+        url_of_slot: Callable[[int], str] | None = None,
+        life: Callable[[str, str], None] = worker_process,
     ) -> None:
         self.settings = settings
+        self._life = life
         self._log_dir = log_dir
         self._url_of_slot = url_of_slot
         self._context = multiprocessing.get_context("forkserver")
-        preload = [*WORKER_MODULES, *(["pool_worker.engines.local"] if settings.engine.kind == "spillway" else [])]
+        preload = [
+            *WORKER_MODULES,
+            life.__module__,
+            *(["pool_worker.engines.local"] if settings.engine.kind == "spillway" else []),
+        ]
         self._context.set_forkserver_preload(preload)
         self._numbers = itertools.count(1)
         self._by_slot: dict[int, LiveWorker] = {}
@@ -96,7 +105,7 @@ class WorkerFarm:
         urls = (self._url_of_slot(slot),) if self._url_of_slot else self.settings.nats_urls
         settings = self.settings.model_copy(update={"worker_id": worker_id, "nats_urls": urls, **(change or {})})
         arguments = (settings.model_dump_json(), str(self._log_dir / "workers.log"))
-        process = self._context.Process(target=worker_process, args=arguments, name=worker_id)
+        process = self._context.Process(target=self._life, args=arguments, name=worker_id)
         await asyncio.to_thread(process.start)
         worker = LiveWorker(slot, worker_id, process, change)
         self._by_slot[slot] = worker
