@@ -75,6 +75,10 @@ fetch_promtool() {
   rm -rf "$folder"
 }
 
+install_node_packages() {
+  if [ "$profile" = test ]; then .venv/bin/python scripts/install_node_packages.py tests/clients/node; fi
+}
+
 stamp=".venv/.spillway-${profile/unit/test}"  # what pip installs is the same for both
 want="$(cat "$lock" pyproject.toml scripts/install_torch.py scripts/setup.sh | sha256sum) ${SPILLWAY_TORCH:-}"
 if [ "$profile" = test ]; then
@@ -82,6 +86,7 @@ if [ "$profile" = test ]; then
   fetch_promtool
 fi
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+  install_node_packages
   exit 0
 fi
 
@@ -92,3 +97,4 @@ echo "Preparing .venv for '$profile' (a few minutes the first time)"
 .venv/bin/python -m pip install --disable-pip-version-check --require-hashes --no-deps -r "$lock"
 .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
 echo "$want" >"$stamp"
+install_node_packages

@@ -21,7 +21,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Each HTTP client reads all of certifi's certificates as it is made, 50 ms; those of a folder only where one is needed.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).with_name("compiler"))
-SHARED_SYSTEMS = "tests/acceptance/shared/"
+SHARED_SYSTEMS = ("tests/acceptance/shared/", "tests/clients/")
 SERVERS = frozenset({"nats_server", "nats_cluster", "postgres_server"})  # fixtures
 
 
@@ -50,7 +50,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 class _SharedSystems(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        return SHARED_SYSTEMS if nodeid.startswith(SHARED_SYSTEMS) else super()._split_scope(nodeid)
+        folder = next((folder for folder in SHARED_SYSTEMS if nodeid.startswith(folder)), None)
+        return folder or super()._split_scope(nodeid)
 
 
 @pytest.fixture

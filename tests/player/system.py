@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accounts.principal import Policy
 from pool_worker import engines
 from pool_worker.settings import ScriptedEngineSettings
+from spillway.config import load_config
 from tests.chaos.system import MODEL, Shape, System
 from tests.chaos.workers import worker_process
 from tests.player.engine import PlayingEngine, Turn
@@ -18,6 +20,8 @@ from tests.waiting import HANGS_S, until
 
 VECTORS = "vectors"  # the model that makes embeddings
 CONTEXT_TOKENS = 200_000  # agents begin with some 30,000, and ask for 32,000 more
+
+PRICE = {"completion": 1.0}  # of the model's tokens, where keys have limits: budgets count in money
 
 T = TypeVar("T")
 
@@ -67,20 +71,28 @@ class PlayedSystem:
 
 @contextmanager
 def run_played(
-    folder: Path, *, workers: int = 2, inter_token_s: float = 0.0, with_vectors: bool = True
+    folder: Path,
+    *,
+    workers: int = 2,
+    inter_token_s: float = 0.0,
+    with_vectors: bool = True,
+    limited: dict[str, Policy] | None = None,
 ) -> Iterator[PlayedSystem]:
-    """Start everything, and end it."""
+    """Start everything, and end it. ``limited``: further API keys and their limits."""
     engine = {
         "kind": "scripted",
         "inter_token_s": inter_token_s,
         "max_model_len": CONTEXT_TOKENS,
         "max_kv_tokens": 10**7,
+        "faults_from_prompt": True,
     }
     embedding = {"models": [VECTORS], "engine": {"kind": "scripted", "task": "embed"}}
     shape = Shape(
         workers=workers,
         worker_settings={"engine": engine},
         worker_life=playing_worker,
+        limited=limited or {},
+        price=PRICE if limited else None,
         other_models=(VECTORS,) if with_vectors else (),
         other_pools={VECTORS: embedding} if with_vectors else {},
     )
@@ -90,7 +102,7 @@ def run_played(
     system = System(folder, shape)
     played = PlayedSystem(system, loop)
     try:
-        played.run(_start(system, embedding if with_vectors else {}))
+        played.run(_start(system, with_vectors=with_vectors))
         yield played
     finally:
         played.run(system.__aexit__())
@@ -99,8 +111,10 @@ def run_played(
         loop.close()
 
 
-async def _start(system: System, embedding: dict[str, Any]) -> None:
+async def _start(system: System, *, with_vectors: bool) -> None:
     await system.__aenter__()
-    if embedding:
-        await system.farm.spawn(system.shape.workers, {"pool": VECTORS, **embedding})
+    if with_vectors:
+        vectors = load_config(system.config_path, env={}).worker_settings(VECTORS)
+        change = {"pool": VECTORS, "models": vectors.models, "engine": vectors.engine}
+        await system.farm.spawn(system.shape.workers, change)
     await until(lambda: all(map(system.watcher.has_beaten, system.farm.live)))
