@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from db.engine import create_engine
 from db.schema import wait_for_database
@@ -22,14 +24,19 @@ from protocol.topology import consumer_exists
 
 CONSUMER_POLL_S: Final = 0.5
 
+Beside = Callable[[Bus, AsyncEngine, asyncio.Event], Coroutine[None, None, None]]
+
 log = logging.getLogger(__name__)
 
 
-async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = None) -> None:
+async def run(
+    settings: LedgerSettings, on_ready: Callable[[], None] | None = None, *, beside: Beside | None = None
+) -> None:
     """Write usage until SIGTERM or SIGINT, then finish the batch and return.
 
     ``on_ready`` is called once, when SQL, the consumer and the subscription are ready. Several writers may run at the
-    same time. Raises DatabaseUrlError, SchemaMismatch, and BusError if no queue server answers at first.
+    same time. ``beside`` runs with them, on the same connections, and returns soon after stopping. Raises
+    DatabaseUrlError, SchemaMismatch, and BusError if no queue server answers at first.
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -48,6 +55,8 @@ async def run(settings: LedgerSettings, on_ready: Callable[[], None] | None = No
                 async with asyncio.TaskGroup() as group:
                     group.create_task(writer.run(on_ready), name="ledger writer")
                     group.create_task(payloads.run(), name="payload writer")
+                    if beside is not None:
+                        group.create_task(beside(bus, engine, stopping), name="beside the ledger")
         finally:
             await bus.close()
     finally:

@@ -37,10 +37,11 @@ from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEn
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
 from spillway import ROOMS
-from spillway.config_problems import explain, keys_of
+from spillway.config_problems import explain, source_of
 from spillway.nats_accounts import of_pool
 from spillway.nats_section import NatsSection, worker_id
 from spillway.pool_section import PoolSettings, by_messages, hosted_pools, only_by_messages, only_hosted
+from webhooks.settings import WebhookSettings
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
 DEMO_MODEL_NAME: Final = "spillway-demo"
@@ -120,6 +121,7 @@ class Config(BaseSettings):
     ledger: LedgerSection = LedgerSection()
     telemetry: TelemetrySettings = TelemetrySettings()
     payloads: PayloadsSection = PayloadsSection()
+    webhooks: WebhookSettings = WebhookSettings()
     models: Annotated[dict[str, ModelSettings], Field(min_length=1)]
     tenants: dict[str, TenantSettings] = {}  # by the name of the API key
     fleet: FleetSettings = FleetSettings()
@@ -369,7 +371,7 @@ def _validated(
         return Config(**merged)
     except ValidationError as error:
         problems = [
-            f"{_source(problem, where, environment)}: {explain(problem, Config, _ENGINES)}"
+            f"{source_of(problem, where, environment, ENV_PREFIX)}: {explain(problem, Config, _ENGINES)}"
             for problem in error.errors()
         ]
         raise ConfigError("\n".join(problems)) from error
@@ -383,12 +385,6 @@ def _refuse_unknown_sections(env: Mapping[str, str]) -> None:
         section, nested, _ = name.removeprefix(ENV_PREFIX).partition("__")
         if name.startswith(ENV_PREFIX) and nested and section.lower() not in Config.model_fields:
             raise ConfigError(f"environment: {name}: unknown section {section.lower()!r}")
-
-
-def _source(problem: Mapping[str, Any], where: str, env: Mapping[str, str]) -> str:
-    """Return the variable that holds the invalid value, or else ``where``."""
-    variable = ENV_PREFIX + "__".join(keys_of(problem)).upper()
-    return f"environment: {variable}" if variable in env else where
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 def explain(problem: Mapping[str, Any], root: type[BaseModel], engines: Mapping[str, type[BaseModel]]) -> str:
     """Return the message for a problem in ``root``; ``engines`` are the settings of a pool's engine by kind."""
-    keys = keys_of(problem)
+    keys = _keys_of(problem)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         message = f"unknown key; valid keys: {', '.join(_valid_keys(problem['loc'], root, engines))}"
@@ -18,7 +18,13 @@ def explain(problem: Mapping[str, Any], root: type[BaseModel], engines: Mapping[
     return f"{'.'.join(keys)}: {message}" if keys else message
 
 
-def keys_of(problem: Mapping[str, Any]) -> list[str]:
+def source_of(problem: Mapping[str, Any], where: str, env: Mapping[str, str], prefix: str) -> str:
+    """Return the variable that holds the invalid value, or else ``where``; ``prefix``: of our variables' names."""
+    variable = prefix + "__".join(_keys_of(problem)).upper()
+    return f"environment: {variable}" if variable in env else where
+
+
+def _keys_of(problem: Mapping[str, Any]) -> list[str]:
     """Return the path to the invalid key."""
     # The location has a tagged union's tag between "engine" and the key; the tag is not a key of the file.
     parts = problem["loc"]

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -142,10 +143,13 @@ def gateway(config: ConfigOption = None, data: DataOption = None, ready_file: Re
 
 
 def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: ReadyFileOption = None) -> None:
-    """Run one ledger writer: usage records from the queue into SQL. Several may run at the same time."""
+    """Run one ledger writer: usage records from the queue into SQL, and webhooks. Several may run at the same time."""
     from ledger.main import run
+    from webhooks.main import run as run_webhooks
 
     logs.configure("ledger")
     os.nice(LEDGER_NICENESS)
     resolved = resolve_config(config, data)
-    run_async(lambda: run(resolved.ledger_settings(), on_ready=lambda: write_ready(ready_file, {})))
+    webhooks = partial(run_webhooks, settings=resolved.webhooks, pepper=pepper_of(resolved))
+    ready = partial(write_ready, ready_file, {})
+    run_async(lambda: run(resolved.ledger_settings(), on_ready=ready, beside=webhooks))

@@ -21,7 +21,7 @@ ALLOWED = {
     "fleet": {"db", "protocol"},
     "web": {"accounts", "db"},
     "quotas": {"accounts", "db", "ledger", "protocol"},
-    "webhooks": {"protocol"},
+    "webhooks": {"accounts", "db", "protocol", "quotas"},
     "tokens": {"accounts", "protocol", "web"},
     "training": {"accounts", "db", "ledger"},
     "console": {"accounts", "db", "ledger", "protocol", "quotas", "web"},

@@ -1,0 +1,188 @@
+"""Tells teams when a budget of theirs is used up to a threshold: each threshold once in each period.
+
+What is spent comes from the ledger's rollups, which every ledger process reads alike. Whoever sees first that a
+threshold is reached inserts a notice with the event; the event's id follows from account, period and threshold, so all
+others find the notice there. It is published from there until the stream has it.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from msgspec import Struct
+from sqlalchemy import delete, func, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from accounts.principal import BudgetPeriod, policy_of
+from db.engine import changing
+from db.errors import SQL_ERRORS, describe
+from db.models import ApiKeyRow, RollupRow, SliceRow, TeamRow
+from db.money import NANO_USD
+from db.webhook_models import BudgetNoticeRow, WebhookEndpointRow
+from protocol.backoff import wait_for
+from protocol.bus import Bus
+from protocol.clock import unix_now_ms
+from protocol.errors import BusError, ProtocolError
+from protocol.quotas import Kind
+from quotas.limits import Limits, limits_of, period_at, period_start_s
+from webhooks.deliveries import inserting
+from webhooks.events import EventType, decode_event, encode_event, event_id, new_event, publish
+
+THRESHOLDS_PERCENT: Final = (80, 100)
+EVENT_TYPE: Final[EventType] = "team.budget.threshold"
+DAY_S: Final = 86_400  # the rollups' width that budgets' periods are made of
+NOTICES_KEPT_MS: Final = 60 * DAY_S * 1000  # longer than any period that ends
+
+_NOTICES: Final = BudgetNoticeRow.__table__
+
+log = logging.getLogger(__name__)
+
+
+class _Budget(Struct, frozen=True):
+    """The budget of a team or key that has an endpoint for it."""
+
+    account_id: str
+    name: str
+    kind: str  # "team" | "key"
+    team_id: str
+    terms: Limits
+    period: str
+
+    @property
+    def limit_nano_usd(self) -> int:
+        return self.terms.limits[Kind.MONEY] or 0
+
+    def event_id(self, percent: int) -> str:
+        return event_id(EVENT_TYPE, self.account_id, self.period, str(percent))
+
+
+class BudgetWatch:
+    """Watches until stopped."""
+
+    def __init__(self, bus: Bus, engine: AsyncEngine, period_s: float, stopping: asyncio.Event) -> None:
+        """``period_s``: between two looks."""
+        self._bus = bus
+        self._engine = engine
+        self._period_s = period_s
+        self._stopping = stopping
+
+    async def run(self) -> None:
+        """Look at the budgets, once a period, until ``stopping`` is set."""
+        while not self._stopping.is_set():
+            try:
+                await self.check(unix_now_ms() / 1000)
+            except SQL_ERRORS as error:
+                log.warning("cannot look at budgets, will retry: %s", describe(error))
+            except (BusError, ProtocolError) as error:
+                log.warning("cannot tell of a budget, will retry: %s", error)
+            await wait_for(self._stopping, self._period_s)
+
+    async def check(self, now_s: float) -> None:
+        """Note the thresholds that are reached, and publish what is noted. Raises SQL's own errors and BusError."""
+        async with self._engine.connect() as connection:
+            budgets = await _budgets(connection, now_s)
+            told = await _told(connection, budgets)
+            open_ = [b for b in budgets if any(b.event_id(percent) not in told for percent in THRESHOLDS_PERCENT)]
+            spent = await _spent(connection, open_, now_s)
+        reached = [
+            _notice(budget, percent, spent.get(budget.account_id, 0), now_s)
+            for budget in open_
+            for percent in THRESHOLDS_PERCENT
+            if budget.event_id(percent) not in told
+            and spent.get(budget.account_id, 0) * 100 >= budget.limit_nano_usd * percent
+        ]
+        if reached:
+            async with changing(self._engine) as connection:
+                statement = inserting(connection, BudgetNoticeRow).on_conflict_do_nothing()
+                await connection.execute(statement.values(reached))
+        await self._publish_noted(now_s)
+
+    async def _publish_noted(self, now_s: float) -> None:
+        noted = select(_NOTICES.c.event_id, _NOTICES.c.message).where(_NOTICES.c.message.is_not(None))
+        async with self._engine.connect() as connection:
+            found = (await connection.execute(noted)).all()
+        for identity, message in found:
+            await publish(self._bus, decode_event(message))
+            async with changing(self._engine) as connection:
+                of_it = update(BudgetNoticeRow).where(BudgetNoticeRow.event_id == identity)
+                await connection.execute(of_it.values(message=None))
+                old = (
+                    BudgetNoticeRow.created_unix_ms < int(now_s * 1000) - NOTICES_KEPT_MS,
+                    BudgetNoticeRow.period.not_like("total:%"),
+                )
+                await connection.execute(delete(BudgetNoticeRow).where(*old))
+
+
+async def _budgets(connection: AsyncConnection, now_s: float) -> list[_Budget]:
+    """Return the budgets that some endpoint is told of."""
+    enabled = select(WebhookEndpointRow.team_id, WebhookEndpointRow.event_types).where(
+        WebhookEndpointRow.disabled_reason.is_(None)
+    )
+    wanted = {team_id for team_id, event_types in await connection.execute(enabled) if EVENT_TYPE in event_types}
+    if not wanted:
+        return []
+    teams = select(TeamRow.__table__, TeamRow.id.label("team_id")).where(TeamRow.id.in_(wanted))
+    keys = select(ApiKeyRow.__table__).where(ApiKeyRow.team_id.in_(wanted), ApiKeyRow.revoked_unix_ms.is_(None))
+    budgets = []
+    for kind, statement in (("team", teams), ("key", keys)):
+        for row in (await connection.execute(statement)).mappings():
+            terms = limits_of(policy_of(row))
+            if terms is not None and terms.limits[Kind.MONEY] is not None:
+                period = period_at(terms.budget_period, now_s)
+                budgets.append(_Budget(row["id"], row["name"], kind, row["team_id"], terms, period))
+    return budgets
+
+
+async def _told(connection: AsyncConnection, budgets: Iterable[_Budget]) -> set[str]:
+    """Return the ids of the notices that are there already."""
+    ids = [budget.account_id for budget in budgets]
+    if not ids:
+        return set()
+    return set((await connection.execute(select(_NOTICES.c.event_id).where(_NOTICES.c.account_id.in_(ids)))).scalars())
+
+
+async def _spent(connection: AsyncConnection, budgets: Sequence[_Budget], now_s: float) -> Mapping[str, int]:
+    """Return the nano-USD of each account in its current period."""
+    groups: dict[tuple[str, BudgetPeriod], list[str]] = defaultdict(list)
+    for budget in budgets:
+        groups[budget.kind, budget.terms.budget_period].append(budget.account_id)
+    spent: dict[str, int] = {}
+    for (kind, budget_period), ids in groups.items():
+        account = SliceRow.team_id if kind == "team" else SliceRow.key_id
+        start_unix_ms = int(period_start_s(budget_period, now_s) * 1000)
+        statement = (
+            select(account, func.sum(RollupRow.charge_nano_usd))
+            .join(RollupRow, RollupRow.slice_id == SliceRow.id)
+            .where(RollupRow.width_s == DAY_S, RollupRow.bucket_unix_ms >= start_unix_ms, account.in_(ids))
+            .group_by(account)
+        )
+        for account_id, nano_usd in await connection.execute(statement):
+            spent[account_id] = int(nano_usd or 0)
+    return spent
+
+
+def _notice(budget: _Budget, percent: int, spent_nano_usd: int, now_s: float) -> dict[str, Any]:
+    """Return the row of a threshold that is reached, with the event to publish."""
+    identity = budget.event_id(percent)
+    data = {
+        "id": budget.account_id,
+        "object": budget.kind,
+        "name": budget.name,
+        "team_id": budget.team_id,
+        "threshold_percent": percent,
+        "budget_usd": budget.limit_nano_usd / NANO_USD,
+        "spent_usd": spent_nano_usd / NANO_USD,
+        "period": budget.terms.budget_period,
+        "period_start": int(period_start_s(budget.terms.budget_period, now_s)),
+    }
+    event = new_event(budget.team_id, EVENT_TYPE, identity, data, created_unix_s=int(now_s))
+    return {
+        "event_id": identity,
+        "account_id": budget.account_id,
+        "period": budget.period,
+        "threshold_percent": percent,
+        "created_unix_ms": int(now_s * 1000),
+        "message": encode_event(event),
+    }

@@ -1,0 +1,123 @@
+"""Sends what is due, some at a time, and writes down how it went."""
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+from db.errors import SQL_ERRORS, describe
+from protocol.backoff import backoff_s, wait_for
+from protocol.clock import unix_now_ms
+from webhooks.deliveries import DELETE_ROWS, Claim, Deliveries, Rooms
+from webhooks.secrets import SecretBox, SecretError
+from webhooks.sender import Attempt, Sender
+from webhooks.settings import WebhookSettings
+
+STOP_LIMIT_S: Final = 5.0  # for attempts that run when it stops; others then repeat what is cut off
+CLEANING_PERIOD_S: Final = 600.0
+_DAY_MS: Final = 24 * 3600 * 1000
+
+log = logging.getLogger(__name__)
+
+
+class Deliverer:
+    """Delivers until stopped."""
+
+    def __init__(
+        self,
+        deliveries: Deliveries,
+        settings: WebhookSettings,
+        box: SecretBox,
+        added: asyncio.Event,
+        stopping: asyncio.Event,
+    ) -> None:
+        """``added`` is set where something new may be due."""
+        self._deliveries = deliveries
+        self._settings = settings
+        self._box = box
+        self._added = added
+        self._stopping = stopping
+        self._rooms = Rooms(settings.in_flight, settings.in_flight_per_endpoint)
+        self._running: set[asyncio.Task[None]] = set()
+        self._cleaned_s = float("-inf")  # when it last found no more that is old; monotonic clock
+
+    async def run(self) -> None:
+        """Claim, send and write down until ``stopping`` is set."""
+        sender = Sender(self._settings)
+        try:
+            while not self._stopping.is_set():
+                self._added.clear()
+                if not await self._start_due(sender):
+                    await self._clean()
+                    await wait_for(self._added, self._settings.poll_s)
+            if self._running:
+                await asyncio.wait(self._running, timeout=STOP_LIMIT_S)
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            sender.close()
+
+    async def _start_due(self, sender: Sender) -> bool:
+        """Start attempts of what is due, as far as there is room; return whether there may be more."""
+        if self._rooms.left <= 0:
+            return False
+        try:
+            claims = await self._deliveries.claim(self._rooms, self._settings.total_s + self._settings.lease_s)
+        except SQL_ERRORS as error:
+            log.warning("cannot look for webhooks that are due, will retry: %s", describe(error))
+            return False
+        for claim in claims:
+            task = asyncio.create_task(self._deliver(sender, claim), name=f"webhook-{claim.event_id}")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        return bool(claims)
+
+    async def _deliver(self, sender: Sender, claim: Claim) -> None:
+        try:
+            await self._settle(claim, await self._attempt(sender, claim))
+        finally:
+            self._rooms.leave(claim.endpoint_id)
+            self._added.set()  # there is room for the next one
+
+    async def _attempt(self, sender: Sender, claim: Claim) -> Attempt:
+        try:
+            secrets = [self._box.open(sealed, claim.endpoint_id) for sealed in claim.sealed_secrets]
+        except SecretError as error:
+            log.error("webhook %s is not sent: %s", claim.event_id, error)  # noqa: TRY400
+            return Attempt(error=str(error))
+        try:
+            return await sender.send(claim.url, secrets, claim.event_id, claim.body.encode())
+        except Exception as mistake:  # counted as a failure, so that it is not repeated for ever
+            log.exception("webhook %s to %s cannot be sent", claim.event_id, claim.endpoint_id)
+            return Attempt(error=f"cannot be sent: {type(mistake).__name__}")
+
+    async def _settle(self, claim: Claim, attempt: Attempt) -> None:
+        """Write the end down, until the claim ends: then it is repeated in any case."""
+        if attempt.error is not None:
+            facts = (claim.event_id, claim.endpoint_id, claim.attempts, attempt.error)
+            log.info("webhook %s to %s, attempt %d: %s", *facts)
+        for wait_s in backoff_s():
+            try:
+                reason = await self._deliveries.settle(claim, attempt)
+            except SQL_ERRORS as error:
+                if unix_now_ms() >= claim.due_unix_ms:
+                    log.error("webhook %s will be sent again: %s", claim.event_id, describe(error))  # noqa: TRY400
+                    return
+                await asyncio.sleep(wait_s)
+            else:
+                if reason is not None:
+                    log.warning("webhook endpoint %s is disabled: %s", claim.endpoint_id, reason)
+                return
+
+    async def _clean(self) -> None:
+        """Once a period, delete deliveries that nobody need see any more."""
+        if time.monotonic() - self._cleaned_s < CLEANING_PERIOD_S:
+            return
+        try:
+            deleted = await self._deliveries.delete_old(unix_now_ms() - self._settings.keep_days * _DAY_MS)
+        except SQL_ERRORS as error:
+            log.warning("cannot delete old webhook deliveries, will retry: %s", describe(error))
+            deleted = 0
+        if deleted < DELETE_ROWS:
+            self._cleaned_s = time.monotonic()

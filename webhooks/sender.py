@@ -1,0 +1,150 @@
+"""One attempt to deliver: one POST to an address that was judged, within limits of time and bytes."""
+
+import asyncio
+import ipaddress
+import re
+import ssl
+import time
+from collections.abc import Sequence
+from email.utils import parsedate_to_datetime
+from typing import Final
+from urllib.parse import SplitResult
+
+import httpx
+from msgspec import Struct
+
+from webhooks.addresses import Address, AddressRefused, LookUp, Resolver, look_up
+from webhooks.secrets import signatures
+from webhooks.settings import WebhookSettings
+
+MAX_ANSWER_BYTES: Final = 16 * 1024  # that are read, and thrown away
+MAX_RETRY_AFTER_S: Final = 24 * 3600.0
+MAX_ADDRESSES_TRIED: Final = 4
+_GONE: Final = 410
+_SECONDS: Final = re.compile(r"^[0-9]{1,9}$")
+
+
+class Attempt(Struct, frozen=True):
+    """How an attempt ended."""
+
+    http_status: int | None = None  # None: no answer
+    error: str | None = None  # None: delivered
+    retry_after_s: float = 0.0  # what the receiver asks for
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the receiver wants no more of this endpoint."""
+        return self.http_status == _GONE
+
+
+class Sender:
+    """Sends signed bodies. Each attempt has a connection of its own: one to an address may be for another name."""
+
+    def __init__(self, settings: WebhookSettings, look_up: LookUp = look_up) -> None:
+        """``look_up``: the system's view of names."""
+        self._settings = settings
+        self._resolver = Resolver(settings, look_up)
+        self._tls = ssl.create_default_context()
+
+    def close(self) -> None:
+        """Stop looking names up."""
+        self._resolver.close()
+
+    async def send(self, url: str, secrets: Sequence[str], message_id: str, body: bytes) -> Attempt:
+        """Send one body, signed by each of the secrets. Whatever goes wrong is in the result."""
+        unix_s = int(time.time())
+        headers = {
+            "content-type": "application/json",
+            "user-agent": "Spillway-Webhooks/1",
+            "webhook-id": message_id,
+            "webhook-timestamp": str(unix_s),
+            "webhook-signature": signatures(secrets, message_id, unix_s, body),
+        }
+        try:
+            async with asyncio.timeout(self._settings.total_s):
+                parts, addresses = await self._resolver.addresses(url)
+                return await self._post(parts, addresses, headers, body)
+        except AddressRefused as error:
+            return Attempt(error=str(error))
+        except TimeoutError:
+            return Attempt(error=f"no answer within {self._settings.total_s:g} s")
+        except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, OSError, ValueError) as error:
+            return Attempt(error=f"{type(error).__name__}: {error}"[:300])
+
+    async def _post(
+        self, parts: SplitResult, addresses: Sequence[Address], headers: dict[str, str], body: bytes
+    ) -> Attempt:
+        """Try the addresses, until one takes a connection."""
+        tried = addresses[:MAX_ADDRESSES_TRIED]
+        for address in tried[:-1]:
+            try:
+                return await self._post_to(parts, address, headers, body)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                continue
+        return await self._post_to(parts, tried[-1], headers, body)
+
+    async def _post_to(self, parts: SplitResult, address: Address, headers: dict[str, str], body: bytes) -> Attempt:
+        host = parts.hostname or ""
+        timeout = httpx.Timeout(self._settings.total_s, connect=self._settings.connect_s)
+        transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False)
+        async with httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False) as client:
+            request = client.build_request(
+                "POST",
+                _at(parts, address),
+                headers={**headers, "host": parts.netloc},
+                content=body,
+                # The certificate is checked for this name, not for the address. An address is no name that TLS sends.
+                extensions={} if _is_address(host) else {"sni_hostname": host},
+            )
+            response = await client.send(request, stream=True, follow_redirects=False)
+            try:
+                await _read_some(response)
+            finally:
+                await response.aclose()
+        return _judged(response)
+
+
+def _at(parts: SplitResult, address: Address) -> str:
+    """Return the URL with the address in the place of the host."""
+    shown = f"[{address}]" if address.version == 6 else str(address)
+    port = "" if parts.port is None else f":{parts.port}"
+    query = f"?{parts.query}" if parts.query else ""
+    return f"{parts.scheme}://{shown}{port}{parts.path or '/'}{query}"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+async def _read_some(response: httpx.Response) -> None:
+    """Read an answer as it comes, without unpacking it, so that its end is in order; what is too long is cut off."""
+    read = 0
+    async for chunk in response.aiter_raw():
+        read += len(chunk)
+        if read > MAX_ANSWER_BYTES:
+            return
+
+
+def _judged(response: httpx.Response) -> Attempt:
+    status = response.status_code
+    if 200 <= status < 300:
+        return Attempt(status)
+    if 300 <= status < 400:
+        return Attempt(status, f"answered {status}: redirects are not followed")
+    return Attempt(status, f"answered {status}", _retry_after_s(response.headers.get("retry-after", "")))
+
+
+def _retry_after_s(value: str) -> float:
+    """Return the seconds of a ``Retry-After``, which has a number or a date; 0 where it has neither."""
+    value = value.strip()
+    if _SECONDS.match(value):
+        return min(float(value), MAX_RETRY_AFTER_S)
+    try:
+        wait_s = parsedate_to_datetime(value).timestamp() - time.time()
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+    return min(max(wait_s, 0.0), MAX_RETRY_AFTER_S)
