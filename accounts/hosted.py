@@ -4,7 +4,8 @@ A leave is ``provider`` or ``provider/model``, both with ``*`` as in file names:
 
     team (or [tenants.X] where it says nothing)  AND  key (or everything that its team may, where it says nothing)
 
-A key narrows what its team may, and never widens it. One that nobody has put into a team speaks for itself.
+A key narrows what its team may, and never widens it. One that nobody has put into a team speaks for itself. Whoever
+demands trusted pools goes to no hosted API, whatever else is said.
 """
 
 from collections.abc import Iterable
@@ -37,7 +38,7 @@ def allowed_providers(
     team = configured if team is None else team
     if team is None and principal.team_id == DEFAULT_TEAM_ID:
         team, key = key, None
-    if not team:
+    if not team or principal.trusted_only:
         return ()
     return tuple(one for one in providers if _allows(team, one, model) and (key is None or _allows(key, one, model)))
 

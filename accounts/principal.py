@@ -29,6 +29,7 @@ class Policy:
     redact: bool | None = None
     retention_days: int | None = None
     allow_hosted: tuple[str, ...] | None = None
+    trusted_only: bool | None = None
 
 
 NO_POLICY: Final = Policy()
@@ -68,6 +69,11 @@ class Principal:
     def is_batch_only(self) -> bool:
         """True if its requests take what interactive ones leave, as the key or else the team says."""
         return (self.key_policy.priority or self.team_policy.priority) == "batch"
+
+    @property
+    def trusted_only(self) -> bool:
+        """True if its requests go to trusted pools and nowhere else, as the key or the team demands."""
+        return bool(self.key_policy.trusted_only or self.team_policy.trusted_only)
 
     def has_expired(self, now_unix_ms: int) -> bool:
         """Return whether the key has expired."""

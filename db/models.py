@@ -58,6 +58,7 @@ class _Policy:
     retention_days: Mapped[int | None]  # how long they are kept; NULL: the ledger's default
     # The hosted APIs that its prompts may be sent to (accounts.hosted); NULL: unspecified, empty: none.
     allow_hosted: Mapped[tuple[str, ...] | None] = mapped_column(WordList)
+    trusted_only: Mapped[bool | None]  # requests go to trusted pools alone; NULL: no. A team's demand covers its keys
 
 
 class OrganisationRow(Base):

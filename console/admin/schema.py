@@ -47,6 +47,7 @@ class PolicyBody(AdminBody):
     redact: bool | None = None
     retention_days: int | None = None
     allow_hosted: tuple[str, ...] | None = None  # null: unspecified; []: none
+    trusted_only: bool | None = None
 
 
 class OrganisationBody(AdminBody):

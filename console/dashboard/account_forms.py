@@ -19,7 +19,7 @@ from web.errors import ApiError
 from web.schema import parse_body
 
 NUMBERS: Final = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "weight", "retention_days")
-CHOICES: Final = ("log_payload", "train_ok", "redact")  # yes, no, or unspecified
+CHOICES: Final = ("log_payload", "train_ok", "redact", "trusted_only")  # yes, no, or unspecified
 NEVER: Final = "never"  # the field's text where no hosted API is allowed
 NEW_TEAM: Final = {"budget_period": "month"}  # the defaults of the form for a new one
 NEW_KEY: Final = {**NEW_TEAM, f"scope_{INFERENCE}": "on"}

@@ -38,6 +38,7 @@ from spillway.cli.policy import (
     RpmOption,
     TpmOption,
     TrainOption,
+    TrustedOption,
     WeightOption,
     duration_s,
     expiry_unix_ms,
@@ -85,6 +86,7 @@ def create(
     redact: RedactOption = None,
     retention_days: RetentionOption = None,
     allow_hosted: HostedOption = None,
+    trusted_only: TrustedOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
@@ -97,7 +99,7 @@ def create(
     changes = _key_changes(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
-        allow_hosted=allow_hosted,
+        allow_hosted=allow_hosted, trusted_only=trusted_only,
     )  # fmt: skip
 
     async def main() -> None:
@@ -134,6 +136,7 @@ def update(
     redact: RedactOption = None,
     retention_days: RetentionOption = None,
     allow_hosted: HostedOption = None,
+    trusted_only: TrustedOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
@@ -143,7 +146,7 @@ def update(
     changes = _key_changes(resolved, team=team, scope=scope, model=model, expires=expires) | policy_changes(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
-        allow_hosted=allow_hosted,
+        allow_hosted=allow_hosted, trusted_only=trusted_only,
     )  # fmt: skip
     if name is not None:
         changes["name"] = name

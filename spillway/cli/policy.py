@@ -52,6 +52,12 @@ RetentionOption = Annotated[
     str | None, typer.Option("--retention-days", metavar="N", help="How long they are stored. Or `none`: the default.")
 ]
 
+TrustedOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--trusted-only/--any-pool", help="Use pools with `trusted = true` alone. A team's holds for its keys."
+    ),
+]
 HostedOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -77,6 +83,7 @@ def policy_changes(
     redact: bool | None,
     retention_days: str | None,
     allow_hosted: list[str] | None,
+    trusted_only: bool | None,
 ) -> dict[str, Any]:
     """Return the fields of Policy that the options name. Raises BadParameter."""
     counts = {
@@ -96,7 +103,7 @@ def policy_changes(
         changes["priority"] = "batch" if batch_only else "interactive"
     if allow_hosted:
         changes["allow_hosted"] = _hosted_grant(allow_hosted)
-    consents = {"log_payload": log_payload, "train_ok": train_ok, "redact": redact}
+    consents = {"log_payload": log_payload, "train_ok": train_ok, "redact": redact, "trusted_only": trusted_only}
     return changes | {field: consent for field, consent in consents.items() if consent is not None}
 
 
@@ -146,6 +153,8 @@ def limits_text(policy: Policy) -> str:
         words.append(f"weight {policy.weight:g}")
     if policy.priority == "batch":
         words.append("batch only")
+    if policy.trusted_only:
+        words.append("trusted pools only")
     if policy.allow_hosted is not None:
         words.append(f"hosted: {' '.join(policy.allow_hosted) or NEVER}")
     return ", ".join(words)

@@ -21,6 +21,7 @@ from spillway.cli.policy import (
     RpmOption,
     TpmOption,
     TrainOption,
+    TrustedOption,
     WeightOption,
     limits_text,
     local_time,
@@ -46,6 +47,7 @@ def create(
     redact: RedactOption = None,
     retention_days: RetentionOption = None,
     allow_hosted: HostedOption = None,
+    trusted_only: TrustedOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
@@ -56,6 +58,7 @@ def create(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
         allow_hosted=allow_hosted,
+        trusted_only=trusted_only,
     )  # fmt: skip
 
     async def main() -> None:
@@ -82,6 +85,7 @@ def update(
     redact: RedactOption = None,
     retention_days: RetentionOption = None,
     allow_hosted: HostedOption = None,
+    trusted_only: TrustedOption = None,
     as_json: JsonOption = False,
     config: ConfigOption = None,
     data: DataOption = None,
@@ -92,6 +96,7 @@ def update(
         rpm=rpm, tpm=tpm, concurrent=concurrent, budget=budget, weight=weight, batch_only=batch_only,
         log_payload=log_payload, train_ok=train_ok, redact=redact, retention_days=retention_days,
         allow_hosted=allow_hosted,
+        trusted_only=trusted_only,
     )  # fmt: skip
     changes |= {field: value for field, value in (("name", name), ("organisation", organisation)) if value is not None}
 

@@ -110,7 +110,7 @@ async def test_organisations_and_teams(admin: httpx.AsyncClient) -> None:
     assert (await admin.get("/admin/v1/organisations")).json()["data"][1] == renamed
     team = (await admin.post("/admin/v1/teams", json={"name": "ads", "organisation": "Acme Inc."})).json()
     assert team["organisation_id"] == acme["id"]
-    change = {"weight": 3, "train_ok": True, "allow_hosted": ["openai/gpt-*"]}
+    change = {"weight": 3, "train_ok": True, "allow_hosted": ["openai/gpt-*"], "trusted_only": True}
     changed = (await admin.patch("/admin/v1/teams/ads", json=change)).json()
     assert changed == {**team, **change}
     audit = (await admin.get("/admin/v1/audit", params={"subject": team["id"]})).json()["data"]

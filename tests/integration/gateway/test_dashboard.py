@@ -184,14 +184,15 @@ async def test_a_key_and_its_team_are_changed_field_by_field(browser: httpx.Asyn
     shown = (await browser.get(f"/dashboard/keys/{key.key_id}")).text
     assert 'name="expires" type="datetime-local" value="2199-01-31T12:30"' in shown
     change = {**form, "budget_usd": "", "max_concurrent": "3", "scope_metrics": "on", "log_payload": "yes"}
+    change["trusted_only"] = "yes"
     assert (await browser.post(f"/dashboard/keys/{key.key_id}", data=change)).status_code == 303
     after = await find_key(engine, key.key_id)
     assert (after.scopes, after.expires_unix_ms) == (("inference", "metrics"), key.expires_unix_ms)
-    assert after.policy == Policy(max_concurrent=3, log_payload=True)
+    assert after.policy == Policy(max_concurrent=3, log_payload=True, trusted_only=True)
     for typed, allowed in (("openai azure/gpt-*", ("openai", "azure/gpt-*")), ("never", ()), ("", None)):
         await browser.post(f"/dashboard/keys/{key.key_id}", data={**change, "allow_hosted": typed})
         assert (await find_key(engine, key.key_id)).policy == Policy(
-            max_concurrent=3, log_payload=True, allow_hosted=allowed
+            max_concurrent=3, log_payload=True, allow_hosted=allowed, trusted_only=True
         )
         assert f'value="{typed}"' in (await browser.get(f"/dashboard/keys/{key.key_id}")).text
     await browser.post(f"/dashboard/teams/{team_id}", data={"name": "search", "tokens_per_minute": "900"})

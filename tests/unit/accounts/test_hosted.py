@@ -52,6 +52,17 @@ def test_a_key_without_a_team_of_its_own_speaks_for_itself() -> None:
     assert allowed(("azure",), ("openai",), team_id=DEFAULT_TEAM_ID) == ()
 
 
+@pytest.mark.parametrize(("team", "key"), [(True, None), (None, True), (True, False), (False, True)])
+def test_whoever_demands_trusted_pools_goes_to_no_hosted_api(team: bool | None, key: bool | None) -> None:
+    policies = {
+        "team_policy": Policy(allow_hosted=("*",), trusted_only=team),
+        "key_policy": Policy(allow_hosted=("*",), trusted_only=key),
+    }
+    principal = Principal("key_a", "a", "team_a", "A", "org_default", **policies)
+    assert principal.trusted_only
+    assert allowed_providers(principal, ("*",), PROVIDERS, "gpt-4o") == ()
+
+
 def test_the_configuration_stands_for_a_team_that_says_nothing() -> None:
     assert allowed(None, None, configured=("openai",)) == ("openai",)
     assert allowed(None, ("azure",), configured=("openai",)) == ()

@@ -23,6 +23,7 @@ NOTHING: dict[str, Any] = dict.fromkeys(
         "redact",
         "retention_days",
         "allow_hosted",
+        "trusted_only",
     )
 )
 
@@ -41,6 +42,8 @@ NOTHING: dict[str, Any] = dict.fromkeys(
         ({"allow_hosted": ["openai", "azure/gpt-*"]}, {"allow_hosted": ("openai", "azure/gpt-*")}),
         ({"allow_hosted": ["never"]}, {"allow_hosted": ()}),
         ({"allow_hosted": ["none"]}, {"allow_hosted": None}),
+        ({"trusted_only": True}, {"trusted_only": True}),
+        ({"trusted_only": False}, {"trusted_only": False}),
         ({"batch_only": False, "train_ok": True}, {"priority": "interactive", "train_ok": True}),
     ],
 )
