@@ -63,16 +63,16 @@ class FleetPool(Struct, frozen=True):
     tier: str
     usd_per_hour: float
     drain_s: float
-    models: frozenset[str]
+    queues: frozenset[str]
     settings: PoolFleetSettings
     driver: Driver
     environment: Mapping[str, str]  # of its workers
 
 
 class Group(Struct, frozen=True):
-    """Pools that serve the same models, and their policy."""
+    """Pools that serve the same queues, and their policy."""
 
-    models: frozenset[str]
+    queues: frozenset[str]  # subjects.queue_of
     pools: tuple[FleetPool, ...]
     decider: Decider
 
@@ -222,7 +222,7 @@ class Controller:
 
     async def _size(self, group: Group, machines: dict[str, Machine]) -> None:
         views = [self._view(pool, machines) for pool in group.pools]
-        plans = group.decider.decide(views, self._monitor.demand(group.models), time.monotonic())
+        plans = group.decider.decide(views, self._monitor.demand(group.queues), time.monotonic())
         await self._write_down(views, plans)
         for pool in group.pools:
             [plan] = [plan for plan in plans if plan.pool == pool.name]

@@ -11,14 +11,22 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from db.errors import SQL_ERRORS, describe
 from db.models import RollupRow, SliceRow
 from fleet.policy.forecast import SLOT_S, Forecast
+from protocol import subjects
 
 WEEKS: Final = 4
 
 log = logging.getLogger(__name__)
 
 
-async def learn(forecast: Forecast, engine: AsyncEngine, models: AbstractSet[str]) -> None:
-    """Teach a forecast the last weeks' tokens of these models. Without SQL it knows nothing yet, which is logged."""
+async def learn(
+    forecast: Forecast, engine: AsyncEngine, queues: AbstractSet[str], trusted_pools: AbstractSet[str]
+) -> None:
+    """Teach a forecast the last weeks' tokens of a group. Without SQL it knows nothing yet, which is logged.
+
+    ``trusted_pools``: who answered in the queues of what demands them; nobody else did.
+    """
+    models = set(map(subjects.model_of, queues))
+    is_trusted = SliceRow.pool.in_(trusted_pools)
     now_s = time.time()
     since_s = int((now_s - WEEKS * 7 * 86_400) // SLOT_S) * int(SLOT_S)
     tokens = func.sum(RollupRow.prompt_tokens + RollupRow.completion_tokens)
@@ -29,6 +37,7 @@ async def learn(forecast: Forecast, engine: AsyncEngine, models: AbstractSet[str
             RollupRow.width_s == int(SLOT_S),
             RollupRow.bucket_unix_ms >= since_s * 1000,
             SliceRow.model.in_(models),
+            ~is_trusted if models & queues else is_trusted,
         )
         .group_by(RollupRow.bucket_unix_ms)
     )

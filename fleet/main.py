@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 
 def groups_of(pools: Mapping[str, ManagedPool]) -> list[frozenset[str]]:
-    """Return the names of pools that belong together, because some model is served by each next two of them."""
-    groups: list[tuple[set[str], set[str]]] = []  # names, models
+    """Return the names of pools that belong together, because some queue is served by each next two of them."""
+    groups: list[tuple[set[str], set[str]]] = []  # names, queues
     for name, pool in sorted(pools.items()):
-        names, models = {name}, set(pool.models)
-        for group in [group for group in groups if group[1] & models]:
+        names, queues = {name}, set(pool.queues)
+        for group in [group for group in groups if group[1] & queues]:
             groups.remove(group)
             names |= group[0]
-            models |= group[1]
-        groups.append((names, models))
+            queues |= group[1]
+        groups.append((names, queues))
     return [frozenset(names) for names, _ in groups]
 
 
@@ -59,7 +59,7 @@ async def run(
         groups = [_group(settings, names, stack) for names in groups_of(settings.pools)]
         monitor = Monitor(bus, [_monitored(settings, group) for group in groups])
         for group in groups:
-            await learn(monitor.forecast(group.models), engine, group.models)
+            await learn(monitor.forecast(group.queues), engine, group.queues, settings.trusted_pools)
         await monitor.start()
         leadership = Leadership(bus, settings.controller_id)
         stack.push_async_callback(_release, leadership)
@@ -85,8 +85,8 @@ async def run(
 
 def _group(settings: ControllerSettings, names: Iterable[str], stack: contextlib.AsyncExitStack) -> Group:
     pools = tuple(_pool(settings, name, stack) for name in sorted(names))
-    models = frozenset[str]().union(*(pool.models for pool in pools))
-    return Group(models, pools, _decider(settings.fleet))
+    queues = frozenset[str]().union(*(pool.queues for pool in pools))
+    return Group(queues, pools, _decider(settings.fleet))
 
 
 def _decider(fleet: FleetSettings) -> Decider:
@@ -94,10 +94,11 @@ def _decider(fleet: FleetSettings) -> Decider:
 
 
 def _monitored(settings: ControllerSettings, group: Group) -> MonitoredGroup:
-    prices = [settings.hosted_usd_per_token[model] for model in group.models if model in settings.hosted_usd_per_token]
+    # What demands trusted pools goes to no hosted API: their queues have no price here.
+    prices = [settings.hosted_usd_per_token[queue] for queue in group.queues if queue in settings.hosted_usd_per_token]
     start_s = max(pool.settings.start_s for pool in group.pools)
-    hosted_usd = min(prices) if len(prices) == len(group.models) else None
-    return MonitoredGroup(group.models, start_s, settings.fleet.idle_s, hosted_usd)
+    hosted_usd = min(prices) if len(prices) == len(group.queues) else None
+    return MonitoredGroup(group.queues, start_s, settings.fleet.idle_s, hosted_usd)
 
 
 def _pool(settings: ControllerSettings, name: str, stack: contextlib.AsyncExitStack) -> FleetPool:
@@ -113,7 +114,7 @@ def _pool(settings: ControllerSettings, name: str, stack: contextlib.AsyncExitSt
     stack.push_async_callback(driver.close)
     local = settings.local_environment if isinstance(pool.fleet.driver, ProcessSettings) else {}
     environment = {**settings.worker_environment, **local, "SPILLWAY_POOL": name}
-    return FleetPool(name, pool.tier, pool.usd_per_hour, pool.drain_s, pool.models, pool.fleet, driver, environment)
+    return FleetPool(name, pool.tier, pool.usd_per_hour, pool.drain_s, pool.queues, pool.fleet, driver, environment)
 
 
 async def _control(bus: Bus, controller: Controller) -> None:

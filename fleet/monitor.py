@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -44,9 +45,9 @@ class _Speed:
 
 @dataclass
 class _Group:
-    """Models that share pools, and what is known of their work."""
+    """Queues that share pools, and what is known of their work."""
 
-    models: frozenset[str]
+    queues: frozenset[str]
     hosted_usd_per_token: float | None
     start_s: float
     idle_s: float
@@ -74,9 +75,9 @@ class _Group:
 
 
 class MonitoredGroup(Struct, frozen=True):
-    """Models that share pools."""
+    """Queues that share pools."""
 
-    models: frozenset[str]
+    queues: frozenset[str]  # subjects.queue_of
     start_s: float  # of the slowest pool's machines
     idle_s: float  # without any request, after which nothing of the last minutes' level is believed any more
     hosted_usd_per_token: float | None = None  # of the API that takes what would wait for too long; None: there is none
@@ -88,8 +89,8 @@ class Monitor:
     def __init__(self, bus: Bus, groups: Iterable[MonitoredGroup]) -> None:
         """Nothing is heard until ``start``."""
         self._bus = bus
-        self._groups = [_Group(one.models, one.hosted_usd_per_token, one.start_s, one.idle_s) for one in groups]
-        self._by_model = {model: group for group in self._groups for model in group.models}
+        self._groups = [_Group(one.queues, one.hosted_usd_per_token, one.start_s, one.idle_s) for one in groups]
+        self._by_queue = {queue: group for group in self._groups for queue in group.queues}
         self._beats: dict[str, tuple[float, Heartbeat]] = {}
         self._speeds: dict[str, _Speed] = {}
         self._pool_tokens: dict[str, int] = {}  # since the last look
@@ -122,7 +123,7 @@ class Monitor:
         """Take a worker's state, and what it has done since its last heartbeat."""
         _, before = self._beats.get(beat.worker_id, (0.0, None))
         self._beats[beat.worker_id] = (time.monotonic(), beat)
-        group = next((self._by_model[model] for model in beat.models if model in self._by_model), None)
+        group = next((self._by_queue[queue] for queue in beat.queues if queue in self._by_queue), None)
         if before is None or group is None:
             return
         tokens = max(0, _tokens(beat) - _tokens(before))
@@ -140,12 +141,12 @@ class Monitor:
         for group in self._groups:
             self._look_at(group, backlog, elapsed_s, unix_s)
             if group.is_unknown:
-                group.is_unknown = not await self._have_cards(group.models)
+                group.is_unknown = not await self._have_cards(set(map(subjects.model_of, group.queues)))
         self._pool_tokens.clear()
 
     def _look_at(self, group: _Group, backlog: Backlog, elapsed_s: float | None, unix_s: float) -> None:
         queued_before, contended = group.queued_jobs, group.queued_jobs + group.queued_batch_jobs > 0
-        group.queued_jobs, group.queued_batch_jobs = _queued(backlog, group.models)
+        group.queued_jobs, group.queued_batch_jobs = _queued(backlog, group.queues)
         jobs, tokens, group.jobs, group.tokens = group.jobs, group.tokens, 0, 0
         if jobs:
             weight = min(group.jobs_seen, JOBS_HALF_LIFE)
@@ -167,7 +168,7 @@ class Monitor:
                 speed = self._speeds.setdefault(pool, _Speed())
                 speed.measure(self._pool_tokens.get(pool, 0), workers * elapsed_s, elapsed_s)
 
-    async def _have_cards(self, models: frozenset[str]) -> bool:
+    async def _have_cards(self, models: AbstractSet[str]) -> bool:
         """Return whether workers have published how each model's tokens are counted. Raises BusError."""
         stream = f"KV_{subjects.MODELS_BUCKET}"
         return all(
@@ -177,7 +178,7 @@ class Monitor:
     def _serving_by_pool(self, group: _Group) -> Mapping[str, int]:
         counts: dict[str, int] = {}
         for _, beat in self._beats.values():
-            if not beat.draining and group.models.intersection(beat.models):
+            if not beat.draining and group.queues.intersection(beat.queues):
                 counts[beat.pool] = counts.get(beat.pool, 0) + 1
         return counts
 
@@ -185,9 +186,9 @@ class Monitor:
         for worker_id in [one for one, (seen_s, _) in self._beats.items() if now_s - seen_s > FORGET_AFTER_S]:
             del self._beats[worker_id]
 
-    def demand(self, models: frozenset[str]) -> Demand:
+    def demand(self, queues: frozenset[str]) -> Demand:
         """Return the work of a group."""
-        [group] = [group for group in self._groups if group.models == models]
+        [group] = [group for group in self._groups if group.queues == queues]
         now_s = time.time()
         batch = group.queued_batch_jobs * group.tokens_per_job
         return Demand(
@@ -201,9 +202,9 @@ class Monitor:
             batch=(BatchWork(BATCH_DUE_S, batch),) if batch else (),
         )
 
-    def forecast(self, models: frozenset[str]) -> Forecast:
+    def forecast(self, queues: frozenset[str]) -> Forecast:
         """Return a group's forecast, to teach it the past."""
-        [group] = [group for group in self._groups if group.models == models]
+        [group] = [group for group in self._groups if group.queues == queues]
         return group.forecast
 
     def tokens_per_s(self, pool: str) -> float | None:
@@ -233,8 +234,8 @@ def _tokens(beat: Heartbeat) -> int:
     return beat.tokens_made + (0 if beat.stats is None else beat.stats.prompt_tokens)
 
 
-def _queued(backlog: Backlog, models: frozenset[str]) -> tuple[int, int]:
-    """Return how many interactive and how many batch jobs of these models wait."""
-    batch = sum(backlog.jobs.get(subjects.job_subject(model, subjects.LOW_LANE), 0) for model in models)
+def _queued(backlog: Backlog, queues: frozenset[str]) -> tuple[int, int]:
+    """Return how many interactive and how many batch jobs of these queues wait."""
+    batch = sum(backlog.jobs.get(subjects.job_subject(queue, subjects.LOW_LANE), 0) for queue in queues)
     lanes: Sequence[str] = (subjects.RESUME_LANE, *subjects.HIGH_LANES)
-    return sum(backlog.jobs.get(subjects.job_subject(model, lane), 0) for model in models for lane in lanes), batch
+    return sum(backlog.jobs.get(subjects.job_subject(queue, lane), 0) for queue in queues for lane in lanes), batch

@@ -169,7 +169,7 @@ class ManagedPool(Settings):
     """A pool whose size the controller decides."""
 
     tier: str
-    models: frozenset[str]
+    queues: frozenset[str]  # subjects.queue_of its models
     usd_per_hour: float
     drain_s: float
     fleet: PoolFleetSettings
@@ -186,6 +186,7 @@ class ControllerSettings(Settings):
     data_dir: Path
     fleet: FleetSettings
     pools: Mapping[str, ManagedPool]
+    trusted_pools: frozenset[str] = frozenset()  # also of those that somebody else sizes
     worker_commands: Mapping[str, tuple[str, ...]]  # by pool: what starts one of its workers on this machine
     worker_environment: Mapping[str, str]  # how a worker reaches the queue
     local_environment: Mapping[str, str] = {}  # what one on this machine needs besides: paths

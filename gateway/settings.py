@@ -12,6 +12,7 @@ from db.money import nano_usd
 from ledger.prices import CLIENTS, TokenPrice
 from ledger.settings import PayloadSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
+from protocol.subjects import queue_of
 from protocol.telemetry import TelemetrySettings
 from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from quotas.account_store import REACH_LIMIT_S
@@ -196,7 +197,9 @@ class GatewaySettings(Settings):
     models: dict[str, ModelSettings]
     tenants: dict[str, TenantSettings] = Field(default={})  # by tenant, or by the name of the API key
     hosted: dict[str, HostedPoolSettings] = Field(default={})  # by pool
-    only_hosted: frozenset[str] = frozenset()  # models that no other pool serves
+    only_hosted: frozenset[str] = frozenset()  # models that no other pool serves, trusted ones aside
+    trusted: frozenset[str] = frozenset()  # models with trusted pools
+    only_trusted: frozenset[str] = frozenset()  # models that no other pool serves
     by_messages: frozenset[str] = frozenset()  # models with pools that take messages instead of token ids
     only_by_messages: frozenset[str] = frozenset()  # and with no others: these have a tokenizer, to count by
     limits: LimitSettings = LimitSettings()
@@ -210,6 +213,11 @@ class GatewaySettings(Settings):
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key
     cors_origins: tuple[Origin, ...] = ()  # of other sites' pages that may call the API from a browser
+
+    @property
+    def queues(self) -> list[str]:
+        """One for each model, and for those with trusted pools another one."""
+        return [*self.models, *(queue_of(model, trusted=True) for model in sorted(self.trusted))]
 
     @property
     def prices(self) -> dict[tuple[str, str], TokenPrice]:

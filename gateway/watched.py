@@ -25,6 +25,7 @@ class WatchedGateway:
         self._dispatcher = dispatcher
         self._series = series
         self._failovers = failovers
+        self.queues: Sequence[str] = admission_control.queues
         self.waiting_by_lane = admission_control.waiting_by_lane
         self.jobs_per_s = admission_control.jobs_per_s
 

@@ -66,7 +66,7 @@ class LanePulls:
     ) -> None:
         """Make the pulls of ``lane``; ``on_empty`` is called when it had nothing more for one."""
         self.lane = lane
-        self.consumer_name = subjects.job_consumer(lane.model, lane.name)
+        self.consumer_name = subjects.job_consumer(lane.queue, lane.name)
         self.rests_until_s = 0.0  # monotonic clock: nothing is asked of it before
         self._on_delivery = on_delivery
         self._on_empty = on_empty
@@ -119,6 +119,7 @@ class Consumer:
         *,
         worker_id: str,
         lanes: tuple[str, ...] = subjects.LANES,
+        trusted: bool = False,
         strange_deliveries: int,
         executor: Executor,
         job_filter: JobFilter,
@@ -145,12 +146,16 @@ class Consumer:
         self._shares = LaneShares()
         self._lanes = {
             (model, name): LanePulls(
-                bus, Lane(model, name), tier, on_delivery=self._on_delivery, on_empty=self._on_empty
+                bus,
+                Lane(model, name, trusted=trusted),
+                tier,
+                on_delivery=self._on_delivery,
+                on_empty=self._on_empty,
             )
             for model in models
             for name in lanes
         }
-        self._only_model = models[0] if len(models) == 1 else None
+        self._only_queue = subjects.queue_of(models[0], trusted=trusted) if len(models) == 1 else None
         self._may_be_gone = asyncio.Event()  # the consumers
 
     async def start(self) -> None:
@@ -289,13 +294,13 @@ class Consumer:
             return
         try:
             async with asyncio.timeout(BACKLOG_LIMIT_S):
-                jobs = (await read_backlog(self._bus, self._only_model)).jobs
+                jobs = (await read_backlog(self._bus, self._only_queue)).jobs
         except (BusError, TimeoutError) as error:
             log.warning("what waits in the queue is unknown: %s", error or "no answer")
-            jobs = {subjects.job_subject(lane.lane.model, lane.lane.name): 1 for lane in stale}
+            jobs = {subjects.job_subject(lane.lane.queue, lane.lane.name): 1 for lane in stale}
         now_s = time.monotonic()
         for lane in stale:
-            subject = subjects.job_subject(lane.lane.model, lane.lane.name)
+            subject = subjects.job_subject(lane.lane.queue, lane.lane.name)
             self._shares.learn(lane.lane, jobs.get(subject, 0), now_s)
 
     async def _ask(self, lanes: list[LanePulls]) -> int:

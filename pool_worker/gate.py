@@ -17,6 +17,7 @@ from protocol.backlog import oldest_job, read_backlog
 from protocol.backoff import wait_for
 from protocol.bus import Bus
 from protocol.errors import BusError, NoResponders
+from protocol.subjects import queue_of
 
 GATE_POLL_S: Final = 0.25
 OLDEST_LIMIT_S: Final = 1.0  # for a gateway to tell since when the oldest job of a lane has waited
@@ -35,6 +36,7 @@ class Gate:
         *,
         tier: Tier,
         models: tuple[str, ...],
+        trusted: bool = False,
         on_open: Callable[[], None],
     ) -> None:
         """Make a gate, closed where there are settings; ``on_open`` is called when it has opened for a model."""
@@ -42,6 +44,7 @@ class Gate:
         self._bus = bus
         self._peers = peers
         self._tier = tier
+        self._trusted = trusted
         self._is_open = dict.fromkeys(models, settings is None)
         self._on_open = on_open
         self._must_look = asyncio.Event()
@@ -65,7 +68,7 @@ class Gate:
         is_needed = self._peers.is_informed and not self._peers.cheaper_serving(model, self._tier)
         if not is_needed:
             try:
-                is_needed = await is_behind(self._bus, model, settings)
+                is_needed = await is_behind(self._bus, queue_of(model, trusted=self._trusted), settings)
             except BusError as error:
                 log.warning("the gate for %s stays as it is: %s", model, error)
                 return
@@ -77,10 +80,10 @@ class Gate:
             self._on_open()
 
 
-async def is_behind(bus: Bus, model: str, settings: GateSettings) -> bool:
-    """Report whether too many interactive jobs of a model wait, or one for too long. Raises BusError."""
-    backlog = await read_backlog(bus, model)
-    interactive = {lane: subjects.job_subject(model, lane) for lane in (subjects.RESUME_LANE, *subjects.HIGH_LANES)}
+async def is_behind(bus: Bus, queue: str, settings: GateSettings) -> bool:
+    """Report whether too many interactive jobs of a queue wait, or one for too long. Raises BusError."""
+    backlog = await read_backlog(bus, queue)
+    interactive = {lane: subjects.job_subject(queue, lane) for lane in (subjects.RESUME_LANE, *subjects.HIGH_LANES)}
     waiting = {lane: backlog.jobs[subject] for lane, subject in interactive.items() if subject in backlog.jobs}
     if settings.backlog_jobs is not None and sum(waiting.values()) > settings.backlog_jobs:
         return True
@@ -88,20 +91,20 @@ async def is_behind(bus: Bus, model: str, settings: GateSettings) -> bool:
         return False
     stored_before = backlog.server_time - dt.timedelta(seconds=settings.oldest_s)
     for lane in waiting:
-        stored = await _oldest(bus, model, lane)
+        stored = await _oldest(bus, queue, lane)
         if stored is not None and stored < stored_before:
             return True
     return False
 
 
-async def _oldest(bus: Bus, model: str, lane: str) -> dt.datetime | None:
+async def _oldest(bus: Bus, queue: str, lane: str) -> dt.datetime | None:
     """Return when the stream took the first job of a lane that it still has; None if it has none any more.
 
     Gateways tell: a worker may have no right to read jobs that it is not given. Those of an older release do not.
     """
     try:
-        reply = await bus.request(subjects.oldest_job_subject(model, lane), b"", timeout_s=OLDEST_LIMIT_S)
+        reply = await bus.request(subjects.oldest_job_subject(queue, lane), b"", timeout_s=OLDEST_LIMIT_S)
         stored = reply.data.decode()
     except NoResponders:
-        stored = await oldest_job(bus, subjects.job_subject(model, lane))
+        stored = await oldest_job(bus, subjects.job_subject(queue, lane))
     return dt.datetime.fromisoformat(stored) if stored else None

@@ -117,4 +117,5 @@ class HeartbeatPublisher:
             takes=self._engine.takes,
             continues=self._engine.continues,
             machine=settings.machine,
+            trusted=settings.trusted,
         )

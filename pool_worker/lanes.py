@@ -31,12 +31,13 @@ def expected_tokens(job: Job) -> int:
 
 
 class Lane:
-    """One lane of one model: its known backlog, and the work it has been given."""
+    """One lane of one model's queue: its known backlog, and the work it has been given."""
 
-    __slots__ = ("expected", "model", "name", "rank", "seen_s", "served", "waiting")
+    __slots__ = ("expected", "model", "name", "queue", "rank", "seen_s", "served", "waiting")
 
-    def __init__(self, model: str, name: str) -> None:
+    def __init__(self, model: str, name: str, *, trusted: bool = False) -> None:
         self.model = model
+        self.queue = subjects.queue_of(model, trusted=trusted)
         self.name = name
         self.rank = {subjects.RESUME_LANE: RESUME_RANK, subjects.LOW_LANE: LOW_RANK}.get(name, HIGH_RANK)
         self.waiting = 0  # jobs that are believed to be in the queue

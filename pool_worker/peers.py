@@ -23,15 +23,23 @@ class Peers:
     """The models served by others. One that drains, has departed or is silent for ``silence_s`` serves none."""
 
     def __init__(
-        self, bus: Bus, worker_id: str, *, hosted_pool: str | None = None, silence_s: float = HEARTBEAT_LIMIT_S
+        self,
+        bus: Bus,
+        worker_id: str,
+        *,
+        hosted_pool: str | None = None,
+        trusted: bool = False,
+        silence_s: float = HEARTBEAT_LIMIT_S,
     ) -> None:
         """Make an empty view; ``worker_id`` is the one worker that is not a peer.
 
-        Hosted pools have lanes of their own: theirs are only those of ``hosted_pool``, and nobody's others.
+        Hosted pools have lanes of their own: theirs are only those of ``hosted_pool``, and nobody's others. Likewise
+        what demands trusted pools is taken by ``trusted`` workers alone, who take nothing else.
         """
         self._bus = bus
         self._worker_id = worker_id
         self._hosted_pool = hosted_pool
+        self._trusted = trusted
         self._silence_s = silence_s
         self._peers: dict[str, Heartbeat] = {}  # none of them draining
         self._last_seen_s: dict[str, float] = {}  # monotonic clock
@@ -71,14 +79,15 @@ class Peers:
     def cheaper_serving(self, model: str, tier: str) -> bool:
         """Report whether a worker of a cheaper tier than ``tier`` can take jobs of this model."""
         priority = PULL_PRIORITIES[tier]
-        return any(model in peer.models and PULL_PRIORITIES[peer.tier] < priority for peer in self._live())
+        return any(model in peer.models and PULL_PRIORITIES[peer.tier] < priority for peer in self._of_same_lanes())
 
     def _of_same_lanes(self) -> list[Heartbeat]:
         """Those who can take what this worker can."""
         return [
             peer
             for peer in self._live()
-            if self._hosted_pool == (peer.pool if peer.tier == subjects.HOSTED_TIER else None)
+            if peer.trusted == self._trusted
+            and self._hosted_pool == (peer.pool if peer.tier == subjects.HOSTED_TIER else None)
         ]
 
     def _live(self) -> list[Heartbeat]:

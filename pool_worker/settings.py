@@ -332,6 +332,7 @@ class WorkerSettings(Settings):
     nats_credentials: Path | SecretStr | None = None  # our user at the queue server; None: what the URLs say
     nats_ca_file: Path | None = None  # who vouches for the queue server's certificate; None: the usual authorities
     models: tuple[str, ...]  # the names under which callers know what this engine serves
+    trusted: bool = False  # it takes the jobs that demand trusted pools, and no others
     engine: EngineSettings
     batch_reserve: Share = 0.1  # of the engine, which batch jobs leave free for interactive ones
     gate: GateSettings | None = None  # None: it takes jobs whenever it has room

@@ -66,7 +66,12 @@ class Worker:
         credit = Credit(capacity, settings.batch_reserve)
         self._must_look = asyncio.Event()  # there may be more room for jobs, or a gate has opened
         self._publisher = Publisher(bus, settings.worker_id)
-        self._peers = Peers(bus, settings.worker_id, hosted_pool=settings.pool if settings.is_hosted else None)
+        self._peers = Peers(
+            bus,
+            settings.worker_id,
+            hosted_pool=settings.pool if settings.is_hosted else None,
+            trusted=settings.trusted,
+        )
         self._outbox = Outbox(bus, subjects.attempt_usage_subject(settings.pool, settings.worker_id), OUTBOX_RECORDS)
         self._cards = ModelCards(bus, engine, settings.models)
         revisions = self._cards.revisions
@@ -88,6 +93,7 @@ class Worker:
             self._peers,
             tier=settings.tier,
             models=settings.models,
+            trusted=settings.trusted,
             on_open=self._must_look.set,
         )
         self._consumer = Consumer(
@@ -96,6 +102,7 @@ class Worker:
             settings.tier,
             worker_id=settings.worker_id,
             lanes=settings.lanes,
+            trusted=settings.trusted,
             strange_deliveries=settings.strange_deliveries,
             executor=self._executor,
             job_filter=JobFilter(settings, engine, self._peers, revisions),

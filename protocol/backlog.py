@@ -16,9 +16,9 @@ class Backlog:
     bytes: int = 0  # of all jobs, of whatever lane
 
 
-async def read_backlog(bus: Bus, model: str | None = None) -> Backlog:
-    """Ask for the backlog of one model or of all. Raises ApiError or BusTimeout."""
-    filter_ = "rq.>" if model is None else subjects.job_subject(model, ">")
+async def read_backlog(bus: Bus, queue: str | None = None) -> Backlog:
+    """Ask for the backlog of one queue or of all. Raises ApiError or BusTimeout."""
+    filter_ = "rq.>" if queue is None else subjects.job_subject(queue, ">")
     info = await bus.api(f"STREAM.INFO.{subjects.INTERACTIVE_STREAM}", {"subjects_filter": filter_})
     state = info["state"]
     return Backlog(state.get("subjects") or {}, dt.datetime.fromisoformat(info["ts"]), state["bytes"])

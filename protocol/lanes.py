@@ -1,6 +1,6 @@
 """Messages between gateways about lanes: which one each tenant's jobs wait in.
 
-A tenant's jobs wait in one lane of a model, or it would have a second share of the workers. Each gateway tells so
+A tenant's jobs wait in one lane of a queue, or it would have a second share of the workers. Each gateway tells so
 every half second, and what it said last counts for a little longer.
 
     gateway ──LanesInUse──> all gateways     core NATS, ``subjects.LANES_IN_USE``
@@ -13,10 +13,10 @@ from protocol import wire
 
 
 class LaneInUse(Struct, frozen=True, array_like=True):
-    """A tenant has jobs of a model waiting in a lane."""
+    """A tenant has jobs waiting in a lane of a queue."""
 
     tenant: str
-    model: str
+    queue: str  # subjects.queue_of
     lane: str
 
 

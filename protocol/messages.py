@@ -32,6 +32,7 @@ from protocol.errors import ProtocolError
 from protocol.grammar import Grammar
 from protocol.logprobs import PromptLogprob, TokenLogprob
 from protocol.pooling import Pooling, PoolingCard
+from protocol.subjects import queue_of
 
 PROTOCOL_VERSION: Final = wire.PROTOCOL_VERSION
 TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]  # what ``pack_token_ids`` takes
@@ -317,6 +318,12 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     continues: bool = True  # answers that another worker has begun
     pace: Pace | None = None  # None: it is not watched
     machine: str = ""  # that the fleet controller launched it on; "": none
+    trusted: bool = False  # it takes the jobs that demand trusted pools, and no others
+
+    @property
+    def queues(self) -> list[str]:
+        """The queues that it serves, or for a hosted pool, serves a lane of."""
+        return [queue_of(model, trusted=self.trusted) for model in self.models]
 
 
 class ModelCard(Struct, frozen=True, omit_defaults=True):

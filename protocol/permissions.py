@@ -78,16 +78,20 @@ def of_part(part: str) -> Permissions:
     return {"gateway": _gateway, "ledger": _ledger, "fleet": _fleet, "admin": _admin}[part]()
 
 
-def of_worker(pool: str, name: str, models: Iterable[str], lanes: Iterable[str]) -> Permissions:
+def of_worker(
+    pool: str, name: str, models: Iterable[str], lanes: Iterable[str], *, trusted: bool = False
+) -> Permissions:
     """Return the permissions of the workers of a pool that use the credentials of this name.
 
     ``lanes``: that the pool serves, of each of its models. They are enumerated, as a wildcard stands for whole tokens.
+    ``trusted``: of the jobs that demand it, and of no others.
     """
     models = tuple(models)
+    queues = [subjects.queue_of(model, trusted=trusted) for model in models]
     prefix = subjects.worker_prefix(pool, name)
     every = f"{prefix}.{_ANY}"
     consumers = [
-        f"{subjects.INTERACTIVE_STREAM}.{subjects.job_consumer(model, lane)}" for model in models for lane in lanes
+        f"{subjects.INTERACTIVE_STREAM}.{subjects.job_consumer(queue, lane)}" for queue in queues for lane in lanes
     ]
     return Permissions(
         publish=(
@@ -95,7 +99,7 @@ def of_worker(pool: str, name: str, models: Iterable[str], lanes: Iterable[str])
             *(f"{WORKERS_API}.CONSUMER.INFO.{consumer}" for consumer in consumers),
             *(f"{WORKERS_API}.CONSUMER.MSG.NEXT.{consumer}" for consumer in consumers),
             *(f"$JS.ACK.{consumer}.>" for consumer in consumers),
-            *(subjects.oldest_job_subject(model, _ANY) for model in models),
+            *(subjects.oldest_job_subject(queue, _ANY) for queue in queues),
             subjects.frames_by_worker_subject(subjects.frames_subject(_ANY), every),
             subjects.heartbeat_subject(every),
             subjects.attempt_usage_subject(pool, every),

@@ -25,13 +25,17 @@ PAYLOADS_CONSUMER: Final = "payloads"
 WEBHOOKS_CONSUMER: Final = "webhooks"
 DEAD_LETTER_STREAM: Final = "DLQ"
 
-# The lanes of each model: one queue subject and one durable consumer each. Workers serve ``resume`` first (those
+# The lanes of each queue: one subject and one durable consumer each. Workers serve ``resume`` first (those
 # requests were admitted long ago and somebody watches their stream stand still), share themselves fairly among the high
 # lanes, over which the gateways spread the tenants, and take from ``low``, the batch lane, what is left.
 RESUME_LANE: Final = "resume"
 HIGH_LANES: Final = ("h0", "h1", "h2", "h3", "h4", "h5", "h6", "h7")
 LOW_LANE: Final = "low"
 LANES: Final = (RESUME_LANE, *HIGH_LANES, LOW_LANE)
+
+# Jobs that demand trusted pools are in a queue of their own, with the same lanes, which no other pool's credentials may
+# consume. Its name is the model's with this mark, and stands for it in subjects; no model's name may end so.
+TRUSTED_MARK: Final = "@trusted"
 HOSTED_TIER: Final = "hosted"  # of pools that have a lane of their own, and serve no other
 
 # Sent by the server, into our own account where its configuration imports it, a moment after a connection has ended.
@@ -71,9 +75,19 @@ def escape(name: str) -> str:
     return _UNSAFE.sub(lambda found: "".join(f"={byte:02X}" for byte in found.group().encode()), name)
 
 
-def job_subject(model: str, lane: str) -> str:
-    """Return the queue subject of interactive jobs for a model, in a lane."""
-    return f"rq.{escape(model)}.{lane}"
+def queue_of(model: str, *, trusted: bool) -> str:
+    """Return the queue of a model's jobs: the model's name, or for those that demand trusted pools, its own."""
+    return f"{model}{TRUSTED_MARK}" if trusted else model
+
+
+def model_of(queue: str) -> str:
+    """Return the model whose jobs are in a queue."""
+    return queue.removesuffix(TRUSTED_MARK)
+
+
+def job_subject(queue: str, lane: str) -> str:
+    """Return the subject of jobs in a lane of a queue."""
+    return f"rq.{escape(queue)}.{lane}"
 
 
 def hosted_lane(pool: str) -> str:
@@ -81,9 +95,9 @@ def hosted_lane(pool: str) -> str:
     return f"{HOSTED_TIER}-{escape(pool)}"
 
 
-def job_consumer(model: str, lane: str) -> str:
-    """Return the durable consumer that all workers of a model share for a lane."""
-    return f"{escape(model)}_{lane}"
+def job_consumer(queue: str, lane: str) -> str:
+    """Return the durable consumer that all workers of a queue share for a lane."""
+    return f"{escape(queue)}_{lane}"
 
 
 def frames_subject(gateway_id: str) -> str:
@@ -101,9 +115,9 @@ def attempt_usage_subject(pool: str, worker_id: str) -> str:
     return f"{ATTEMPT_USAGE_SUBJECT}.{escape(pool)}.{worker_id}"
 
 
-def oldest_job_subject(model: str, lane: str) -> str:
+def oldest_job_subject(queue: str, lane: str) -> str:
     """Return the subject of one lane among ``OLDEST_JOBS``."""
-    return f"oldest.{escape(model)}.{lane}"
+    return f"oldest.{escape(queue)}.{lane}"
 
 
 def answers_subject(gateway_id: str) -> str:

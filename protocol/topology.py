@@ -179,11 +179,11 @@ def _object_bucket(name: str, bounds: QueueBounds, *, storage: str, max_age_s: i
     return {**config, "allow_rollup_hdrs": True, "allow_direct": True}
 
 
-def job_consumer_config(model: str, lane: str) -> dict[str, Any]:
-    """Return the durable that all workers of a model share for one lane."""
+def job_consumer_config(queue: str, lane: str) -> dict[str, Any]:
+    """Return the durable that all workers of a queue share for one lane."""
     return {
-        "durable_name": subjects.job_consumer(model, lane),
-        "filter_subject": subjects.job_subject(model, lane),
+        "durable_name": subjects.job_consumer(queue, lane),
+        "filter_subject": subjects.job_subject(queue, lane),
         "ack_policy": "explicit",
         "ack_wait": int(ACK_WAIT_S * NS),
         "max_ack_pending": -1,  # what is in flight is bounded by the workers' own credit
@@ -229,7 +229,7 @@ def webhooks_consumer_config() -> dict[str, Any]:
 
 async def apply(
     bus: Bus,
-    models: list[str],
+    queues: Sequence[str],
     bounds: QueueBounds,
     *,
     further_lanes: Sequence[tuple[str, str]] = (),
@@ -237,11 +237,11 @@ async def apply(
 ) -> None:
     """Create or update every stream, bucket and consumer. Idempotent. Raises ApiError, or BusTimeout.
 
-    ``further_lanes``: (model, lane), beside those that every model has. ``limit_s`` is for how long to try again while
+    ``further_lanes``: (queue, lane), beside those that every queue has. ``limit_s`` is for how long to try again while
     a cluster that has just started has no leader or too few servers.
     """
     deadline_s = time.monotonic() + limit_s
-    lanes = [*((model, lane) for model in models for lane in subjects.LANES), *further_lanes]
+    lanes = [*((queue, lane) for queue in queues for lane in subjects.LANES), *further_lanes]
     for wait_s in backoff_s():
         try:
             await _apply_all(bus, lanes, bounds)
@@ -260,7 +260,7 @@ async def _apply_all(bus: Bus, lanes: list[tuple[str, str]], bounds: QueueBounds
     making = streams(bounds)
     jobs = [config for config in making if config["name"] == subjects.INTERACTIVE_STREAM]
     others = [config for config in making if config not in jobs]
-    consumers = [job_consumer_config(model, lane) for model, lane in lanes]
+    consumers = [job_consumer_config(queue, lane) for queue, lane in lanes]
     refusals = await _each(jobs, partial(_apply_stream, bus))
     refusals += await _each(consumers, partial(_apply_job_consumer, bus))
     refusals += await _each(others, partial(_apply_stream, bus))

@@ -40,7 +40,7 @@ from spillway import ROOMS
 from spillway.config_problems import explain, source_of
 from spillway.nats_accounts import of_pool
 from spillway.nats_section import NatsSection, worker_id
-from spillway.pool_section import PoolSettings, by_messages, hosted_pools, only_by_messages, only_hosted
+from spillway.pool_section import ModelName, PoolSettings, gateway_view, only_by_messages
 from webhooks.settings import WebhookSettings
 
 DEFAULT_CONFIG_NAME: Final = "spillway.toml"
@@ -122,7 +122,7 @@ class Config(BaseSettings):
     telemetry: TelemetrySettings = TelemetrySettings()
     payloads: PayloadsSection = PayloadsSection()
     webhooks: WebhookSettings = WebhookSettings()
-    models: Annotated[dict[str, ModelSettings], Field(min_length=1)]
+    models: Annotated[dict[ModelName, ModelSettings], Field(min_length=1)]
     tenants: dict[str, TenantSettings] = {}  # by the name of the API key
     fleet: FleetSettings = FleetSettings()
     pools: dict[str, PoolSettings] = {}
@@ -194,10 +194,7 @@ class Config(BaseSettings):
             key_pepper=pepper,
             models=self._models_with_lengths(),
             tenants=self.tenants,
-            hosted=hosted_pools(self.pools),
-            only_hosted=only_hosted(self.pools),
-            by_messages=by_messages(self.pools),
-            only_by_messages=frozenset(only_by_messages(self.pools)),
+            **gateway_view(self.pools),
             limits=self.gateway.limits,
             timeouts=self.gateway.timeouts,
             connections=self.gateway.connections,

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 
 from fleet.settings import ControllerSettings, ManagedPool
+from protocol.subjects import queue_of
 from spillway.config import ENV_PREFIX, Config, process_id
 
 
@@ -15,7 +16,7 @@ def controller_settings(config: Config, worker_commands: Mapping[str, tuple[str,
     managed = {
         name: ManagedPool(
             tier=pool.tier,
-            models=frozenset(pool.models),
+            queues=frozenset(queue_of(model, trusted=pool.trusted) for model in pool.models),
             usd_per_hour=pool.usd_per_hour,
             drain_s=pool.drain_s,
             fleet=pool.fleet,
@@ -30,6 +31,7 @@ def controller_settings(config: Config, worker_commands: Mapping[str, tuple[str,
         data_dir=config.data_dir,
         fleet=config.fleet,
         pools=managed,
+        trusted_pools=frozenset(name for name, pool in config.pools.items() if pool.trusted),
         worker_commands=worker_commands,
         worker_environment=_worker_environment(config),
         local_environment=_local_environment(config),

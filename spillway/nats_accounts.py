@@ -47,6 +47,7 @@ class Pool(BaseModel):
 
     models: tuple[str, ...]
     lanes: tuple[str, ...]
+    trusted: bool = False
 
 
 class User(BaseModel):
@@ -191,7 +192,7 @@ class Authority:
 
     def _of_workers(self, pools: Mapping[str, Pool]) -> dict[str, Any]:
         scopes = {
-            of_pool(name): permissions.of_worker(name, "{{name()}}", pool.models, pool.lanes)
+            of_pool(name): permissions.of_worker(name, "{{name()}}", pool.models, pool.lanes, trusted=pool.trusted)
             for name, pool in pools.items()
         }
         asked = self._accounts["SPILLWAY"]

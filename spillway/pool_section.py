@@ -1,9 +1,9 @@
 """``[pools.<name>]`` of spillway.toml, and the gateway's view of hosted pools."""
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fleet.settings import PoolFleetSettings
 from gateway.settings import HostedPoolSettings, PriceSettings
@@ -20,6 +20,15 @@ from pool_worker.settings import (
 )
 from protocol import subjects
 from protocol.settings import Settings
+
+
+def _is_unmarked(name: str) -> str:
+    if name.endswith(subjects.TRUSTED_MARK):
+        raise ValueError(f"no model's name may end with {subjects.TRUSTED_MARK}, which marks queues of trusted pools")
+    return name
+
+
+ModelName = Annotated[str, AfterValidator(_is_unmarked)]
 
 
 class PoolSettings(Settings):
@@ -39,6 +48,7 @@ class PoolSettings(Settings):
     notice: NoticeKind = "none"
     notice_url: HttpAddress | None = None
     batch_reserve: Share = 0.1
+    trusted: bool = False  # it serves the keys that demand trusted pools, and no others: docs/SECURITY.md
     gate: GateSettings | None = None
     watch: WatchSettings | None = None
     fleet: PoolFleetSettings | None = None  # None: somebody else decides how many workers there are
@@ -68,34 +78,33 @@ class PoolSettings(Settings):
             raise ValueError(f"{caps[0]}: cannot be enforced without prices.{unpriced[0]}")
         if self.gate is not None and self.is_hosted:
             raise ValueError("gate: not for hosted pools, which take every job that gateways send them")
+        if self.trusted and self.is_hosted:
+            raise ValueError("trusted: not for hosted pools, which are a third party's")
         return self
 
 
-def hosted_pools(pools: Mapping[str, PoolSettings]) -> dict[str, HostedPoolSettings]:
-    """Return the settings of hosted pools for gateways."""
+def gateway_view(pools: Mapping[str, PoolSettings]) -> dict[str, Any]:
+    """Return what a gateway's settings say of pools."""
     names = HostedPoolSettings.model_fields
+    hosted = {name: pool for name, pool in pools.items() if pool.is_hosted}
+    trusted = _models_of(pool for pool in pools.values() if pool.trusted)
+    others = _models_of(pool for pool in pools.values() if not (pool.is_hosted or pool.trusted))
     return {
-        name: HostedPoolSettings(**{field: getattr(pool, field) for field in names})
-        for name, pool in pools.items()
-        if pool.is_hosted
+        "hosted": {
+            name: HostedPoolSettings(**{field: getattr(pool, field) for field in names})
+            for name, pool in hosted.items()
+        },
+        "only_hosted": _models_of(hosted.values()) - others,
+        "trusted": trusted,
+        "only_trusted": trusted - others - _models_of(hosted.values()),
+        "by_messages": _models_of(pool for pool in pools.values() if pool.takes_messages),
+        "only_by_messages": frozenset(only_by_messages(pools)),
     }
 
 
-def only_hosted(pools: Mapping[str, PoolSettings]) -> frozenset[str]:
-    """Return the models that only hosted pools serve."""
-    return _models_of(pool for pool in pools.values() if pool.is_hosted) - _models_of(
-        pool for pool in pools.values() if not pool.is_hosted
-    )
-
-
-def by_messages(pools: Mapping[str, PoolSettings]) -> frozenset[str]:
-    """Return the models served by a pool that takes messages."""
-    return _models_of(pool for pool in pools.values() if pool.takes_messages)
-
-
 def only_by_messages(pools: Mapping[str, PoolSettings]) -> dict[str, int]:
-    """Return the models that only such pools serve, with the longest context of these pools."""
-    models = by_messages(pools) - _models_of(pool for pool in pools.values() if not pool.takes_messages)
+    """Return the models that only pools that take messages serve, with the longest context of these pools."""
+    models = _models_of(pools.values()) - _models_of(pool for pool in pools.values() if not pool.takes_messages)
     return {
         model: max(
             pool.engine.max_model_len

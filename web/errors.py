@@ -12,6 +12,7 @@ ApiError                     500  server_error
 ├── CrossOriginRequest            403  foreign_origin
 ├── HostedNotAllowed         403  hosted_not_allowed
 ├── ModelNotFound            404  model_not_found
+├── NoSuchPool               404  no_trusted_pool, only_trusted_pools
 ├── UnknownObject            404  not_found
 ├── UnknownUrl               404  unknown_url
 ├── MethodNotAllowed         405  method_not_allowed
@@ -174,6 +175,16 @@ class ModelNotFound(ApiError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+    should_retry = False
+
+
+class NoSuchPool(ApiError):
+    """This API key demands trusted pools, and the model has none; or it does not, and the model has no others."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "no_trusted_pool"
+    other_codes = ("only_trusted_pools",)
     should_retry = False
 
 

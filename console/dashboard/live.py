@@ -72,12 +72,17 @@ class Gateway(Protocol):
         """Return the last heartbeat of each live worker."""
         ...
 
-    def waiting_by_lane(self, model: str) -> dict[str, int]:
+    @property
+    def queues(self) -> Sequence[str]:
+        """The queues of the configured models: subjects.queue_of."""
+        ...
+
+    def waiting_by_lane(self, queue: str) -> dict[str, int]:
         """Return the number of waiting jobs by lane."""
         ...
 
-    def jobs_per_s(self, model: str) -> float | None:
-        """Return the rate at which a model's queue is served; None: unknown."""
+    def jobs_per_s(self, queue: str) -> float | None:
+        """Return the rate at which a queue is served; None: unknown."""
         ...
 
 
@@ -120,9 +125,9 @@ class PoolNow:
 
 @dataclass(frozen=True, slots=True)
 class QueueNow:
-    """The waiting jobs of one model."""
+    """The waiting jobs of one queue."""
 
-    model: str
+    name: str  # the model's, or subjects.queue_of those that demand trusted pools
     resuming: int
     interactive: int
     batch: int
@@ -222,10 +227,10 @@ class Live:
         ]
 
     def queues(self) -> list[QueueNow]:
-        """Return the queue of each configured model, the longest first."""
-        workers = Counter(model for beat in self._gateway.live_workers() for model in beat.models)
-        queues = [self._queue(model, workers[model]) for model in self._gateway.models]
-        return sorted(queues, key=lambda queue: (-queue.waiting, -queue.workers, queue.model))
+        """Return the queues of the configured models, the longest first."""
+        workers = Counter(queue for beat in self._gateway.live_workers() for queue in beat.queues)
+        queues = [self._queue(name, workers[name]) for name in self._gateway.queues]
+        return sorted(queues, key=lambda queue: (-queue.waiting, -queue.workers, queue.name))
 
     def failovers(self) -> list[Failover]:
         """Return the latest failovers of this gateway, the newest first."""
@@ -235,12 +240,12 @@ class Live:
         """Return the configured models."""
         return sorted(self._gateway.models)
 
-    def _queue(self, model: str, workers: int) -> QueueNow:
-        waiting = self._gateway.waiting_by_lane(model)
+    def _queue(self, name: str, workers: int) -> QueueNow:
+        waiting = self._gateway.waiting_by_lane(name)
         resuming, batch = waiting.pop(subjects.RESUME_LANE), waiting.pop(subjects.LOW_LANE)
-        rate = self._gateway.jobs_per_s(model)
-        fault = self._gateway.unusable.get(model)
-        return QueueNow(model, resuming, sum(waiting.values()), batch, rate, workers, fault)
+        rate = self._gateway.jobs_per_s(name)
+        fault = self._gateway.unusable.get(subjects.model_of(name))
+        return QueueNow(name, resuming, sum(waiting.values()), batch, rate, workers, fault)
 
     def _aggregate(self, now_s: float) -> LiveNumbers:
         beats = self._gateway.live_workers()
@@ -254,7 +259,7 @@ class Live:
         recent_unix_ms = time.time() * 1000 - RECENT_FAILOVERS_S * 1000
         return LiveNumbers(
             in_flight=self._gateway.in_flight,
-            waiting=sum(sum(self._gateway.waiting_by_lane(model).values()) for model in self._gateway.models),
+            waiting=sum(sum(self._gateway.waiting_by_lane(queue).values()) for queue in self._gateway.queues),
             workers=len(beats),
             running=sum(beat.max_sequences - beat.free_sequences for beat in beats),
             slots=sum(beat.max_sequences for beat in beats),

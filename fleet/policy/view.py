@@ -1,4 +1,4 @@
-"""What a decision is made from: the pools of one group of models, and the work that waits and is expected.
+"""What a decision is made from: the pools of one group of queues, and the work that waits and is expected.
 
 Work is counted in tokens, prompt and output together, and a worker's speed in tokens per second at full load.
 """
@@ -58,7 +58,7 @@ class BatchWork(Struct, frozen=True):
 
 
 class Demand(Struct, frozen=True):
-    """The work of one group of models at one moment."""
+    """The work of one group of queues at one moment."""
 
     queued_tokens: float  # interactive work that waits
     tokens_per_s: float  # of interactive work, as it arrives right now

@@ -1,4 +1,4 @@
-"""Jobs that wait per model and lane, over all gateways.
+"""Jobs that wait per queue (``subjects.queue_of``) and lane, over all gateways.
 
 The stream tells it when asked (``STREAM.INFO`` with a subject filter: 0.4 ms at the server). Between two answers this
 gateway adds its own jobs that came and takes off those that left. What it holds itself it knows exactly.
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class LaneBacklog:
-    """One lane of one model."""
+    """One lane of one queue."""
 
     __slots__ = ("_changed", "_polled", "_ranked_s", "_ranks", "here")
 
@@ -72,18 +72,17 @@ class LaneBacklog:
 
 
 class Backlog:
-    """All lanes of all models."""
+    """All lanes of all queues."""
 
-    def __init__(self, bus: Bus, models: Sequence[str]) -> None:
-        self.models = tuple(models)
+    def __init__(self, bus: Bus, queues: Sequence[str]) -> None:
         self._bus = bus
-        self._lanes = {model: {lane: LaneBacklog() for lane in subjects.LANES} for model in models}
+        self._lanes = {queue: {lane: LaneBacklog() for lane in subjects.LANES} for queue in queues}
         self._by_subject = {
-            subjects.job_subject(model, lane): self._lanes[model][lane] for model in models for lane in subjects.LANES
+            subjects.job_subject(queue, lane): self._lanes[queue][lane] for queue in queues for lane in subjects.LANES
         }
         self._interactive = {
-            model: [lane for name, lane in lanes.items() if name != subjects.LOW_LANE]
-            for model, lanes in self._lanes.items()
+            queue: [lane for name, lane in lanes.items() if name != subjects.LOW_LANE]
+            for queue, lanes in self._lanes.items()
         }
         self._failing = False
         self._here_bytes = 0  # of this gateway's waiting jobs
@@ -92,7 +91,7 @@ class Backlog:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of all jobs in the stream, of all models and gateways."""
+        """Bytes of all jobs in the stream, of all queues and gateways."""
         return max(self._here_bytes, self._polled_bytes + self._changed_bytes)
 
     def add_bytes(self, job_bytes: int) -> None:
@@ -100,17 +99,17 @@ class Backlog:
         self._here_bytes += job_bytes
         self._changed_bytes += job_bytes
 
-    def lane(self, model: str, lane: str) -> LaneBacklog:
-        """One lane of a configured model."""
-        return self._lanes[model][lane]
+    def lane(self, queue: str, lane: str) -> LaneBacklog:
+        """One lane of a queue."""
+        return self._lanes[queue][lane]
 
-    def interactive(self, model: str) -> int:
+    def interactive(self, queue: str) -> int:
         """Jobs that wait in the resume lane and the high lanes."""
-        return sum([lane.waiting for lane in self._interactive[model]])
+        return sum([lane.waiting for lane in self._interactive[queue]])
 
-    def total(self, model: str) -> int:
+    def total(self, queue: str) -> int:
         """Jobs that wait in all lanes."""
-        return sum([lane.waiting for lane in self._lanes[model].values()])
+        return sum([lane.waiting for lane in self._lanes[queue].values()])
 
     async def poll(self) -> None:
         """Ask the stream. While it does not answer, the last numbers and our own changes stand."""

@@ -1,4 +1,4 @@
-"""Capacity of each model's workers, from their heartbeats.
+"""Capacity of the workers of each model, or rather of each queue (``subjects.queue_of``), from their heartbeats.
 
 The rate of service is measured only while jobs wait: an idle worker's rate says how much is asked of it, not how much
 it could do. It is kept per worker, so that it outlives a lull, and follows when workers come and go. What counts is
@@ -21,7 +21,7 @@ MIN_TURNOVER: Final = 0.5
 
 @dataclass(slots=True)
 class ModelCapacity:
-    """The live workers of one model, taken together. Workers that drain are left out: they take nothing new."""
+    """The live workers of one queue, taken together. Workers that drain are left out: they take nothing new."""
 
     workers: int = 0
     free_sequences: int = 0
@@ -47,27 +47,27 @@ class ModelCapacity:
 
 
 class Capacity:
-    """All models. A worker of several models counts, with its whole rate, for each of them."""
+    """All queues. A worker of several models counts, with its whole rate, for each of them."""
 
-    def __init__(self, models: Sequence[str], hosted: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, queues: Sequence[str], hosted: Iterable[tuple[str, str]] = ()) -> None:
         """``hosted``: pools of tier "hosted" with each of their models."""
-        self._models = {model: ModelCapacity() for model in models}
+        self._queues = {queue: ModelCapacity() for queue in queues}
         self._hosted = {place: ModelCapacity() for place in hosted}
         self._beats: dict[str, Heartbeat] = {}  # the last one of every live worker
         self._taken: dict[str, int] = {}  # sequences that our jobs took from a worker since its last heartbeat
 
-    def of(self, model: str) -> ModelCapacity:
-        """A configured model's capacity, without that of hosted pools: those take only what is sent to them."""
-        return self._models[model]
+    def of(self, queue: str) -> ModelCapacity:
+        """A queue's capacity, without that of hosted pools: those take only what is sent to them."""
+        return self._queues[queue]
 
     def hosted(self, pool: str, model: str) -> ModelCapacity:
         """A hosted pool's capacity for one of its models."""
         return self._hosted[pool, model]
 
     def _of_worker(self, beat: Heartbeat) -> Iterator[ModelCapacity]:
-        for model in beat.models:
+        for queue in beat.queues:
             is_hosted = beat.tier == subjects.HOSTED_TIER
-            capacity = self._hosted.get((beat.pool, model)) if is_hosted else self._models.get(model)
+            capacity = self._hosted.get((beat.pool, queue)) if is_hosted else self._queues.get(queue)
             if capacity is not None:
                 yield capacity
 

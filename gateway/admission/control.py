@@ -41,21 +41,21 @@ class AdmissionControl:
     """Admits requests and keeps count of them. Run ``run`` as a supervised task."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings, registry: WorkerRegistry) -> None:
-        models = list(settings.models)
+        self.queues = settings.queues
         self._limits = settings.limits
         self._stream_bytes = settings.queue.max_mib * 1024 * 1024
         self._tenant_settings = settings.tenants
-        self._backlog = Backlog(bus, models)
+        self._backlog = Backlog(bus, self.queues)
         self.capacity = Capacity(
-            models, [(name, model) for name, pool in settings.hosted.items() for model in pool.models]
+            self.queues, [(name, model) for name, pool in settings.hosted.items() for model in pool.models]
         )
         self.hosted_has_room: Callable[[Admission], bool] = lambda _: False  # gateway.dispatch.overflow
         self._elsewhere = PeerLanes(bus, settings.gateway_id)
         self._registry = registry
         registry.on_beat = self.capacity.on_heartbeat
-        self._models = {model: ModelUsage() for model in models}
+        self._models = {queue: ModelUsage() for queue in self.queues}
         self._tenants: dict[str, TenantUsage] = {}
-        self._contended: set[str] = set()  # models for which jobs waited at the last look
+        self._contended: set[str] = set()  # queues in which jobs waited at the last look
         self._last_entry_s = float("-inf")
 
     async def run(self) -> None:
@@ -74,36 +74,36 @@ class AdmissionControl:
             await asyncio.sleep(POLL_PERIOD_S if is_busy else IDLE_POLL_PERIOD_S)
 
     def _measure(self, elapsed_s: float) -> None:
-        for model in self._backlog.models:
-            waits = self._backlog.total(model) > 0
-            contended = waits and model in self._contended
-            self.capacity.of(model).measure(elapsed_s, contended=contended)
-            (self._contended.add if waits else self._contended.discard)(model)
+        for queue in self.queues:
+            waits = self._backlog.total(queue) > 0
+            contended = waits and queue in self._contended
+            self.capacity.of(queue).measure(elapsed_s, contended=contended)
+            (self._contended.add if waits else self._contended.discard)(queue)
 
     def _lanes_in_use(self) -> Iterator[LaneInUse]:
         for tenant, use in self._tenants.items():
-            for model, lane in use.lanes():
-                yield LaneInUse(tenant, model, lane)
+            for queue, lane in use.lanes():
+                yield LaneInUse(tenant, queue, lane)
 
     def waiting_jobs(self) -> Iterator[tuple[str, str, int]]:
-        """Iterate over (model, lane, jobs that wait for a worker), of all gateways."""
-        for model in self._backlog.models:
+        """Iterate over (queue, lane, jobs that wait for a worker), of all gateways."""
+        for queue in self.queues:
             for lane in subjects.LANES:
-                yield model, lane, self._backlog.lane(model, lane).waiting
+                yield queue, lane, self._backlog.lane(queue, lane).waiting
 
-    def waiting_by_lane(self, model: str) -> dict[str, int]:
-        """Jobs of a configured model that wait in each lane, over all gateways."""
-        return {lane: self._backlog.lane(model, lane).waiting for lane in subjects.LANES}
+    def waiting_by_lane(self, queue: str) -> dict[str, int]:
+        """Jobs that wait in each lane of a queue, over all gateways."""
+        return {lane: self._backlog.lane(queue, lane).waiting for lane in subjects.LANES}
 
-    def jobs_per_s(self, model: str) -> float | None:
-        """Return how fast a configured model's queue is served, in jobs/s; None while that is unknown."""
-        return self.capacity.of(model).jobs_per_s
+    def jobs_per_s(self, queue: str) -> float | None:
+        """Return how fast a queue is served, in jobs/s; None while that is unknown."""
+        return self.capacity.of(queue).jobs_per_s
 
     def oldest_waits_s(self) -> Iterator[tuple[str, float]]:
-        """Iterate over models with the wait in seconds of this gateway's oldest job without a worker."""
+        """Iterate over queues with the wait in seconds of this gateway's oldest job without a worker."""
         now_s = time.monotonic()
-        for model in self._backlog.models:
-            yield model, max(self._backlog.lane(model, lane).oldest_wait_s(now_s) for lane in subjects.LANES)
+        for queue in self.queues:
+            yield queue, max(self._backlog.lane(queue, lane).oldest_wait_s(now_s) for lane in subjects.LANES)
 
     # --- refusals -----------------------------------------------------------------------------------------------------
 
@@ -122,10 +122,10 @@ class AdmissionControl:
         refusal = self._in_flight_refusal(admission)
         if refusal is not None:
             return refusal
-        capacity = self.capacity.of(admission.model)
-        interactive = self._backlog.interactive(admission.model)
+        capacity = self.capacity.of(admission.queue)
+        interactive = self._backlog.interactive(admission.queue)
         waiting = interactive + (
-            self._backlog.lane(admission.model, subjects.LOW_LANE).waiting if admission.batch else 0
+            self._backlog.lane(admission.queue, subjects.LOW_LANE).waiting if admission.batch else 0
         )
         if capacity.free_sequences >= waiting + admission.sampling.n or self.hosted_has_room(admission):
             return None
@@ -152,7 +152,7 @@ class AdmissionControl:
         )
 
     def _queue_refusal(self, admission: Admission, capacity: ModelCapacity, waiting: int) -> Failure | None:
-        limits, use = self._limits, self._models[admission.model]
+        limits, use = self._limits, self._models[admission.queue]
         most = limits.max_queued_requests
         if not capacity.workers:
             most = min(most, limits.max_queued_without_workers)
@@ -214,18 +214,18 @@ class AdmissionControl:
         settings = self._tenant_settings.get(tenant)
         return settings or self._tenant_settings.get(key_name, _NOBODY_IN_PARTICULAR)
 
-    def has_workers(self, model: str) -> bool:
-        """Return whether a worker of a configured model is alive, hosted ones aside."""
-        return self.capacity.of(model).workers > 0
+    def has_workers(self, queue: str) -> bool:
+        """Return whether a worker that serves a queue is alive, hosted ones aside."""
+        return self.capacity.of(queue).workers > 0
 
     def has_room(self, admission: Admission) -> bool:
         """Return whether our workers have free sequences for an interactive request and all that wait already."""
-        waiting = self._backlog.interactive(admission.model)
-        return self.capacity.of(admission.model).free_sequences >= waiting + admission.sampling.n
+        waiting = self._backlog.interactive(admission.queue)
+        return self.capacity.of(admission.queue).free_sequences >= waiting + admission.sampling.n
 
     def would_wait(self, admission: Admission, limit_s: float) -> bool:
         """Return whether a new interactive request would wait longer for a worker, as far as that is known."""
-        if not self.has_workers(admission.model):
+        if not self.has_workers(admission.queue):
             return True
         eta_s = None if self.has_room(admission) else self._place_of_next(admission).eta_s
         return eta_s is not None and eta_s > limit_s
@@ -237,30 +237,30 @@ class AdmissionControl:
             return subjects.LOW_LANE
         candidates = candidate_lanes(admission.principal.tenant)
         current = self._lane_in_use(admission, candidates)
-        first, second = (self._backlog.lane(admission.model, lane).waiting for lane in candidates)
+        first, second = (self._backlog.lane(admission.queue, lane).waiting for lane in candidates)
         return choose_lane(candidates, (first, second), current)
 
     def _lane_in_use(self, admission: Admission, candidates: tuple[str, str]) -> str | None:
         """Return the lane in which the tenant's jobs wait, here or elsewhere; all gateways use the same order."""
-        tenant, model, use = admission.principal.tenant, admission.model, self._tenants.get(admission.principal.tenant)
+        tenant, queue, use = admission.principal.tenant, admission.queue, self._tenants.get(admission.principal.tenant)
         for lane in candidates:
-            if (use is not None and use.uses(model, lane)) or self._elsewhere.use(tenant, model, lane):
+            if (use is not None and use.uses(queue, lane)) or self._elsewhere.use(tenant, queue, lane):
                 return lane
         return None
 
     def _place_of_next(self, admission: Admission) -> QueuePosition:
         lane = self._lane_of_next(admission)
-        return self._place(admission.model, lane, self._backlog.lane(admission.model, lane).waiting)
+        return self._place(admission.queue, lane, self._backlog.lane(admission.queue, lane).waiting)
 
-    def _place(self, model: str, lane: str, ahead: int) -> QueuePosition:
+    def _place(self, queue: str, lane: str, ahead: int) -> QueuePosition:
         backlog = self._backlog
         if lane == subjects.LOW_LANE:
-            position = batch_position(ahead, backlog.interactive(model))
+            position = batch_position(ahead, backlog.interactive(queue))
         else:
-            resuming = backlog.lane(model, subjects.RESUME_LANE).waiting
-            others = [backlog.lane(model, other).waiting for other in subjects.HIGH_LANES if other != lane]
+            resuming = backlog.lane(queue, subjects.RESUME_LANE).waiting
+            others = [backlog.lane(queue, other).waiting for other in subjects.HIGH_LANES if other != lane]
             position = interactive_position(ahead, resuming, others)
-        return place_of(position, self.capacity.of(model))
+        return place_of(position, self.capacity.of(queue))
 
     # --- those admitted -----------------------------------------------------------------------------------------------
 
@@ -268,37 +268,37 @@ class AdmissionControl:
         """Count a request in and choose its lane."""
         self._last_entry_s = admission.admitted_s
         lane = self._lane_of_next(admission)
-        self._backlog.lane(admission.model, lane).enter(admission.request_id, admission.admitted_s)
+        self._backlog.lane(admission.queue, lane).enter(admission.request_id, admission.admitted_s)
         job_bytes = admission.job_bytes
         self._backlog.add_bytes(job_bytes)
-        self._models[admission.model].add(admission, job_bytes, 1)
+        self._models[admission.queue].add(admission, job_bytes, 1)
         use = self._tenants.get(admission.principal.tenant)
         if use is None:
             use = self._tenants[admission.principal.tenant] = TenantUsage()
-        use.enter(admission.model, lane, job_bytes)
+        use.enter(admission.queue, lane, job_bytes)
         return Ticket(self, admission, lane, job_bytes)
 
     def enter_queue(self, ticket: Ticket) -> None:
         """A request waits again, after it has been at a hosted pool in vain."""
         admission = ticket.admission
-        self._backlog.lane(admission.model, ticket.lane).enter(admission.request_id, time.monotonic())
+        self._backlog.lane(admission.queue, ticket.lane).enter(admission.request_id, time.monotonic())
         self._backlog.add_bytes(ticket.job_bytes)
-        self._models[admission.model].add(admission, ticket.job_bytes, 1)
-        self._tenants[admission.principal.tenant].enter_queue(admission.model, ticket.lane, ticket.job_bytes)
+        self._models[admission.queue].add(admission, ticket.job_bytes, 1)
+        self._tenants[admission.principal.tenant].enter_queue(admission.queue, ticket.lane, ticket.job_bytes)
 
     def place(self, ticket: Ticket) -> QueuePosition:
         """Return the queue position of a waiting request."""
         admission = ticket.admission
-        backlog = self._backlog.lane(admission.model, ticket.lane)
-        return self._place(admission.model, ticket.lane, backlog.ahead_of(admission.request_id, time.monotonic()))
+        backlog = self._backlog.lane(admission.queue, ticket.lane)
+        return self._place(admission.queue, ticket.lane, backlog.ahead_of(admission.request_id, time.monotonic()))
 
     def leave_queue(self, ticket: Ticket) -> None:
         """A request no longer waits for its first worker."""
         admission = ticket.admission
-        self._backlog.lane(admission.model, ticket.lane).leave(admission.request_id)
+        self._backlog.lane(admission.queue, ticket.lane).leave(admission.request_id)
         self._backlog.add_bytes(-ticket.job_bytes)
-        self._models[admission.model].add(admission, ticket.job_bytes, -1)
-        self._tenants[admission.principal.tenant].leave_queue(admission.model, ticket.lane, ticket.job_bytes)
+        self._models[admission.queue].add(admission, ticket.job_bytes, -1)
+        self._tenants[admission.principal.tenant].leave_queue(admission.queue, ticket.lane, ticket.job_bytes)
 
     def taken(self, ticket: Ticket, worker_id: str) -> None:
         """A worker has accepted the request."""

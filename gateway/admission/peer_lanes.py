@@ -51,11 +51,11 @@ class PeerLanes:
                 log.debug("the lanes in use could not be told: %s", error)
         self._has_reported = bool(lanes)
 
-    def use(self, tenant: str, model: str, lane: str) -> bool:
+    def use(self, tenant: str, queue: str, lane: str) -> bool:
         """Return whether another gateway has jobs of this tenant waiting in the lane."""
         if not self._reports:
             return False
-        in_use = LaneInUse(tenant, model, lane)
+        in_use = LaneInUse(tenant, queue, lane)
         return any(in_use in lanes for _, lanes in self._reports.values())
 
     def forget_old(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Requests and jobs held at this gateway, counted per model and per tenant."""
+"""Requests and jobs held at this gateway, counted per queue and per tenant."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from gateway.request.admission import Admission
 
 
 class ModelUsage:
-    """Jobs of the requests that wait for one model."""
+    """Jobs of the requests that wait in one queue."""
 
     __slots__ = ("_bytes", "_tokens")
 
@@ -38,31 +38,31 @@ class TenantUsage:
         self.in_flight = 0
         self.queued = 0
         self.queued_bytes = 0
-        self._queued: Counter[tuple[str, str]] = Counter()  # by model and lane
+        self._queued: Counter[tuple[str, str]] = Counter()  # by queue and lane
 
-    def enter(self, model: str, lane: str, job_bytes: int) -> None:
+    def enter(self, queue: str, lane: str, job_bytes: int) -> None:
         """A request is admitted, and waits."""
         self.in_flight += 1
-        self.enter_queue(model, lane, job_bytes)
+        self.enter_queue(queue, lane, job_bytes)
 
-    def enter_queue(self, model: str, lane: str, job_bytes: int) -> None:
+    def enter_queue(self, queue: str, lane: str, job_bytes: int) -> None:
         """An admitted request waits."""
         self.queued += 1
         self.queued_bytes += job_bytes
-        self._queued[model, lane] += 1
+        self._queued[queue, lane] += 1
 
-    def leave_queue(self, model: str, lane: str, job_bytes: int) -> None:
+    def leave_queue(self, queue: str, lane: str, job_bytes: int) -> None:
         """A request no longer waits."""
         self.queued -= 1
         self.queued_bytes -= job_bytes
-        self._queued[model, lane] -= 1
-        if not self._queued[model, lane]:
-            del self._queued[model, lane]
+        self._queued[queue, lane] -= 1
+        if not self._queued[queue, lane]:
+            del self._queued[queue, lane]
 
-    def uses(self, model: str, lane: str) -> bool:
-        """Return whether the tenant has a job of this model waiting in this lane."""
-        return (model, lane) in self._queued
+    def uses(self, queue: str, lane: str) -> bool:
+        """Return whether the tenant has a job of this queue waiting in this lane."""
+        return (queue, lane) in self._queued
 
     def lanes(self) -> Iterable[tuple[str, str]]:
-        """Models and lanes of all that wait."""
+        """Queues and lanes of all that wait."""
         return self._queued.keys()

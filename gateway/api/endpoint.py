@@ -16,7 +16,7 @@ from accounts.consent import consent_of
 from accounts.principal import Principal
 from gateway.admission.ticket import Ticket
 from gateway.api import client_deadlines
-from gateway.api.hosted import providers_for
+from gateway.api.hosted import check_trust, providers_for
 from gateway.api.keyed import IDEMPOTENCY_KEY
 from gateway.api.rate_limits import check_budget, reserve, reserve_place
 from gateway.api.schema import JobRequest
@@ -178,6 +178,7 @@ class Endpoint(ABC, Generic[_Call]):
             call.serve_as_batch()
         request = call.request
         model = services.catalog.canonical_name(request.model, principal)
+        check_trust(services.settings, principal, model)
         deadline_s = client_deadlines.deadline_s(exchange)
         leaves = services.admission_control.hosted_leaves(principal)
         return Arrival(
@@ -252,6 +253,7 @@ class Endpoint(ABC, Generic[_Call]):
             tokenizer=arrival.tokens.tokenizer if spec.prompt_ids or spec.conversation is None else NO_TOKENIZER,
             conversation=spec.conversation,
             hosted=arrival.hosted,
+            trusted=principal.trusted_only,
             reservation=reservation,
             consent=consent_of(principal),
             body_bytes=arrival.body_bytes // requests,

@@ -1,4 +1,4 @@
-"""Hosted APIs that a request may go to: what its key and team allow, unless the request forbids it."""
+"""Pools that a request may go to: hosted APIs that its key and team allow, unless it forbids it; trusted ones."""
 
 from accounts.hosted import Leaves, allowed_providers
 from accounts.keyring import KeyRing
@@ -6,7 +6,7 @@ from accounts.principal import Principal
 from gateway.admission.control import AdmissionControl
 from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings
-from web.errors import HostedNotAllowed
+from web.errors import HostedNotAllowed, NoSuchPool
 
 
 def providers_for(
@@ -20,9 +20,19 @@ def providers_for(
     if not serving:
         return ()
     allowed = () if asked is False else allowed_providers(principal, configured, serving, model)
-    if not allowed and (asked or model in settings.only_hosted):
+    if not allowed and (asked or (model in settings.only_hosted and not principal.trusted_only)):
         raise HostedNotAllowed(_why_not(list(serving), model, asked=asked), param="allow_hosted")
     return allowed
+
+
+def check_trust(settings: GatewaySettings, principal: Principal, model: str) -> None:
+    """Raise NoSuchPool where no pool of the model may ever take this client's requests for their trust."""
+    if principal.trusted_only and model not in settings.trusted:
+        message = f"This API key or its team demands trusted pools, and none is configured for the model {model!r}."
+        raise NoSuchPool(message, param="model", code="no_trusted_pool")
+    if model in settings.only_trusted and not principal.trusted_only:
+        message = f"Only trusted pools serve the model {model!r}: they take requests of keys that demand them alone."
+        raise NoSuchPool(message, param="model", code="only_trusted_pools")
 
 
 def providers_still_allowed(keys: KeyRing, control: AdmissionControl, admission: Admission) -> tuple[str, ...]:

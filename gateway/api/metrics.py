@@ -43,6 +43,7 @@ async def _moment(services: Services) -> MetricsSnapshot:
         counts=services.series.snapshot(),
         workers=dispatcher.live_workers(),
         models=services.catalog.models,
+        queues=services.admission_control.queues,
         unusable_models=tuple(services.catalog.unusable),
         in_flight=dispatcher.in_flight,
         queued=tuple(services.admission_control.waiting_jobs()),

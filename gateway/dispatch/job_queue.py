@@ -109,7 +109,7 @@ class JobQueue:
         if request.published_s is None:
             request.published_s = time.monotonic()
         sequence = await self._bus.publish_durable(
-            subjects.job_subject(admission.model, _lane_of(request, current)),
+            subjects.job_subject(admission.queue, _lane_of(request, current)),
             payload,
             message_id=f"{admission.request_id}.{attempt}",
             ttl_s=int(remaining_s) + 1,

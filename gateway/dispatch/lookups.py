@@ -43,9 +43,9 @@ class JobLookups:
 
     async def _on_question(self, message: Msg) -> None:
         """Tell when the stream took the oldest job of a lane, and nothing else of it; empty where it has none."""
-        _, model, lane = message.subject.split(".")
+        _, queue, lane = message.subject.split(".")
         try:
-            stored = await oldest_job(self._bus, f"rq.{model}.{lane}")
+            stored = await oldest_job(self._bus, f"rq.{queue}.{lane}")
             await self._bus.publish(message.reply, stored.encode())
         except BusError as error:
             log.debug("the oldest job of %s is not known: %s", message.subject, error)

@@ -113,7 +113,7 @@ class Overflow:
     def _has_waited(self, request: OpenRequest, now_s: float) -> bool:
         admission = request.admission
         waited_s = now_s - request.current.queued_s
-        if not self._control.has_workers(admission.model):
+        if not self._control.has_workers(admission.queue):
             return not request.current.is_back or waited_s >= TAKEN_LIMIT_S
         if waited_s < self._after_s:
             return False

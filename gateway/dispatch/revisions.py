@@ -46,25 +46,25 @@ class ServingWorker(NamedTuple):
 
 
 class LiveRevisions:
-    """Revisions of the live workers by model, without hosted ones unless there are no others."""
+    """Revisions of the live workers by queue, without hosted ones unless there are no others."""
 
     def __init__(self, beats: Iterable[Heartbeat], only_hosted: Collection[str] = ()) -> None:
         """``only_hosted``: models that hosted pools alone serve."""
-        self._by_model: dict[str, set[ServingWorker]] = {}
+        self._by_queue: dict[str, set[ServingWorker]] = {}
         self._all: dict[str, set[ServingWorker]] = {}  # hosted ones, too
         for beat in beats:
             is_hosted = beat.tier == subjects.HOSTED_TIER
-            for model in () if beat.draining else beat.models:
+            for model, queue in () if beat.draining else zip(beat.models, beat.queues, strict=True):
                 taker = ServingWorker.of(beat, model)
-                self._all.setdefault(model, set()).add(taker)
+                self._all.setdefault(queue, set()).add(taker)
                 if not is_hosted or model in only_hosted:
-                    self._by_model.setdefault(model, set()).add(taker)
+                    self._by_queue.setdefault(queue, set()).add(taker)
 
     def is_changed(self, request: OpenRequest) -> bool:
         """Return whether workers run its model and none of them may take it."""
         if request.current.hosted is not None:
             return False
-        live = self._by_model.get(request.admission.model, ())
+        live = self._by_queue.get(request.admission.queue, ())
         held, tokenizer, choices = request.choices.revision, request.admission.tokenizer, request.choices
         if choices.takes_ids and any(
             own.continues
@@ -81,7 +81,7 @@ class LiveRevisions:
     def is_cut(self, request: OpenRequest) -> bool:
         """Return whether a worker runs the weights that began the answer and still cannot continue it."""
         held = request.choices.revision if request.choices.has_output else ""
-        live = self._all.get(request.admission.model, ())
+        live = self._all.get(request.admission.queue, ())
         return bool(held) and any(own.revision.weights == held and not own.may_take(request) for own in live)
 
 

@@ -23,7 +23,7 @@ class Streams:
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         queue = settings.queue
         self._bus = bus
-        self._models = list(settings.models)
+        self._queues = settings.queues
         self._hosted_lanes = [
             (model, subjects.hosted_lane(name)) for name, pool in settings.hosted.items() for model in pool.models
         ]
@@ -43,7 +43,7 @@ class Streams:
 
     async def _apply(self, limit_s: float) -> None:
         lanes = self._hosted_lanes
-        await topology.apply(self._bus, self._models, self._bounds, further_lanes=lanes, limit_s=limit_s)
+        await topology.apply(self._bus, self._queues, self._bounds, further_lanes=lanes, limit_s=limit_s)
 
     async def run(self) -> None:
         """Create streams again that were found missing; never returns."""

@@ -60,8 +60,8 @@ def engine_families(beats: Iterable[Heartbeat], models: Collection[str]) -> Iter
         yield histogram
 
 
-def worker_families(beats: Collection[Heartbeat], models: Collection[str]) -> Iterator[Metric]:
-    """The workers by model."""
+def worker_families(beats: Collection[Heartbeat], queues: Collection[str]) -> Iterator[Metric]:
+    """The workers by queue."""
     info = GaugeMetricFamily("spillway_worker_info", "A live worker; always 1.", labels=WORKER_LABELS)
     draining = GaugeMetricFamily("spillway_worker_draining", "1: it takes no new jobs.", labels=WORKER_LABELS)
     reported = GaugeMetricFamily(
@@ -93,8 +93,8 @@ def worker_families(beats: Collection[Heartbeat], models: Collection[str]) -> It
     serving = GaugeMetricFamily(
         "spillway_model_workers", "Live workers that take jobs of a configured model.", labels=("model_name",)
     )
-    for model in models:
-        serving.add_metric((model,), sum(model in beat.models and not beat.draining for beat in beats))
+    for queue in queues:
+        serving.add_metric((queue,), sum(queue in beat.queues and not beat.draining for beat in beats))
     yield serving
 
 

@@ -25,10 +25,11 @@ class MetricsSnapshot:
     counts: RequestCounts
     workers: Collection[Heartbeat]  # the last heartbeat of each live one
     models: Collection[str]  # that are configured
+    queues: Collection[str]  # theirs: subjects.queue_of
     unusable_models: Collection[str]  # whose last card was refused
     in_flight: int  # requests admitted and not yet recorded
-    queued: Collection[tuple[str, str, int]]  # model, lane, jobs of all gateways
-    oldest_waits_s: Collection[tuple[str, float]]  # model, seconds that this gateway's oldest job has waited
+    queued: Collection[tuple[str, str, int]]  # queue, lane, jobs of all gateways
+    oldest_waits_s: Collection[tuple[str, float]]  # queue, seconds that this gateway's oldest job has waited
     is_bus_connected: bool
     clock_skew_s: float  # how far this machine's clock is ahead of the queue server's
     unpublished_records: int  # usage records that would be lost with this process
@@ -42,7 +43,7 @@ class MetricsSnapshot:
         """All series: prometheus_client's protocol for what can be encoded."""
         yield from engine_families(self.workers, self.models)
         yield from self.counts.families()
-        yield from worker_families(self.workers, self.models)
+        yield from worker_families(self.workers, self.queues)
         yield from self._gateway_families()
         if self.fleet is not None:
             yield from fleet_families(self.fleet)

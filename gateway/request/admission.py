@@ -1,6 +1,6 @@
 """The specification of an admitted request, fixed from here on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from accounts.consent import Consent
@@ -9,6 +9,7 @@ from gateway.request.conversation import Conversation
 from gateway.request.trace import Trace
 from protocol.messages import Sampling, encode
 from protocol.pooling import Pooling
+from protocol.subjects import queue_of
 from quotas.reservation import Reservation
 
 JOB_OVERHEAD_BYTES: Final = 512  # names, ids, times, and what the stream adds
@@ -42,8 +43,13 @@ class Admission:
     body_bytes: int = 0
     tokenizer: str = ""  # that has made the prompt's ids: protocol.messages.Revision.tokenizer; empty: any
     hosted: tuple[str, ...] = ()  # providers of hosted APIs that it may go to
+    trusted: bool = False  # its key demands trusted pools
     conversation: Conversation | None = None  # where the model has pools that take messages, and these may take it
     reservation: Reservation | None = None  # of limits; None: its key and team have none
+    queue: str = field(init=False)  # in which its jobs wait
+
+    def __post_init__(self) -> None:  # once: admission control reads it some twenty times
+        object.__setattr__(self, "queue", queue_of(self.model, trusted=self.trusted))
 
     @property
     def job_bytes(self) -> int:

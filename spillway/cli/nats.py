@@ -93,4 +93,7 @@ def machine(
 
 
 def _pools(config: Config) -> dict[str, Pool]:
-    return {name: Pool(models=pool.models, lanes=pool.lanes(name)) for name, pool in config.pools.items()}
+    return {
+        name: Pool(models=pool.models, lanes=pool.lanes(name), trusted=pool.trusted)
+        for name, pool in config.pools.items()
+    }

@@ -158,7 +158,7 @@ class Rig:
             tier="spot",
             usd_per_hour=1.0,
             drain_s=1.0,
-            models=frozenset({"m"}),
+            queues=frozenset({"m"}),
             settings=PoolFleetSettings(driver=ProcessSettings(kind="process")),
             driver=driver,
             environment={},

@@ -13,11 +13,19 @@ from protocol.objects import get_object, put_object
 from protocol.permissions import WORKERS_API, worker_role
 from protocol.prompts import PromptKeys, seal, unseal
 from spillway.nats_accounts import of_pool
-from tests.integration.credentials.conftest import MODEL, OTHER_MODEL, Queue
+from tests.integration.credentials.conftest import MODEL, OTHER_MODEL, TRUSTED_QUEUE, Queue
 from tests.waiting import until
 
 OWN_LANE = subjects.job_consumer(MODEL, "h0")
 OTHER_LANE = subjects.job_consumer(OTHER_MODEL, "h0")
+
+
+def pulls(queue: str) -> tuple[str, ...]:
+    """What a worker of a queue publishes to get at its jobs: also at those that resume."""
+    lanes = [subjects.job_consumer(queue, lane) for lane in ("h0", subjects.RESUME_LANE, subjects.LOW_LANE)]
+    calls = ("js.CONSUMER.MSG.NEXT.RQ.{}", "js.CONSUMER.INFO.RQ.{}", "$JS.ACK.RQ.{}.1.1.1.1.0")
+    return (*(call.format(lane) for lane in lanes for call in calls), subjects.oldest_job_subject(queue, "h0"))
+
 
 # Of a worker "w1" on the machine "box" of pool "demo".
 PUBLISHES = {
@@ -27,6 +35,18 @@ PUBLISHES = {
         f"$JS.ACK.RQ.{OTHER_LANE}.1.1.1.1.0",
         f"js.CONSUMER.INFO.RQ.{OTHER_LANE}",
         f"oldest.{subjects.escape(OTHER_MODEL)}.h0",
+    ),
+    "jobs of its own model that demand trusted pools": (
+        *pulls(TRUSTED_QUEUE),
+        subjects.job_subject(TRUSTED_QUEUE, "h0"),
+        subjects.job_subject(TRUSTED_QUEUE, subjects.RESUME_LANE),
+        f"js.CONSUMER.DURABLE.CREATE.RQ.{subjects.job_consumer(TRUSTED_QUEUE, 'h0')}",
+    ),
+    "frames and control of trusted workers": (
+        "fr.g1.vault.pool.w1",
+        subjects.control_subject("vault.pool.w1"),
+        subjects.heartbeat_subject("vault.pool.w1"),
+        subjects.attempt_usage_subject("vault", "vault.pool.w1"),
     ),
     "jobs that it was not given": (
         "js.STREAM.MSG.GET.RQ",
@@ -107,6 +127,9 @@ SUBSCRIBES = (
     "ctl.demo.box",
     "ctl.demo.pool.w1",
     "ctl.other.box.w1",
+    "ctl.vault.pool.w1",
+    "_INBOX.worker.vault.pool.>",
+    subjects.job_subject(TRUSTED_QUEUE, "*"),
     "$KV.quotas.>",
     "$KV.models.*",
     "$O.prompts.>",
@@ -166,6 +189,19 @@ async def test_it_may_not_subscribe(stolen: Bus, stranger: Stranger) -> None:
         await heard_out(stolen)
         assert stranger.was_denied("subscription to", subject), (subject, stranger.told)
         await subscription.unsubscribe()
+
+
+async def test_a_trusted_worker_takes_nothing_but_what_demands_it(queue: Queue, stranger: Stranger) -> None:
+    vault = await queue.connect_worker(queue.folder / f"{of_pool('vault')}.creds", "vault", "pool")
+    vault.client._error_cb = stranger.on_error
+    for subject in pulls(TRUSTED_QUEUE):
+        await vault.publish(subject, b"", reply=f"{vault._inbox_prefix}.0")
+        await heard_out(vault)
+    assert stranger.told == []
+    for subject in pulls(MODEL):
+        await vault.publish(subject, b"{}", reply=f"{vault._inbox_prefix}.0")
+        await heard_out(vault)
+        assert stranger.was_denied("publish to", subject), (subject, stranger.told)
 
 
 async def test_it_may_do_what_its_jobs_need(stolen: Bus, stranger: Stranger) -> None:

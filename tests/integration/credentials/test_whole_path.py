@@ -11,117 +11,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
-from sqlalchemy import func, select
 from typer.testing import CliRunner
 
-from accounts.keys import create_key
-from db.engine import create_engine
-from db.models import AttemptRow, RequestRow
-from gateway.settings import GatewaySettings, ModelSettings
-from ledger.settings import LedgerSettings
-from ledger.writer import LedgerWriter
-from pool_worker.settings import GateSettings, ScriptedEngineSettings, WorkerSettings
+from pool_worker.settings import GateSettings
 from protocol import subjects
 from protocol.open_requests import OpenRequestsQuery, decode_answer, encode
 from protocol.prompts import MAX_INLINE_PROMPT_BYTES
 from spillway.cli import app
 from spillway.nats_accounts import of_pool
-from tests.integration.credentials.conftest import MODEL, POOLS, Queue
-from tests.integration.gateway.conftest import PEPPER, QUICK, GatewayUnderTest
+from tests.integration.credentials.conftest import MODEL, SLOW, Installation, has_rows
 from tests.integration.pool_worker.playing_gateway import running_worker
 from tests.integration.pool_worker.worker_process import finish, start_process
-from tests.waiting import HANGS_S, until
-
-LONG_CONTEXT = 1_000_000
-SLOW = {"inter_token_s": 0.02}
-
-
-class Installation:
-    """A gateway and a ledger writer in the test's own loop; workers come and go."""
-
-    def __init__(self, queue: Queue, gateway: GatewayUnderTest, database_url: str) -> None:
-        self.queue = queue
-        self.gateway = gateway
-        self.database_url = database_url
-
-    def worker_settings(self, pool: str = "demo", name: str | None = None, **rest: Any) -> WorkerSettings:
-        part = of_pool(pool)
-        file = part if name is None else f"{part}.{name}"
-        prefix = subjects.worker_prefix(pool, name or "pool")
-        engine = ScriptedEngineSettings(
-            max_model_len=LONG_CONTEXT, max_kv_tokens=4 * LONG_CONTEXT, **rest.pop("engine", {})
-        )
-        return WorkerSettings(
-            worker_id=f"{prefix}.{rest.pop('instance', 'w1')}",
-            pool=pool,
-            nats_urls=(self.queue.server.url,),
-            nats_credentials=self.queue.folder / f"{file}.creds",
-            models=POOLS[pool].models,
-            engine=engine,
-            **rest,
-        )
-
-    async def ready(self) -> None:
-        """Return when the gateway has the model's card."""
-        client = self.gateway.client()
-
-        async def is_ready() -> bool:
-            model = await client.models.retrieve(MODEL)
-            return model.model_dump()["context_length"] is not None
-
-        await until(is_ready)
-
-    async def complete(self, prompt: str = "hello", **rest: Any) -> str:
-        answer = await self.gateway.client().completions.create(model=MODEL, prompt=prompt, **rest)
-        return answer.choices[0].text
-
-    async def rows(self) -> tuple[int, int]:
-        """(requests, attempts) that are in SQL as they should be."""
-        engine = create_engine(self.database_url)
-        try:
-            async with engine.connect() as connection:
-                ok = select(func.count()).select_from(RequestRow).where(RequestRow.outcome == "ok")
-                attempts = select(func.count()).select_from(AttemptRow)
-                return (await connection.execute(ok)).scalar_one(), (await connection.execute(attempts)).scalar_one()
-        finally:
-            await engine.dispose()
-
-
-@pytest.fixture
-async def installation(queue_server: Queue, sqlite_url: str, tmp_path: Path) -> AsyncIterator[Installation]:
-    queue = queue_server
-    engine = create_engine(sqlite_url)
-    _, key = await create_key(engine, "test", PEPPER)
-    settings = GatewaySettings.model_validate(
-        {
-            "gateway_id": "g1",
-            "port": 0,
-            "nats_urls": (queue.server.url,),
-            "nats_credentials": queue.folder / "gateway.creds",
-            "database_url": sqlite_url,
-            "data_dir": tmp_path / "data",
-            "key_pepper": PEPPER,
-            "models": {MODEL: ModelSettings()},
-            "timeouts": QUICK,
-        }
-    )
-    gateway = GatewayUnderTest(settings, key, await queue.connect("gateway"))
-    await gateway.start()
-    stopping = asyncio.Event()
-    ledger_settings = LedgerSettings(nats_urls=(queue.server.url,), database_url=sqlite_url, batch_wait_s=0.02)
-    writer = LedgerWriter(await queue.connect("ledger"), engine, ledger_settings, stopping)
-    writing = asyncio.create_task(writer.run())
-    yield Installation(queue, gateway, sqlite_url)
-    await gateway.close_clients()
-    await gateway.end()
-    stopping.set()
-    async with asyncio.timeout(HANGS_S):
-        await writing
-    await engine.dispose()
-    await queue.close()
-    # Nobody has tried what it may not: each part's list is complete.
-    assert "Violation" not in (queue.server.folder / "nats.log").read_text()
+from tests.waiting import until
 
 
 async def test_a_request_is_answered_and_counted(installation: Installation) -> None:
@@ -133,10 +34,6 @@ async def test_a_request_is_answered_and_counted(installation: Installation) -> 
         )
         assert "".join([chunk.choices[0].text async for chunk in stream]) == text
         await until(lambda: has_rows(installation, 2, 2))
-
-
-async def has_rows(installation: Installation, requests: int, attempts: int) -> bool:
-    return await installation.rows() == (requests, attempts)
 
 
 async def test_a_machine_has_credentials_of_its_own(installation: Installation) -> None:

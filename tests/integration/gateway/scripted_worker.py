@@ -153,9 +153,12 @@ class ScriptedWorker:
         *,
         takes_jobs: bool = True,
         place: tuple[str, str, str, str] = ("pool-a", "provider-a", "region-a", "spot"),
+        trusted: bool = False,
     ) -> None:
         """``place``: pool, provider, region, tier; of a hosted one, only the pool's own lane is served."""
         self.place = place
+        self.trusted = trusted
+        queue = subjects.queue_of(model, trusted=trusted)
         self.bus = bus
         self.model = model
         self.worker_id = worker_id
@@ -169,7 +172,7 @@ class ScriptedWorker:
         self.stats: EngineStats | None = None  # likewise
         self._consumers = [
             PullConsumer(
-                bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(model, lane), self._on_delivery, tier=place[-1]
+                bus, subjects.INTERACTIVE_STREAM, subjects.job_consumer(queue, lane), self._on_delivery, tier=place[-1]
             )
             for lane in (subjects.LANES if place[-1] != subjects.HOSTED_TIER else (subjects.hosted_lane(place[0]),))
         ]
@@ -221,7 +224,15 @@ class ScriptedWorker:
             names = (self.worker_id, *self.place, "scripted", (self.model,))
             room = (64, 100_000, self.free_sequences, 100_000, 64 - self.free_sequences)
             beat = Heartbeat(
-                PROTOCOL_VERSION, *names, 0.0, *room, now_ms, now_ms, jobs_taken=self.jobs_taken, stats=self.stats
+                PROTOCOL_VERSION,
+                *names,
+                0.0,
+                *room,
+                now_ms,
+                now_ms,
+                jobs_taken=self.jobs_taken,
+                stats=self.stats,
+                trusted=self.trusted,
             )
             await self.bus.publish(subjects.heartbeat_subject(self.worker_id), encode(beat))
             await asyncio.sleep(0.2)

@@ -101,3 +101,22 @@ async def test_it_takes_a_while_to_have_heard_everybody(watched: Watched) -> Non
     async with asyncio.timeout(INFORMED_AFTER_S + 10):
         while not watched.peers.is_informed:
             await asyncio.sleep(0.02)
+
+
+async def test_trusted_workers_and_others_are_no_peers(watched: Watched) -> None:
+    vault = Peers(watched.bus, "vault", trusted=True)
+    await vault.start()
+    await watched.hear("vault", heartbeat("vault", trusted=True))
+    await watched.hear("w1", heartbeat("w1"))
+    await watched.until(lambda: watched.changes == 2)
+    assert watched.peers.others_serving(MODEL)
+    assert not vault.others_serving(MODEL)
+    assert not vault.cheaper_serving(MODEL, "on-demand")
+    await watched.hear("w1", b"")
+    await watched.until(lambda: watched.changes == 3)
+    assert not watched.peers.others_serving(MODEL)
+    assert not watched.peers.cheaper_serving(MODEL, "on-demand")
+    await watched.hear("vault2", heartbeat("vault2", trusted=True))
+    await watched.until(lambda: watched.changes == 4)
+    assert vault.others_serving(MODEL)
+    assert vault.cheaper_serving(MODEL, "on-demand")

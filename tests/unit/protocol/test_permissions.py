@@ -41,6 +41,19 @@ def test_a_worker_pulls_every_lane_of_its_models_and_no_other(worker: Permission
     assert not may_publish(hosted, f"js.CONSUMER.MSG.NEXT.RQ.{subjects.job_consumer('other', 'h0')}")
 
 
+def test_trusted_pools_and_others_share_no_consumer(worker: Permissions) -> None:
+    trusted = of_worker("vault", "box", MODELS, subjects.LANES, trusted=True)
+    theirs = {subject for subject in trusted.publish if "RQ." in subject or subject.startswith("oldest.")}
+    assert theirs
+    assert not theirs & set(worker.publish)
+    for model in MODELS:
+        queue = subjects.queue_of(model, trusted=True)
+        assert subjects.model_of(queue) == subjects.model_of(model) == model
+        for lane in subjects.LANES:
+            assert may_publish(trusted, f"js.CONSUMER.MSG.NEXT.RQ.{subjects.job_consumer(queue, lane)}")
+        assert may_publish(trusted, subjects.model_card_subject(model))
+
+
 def test_a_worker_speaks_under_its_own_id(worker: Permissions) -> None:
     own, others = "pool=20a.box.w1", ("pool=20a.box2.w1", "pool=20b.box.w1", "w1", "pool=20a.box", "pool=20a.box.w1.x")
     for say in (

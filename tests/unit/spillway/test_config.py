@@ -93,6 +93,32 @@ def test_what_a_gateway_knows_of_a_hosted_pool(tmp_path: Path) -> None:
             load(tmp_path, text)
 
 
+def test_what_is_known_of_a_trusted_pool(tmp_path: Path) -> None:
+    env = {"SPILLWAY_NATS__URLS": '["tls://q:4222"]'}
+    text = GOOD.replace('tier = "spot"', 'tier = "spot"\ntrusted = true')
+    api = '[pools.api]\nmodels = ["small"]\ntier = "hosted"\n[pools.api.engine]\nkind = "scripted"\n'
+    other = api.replace("pools.api", "pools.other").replace("hosted", "reserved")
+
+    def told(text: str) -> tuple[bool, ...]:
+        gateway = load(tmp_path, text, env).gateway_settings(SecretStr("p"))
+        return tuple("small" in models for models in (gateway.trusted, gateway.only_trusted, gateway.only_hosted))
+
+    assert told(GOOD) == (False, False, False)
+    assert told(text) == (True, True, False)
+    assert told(text + other) == (True, False, False)
+    assert told(text + api) == (True, False, True)
+    assert told(text + other + api) == (True, False, False)
+    config = load(tmp_path, text, env)
+    assert config.worker_settings("cheap").trusted
+    assert config.gateway_settings(SecretStr("p")).queues[-1] == "small@trusted"
+    for wrong, words in (
+        (text.replace('"spot"', '"hosted"'), "trusted: not for hosted pools"),
+        (GOOD + '[models."small@trusted"]\n', "no model's name may end with @trusted"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load(tmp_path, wrong)
+
+
 CHAT_POOL = """
 [pools.api]
 models = ["small"]

@@ -265,3 +265,30 @@ async def test_who_comes_back_waits_where_it_did() -> None:
     ticket.close()
     ticket.enter_queue()
     assert [jobs for _, _, jobs in gate.waiting_jobs() if jobs] == []
+
+
+def test_what_demands_trusted_pools_waits_for_itself() -> None:
+    gate = control(trusted={"m"}, limits={"max_queued_requests": 1, "max_queued_without_workers": 1})
+    ordinary, confidential = admission(), admission("req_2", trusted=True)
+    gate.capacity.on_heartbeat(beat("vault", free=2, trusted=True))
+    assert gate.refusal(confidential) is None
+    gate.enter(ordinary)  # nobody is there for it
+    assert (gate.has_workers("m"), gate.has_workers(confidential.queue)) == (False, True)
+    refusal = gate.refusal(admission("req_3"))
+    assert refusal is not None
+    assert refusal.code is ErrorCode.NO_WORKERS
+    assert gate.refusal(confidential) is None
+    gate.capacity.on_heartbeat(beat("w", free=0))
+    for number in range(2):
+        gate.enter(admission(f"c{number}", trusted=True))
+    assert gate.refusal(confidential) is not None
+    gate.capacity.on_heartbeat(beat("w", free=2))
+    assert gate.refusal(admission("req_4")) is None
+
+
+def test_a_tenants_lane_is_chosen_by_the_queue() -> None:
+    gate = control(trusted={"m"})
+    first = gate.enter(admission(trusted=True))
+    assert [(queue, lane) for queue, lane, jobs in gate.waiting_jobs() if jobs] == [("m@trusted", first.lane)]
+    assert [(one.queue, one.lane) for one in gate._lanes_in_use()] == [("m@trusted", first.lane)]
+    assert gate.place(first).position == gate.place(gate.enter(admission("req_2"))).position == 1

@@ -64,7 +64,13 @@ class RecordedActions:
 
 
 def open_request(
-    n: int = 1, *, stream: bool = True, max_attempts: int = 3, prompt_logprobs: int | None = None, **timeouts: float
+    n: int = 1,
+    *,
+    stream: bool = True,
+    max_attempts: int = 3,
+    prompt_logprobs: int | None = None,
+    trusted: bool = False,
+    **timeouts: float,
 ) -> tuple[OpenRequest, RecordedActions]:
     admission = Admission(
         request_id=ID,
@@ -80,6 +86,7 @@ def open_request(
         received_unix_ms=0,
         admitted_s=0.0,
         queue_wait_s=600.0,
+        trusted=trusted,
     )
     actions = RecordedActions()
     limits = TimeoutSettings.model_validate(timeouts)

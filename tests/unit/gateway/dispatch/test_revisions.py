@@ -26,9 +26,9 @@ def live(*revisions: Revision | None) -> LiveRevisions:
     return LiveRevisions(beat(revision) for revision in revisions)
 
 
-def begun(*, stream: bool = True, n: int = 1) -> OpenRequest:
+def begun(*, stream: bool = True, n: int = 1, trusted: bool = False) -> OpenRequest:
     """A request whose first attempt made a token with the old weights, and waits for another worker since 10.0."""
-    request, _ = open_request(n=n, stream=stream)
+    request, _ = open_request(n=n, stream=stream, trusted=trusted)
     request.on_frame("w", replace(accepted(), revision="old"), 0.1)
     request.on_frame("w", tokens(1), 0.2)
     lose_worker(request, 10.0)
@@ -100,3 +100,10 @@ def test_a_prompt_of_another_tokenizer_is_not_kept_waiting() -> None:
     restart_or_fail(request, WAIT_S, TOKENIZER_WAIT_S)
     assert request.failure is not None
     assert request.failure.code is ErrorCode.MODEL_CHANGED
+
+
+def test_only_workers_of_its_queue_count() -> None:
+    request = begun(trusted=True)
+    assert not live(NEW).is_changed(request), "nobody is there who may take it"
+    assert LiveRevisions([beat(NEW, trusted=True), beat(OLD)]).is_changed(request)
+    assert not LiveRevisions([beat(NEW), beat(OLD, trusted=True)]).is_changed(request)

@@ -111,6 +111,7 @@ def snapshot(
         counts=(series or RequestSeries()).snapshot(),
         workers=workers,
         models=models,
+        queues=models,
         unusable_models=models[1:],
         in_flight=4,
         queued=(("m", "h0", 6), ("m", "low", 0)),
@@ -323,7 +324,7 @@ async def test_the_gateways_own_state() -> None:
     assert found.value("spillway_payloads_total", outcome="lost") == 1
     assert found.value("spillway_ledger_backlog_messages") == 3
     unknown = await scrape(
-        MetricsSnapshot(RequestSeries().snapshot(), (), (), (), 0, (), (), False, 0.0, 0, 0, None, {})
+        MetricsSnapshot(RequestSeries().snapshot(), (), (), (), (), 0, (), (), False, 0.0, 0, 0, None, {})
     )
     assert unknown.values("spillway_ledger_backlog_messages") == []
     assert unknown.values("spillway_bus_connected") == [0]
