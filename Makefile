@@ -117,13 +117,13 @@ UV_COMPILE = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 
 lock: ## Resolve the dependencies anew
 	@scripts/setup.sh test
 	.venv/bin/python -m pip install --quiet uv
-	$(UV_COMPILE) --extra otel pyproject.toml -o requirements/core.txt
+	$(UV_COMPILE) --extra otel --extra s3 pyproject.toml -o requirements/core.txt
 	$(UV_COMPILE) --override requirements/no-hub.txt -c requirements/core.txt requirements/sidecar.in -o requirements/sidecar.txt
 	$(UV_COMPILE) --override requirements/no-torch.txt --extra worker --extra otel -c requirements/core.txt \
 	  pyproject.toml requirements/torch.in -o requirements/worker.txt
 	$(UV_COMPILE) --extra aws --extra gcp --extra otel -c requirements/core.txt pyproject.toml -o requirements/hosted.txt
 	$(UV_COMPILE) --override requirements/no-torch.txt --override requirements/instructor.txt --extra worker --extra bench --extra export \
-	  --extra kubernetes --extra otel --extra simulate --extra aws --extra gcp --group dev \
+	  --extra kubernetes --extra otel --extra s3 --extra simulate --extra aws --extra gcp --group dev \
 	  -c requirements/worker.txt -c requirements/hosted.txt \
 	  pyproject.toml requirements/torch.in -o requirements/dev.txt
 	echo setuptools | $(UV_COMPILE) -c requirements/worker.txt - -o requirements/build.txt

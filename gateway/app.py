@@ -7,6 +7,8 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from batches.routes import batch_routers
+from batches.services import BatchServices
 from console.admin.routes import add_admin_answers, admin_router
 from console.admin.schema import ADMIN_BODIES
 from console.dashboard.routes import dashboard_routers
@@ -42,14 +44,14 @@ EXPOSED_HEADERS: Final = (
 OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
 
 
-def build_app(services: Services, console: ConsoleServices) -> Application:
+def build_app(services: Services, console: ConsoleServices, batches: BatchServices) -> Application:
     """Put the application together: the API, and the console beside it."""
     about = "An OpenAI-compatible endpoint in front of pools of workers."
     slow = FastAPI(title="Spillway", description=about, version=VERSION, docs_url=None, redoc_url=None)
     slow.include_router(root_router())
     for make_router in (health_router, models_router, tokenize_router, metrics_router):
         slow.include_router(make_router(services))
-    for router in (admin_router(console), login_router(console), *dashboard_routers(console)):
+    for router in (*batch_routers(batches), admin_router(console), login_router(console), *dashboard_routers(console)):
         slow.include_router(router)
     add_error_answers(slow)
     add_login_answers(slow)

@@ -17,6 +17,9 @@ import uvicorn
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from accounts.keyring import KeyRing
+from batches.files import Files
+from batches.services import BatchServices
+from batches.storage.registry import open_storage
 from console.dashboard.reader import Reader
 from console.login.login import Login
 from console.services import ConsoleServices
@@ -156,11 +159,18 @@ async def run(
             reader=await stack.enter_async_context(Reader(settings.database_url)),
             gateway=WatchedGateway(catalog, dispatcher, admission_control, series, failovers),
         )
+        files = Files(database, open_storage(settings.batches, settings.data_dir))
+        batches = BatchServices(settings.batches, keys, files)
         garbage.calm()
         hurry = asyncio.Event()
         with _signals_set(stop, hurry):
             await _serve(
-                services, build_app(services, console), (outbox, intents), on_ready=on_ready, stop=stop, hurry=hurry
+                services,
+                build_app(services, console, batches),
+                (outbox, intents),
+                on_ready=on_ready,
+                stop=stop,
+                hurry=hurry,
             )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field, SecretStr
 
 from accounts.hosted import why_no_leave
+from batches.settings import BatchSettings
 from console.settings import LoginSettings
 from db.money import nano_usd
 from ledger.prices import CLIENTS, TokenPrice
@@ -210,6 +211,7 @@ class GatewaySettings(Settings):
     login: LoginSettings = LoginSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     payloads: PayloadSettings = PayloadSettings()
+    batches: BatchSettings = BatchSettings()
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key
     cors_origins: tuple[Origin, ...] = ()  # of other sites' pages that may call the API from a browser

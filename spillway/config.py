@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.exceptions import SettingsError
 from pydantic_settings.sources import EnvSettingsSource, JsonConfigSettingsSource
 
+from batches.settings import BatchSettings
 from console.settings import LoginSettings
 from db.money import nano_usd
 from fleet.settings import FleetSettings
@@ -122,6 +123,7 @@ class Config(BaseSettings):
     telemetry: TelemetrySettings = TelemetrySettings()
     payloads: PayloadsSection = PayloadsSection()
     webhooks: WebhookSettings = WebhookSettings()
+    batches: BatchSettings = BatchSettings()
     models: Annotated[dict[ModelName, ModelSettings], Field(min_length=1)]
     tenants: dict[str, TenantSettings] = {}  # by the name of the API key
     fleet: FleetSettings = FleetSettings()
@@ -202,6 +204,7 @@ class Config(BaseSettings):
             queue=self.nats.queue,
             login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),
             payloads=self.payload_settings(),
+            batches=self.batches,
             max_attempts=self.gateway.max_attempts,
             open_metrics=self.gateway.open_metrics,
             cors_origins=self.gateway.cors_origins,

@@ -30,6 +30,7 @@ ApiError                     500  server_error
 ├── Overloaded               503  overloaded
 ├── LimitsUnavailable        503  limits_unavailable
 ├── LedgerUnavailable             503  database_unavailable
+├── StorageUnavailable       503  storage_unavailable
 ├── IdempotencyKeyBusy       503  idempotency_key_busy
 └── RequestFailed                 a dispatch Failure; see FAILURES: 429 where workers are alive and too much waits
                                   (contended), 503 where there is no capacity, 504 where a deadline has passed
@@ -114,8 +115,8 @@ class InvalidParameter(BadRequest):
 
     code = "invalid_value"
     other_codes = (
-        "invalid_type", "missing_required_parameter", "prompt_too_long", "too_large", "too_many_tokens",
-        "too_many_values", "unsupported_parameter", "unsupported_schema_keyword",
+        "empty_file", "file_in_use", "invalid_type", "missing_required_parameter", "prompt_too_long", "too_large",
+        "too_many_tokens", "too_many_values", "unsupported_parameter", "unsupported_schema_keyword",
     )  # fmt: skip
 
 
@@ -282,6 +283,7 @@ class RateLimitExceeded(ApiError):
 
     status = 429
     code = "rate_limit_exceeded"
+    other_codes = ("file_quota_exceeded", "too_many_batches")
     should_retry = True
 
 
@@ -336,6 +338,15 @@ class LedgerUnavailable(ApiError):
 
     status = 503
     code = "database_unavailable"
+    should_retry = True
+    retry_after_s = RETRY_LATER_S
+
+
+class StorageUnavailable(ApiError):
+    """The place for files cannot be used at the moment."""
+
+    status = 503
+    code = "storage_unavailable"
     should_retry = True
     retry_after_s = RETRY_LATER_S
 

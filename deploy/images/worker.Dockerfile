@@ -37,6 +37,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 COPY pyproject.toml README.md LICENSE ./
 COPY accounts accounts
+COPY batches batches
 COPY console console
 COPY db db
 COPY engine engine

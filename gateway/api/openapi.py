@@ -53,6 +53,9 @@ OF_JOBS: Final = (
 OF_ADMINS: Final = (
     *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.UnknownObject, errors.NameInUse,
 )  # fmt: skip
+OF_FILES: Final = (
+    *WITH_KEY, *WITH_BODY, errors.UnknownObject, errors.RateLimitExceeded, errors.StorageUnavailable,
+)  # fmt: skip
 NOWHERE: Final = (errors.BadRequest, errors.UnknownUrl)  # a family of errors; what is at no route
 
 
@@ -123,6 +126,8 @@ def _post(summary: str, body: str, *, streams: bool = False) -> dict[str, Any]:
 def _errors_of(path: str) -> Sequence[type[ApiError]]:
     if path.startswith("/admin/"):
         return OF_ADMINS
+    if path.startswith(("/v1/files", "/v1/batches")):
+        return OF_FILES
     if path.startswith("/v1/models"):
         return OF_MODELS
     return {"/tokenize": WITH_LIMITS, "/metrics": WITH_KEY}.get(path, EVERYWHERE)

@@ -20,12 +20,13 @@ ALLOWED = {
     "ledger": {"accounts", "db", "protocol"},
     "fleet": {"db", "protocol"},
     "web": {"accounts", "db"},
+    "batches": {"accounts", "db", "protocol", "web"},
     "quotas": {"accounts", "db", "ledger", "protocol"},
     "webhooks": {"accounts", "db", "protocol", "quotas"},
     "tokens": {"accounts", "protocol", "web"},
     "training": {"accounts", "db", "ledger"},
     "console": {"accounts", "db", "ledger", "protocol", "quotas", "web"},
-    "gateway": {"accounts", "console", "db", "ledger", "protocol", "quotas", "tokens", "web"},
+    "gateway": {"accounts", "batches", "console", "db", "ledger", "protocol", "quotas", "tokens", "web"},
     "pool_worker": {"engine", "protocol"},
 }
 ALLOWED["spillway"] = set(ALLOWED)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+import batches
 import gateway
 import tokens
 import web
@@ -19,7 +20,7 @@ from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
 from web.errors import ApiError, InvalidParameter
 
-ROOMS = [Path(room.__file__).parent for room in (gateway, tokens, web)]
+ROOMS = [Path(room.__file__).parent for room in (batches, gateway, tokens, web)]
 CHAT = "/v1/chat/completions"
 
 
@@ -102,7 +103,9 @@ def kinds(base: type[ApiError] = ApiError) -> set[type[ApiError]]:
 
 
 def test_every_error_is_described_somewhere() -> None:
-    described = {(kind.status, kind.code) for kind in (*openapi.OF_JOBS, *openapi.OF_ADMINS, *openapi.NOWHERE)}
+    described = {
+        (kind.status, kind.code) for kind in (*openapi.OF_JOBS, *openapi.OF_ADMINS, *openapi.OF_FILES, *openapi.NOWHERE)
+    }
     assert [kind for kind in kinds() if (kind.status, kind.code) not in described] == []
 
 

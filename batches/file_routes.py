@@ -1,0 +1,227 @@
+"""``/v1/files``, as OpenAI's clients know it. A file belongs to the team of the key that made it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from accounts.principal import Principal
+from batches.files import File, Order, Part, new_id
+from batches.services import BatchServices
+from batches.states import OVER
+from batches.storage.base import StorageError
+from batches.upload import Upload, receive_upload
+from protocol.clock import unix_now_ms
+from web.answers import exchange_of, json_answer
+from web.errors import (
+    ApiError,
+    InvalidParameter,
+    Overloaded,
+    RateLimitExceeded,
+    RequestTooSlow,
+    StorageUnavailable,
+    UnknownObject,
+)
+
+BATCH: Final = "batch"
+PURPOSES: Final = (BATCH, "batch_output")
+MAX_PAGE_ROWS: Final = 10_000  # as OpenAI has it
+LEAST_TTL_S: Final = 3600  # that a client may ask for, as OpenAI has it
+_FORM: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": [BATCH]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer", "minimum": LEAST_TTL_S},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+class FileQuery(BaseModel):
+    """Which files to list."""
+
+    model_config = ConfigDict(frozen=True)
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ROWS)] = MAX_PAGE_ROWS
+    order: Order = "desc"
+    purpose: str | None = None
+
+
+def file_view(file: File) -> dict[str, Any]:
+    """A file as the API shows it."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.size_bytes,
+        "created_at": file.created_unix_ms // 1000,
+        "expires_at": file.expires_unix_ms // 1000,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+async def file_of(services: BatchServices, file_id: str, principal: Principal, param: str = "file_id") -> File:
+    """Return a file that the key may see. Raises UnknownObject."""
+    file = await services.files.find(file_id, principal.tenant)
+    if file is None:
+        raise UnknownObject(f"No such File object: {file_id[:100]}", param=param)
+    return file
+
+
+def file_router(services: BatchServices) -> APIRouter:
+    """Build the router of files."""
+    router = APIRouter(prefix="/v1/files", tags=["files"])
+    uploads = asyncio.Semaphore(services.settings.max_uploads)
+
+    @router.post("", openapi_extra=_FORM)
+    async def upload_file(request: Request) -> Response:
+        """Upload a file, such as the lines of a batch. It is written as it comes."""
+        principal = exchange_of(request).authenticate(services.keys)
+        if uploads.locked():
+            raise Overloaded(f"This gateway receives {services.settings.max_uploads} uploads already.")
+        async with uploads:
+            return json_answer(file_view(await _uploaded(services, request, principal)))
+
+    @router.get("")
+    async def list_files(request: Request, query: Annotated[FileQuery, Query()]) -> Response:
+        """List the files of the key's team; `after` is the last id of the previous page."""
+        principal = exchange_of(request).authenticate(services.keys)
+        after = None if query.after is None else await file_of(services, query.after, principal, "after")
+        found = await services.files.page(principal.tenant, after, query.limit + 1, query.order, query.purpose)
+        return json_answer(list_view([file_view(file) for file in found], query.limit))
+
+    @router.get("/{file_id}")
+    async def retrieve_file(request: Request, file_id: str) -> Response:
+        """Retrieve a file, without its content."""
+        principal = exchange_of(request).authenticate(services.keys)
+        return json_answer(file_view(await file_of(services, file_id, principal)))
+
+    @router.get("/{file_id}/content")
+    async def retrieve_file_content(request: Request, file_id: str) -> Response:
+        """Read the content of a file."""
+        principal = exchange_of(request).authenticate(services.keys)
+        file = await file_of(services, file_id, principal)
+        return await content_answer(services, file)
+
+    @router.delete("/{file_id}")
+    async def delete_file(request: Request, file_id: str) -> Response:
+        """Delete a file, unless a batch reads it."""
+        principal = exchange_of(request).authenticate(services.keys)
+        file = await file_of(services, file_id, principal)
+        if await services.files.is_in_use(file.id, OVER):
+            raise InvalidParameter(f"A batch reads {file.id}: cancel it first.", param="file_id", code="file_in_use")
+        await services.files.delete(file.id)
+        return json_answer({"id": file.id, "object": "file", "deleted": True})
+
+    return router
+
+
+def list_view(data: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """A page, of one row more than it shows where there are more."""
+    shown = data[:limit]
+    ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1], "has_more": len(data) > limit}
+
+
+async def content_answer(services: BatchServices, file: File) -> Response:
+    """Stream a file; what fails before its first byte is an error, later the connection breaks off."""
+    pieces = services.files.content(file.id)
+    try:
+        first = await anext(pieces, b"")
+    except StorageError as error:
+        raise StorageUnavailable from error
+    headers = {"content-length": str(file.size_bytes), "content-disposition": _disposition(file.filename)}
+    return StreamingResponse(_resumed(first, pieces), media_type="application/octet-stream", headers=headers)
+
+
+async def _resumed(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+def _disposition(filename: str) -> str:
+    plain = "".join(char if char.isascii() and char.isprintable() and char not in '"\\' else "_" for char in filename)
+    return f'attachment; filename="{plain}"'
+
+
+async def _uploaded(services: BatchServices, request: Request, principal: Principal) -> File:
+    settings = services.settings
+    count, size = await services.files.usage(principal.tenant)
+    if count >= settings.max_tenant_files or size >= settings.max_tenant_bytes:
+        message = f"{count} files of {size} bytes are kept for this key or its team: delete some first."
+        raise too_many(message, "file_quota_exceeded")
+    file_id = new_id("file-")
+    part = f"{file_id}/0"
+    try:
+        async with asyncio.timeout(settings.upload_s), services.files.storage.writing(part) as writer:
+            upload = await receive_upload(
+                request.stream(),
+                request.headers.get("content-type", ""),
+                writer,
+                max_bytes=min(settings.max_file_bytes, settings.max_tenant_bytes - size),
+                silence_s=settings.upload_silence_s,
+            )
+            ttl_s = _checked_ttl_s(upload, settings.file_ttl_s)
+    except StorageError as error:
+        raise StorageUnavailable from error
+    except TimeoutError as error:
+        raise RequestTooSlow(f"The upload did not end within {settings.upload_s:g} s.") from error
+    now_ms = unix_now_ms()
+    expires_ms = now_ms + int(ttl_s * 1000)
+    name = upload.filename or "file"
+    file = File(file_id, principal.tenant, principal.key_id, now_ms, expires_ms, BATCH, name, upload.size_bytes)
+    try:
+        await services.files.add(file, [Part(file_id, 0, part, upload.size_bytes)])
+    except BaseException:
+        await services.files.storage.delete(part)
+        raise
+    return file
+
+
+def _checked_ttl_s(upload: Upload, most_s: float) -> float:
+    """Check what has come beside the file; return how long to keep it. Raises InvalidParameter."""
+    if upload.filename is None:
+        raise InvalidParameter("Missing required parameter: 'file'.", param="file", code="missing_required_parameter")
+    if not upload.size_bytes:
+        raise InvalidParameter("The file is empty.", param="file", code="empty_file")
+    purpose = upload.fields.get("purpose")
+    if purpose is None:
+        raise InvalidParameter(
+            "Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter"
+        )
+    if purpose != BATCH:
+        raise InvalidParameter(f"'{purpose[:100]}' is not supported: use 'batch'.", param="purpose")
+    seconds, anchor = upload.fields.get("expires_after[seconds]"), upload.fields.get("expires_after[anchor]")
+    if anchor not in {None, "created_at"}:
+        raise InvalidParameter("It must be 'created_at'.", param="expires_after[anchor]")
+    if seconds is None:
+        return most_s
+    if not (seconds.isascii() and seconds.isdigit() and LEAST_TTL_S <= int(seconds[:12]) <= most_s):
+        message = f"It must be a whole number from {LEAST_TTL_S} to {most_s:.0f}."
+        raise InvalidParameter(message, param="expires_after[seconds]")
+    return float(seconds)
+
+
+def too_many(message: str, code: str) -> ApiError:
+    """An error for a bound that only the client can make room below."""
+    error = RateLimitExceeded(message, code=code)
+    error.should_retry = False
+    return error

@@ -1,0 +1,162 @@
+"""Files: rows in SQL, bytes in the storage."""
+
+import logging
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final, Literal
+
+from msgspec import Struct, structs
+from sqlalchemy import and_, delete, func, insert, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from batches.storage.base import Storage, StorageError
+from db.batch_models import BatchRow, FilePartRow, FileRow
+from db.engine import changing
+from protocol.clock import unix_now_ms
+
+RANDOM_BYTES: Final = 12  # of an id
+SWEPT_AT_A_TIME: Final = 100
+
+log = logging.getLogger(__name__)
+
+Order = Literal["asc", "desc"]
+
+
+class File(Struct, frozen=True):
+    """A file; see db.batch_models.FileRow."""
+
+    id: str
+    tenant: str
+    key_id: str
+    created_unix_ms: int
+    expires_unix_ms: int
+    purpose: str
+    filename: str
+    size_bytes: int
+
+
+class Part(Struct, frozen=True):
+    """A part of a file; see db.batch_models.FilePartRow."""
+
+    file_id: str
+    number: int
+    object_name: str
+    size_bytes: int
+    lines: bytes | None = None
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that nobody can guess."""
+    return f"{prefix}{secrets.token_hex(RANDOM_BYTES)}"
+
+
+def page_of(row: Any, tenant: str, after: Any, order: Order) -> list[Any]:  # noqa: ANN401  # SQLAlchemy's classes
+    """Return the conditions for the rows of a tenant that come after the row (created, id) ``after`` in a list."""
+    conditions = [row.tenant == tenant]
+    if after is not None:
+        created, identity = after
+        if order == "desc":
+            later = or_(row.created_unix_ms < created, and_(row.created_unix_ms == created, row.id < identity))
+        else:
+            later = or_(row.created_unix_ms > created, and_(row.created_unix_ms == created, row.id > identity))
+        conditions.append(later)
+    return conditions
+
+
+def in_order(row: Any, order: Order) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return what a list is sorted by."""
+    return (row.created_unix_ms.desc(), row.id.desc()) if order == "desc" else (row.created_unix_ms, row.id)
+
+
+async def add_file(connection: AsyncConnection, file: File, parts: Sequence[Part] = ()) -> None:
+    """Write a file into a transaction, and those of its parts that are not there yet."""
+    await connection.execute(insert(FileRow).values(structs.asdict(file)))
+    if parts:
+        await connection.execute(insert(FilePartRow).values([structs.asdict(part) for part in parts]))
+
+
+class Files:
+    """All files. Methods raise SQL's own errors, and StorageError."""
+
+    def __init__(self, database: AsyncEngine, storage: Storage) -> None:
+        self.database = database
+        self.storage = storage
+
+    async def add(self, file: File, parts: Sequence[Part]) -> None:
+        """Let a file be there, whose bytes are in the storage."""
+        async with changing(self.database) as connection:
+            await add_file(connection, file, parts)
+
+    async def find(self, file_id: str, tenant: str) -> File | None:
+        """Return a tenant's file; None: there is none of this id that has not expired."""
+        mine = (FileRow.id == file_id, FileRow.tenant == tenant, FileRow.expires_unix_ms > unix_now_ms())
+        async with self.database.connect() as connection:
+            row = (await connection.execute(select(FileRow.__table__).where(*mine))).mappings().first()
+        return None if row is None else File(**row)
+
+    async def page(
+        self, tenant: str, after: File | None, limit: int, order: Order, purpose: str | None
+    ) -> Sequence[File]:
+        """Return a tenant's files after one."""
+        mark = None if after is None else (after.created_unix_ms, after.id)
+        conditions = [*page_of(FileRow, tenant, mark, order), FileRow.expires_unix_ms > unix_now_ms()]
+        if purpose is not None:
+            conditions.append(FileRow.purpose == purpose)
+        found = select(FileRow.__table__).where(*conditions).order_by(*in_order(FileRow, order)).limit(limit)
+        async with self.database.connect() as connection:
+            return [File(**row) for row in (await connection.execute(found)).mappings()]
+
+    async def usage(self, tenant: str) -> tuple[int, int]:
+        """Return how many files a tenant has, and their bytes."""
+        of_tenant = select(func.count(), func.coalesce(func.sum(FileRow.size_bytes), 0)).where(FileRow.tenant == tenant)
+        async with self.database.connect() as connection:
+            count, size = (await connection.execute(of_tenant)).one()
+        return int(count), int(size)
+
+    async def content(self, file_id: str) -> AsyncIterator[bytes]:
+        """Iterate over a file's bytes."""
+        number = -1
+        while True:
+            later = select(FilePartRow.number, FilePartRow.object_name).where(
+                FilePartRow.file_id == file_id, FilePartRow.number > number
+            )
+            async with self.database.connect() as connection:
+                page = (await connection.execute(later.order_by(FilePartRow.number).limit(SWEPT_AT_A_TIME))).all()
+            if not page:
+                return
+            for number, object_name in page:  # noqa: B007  # the last one is where the next page begins
+                async for chunk in self.storage.read(object_name):
+                    yield chunk
+
+    async def is_in_use(self, file_id: str, over: Sequence[str]) -> bool:
+        """Return whether a batch that is not ``over`` reads it."""
+        running = select(BatchRow.id).where(BatchRow.input_file_id == file_id, BatchRow.status.not_in(over)).limit(1)
+        async with self.database.connect() as connection:
+            return (await connection.execute(running)).first() is not None
+
+    async def delete(self, file_id: str) -> None:
+        """Delete a file: from then on nobody sees it, and its bytes go."""
+        async with changing(self.database) as connection:
+            await connection.execute(delete(FileRow).where(FileRow.id == file_id))
+        await self._delete_bytes(file_id)
+
+    async def _delete_bytes(self, file_id: str) -> None:
+        """Delete its bytes, and only then what says where they are."""
+        for name in await self.storage.names(f"{file_id}/"):
+            await self.storage.delete(name)
+        async with changing(self.database) as connection:
+            await connection.execute(delete(FilePartRow).where(FilePartRow.file_id == file_id))
+
+    async def sweep(self) -> bool:
+        """Delete some of the files that have expired; return whether there may be more."""
+        old = select(FileRow.id).where(FileRow.expires_unix_ms <= unix_now_ms()).limit(SWEPT_AT_A_TIME)
+        async with self.database.connect() as connection:
+            expired = (await connection.execute(old)).scalars().all()
+        for file_id in expired:
+            try:
+                await self._delete_bytes(file_id)
+            except StorageError as error:  # its row stays, so it is tried again
+                log.warning("the expired file %s cannot be deleted: %s", file_id, error)
+                continue
+            await self.delete(file_id)
+        return len(expired) == SWEPT_AT_A_TIME
