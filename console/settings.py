@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr, field_validator, model_validator
 
 from protocol.settings import HttpUrlText, PositiveInt, PositiveSeconds, Settings
+from webhooks.settings import WebhookSettings
 
 
 class OidcSettings(Settings):
@@ -54,3 +55,4 @@ class ConsoleSettings(Settings):
     models: dict[str, str]  # the model behind every name and alias
     max_body_bytes: PositiveInt
     body_s: PositiveSeconds
+    webhooks: WebhookSettings = WebhookSettings()

@@ -54,6 +54,7 @@ from quotas.quotas import Quotas
 from quotas.seeds import RollupLedger
 from tokens.catalog import ModelCatalog
 from tokens.settings import canonical_names
+from webhooks.state import StateView
 
 if TYPE_CHECKING:
     from gateway.traces import RequestTraces
@@ -132,6 +133,8 @@ async def run(
         await quotas.start()
         stack.push_async_callback(quotas.close)
         await catalog.start()
+        webhooks = StateView()
+        await webhooks.start(bus)
         services = Services(
             settings=settings,
             bus=bus,
@@ -146,6 +149,7 @@ async def run(
             quotas=quotas,
             prices=prices,
             payloads=PayloadPublisher(bus, settings.payloads),
+            webhooks=webhooks,
             started_unix_s=int(time.time()),
             begin_trace=None if traces is None else traces.begin,
         )
@@ -183,6 +187,7 @@ def _console_settings(settings: GatewaySettings) -> ConsoleSettings:
         models=canonical_names(settings.models),
         max_body_bytes=settings.limits.max_body_bytes,
         body_s=settings.timeouts.body_s,
+        webhooks=settings.webhooks,
     )
 
 

@@ -18,6 +18,7 @@ from protocol.telemetry import TelemetrySettings
 from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from quotas.account_store import REACH_LIMIT_S
 from tokens.settings import ModelTokenSettings
+from webhooks.settings import WebhookSettings
 
 Usd = Annotated[float, Field(ge=0, le=1_000_000)]
 
@@ -212,6 +213,7 @@ class GatewaySettings(Settings):
     telemetry: TelemetrySettings = TelemetrySettings()
     payloads: PayloadSettings = PayloadSettings()
     batches: BatchSettings = BatchSettings()
+    webhooks: WebhookSettings = WebhookSettings()
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key
     cors_origins: tuple[Origin, ...] = ()  # of other sites' pages that may call the API from a browser

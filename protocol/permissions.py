@@ -147,6 +147,7 @@ def _gateway() -> Permissions:
             subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
             *_object_subjects(subjects.PROMPTS_BUCKET),
             subjects.answers_subject(_ANY),
+            subjects.BUDGET_REFUSED,
             *talk,
         ),
         subscribe=(
@@ -183,7 +184,7 @@ def _ledger() -> Permissions:
             subjects.WEBHOOK_EVENT_SUBJECT,  # of budgets
             subjects.WEBHOOKS_STATE,
         ),
-        subscribe=(f"{inbox_prefix('ledger')}.>", subjects.HEARTBEATS),
+        subscribe=(f"{inbox_prefix('ledger')}.>", subjects.HEARTBEATS, subjects.BUDGET_REFUSED),
     )
 
 

@@ -67,6 +67,9 @@ QUOTA_WANTED: Final = "quotas.wanted"
 # Core NATS: a ledger process tells how webhooks are doing, for the gateways' metrics.
 WEBHOOKS_STATE: Final = "webhooks.state"
 
+# Core NATS, an account's id: what is left of a budget no longer covers a request, for webhooks.
+BUDGET_REFUSED: Final = "quotas.budget-refused"
+
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 

@@ -68,6 +68,7 @@ class Quotas:
         self._bus = bus
         self._ledger = ledger
         self._started_s = 0.0  # by the queue server's clock
+        self._refused_budgets: set[str] = set()  # of local accounts, since the last tick
         self._seeding: dict[str, asyncio.Task[None]] = {}
         self._seed_places = asyncio.Semaphore(MAX_SEEDS)
         self._clock = bus.clock
@@ -97,6 +98,7 @@ class Quotas:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            await self._tell_refusals()
             now_s = time.monotonic()
             for local in list(self._local_accounts.values()):
                 if local.slice.is_empty and local.account_id not in self._kept:
@@ -268,6 +270,7 @@ class Quotas:
         for local, needs in short:
             refusal = local.shortage(needs, now_s)
             if refusal is not None:
+                self._note_refusal(local, refusal)
                 raise Refused(refusal, tuple(one for one, _ in claims))
         return short
 
@@ -277,7 +280,21 @@ class Quotas:
         for local, needs in claims:
             refusal = None if local.slice.has(needs, now_s) else local.last_known_shortage(needs, now_s)
             if refusal is not None:
+                self._note_refusal(local, refusal)
                 raise Refused(refusal, tuple(one for one, _ in claims))
+
+    def _note_refusal(self, local: LocalAccount, refusal: Refusal) -> None:
+        """Note a budget of which too little is left, whatever running requests give back."""
+        if refusal.kind is Kind.MONEY and refusal.retry_after_s is None and local.whose != POOL:
+            self._refused_budgets.add(local.account_id)
+
+    async def _tell_refusals(self) -> None:
+        """Tell the ledger, whose webhooks tell the team."""
+        while self._refused_budgets:
+            try:
+                await self._bus.publish(subjects.BUDGET_REFUSED, self._refused_budgets.pop().encode())
+            except BusError as error:  # the next refusal tells it again
+                log.debug("that a budget is used up could not be told: %s", error)
 
     # --- exchanges ----------------------------------------------------------------------------------------------------
 

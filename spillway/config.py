@@ -205,6 +205,7 @@ class Config(BaseSettings):
             login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),
             payloads=self.payload_settings(),
             batches=self.batches,
+            webhooks=self.webhooks,
             max_attempts=self.gateway.max_attempts,
             open_metrics=self.gateway.open_metrics,
             cors_origins=self.gateway.cors_origins,

@@ -1,17 +1,21 @@
 """Tells teams when a budget of theirs is used up to a threshold: each threshold once in each period.
 
-What is spent comes from the ledger's rollups, which every ledger process reads alike. Whoever sees first that a
-threshold is reached inserts a notice with the event; the event's id follows from account, period and threshold, so all
-others find the notice there. It is published from there until the stream has it.
+What is spent comes from the ledger's rollups, which every ledger process reads alike. A request reserves the most that
+it may cost, so requests may be refused before all is spent: a gateway tells of that, and a budget that has reached the
+first threshold then counts as used up. Whoever sees first that a threshold is reached inserts a notice with the event;
+the event's id follows from account, period and threshold, so all others find the notice there. It is published from
+there until the stream has it.
 """
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import Struct
+from nats.aio.msg import Msg
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -21,6 +25,7 @@ from db.errors import SQL_ERRORS, describe
 from db.models import ApiKeyRow, RollupRow, SliceRow, TeamRow
 from db.money import NANO_USD
 from db.webhook_models import BudgetNoticeRow, WebhookEndpointRow
+from protocol import subjects
 from protocol.backoff import wait_for
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
@@ -32,6 +37,8 @@ from webhooks.events import EventType, decode_event, encode_event, event_id, new
 
 THRESHOLDS_PERCENT: Final = (80, 100)
 EVENT_TYPE: Final[EventType] = "team.budget.threshold"
+MAX_REFUSED: Final = 10_000  # accounts
+REFUSED_FOR_S: Final = 60.0
 DAY_S: Final = 86_400  # the rollups' width that budgets' periods are made of
 NOTICES_KEPT_MS: Final = 60 * DAY_S * 1000  # longer than any period that ends
 
@@ -63,6 +70,7 @@ class BudgetWatch:
 
     def __init__(self, bus: Bus, engine: AsyncEngine, period_s: float, stopping: asyncio.Event) -> None:
         """``period_s``: between two looks."""
+        self._refused: dict[str, float] = {}  # account → when a gateway last told so (monotonic clock)
         self._bus = bus
         self._engine = engine
         self._period_s = period_s
@@ -70,6 +78,7 @@ class BudgetWatch:
 
     async def run(self) -> None:
         """Look at the budgets, once a period, until ``stopping`` is set."""
+        await self._bus.listen(subjects.BUDGET_REFUSED, self.on_refused)
         while not self._stopping.is_set():
             try:
                 await self.check(unix_now_ms() / 1000)
@@ -79,6 +88,11 @@ class BudgetWatch:
                 log.warning("cannot tell of a budget, will retry: %s", error)
             await wait_for(self._stopping, self._period_s)
 
+    def on_refused(self, message: Msg) -> None:
+        """Note an account whose budget no longer covers a request."""
+        if len(self._refused) < MAX_REFUSED:  # who is refused again is told of again
+            self._refused[message.data.decode("utf-8", "replace")] = time.monotonic()
+
     async def check(self, now_s: float) -> None:
         """Note the thresholds that are reached, and publish what is noted. Raises SQL's own errors and BusError."""
         async with self._engine.connect() as connection:
@@ -86,18 +100,28 @@ class BudgetWatch:
             told = await _told(connection, budgets)
             open_ = [b for b in budgets if any(b.event_id(percent) not in told for percent in THRESHOLDS_PERCENT)]
             spent = await _spent(connection, open_, now_s)
+        self._forget_old_refusals()
         reached = [
             _notice(budget, percent, spent.get(budget.account_id, 0), now_s)
             for budget in open_
-            for percent in THRESHOLDS_PERCENT
+            for percent in self._reached(budget, spent.get(budget.account_id, 0))
             if budget.event_id(percent) not in told
-            and spent.get(budget.account_id, 0) * 100 >= budget.limit_nano_usd * percent
         ]
         if reached:
             async with changing(self._engine) as connection:
                 statement = inserting(connection, BudgetNoticeRow).on_conflict_do_nothing()
                 await connection.execute(statement.values(reached))
         await self._publish_noted(now_s)
+
+    def _reached(self, budget: _Budget, spent_nano_usd: int) -> tuple[int, ...]:
+        """Return the thresholds that a budget has reached."""
+        reached = tuple(p for p in THRESHOLDS_PERCENT if spent_nano_usd * 100 >= budget.limit_nano_usd * p)
+        return THRESHOLDS_PERCENT if reached and budget.account_id in self._refused else reached
+
+    def _forget_old_refusals(self) -> None:
+        """Forget those of which nothing has been heard for a while: rows of what was spent have come since."""
+        oldest_s = time.monotonic() - REFUSED_FOR_S
+        self._refused = {account_id: at_s for account_id, at_s in self._refused.items() if at_s > oldest_s}
 
     async def _publish_noted(self, now_s: float) -> None:
         noted = select(_NOTICES.c.event_id, _NOTICES.c.message).where(_NOTICES.c.message.is_not(None))

@@ -168,7 +168,7 @@ class Endpoints:
         now_unix_ms = unix_now_ms()
         async with changing(self._engine) as connection:
             endpoint = await _find(connection, endpoint_id)
-            wanted = _checked_types([event_type or endpoint.event_types[0]])[0]
+            wanted = _checked_types([event_type or endpoint.event_types[0]], "event_type")[0]
             if not endpoint.enabled:
                 raise InvalidField("endpoint", "is disabled")
             data = {"id": _TEST_IDS[wanted.partition(".")[0]]}
@@ -185,13 +185,13 @@ class Endpoints:
             raise InvalidField("url", str(error)) from error
 
 
-def _checked_types(event_types: Sequence[str]) -> tuple[EventType, ...]:
+def _checked_types(event_types: Sequence[str], field: str = "event_types") -> tuple[EventType, ...]:
     """Return the types, each once and in our order. Raises InvalidField."""
     unknown = sorted(set(event_types).difference(EVENT_TYPES))
     if unknown:
-        raise InvalidField("event_types", f"{unknown[0]!r} is not one of {', '.join(EVENT_TYPES)}")
+        raise InvalidField(field, f"{unknown[0]!r} is not one of {', '.join(EVENT_TYPES)}")
     if not event_types:
-        raise InvalidField("event_types", f"at least one of {', '.join(EVENT_TYPES)} is needed")
+        raise InvalidField(field, f"at least one of {', '.join(EVENT_TYPES)} is needed")
     return tuple(known for known in EVENT_TYPES if known in event_types)
 
 

@@ -10,6 +10,7 @@ from accounts.errors import InvalidField, NameTaken, NotFound, PrincipalError
 from console.admin import schema
 from console.admin.service import AdminService
 from console.admin.views import audit_view, key_view, organisation_view, team_view
+from console.admin.webhook_routes import webhooks_router
 from console.services import ConsoleServices
 from web.answers import body_schema, json_answer, refuse
 from web.errors import ApiError, InvalidParameter, NameInUse, UnknownObject
@@ -21,7 +22,7 @@ def admin_router(services: ConsoleServices) -> APIRouter:
     """Build the router of the admin API."""
     router = APIRouter(prefix=PREFIX)
     admin = AdminService(services)
-    for part in (_organisations(admin), _teams(admin), _keys(admin), _audit(admin)):
+    for part in (_organisations(admin), _teams(admin), _keys(admin), _audit(admin), webhooks_router(admin)):
         router.include_router(part)
     return router
 

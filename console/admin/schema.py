@@ -91,9 +91,9 @@ class KeyChanges(PolicyBody):
 
 
 class Rotation(AdminBody):
-    """Options of a key's rotation."""
+    """Options of a rotation."""
 
-    grace_s: int = DEFAULT_GRACE_S  # how long the previous token stays valid
+    grace_s: int = DEFAULT_GRACE_S  # how long the previous token or secret stays valid
 
 
 class AuditQuery(BaseModel):
@@ -109,4 +109,44 @@ class AuditQuery(BaseModel):
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ROWS)] = 100
 
 
-ADMIN_BODIES: Final = (OrganisationBody, NewTeam, TeamChanges, NewKey, KeyChanges, Rotation)
+class NewWebhook(AdminBody):
+    """A new webhook endpoint."""
+
+    team: str = DEFAULT_TEAM_ID  # id or name
+    url: str
+    event_types: tuple[str, ...]
+
+
+class WebhookChanges(AdminBody):
+    """Changes of a webhook endpoint."""
+
+    url: str = ""
+    event_types: tuple[str, ...] = ()
+    enabled: bool = True
+
+
+class WebhookTest(AdminBody):
+    """Options of a test event."""
+
+    event_type: str | None = None  # null: the first of the endpoint's
+
+
+class DeliveriesQuery(BaseModel):
+    """How many deliveries to list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ROWS)] = 20
+
+
+ADMIN_BODIES: Final = (
+    OrganisationBody,
+    NewTeam,
+    TeamChanges,
+    NewKey,
+    KeyChanges,
+    Rotation,
+    NewWebhook,
+    WebhookChanges,
+    WebhookTest,
+)

@@ -22,6 +22,8 @@ from protocol.errors import BusError
 from web.answers import exchange_of
 from web.body import read_body
 from web.schema import parse_body
+from webhooks.endpoints import Endpoints
+from webhooks.secrets import SecretBox
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class AdminService:
     def __init__(self, services: ConsoleServices) -> None:
         self.settings = services.settings
         self.database: AsyncEngine = services.database
+        self.webhooks = Endpoints(self.database, self.settings.webhooks, SecretBox(self.settings.key_pepper))
         self._services = services
         self._models = services.settings.models
 

@@ -69,7 +69,8 @@ class _AccountViews:
         async with self.database.connect() as connection:
             team = await find_team(connection, reference)
         accounts = Accounts((), (team,), 0, unix_now_ms())
-        return await self._show_one(request, accounts, team.team_id, {"form": team_fields(team), **more})
+        shown = {"form": team_fields(team), "webhooks": await self.admin.webhooks.list(team.team_id)}
+        return await self._show_one(request, accounts, team.team_id, {**shown, **more})
 
     async def show_key(self, request: Request, reference: str, **more: object) -> Response:
         """Show a key with its form. Raises UnknownKey."""

@@ -42,6 +42,7 @@ COPY spillway spillway
 COPY tokens tokens
 COPY training training
 COPY web web
+COPY webhooks webhooks
 RUN pip wheel --no-deps --no-build-isolation --no-index --wheel-dir /wheels . \
     && pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-index /wheels/*.whl
 

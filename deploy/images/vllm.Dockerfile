@@ -34,6 +34,7 @@ COPY spillway spillway
 COPY tokens tokens
 COPY training training
 COPY web web
+COPY webhooks webhooks
 RUN /opt/spillway/bin/pip install --no-cache-dir --no-deps --no-build-isolation --no-index .
 
 # A number, not a name: Kubernetes' runAsNonRoot can check only numbers.

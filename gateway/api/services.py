@@ -18,6 +18,7 @@ from protocol.bus import Bus
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
 from tokens.catalog import ModelCatalog
+from webhooks.state import StateView
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +38,6 @@ class Services:
     quotas: Quotas
     prices: CurrentPrices
     payloads: PayloadPublisher
+    webhooks: StateView
     started_unix_s: int
     begin_trace: Callable[[Exchange], Trace] | None = None  # None: traces are off

@@ -16,6 +16,7 @@ from spillway.cli import (
     setup,
     simulate,
     teams,
+    webhooks,
 )
 from spillway.cli.dead_letters import dead_letters
 from spillway.cli.parked import parked
@@ -64,6 +65,17 @@ organisations_app.command("create")(teams.create_organisation)
 organisations_app.command("rename")(teams.rename_organisation)
 organisations_app.command("list")(teams.list_organisations)
 app.add_typer(organisations_app, name="organisations")
+
+webhooks_app = typer.Typer(help="Endpoints that teams' events are sent to.", no_args_is_help=True)
+webhooks_app.command("create")(webhooks.create)
+webhooks_app.command("list")(webhooks.list_)
+webhooks_app.command("show")(webhooks.show)
+webhooks_app.command("update")(webhooks.update)
+webhooks_app.command("rotate")(webhooks.rotate)
+webhooks_app.command("test")(webhooks.send_test)
+webhooks_app.command("deliveries")(webhooks.deliveries)
+webhooks_app.command("delete")(webhooks.delete)
+app.add_typer(webhooks_app, name="webhooks")
 
 admin_app = typer.Typer(help="The login to the pages.", no_args_is_help=True)
 admin_app.command("password")(admin.password)

@@ -1,6 +1,7 @@
 """``spillway up``, ``gateway``, ``ledger``: commands that run until they are stopped."""
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.panel import Panel
 
+from accounts.errors import PepperError
 from console.login.admins import ADMIN_NAME
 from pool_worker.settings import LocalEngineSettings
 from spillway import logs
@@ -34,6 +36,8 @@ from spillway.up import up as run_up
 # Each command imports its own parts on use, so that it does not wait for unused ones (above all torch).
 
 LEDGER_NICENESS: Final = 10  # beside a gateway: requests come before the rows of completed requests
+log = logging.getLogger(__name__)
+
 _EXAMPLES: Final[dict[str, tuple[str, dict[str, Any]]]] = {  # by task: the path under /v1, and the body but the model
     "generate": ("chat/completions", {"stream": True, "messages": [{"role": "user", "content": "What is Spillway?"}]}),
     "embed": ("embeddings", {"input": ["a dam", "a river"]}),
@@ -150,6 +154,10 @@ def ledger(config: ConfigOption = None, data: DataOption = None, ready_file: Rea
     logs.configure("ledger")
     os.nice(LEDGER_NICENESS)
     resolved = resolve_config(config, data)
-    webhooks = partial(run_webhooks, settings=resolved.webhooks, pepper=pepper_of(resolved))
+    try:
+        webhooks = partial(run_webhooks, settings=resolved.webhooks, pepper=pepper_of(resolved))
+    except PepperError as error:
+        webhooks = None
+        log.error("webhooks are not delivered, as their secrets cannot be opened: %s", error)  # noqa: TRY400
     ready = partial(write_ready, ready_file, {})
     run_async(lambda: run(resolved.ledger_settings(), on_ready=ready, beside=webhooks))

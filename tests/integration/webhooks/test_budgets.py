@@ -9,15 +9,18 @@ from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from accounts.keys import Grant, create_key
-from accounts.principal import Policy
+from accounts.principal import Policy, Principal
 from accounts.teams import update_team
 from db.webhook_models import BudgetNoticeRow
-from ledger.prices import CLIENTS, ConfiguredPrice, Price, seed_prices
+from ledger.prices import CLIENTS, ConfiguredPrice, Price, TokenPrice, seed_prices
 from ledger.store import store_records
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import StreamFull
+from quotas.quotas import Quotas, Refused, Unavailable
+from quotas.reservation import Estimate
+from quotas.seeds import RollupLedger
 from tests.integration.webhooks.conftest import ACTOR, PEPPER, TEAM, Receiver, Run, StartReceiver, endpoints_of
 from tests.usage_records import request_record
 from tests.waiting import until
@@ -112,6 +115,39 @@ async def test_what_was_noted_and_not_published_is_published_by_the_next_look(bu
     await watch.check(unix_now_ms() / 1000)
     assert await noted(engine) == [(TEAM, 80, True)]
     assert await _messages(bus) == 1
+
+
+async def test_a_budget_that_covers_no_more_requests_is_used_up(
+    bus: Bus, engine: AsyncEngine, running: Run, start_receiver: StartReceiver
+) -> None:
+    """A request reserves the most that it may cost: of ten dollars, the last one may never be spent."""
+    receiver = await start_receiver()
+    await endpoints_of(engine).create(TEAM, receiver.url, [EVENT_TYPE], ACTOR)
+    await update_team(engine, TEAM, {"budget_nano_usd": 10 * USD, "budget_period": "month"}, ACTOR)
+    policy = Policy(budget_nano_usd=10 * USD, budget_period="month")
+    principal = Principal("key_x", "x", TEAM, "default", "org_default", team_policy=policy)
+    costly = [Estimate(0, 2, TokenPrice(0, 0, 1_000_000 * USD))]
+    await spend(engine, "r1", 9)
+    quotas = Quotas(bus, "g1", RollupLedger(engine))
+    await quotas.start()
+    reporting = asyncio.create_task(quotas.run())
+    async with running():
+        await until(lambda: told(receiver) == [(TEAM, 80)])
+        await until(lambda: is_refused(quotas, principal, costly))
+        await until(lambda: told(receiver) == [(TEAM, 80), (TEAM, 100)])
+    reporting.cancel()
+    await quotas.close()
+
+
+async def is_refused(quotas: Quotas, principal: Principal, estimates: Sequence[Estimate]) -> bool:
+    """Whether the budget refuses a request; until the account is known, nothing does."""
+    try:
+        await quotas.reserve(principal, estimates)
+    except Unavailable:
+        return False
+    except Refused:
+        return True
+    raise AssertionError("the budget let a request through that it does not cover")
 
 
 async def test_nobody_asks_nobody_is_told(bus: Bus, engine: AsyncEngine) -> None:

@@ -88,6 +88,7 @@ def test_only_the_load_balancer_and_the_gateways_can_be_reached_from_outside_the
     on_edge = {name for name, service in services().items() if "edge" in service["networks"]}
     assert on_edge == {"load-balancer", "gateway-1", "gateway-2"}
     assert compose()["networks"]["backend"] == {"internal": True}
+    assert {name for name, service in services().items() if "outbound" in service["networks"]} == {"ledger"}
 
 
 def test_an_overlay_that_publishes_also_joins_a_network_that_can() -> None:
@@ -235,7 +236,7 @@ def test_each_service_gets_only_the_secrets_it_uses() -> None:
         "load-balancer": set(),
         "gateway-1": gateway,
         "gateway-2": gateway,
-        "ledger": {"NATS_PASSWORD", "POSTGRES_PASSWORD"},
+        "ledger": {"NATS_PASSWORD", "POSTGRES_PASSWORD", "KEY_PEPPER"},
         "worker": {"NATS_PASSWORD"},
         "migrate": {"POSTGRES_PASSWORD"},
         "nats": {"NATS_PASSWORD"},

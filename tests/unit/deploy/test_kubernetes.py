@@ -137,7 +137,7 @@ def test_each_pod_gets_only_the_secrets_it_uses() -> None:
     }
     assert held == {
         "gateway": set(SECRET),
-        "ledger": {"nats-urls", "database-url"},
+        "ledger": {"nats-urls", "database-url", "key-pepper"},
         "migrate": {"database-url"},
         "worker-demo": {"nats-urls"},
     }

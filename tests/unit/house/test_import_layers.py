@@ -25,8 +25,8 @@ ALLOWED = {
     "webhooks": {"accounts", "db", "protocol", "quotas"},
     "tokens": {"accounts", "protocol", "web"},
     "training": {"accounts", "db", "ledger"},
-    "console": {"accounts", "db", "ledger", "protocol", "quotas", "web"},
-    "gateway": {"accounts", "batches", "console", "db", "ledger", "protocol", "quotas", "tokens", "web"},
+    "console": {"accounts", "db", "ledger", "protocol", "quotas", "web", "webhooks"},
+    "gateway": {"accounts", "batches", "console", "db", "ledger", "protocol", "quotas", "tokens", "web", "webhooks"},
     "pool_worker": {"engine", "protocol"},
 }
 ALLOWED["spillway"] = set(ALLOWED)

@@ -1,7 +1,9 @@
 """Signatures, as others verify them, and secrets at rest."""
 
 import json
+import re
 import time
+from pathlib import Path
 
 import openai
 import pytest
@@ -48,6 +50,18 @@ def test_they_refuse_others() -> None:
             client.webhooks.unwrap(EVENT.body, headers)
         with pytest.raises(WebhookVerificationError):
             Webhook(secret).verify(EVENT.body, headers)
+
+
+def test_the_examples_in_the_docs_run(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "WEBHOOKS.md").read_text()
+    secret = new_secret()
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for example in examples:
+        exec(example, {"secret": secret, "body": EVENT.body, "headers": headers_of([secret])})
+        with pytest.raises((openai.InvalidWebhookSignatureError, WebhookVerificationError)):
+            exec(example, {"secret": secret, "body": EVENT.body + b" ", "headers": headers_of([secret])})
+    assert capsys.readouterr().out == "response.completed resp_1 ü\n" * len(examples)
+    assert len(examples) == 2
 
 
 def test_a_sealed_secret_opens_for_its_endpoint_and_pepper_alone() -> None:
