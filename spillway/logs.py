@@ -75,5 +75,5 @@ def configure(process: str, *, level: int = logging.INFO) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
-    for chatty in ("httpx", "aiosqlite", "alembic", "uvicorn.error", "urllib3"):
+    for chatty in ("httpx", "aiosqlite", "alembic", "botocore", "uvicorn.error", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

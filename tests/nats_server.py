@@ -13,6 +13,7 @@ from benchmarks.ports import free_port
 from protocol.bus import Bus
 from protocol.errors import ApiError, BusTimeout
 from spillway.embedded_nats import ACCOUNTS
+from tests.networks import Network
 from tests.waiting import HANGS_S
 
 
@@ -26,6 +27,7 @@ class NatsServer:
         self.further_config = further_config
         self.accounts = ACCOUNTS
         self.environment: dict[str, str] | None = None  # of the process; None: ours
+        self.network: Network | None = None  # that it runs in; None: ours
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -43,6 +45,8 @@ class NatsServer:
         binary = Path(sys.executable).with_name("nats-server")
         config = self._write_config()
         command = [str(binary), "-c", str(config), "-l", str(self.folder / "nats.log")]
+        if self.network is not None:
+            command = self.network.command(*command)
         # In a session of its own: Ctrl-C ends the tests, and these end it.
         self._process = subprocess.Popen(command, env=self.environment, start_new_session=True)
         self._wait_until_listening()
@@ -64,14 +68,20 @@ class NatsServer:
     def _wait_until_listening(self) -> None:
         deadline = time.monotonic() + HANGS_S
         while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-            except OSError:
-                time.sleep(0.02)
-                continue
-            return
+            if self._is_listening():
+                return
+            time.sleep(0.02)
         log = self.folder / "nats.log"
         raise AssertionError(f"nats-server did not start: {log.read_text() if log.exists() else 'no log'}")
+
+    def _is_listening(self) -> bool:
+        if self.network is not None:
+            return self.network.is_listened_on("127.0.0.1", self.port)
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
 
     def kill(self) -> None:
         """SIGKILL: no goodbye, no flush."""

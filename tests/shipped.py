@@ -82,15 +82,16 @@ class ShippedNats(NatsServer):
 class ShippedLeaf(ShippedNats):
     """A server of another region with ``leaf.conf``."""
 
-    def __init__(self, folder: Path, home_port: int) -> None:
+    def __init__(self, folder: Path, home: str) -> None:
+        """``home``: host and port of the server at home, as they are reached from there."""
         super().__init__(folder)
-        self._home_port = home_port
+        self._home = home
 
     def _write_config(self) -> Path:
         ours = {
             "host: 0.0.0.0\nport: 4222": f"host: 127.0.0.1\nport: {self.port}",
             'http: "0.0.0.0:8222"': f'http: "127.0.0.1:{self.monitor_port}"',
-            "PASSWORD@home.example.com:7422": f"{ENVIRONMENT['NATS_PASSWORD']}@127.0.0.1:{self._home_port}",
+            "PASSWORD@home.example.com:7422": f"{ENVIRONMENT['NATS_PASSWORD']}@{self._home}",
         }
         config = self.folder / LEAF_CONFIG.name
         config.write_text(with_ours(LEAF_CONFIG.read_text(), ours))

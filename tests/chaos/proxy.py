@@ -2,22 +2,27 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+import socket
+from collections.abc import Awaitable, Callable
 
 CHUNK_BYTES = 65536
 
 
 class CutProxy:
-    """Forwards one TCP port; ``cut`` breaks every connection off, ``silence`` holds bytes back until ``heal``."""
+    """Forwards one TCP port; ``cut`` breaks every connection off, ``silence`` holds bytes back until ``heal``.
 
-    def __init__(self, target_port: int) -> None:
+    ``listen``: returns a socket that listens on a port, of another network, say.
+    """
+
+    def __init__(self, target_port: int, listen: Callable[[int], socket.socket] | None = None, port: int = 0) -> None:
         self._target_port = target_port
+        self._listen = listen or _listen_here
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._out = asyncio.Event()  # set: what the client sends is passed on
         self._in = asyncio.Event()  # likewise, what the server sends
         self.heal()
-        self.port = 0  # any that is free
+        self.port = port  # 0: any that is free
 
     async def start(self) -> None:
         await self.accept()
@@ -26,7 +31,7 @@ class CutProxy:
 
     async def accept(self) -> None:
         """Listen, on the port of before if there was one."""
-        self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._on_connection, sock=self._listen(self.port))
 
     def refuse(self) -> None:
         """Break everything off, and refuse new connections until ``accept``."""
@@ -71,6 +76,10 @@ class CutProxy:
                 writer.write(data)
                 await writer.drain()
         writer.close()
+
+
+def _listen_here(port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port))
 
 
 async def _unless_silent(reading: Awaitable[bytes], flowing: asyncio.Event) -> bytes:

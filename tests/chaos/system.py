@@ -348,7 +348,12 @@ class System:
         return self._url_through(self.proxies[slot])
 
     def _url_through(self, proxy: CutProxy) -> str:
-        return self.queue_servers[0].url.replace(f":{self.queue_servers[0].port}", f":{proxy.port}")
+        return self.queue_url("127.0.0.1", proxy.port)
+
+    def queue_url(self, host: str, port: int) -> str:
+        """The queue server's URL where it is reached at this address."""
+        server = self.queue_servers[0]
+        return server.url.replace(f"127.0.0.1:{server.port}", f"{host}:{port}")
 
     @property
     def port(self) -> int:

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from pool_worker.main import run
 from pool_worker.settings import WorkerSettings
 from spillway import logs
 from spillway.children import die_with_parent
+from tests import networks
 
 WORKER_MODULES = ("tests.chaos.workers", "pool_worker.engines")  # the latter brings torch, if the engine needs it
 STOP_LIMIT_S = 40.0
 Change = dict[str, Any]
+Life = Callable[[str, str], None]
 
 
 def worker_process(settings_json: str, log_path: str) -> None:
@@ -38,6 +41,11 @@ def worker_process(settings_json: str, log_path: str) -> None:
     uvloop.run(run(settings))
 
 
+def _live_in(network: str, life: Life, settings_json: str, log_path: str) -> None:
+    networks.enter(network)
+    life(settings_json, log_path)
+
+
 @dataclass(slots=True)
 class LiveWorker:
     """One running worker process."""
@@ -46,6 +54,7 @@ class LiveWorker:
     worker_id: str
     process: ForkServerProcess
     change: Change | None  # of the farm's settings, for who takes its place too
+    network: str | None  # the path of the one that it is in, likewise; None: ours
 
     def send(self, number: signal.Signals) -> None:
         if self.process.is_alive() and self.process.pid is not None:
@@ -60,7 +69,7 @@ class WorkerFarm:
         settings: WorkerSettings,
         log_dir: Path,
         url_of_slot: Callable[[int], str] | None = None,
-        life: Callable[[str, str], None] = worker_process,
+        life: Life = worker_process,
     ) -> None:
         self.settings = settings
         self._life = life
@@ -98,16 +107,19 @@ class WorkerFarm:
         for slot in range(size):
             await self.spawn(slot)
 
-    async def spawn(self, slot: int, change: Change | None = None, *, replace: bool = True) -> LiveWorker:
+    async def spawn(
+        self, slot: int, change: Change | None = None, *, replace: bool = True, network: str | None = None
+    ) -> LiveWorker:
         """Start one worker, with changed settings if wished; one that is not to be replaced dies for good."""
         credentials = self.settings.worker_id.rpartition(".")[0]  # "" without
         worker_id = f"{credentials}.w{next(self._numbers)}".removeprefix(".")
         urls = (self._url_of_slot(slot),) if self._url_of_slot else self.settings.nats_urls
         settings = self.settings.model_copy(update={"worker_id": worker_id, "nats_urls": urls, **(change or {})})
+        life = self._life if network is None else partial(_live_in, network, self._life)
         arguments = (settings.model_dump_json(), str(self._log_dir / "workers.log"))
-        process = self._context.Process(target=self._life, args=arguments, name=worker_id)
+        process = self._context.Process(target=life, args=arguments, name=worker_id)
         await asyncio.to_thread(process.start)
-        worker = LiveWorker(slot, worker_id, process, change)
+        worker = LiveWorker(slot, worker_id, process, change, network)
         self._by_slot[slot] = worker
         self._all.append(worker)
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, worker, replace)
@@ -129,7 +141,7 @@ class WorkerFarm:
         worker.send(signal.SIGTERM)
 
     async def _respawn(self, worker: LiveWorker) -> None:
-        await self.spawn(worker.slot, worker.change)
+        await self.spawn(worker.slot, worker.change, network=worker.network)
 
     async def stop(self) -> None:
         """End all by SIGTERM, or by SIGKILL where that takes too long."""

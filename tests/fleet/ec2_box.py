@@ -1,21 +1,26 @@
 """EC2 in a box: moto's server answers real boto3, and each instance is a process that its user data start.
 
 A host watches moto's state: it runs the user data of an instance as a shell script, serves its metadata with the
-notice of an interruption, and kills the process, all of a sudden, once the instance is terminated. What this leaves
-untested: moto does not honour ClientToken, lists what it has at once, and starts a machine as fast as a process starts.
+notice of an interruption, and kills the process, all of a sudden, once the instance is terminated. Where the caller is
+root, each instance has a network of its own, in which 169.254.169.254 is its metadata, the queue server has its port,
+and nothing else is there; and process ids of its own, all of which end with it. ClientToken is honoured here, as EC2
+does and moto does not. What this leaves untested: moto lists what it has at once, and starts a machine as fast as a
+process starts.
 """
 
 import asyncio
 import base64
 import contextlib
+import logging
 import os
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +31,8 @@ from moto.ec2.models import EC2Backend, ec2_backends
 from moto.server import ThreadedMotoServer
 
 from fleet.machine import MACHINE_LABEL, POOL_LABEL
+from tests import networks
+from tests.chaos.proxy import CutProxy
 from tests.integration.pool_worker.metadata_server import Answer, MetadataServer
 
 REGION = "us-east-1"
@@ -35,6 +42,30 @@ TYPE = "g5.xlarge"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "box", "AWS_SECRET_ACCESS_KEY": "box", "AWS_EC2_METADATA_DISABLED": "true"}
 LOOK_PERIOD_S = 0.05
 LIVE = frozenset({"pending", "running"})
+# What runs a command with process ids of its own, and kills all of them once it is killed itself, or we are.
+MACHINE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--mount-proc", "--fork", "--kill-child")
+METADATA_HOST, HTTP_PORT = "169.254.169.254", 80
+
+
+@dataclass
+class Instance:
+    """What runs of an instance."""
+
+    process: subprocess.Popen[bytes]
+    metadata: MetadataServer
+    network: networks.Network | None
+    ways_out: Sequence[CutProxy]  # of its network
+
+    def kill(self) -> None:
+        """End all of it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # the first process of all that it has started, so these too
+        self.process.wait()
+        for way in self.ways_out:
+            way.stop()
+        if self.network is not None:
+            self.network.close()
+        self.metadata.stop()
 
 
 @dataclass
@@ -43,15 +74,16 @@ class Ec2Box:
 
     folder: Path
     environment: Mapping[str, str]
+    ports: Sequence[int] = ()  # of this machine that instances reach: the queue servers'
     capacity: dict[str, int] | None = None  # spot instances that each zone has; None: no end of them
     taken: list[str] = field(default_factory=list)  # ids of our machines that were interrupted
     boots: bool = True  # instances are processes; else they are only listed
     refusal: str | None = None  # the error code that launches get
     lose_answers: int = 0  # so many next changes are made, and not answered
     refused: Counter[str] = field(default_factory=Counter)  # launches, by zone
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    instances: dict[str, Instance] = field(default_factory=dict)
     url: str = ""
-    _metadata: MetadataServer = field(default_factory=MetadataServer)
+    _launched: dict[str, Any] = field(default_factory=dict)  # by ClientToken
     _server: ThreadedMotoServer | None = None
 
     @property
@@ -98,10 +130,11 @@ class Ec2Box:
 
     async def interrupt(self, instance_id: str, notice_s: float) -> None:
         """Take a spot instance back, with a notice; 0: without one."""
-        if notice_s:
+        if notice_s and instance_id in self.instances:
             at = datetime.fromtimestamp(time.time() + notice_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             action = f'{{"action": "terminate", "time": "{at}"}}'
-            self._metadata.answers[f"GET /{instance_id}/latest/meta-data/spot/instance-action"] = Answer(200, action)
+            answers = self.instances[instance_id].metadata.answers
+            answers["GET /latest/meta-data/spot/instance-action"] = Answer(200, action)
             await asyncio.sleep(notice_s)
         if instance_id in self.live():
             self.taken.append(self.live()[instance_id].get(MACHINE_LABEL, ""))
@@ -110,6 +143,7 @@ class Ec2Box:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Ec2Box"]:
         """Answer, and start and kill machines, until the end."""
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)  # it logs each request
         ec2_backends[DEFAULT_ACCOUNT_ID][REGION].reset()
         self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._server.start()
@@ -118,7 +152,6 @@ class Ec2Box:
         with (
             patch.object(EC2Backend, "run_instances", self._run_instances(EC2Backend.run_instances)),
             patch.object(EC2Backend, "terminate_instances", self._terminate_instances(EC2Backend.terminate_instances)),
-            self._metadata,
         ):
             hosting = asyncio.create_task(self._host() if self.boots else asyncio.sleep(0))
             try:
@@ -127,8 +160,8 @@ class Ec2Box:
                 hosting.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await hosting
-                for instance_id in list(self.processes):
-                    self._kill(instance_id)
+                for instance_id in list(self.instances):
+                    self.instances.pop(instance_id).kill()
                 self.stop()
 
     def stop(self) -> None:
@@ -139,6 +172,11 @@ class Ec2Box:
 
     def _run_instances(self, original: Any) -> Any:
         def run_instances(backend: Any, image_id: str, count: int, user_data: Any, groups: Any, **more: Any) -> Any:
+            token = more.get("client_token", "")
+            if token and token in self._launched:
+                if any(one.state not in LIVE for one in self._launched[token].instances):
+                    raise EC2ClientError("IdempotentInstanceTerminated", f"what {token} has launched is terminated")
+                return self._launched[token]
             zone = self._backend.get_subnet(more["subnet_id"]).availability_zone if "subnet_id" in more else ""
             if self.capacity is not None and more.get("instance_market_options"):
                 there = [one for one in self.live() if self.zone_of(one) == zone and self.is_spot(one)]
@@ -147,7 +185,7 @@ class Ec2Box:
                     raise EC2ClientError("InsufficientInstanceCapacity", f"no {TYPE} is left in {zone}")
             if self.refusal is not None:
                 raise EC2ClientError(self.refusal, "the account may not have it")
-            made = original(backend, image_id, count, user_data, groups, **more)
+            made = self._launched[token] = original(backend, image_id, count, user_data, groups, **more)
             self._maybe_lose_the_answer()
             return made
 
@@ -169,32 +207,44 @@ class Ec2Box:
     async def _host(self) -> None:
         while True:
             live = self.live()
-            for instance_id in live.keys() - self.processes.keys():
-                self._boot(instance_id, live[instance_id])
-            for instance_id in self.processes.keys() - live.keys():
-                self._kill(instance_id)
+            for instance_id in live.keys() - self.instances.keys():
+                self.instances[instance_id] = await self._boot(instance_id, live[instance_id])
+            for instance_id in self.instances.keys() - live.keys():
+                self.instances.pop(instance_id).kill()
             await asyncio.sleep(LOOK_PERIOD_S)
 
-    def _boot(self, instance_id: str, tags: Mapping[str, str]) -> None:
+    async def _boot(self, instance_id: str, tags: Mapping[str, str]) -> Instance:
         """Run an instance's user data, as its system does when it starts."""
         script = self.folder / f"{instance_id}.sh"
         encoded = self._backend.get_instance(instance_id).user_data
         script.write_bytes(base64.b64decode(encoded.as_bytes()) if encoded else b"exec sleep 3600")
-        self._metadata.answers[f"PUT /{instance_id}/latest/api/token"] = Answer(200, "token")
-        pool = tags.get(POOL_LABEL, "").upper()
-        notice = {f"SPILLWAY_POOLS__{pool}__NOTICE_URL": f"{self._metadata.url}/{instance_id}"}
-        with (self.folder / f"{instance_id}.log").open("ab") as log:
-            self.processes[instance_id] = subprocess.Popen(
-                ["sh", str(script)],
-                env={"PATH": os.environ["PATH"], **self.environment, **(notice if self.is_spot(instance_id) else {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        metadata = MetadataServer()
+        metadata.answers["PUT /latest/api/token"] = Answer(200, "token")
+        metadata.start()
+        environment = {"PATH": os.environ["PATH"], **self.environment}
+        network, ways_out = None, []
+        if networks.can_be_made():
+            network = networks.Network()
+            network.ip("address", "add", f"{METADATA_HOST}/32", "dev", "lo")
+            ways_out = [CutProxy(metadata.port, partial(network.listen, METADATA_HOST), HTTP_PORT)]
+            ways_out += [CutProxy(port, partial(network.listen, "127.0.0.1"), port) for port in self.ports]
+            for way in ways_out:
+                await way.start()
+        else:
+            environment[f"SPILLWAY_POOLS__{tags.get(POOL_LABEL, '').upper()}__NOTICE_URL"] = metadata.url
+        return Instance(_run(script, environment, network), metadata, network, ways_out)
 
-    def _kill(self, instance_id: str) -> None:
-        process = self.processes.pop(instance_id)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+
+def _run(script: Path, environment: Mapping[str, str], network: networks.Network | None) -> subprocess.Popen[bytes]:
+    command = ["sh", str(script)]
+    if network is not None:
+        command = network.command(*MACHINE, *command)
+    with script.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )

@@ -193,7 +193,7 @@ class KubernetesRig:
 class Ec2Rig:
     fleet = FLEET
     labels_machines = True
-    finds_orders = False  # moto does not honour ClientToken; EC2 does
+    finds_orders = True
     refusals = (NoCapacity, OverQuota, LaunchRefused)
 
     def __init__(self, box: Ec2Box) -> None:

@@ -157,7 +157,9 @@ async def spot_market(stage: Stage) -> None:
     rng = random.Random(f"market {stage.plan.seed}")
     seconds, trace = stage.plan.seconds, stage.plan.trace
     market = Market.made_up(rng, seconds) if trace is None else Market.read(trace, seconds)
-    box = Ec2Box(stage.system.folder / "ec2", CREDENTIALS | {"PYTHONPATH": str(Path.cwd())})
+    environment = CREDENTIALS | {"PYTHONPATH": str(Path.cwd())}
+    ports = [server.port for server in stage.system.queue_servers]
+    box = Ec2Box(stage.system.folder / "ec2", environment, ports)
     async with box.running():
         await _play_market(stage, box, market, rng)
 

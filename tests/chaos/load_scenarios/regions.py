@@ -6,8 +6,8 @@ import time
 
 from benchmarks.ports import free_port
 from tests.chaos.load_scenarios.plan import Stage
-from tests.chaos.proxy import CutProxy
 from tests.chaos.system import Shape, System
+from tests.chaos.wire import Wire
 from tests.chaos.workers import LiveWorker
 from tests.shipped import ShippedLeaf
 
@@ -26,15 +26,17 @@ REGIONS_SHAPE = Shape(workers=0, max_sequences=SEQUENCES, inter_token_s=TOKEN_S,
 async def regions(stage: Stage) -> None:
     """``plan.count`` times: home's workers are killed; the wire is lost, by silence and by resets; each comes back."""
     system, callers, plan, report = stage.system, stage.callers, stage.plan, stage.report
-    wire = CutProxy(LEAF_PORT)
+    wire = Wire(LEAF_PORT)
     await wire.start()
     folder = system.folder / "leaf"
     folder.mkdir()
-    leaf = ShippedLeaf(folder, wire.port)
-    await asyncio.to_thread(leaf.start)
+    leaf = ShippedLeaf(folder, f"{wire.host}:{wire.port}")
+    leaf.network = wire.network
     try:
+        await asyncio.to_thread(leaf.start)
         change = {"nats_urls": (leaf.url,), "nats_domain": "home", "region": "b"}
-        away = [await system.farm.spawn(slot, change) for slot in AWAY_SLOTS]
+        there = None if wire.network is None else wire.network.path
+        away = [await system.farm.spawn(slot, change, network=there) for slot in AWAY_SLOTS]
         home = [await system.farm.spawn(slot, {"region": "a"}, replace=False) for slot in HOME_SLOTS]
         await callers.wait_until_served()
         await _until_heard(system, [*home, *away])
@@ -49,11 +51,11 @@ async def regions(stage: Stage) -> None:
             home = [await system.farm.spawn(slot, {"region": "a"}, replace=False) for slot in HOME_SLOTS]
             await _until_heard(system, home)
             await asyncio.sleep(BEFORE_S)
-            for lose, give_back in ((wire.silence, _heal), (wire.refuse, CutProxy.accept)):
-                lose()
+            for lose, give_back in ((wire.pull_out, wire.put_back), (wire.refuse, wire.accept)):
+                await lose()
                 report.faults += 1
                 await asyncio.sleep(plan.seconds)  # home alone
-                await give_back(wire)
+                await give_back()
                 await _until_heard(system, away)
                 await asyncio.sleep(BEFORE_S)
             await offered
@@ -61,10 +63,6 @@ async def regions(stage: Stage) -> None:
         await system.farm.stop()
         await asyncio.to_thread(leaf.kill)
         wire.stop()
-
-
-async def _heal(wire: CutProxy) -> None:
-    wire.heal()
 
 
 def _expect_served_by(stage: Stage, workers: list[LiveWorker], lately_s: float) -> None:
