@@ -49,6 +49,7 @@ def test_a_task_ends_right_while_workers_are_killed(system: PlayedSystem, tmp_pa
     system.run(killer.start())
 
     done = agent.run(system, home, folder, f"Mend the greeting, run the program, and say what it prints. {play}")
+    system.run(killer.stop())
 
     seen = f"{done.stdout}\n{done.stderr}\n" + "\n".join(system.system.log_lines("warning"))
     assert done.returncode == 0, seen

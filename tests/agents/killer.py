@@ -30,7 +30,11 @@ class Killer:
 
     async def start(self) -> None:
         """Listen, and strike from now on."""
-        await self.system.bus.subscribe(subjects.frames_subject(">"), self._on_step)
+        self._subscription = await self.system.bus.subscribe(subjects.frames_subject(">"), self._on_step)
+
+    async def stop(self) -> None:
+        """Leave everybody alone."""
+        await self._subscription.unsubscribe()
 
     async def _on_step(self, message: Msg) -> None:
         for frame in decode_step(message.data).frames:
