@@ -12,7 +12,8 @@ ApiError                     500  server_error
 ├── CrossOriginRequest            403  foreign_origin
 ├── HostedNotAllowed         403  hosted_not_allowed
 ├── ModelNotFound            404  model_not_found
-├── NoSuchPool               404  no_trusted_pool, only_trusted_pools
+├── NoTrustedPool            404  no_trusted_pool
+├── OnlyTrustedPools         404  only_trusted_pools
 ├── UnknownObject            404  not_found
 ├── UnknownUrl               404  unknown_url
 ├── MethodNotAllowed         405  method_not_allowed
@@ -179,13 +180,21 @@ class ModelNotFound(ApiError):
     should_retry = False
 
 
-class NoSuchPool(ApiError):
-    """This API key demands trusted pools, and the model has none; or it does not, and the model has no others."""
+class NoTrustedPool(ApiError):
+    """This API key demands trusted pools, and the model has none."""
 
     status = 404
     type = "invalid_request_error"
     code = "no_trusted_pool"
-    other_codes = ("only_trusted_pools",)
+    should_retry = False
+
+
+class OnlyTrustedPools(ApiError):
+    """The model has only trusted pools, which take requests of API keys that demand them, and this one does not."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "only_trusted_pools"
     should_retry = False
 
 

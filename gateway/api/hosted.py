@@ -6,7 +6,7 @@ from accounts.principal import Principal
 from gateway.admission.control import AdmissionControl
 from gateway.request.admission import Admission
 from gateway.settings import GatewaySettings
-from web.errors import HostedNotAllowed, NoSuchPool
+from web.errors import HostedNotAllowed, NoTrustedPool, OnlyTrustedPools
 
 
 def providers_for(
@@ -26,13 +26,13 @@ def providers_for(
 
 
 def check_trust(settings: GatewaySettings, principal: Principal, model: str) -> None:
-    """Raise NoSuchPool where no pool of the model may ever take this client's requests for their trust."""
+    """Raise NoTrustedPool or OnlyTrustedPools where the model's pools are of the wrong kind for this client."""
     if principal.trusted_only and model not in settings.trusted:
         message = f"This API key or its team demands trusted pools, and none is configured for the model {model!r}."
-        raise NoSuchPool(message, param="model", code="no_trusted_pool")
+        raise NoTrustedPool(message, param="model")
     if model in settings.only_trusted and not principal.trusted_only:
         message = f"Only trusted pools serve the model {model!r}: they take requests of keys that demand them alone."
-        raise NoSuchPool(message, param="model", code="only_trusted_pools")
+        raise OnlyTrustedPools(message, param="model")
 
 
 def providers_still_allowed(keys: KeyRing, control: AdmissionControl, admission: Admission) -> tuple[str, ...]:

@@ -47,8 +47,8 @@ WITH_LIMITS: Final = (
     errors.LimitsUnavailable, errors.ContextLengthExceeded,
 )  # fmt: skip
 OF_JOBS: Final = (
-    *WITH_LIMITS, errors.HostedNotAllowed, errors.NoSuchPool, errors.IdempotencyKeyReused, errors.AnswerNotKept,
-    errors.IdempotencyKeyBusy, RequestFailed,
+    *WITH_LIMITS, errors.HostedNotAllowed, errors.NoTrustedPool, errors.OnlyTrustedPools, errors.IdempotencyKeyReused,
+    errors.AnswerNotKept, errors.IdempotencyKeyBusy, RequestFailed,
 )  # fmt: skip
 OF_ADMINS: Final = (
     *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.UnknownObject, errors.NameInUse,

@@ -65,3 +65,7 @@ def config_check(
     out.print(f"ok: {len(resolved.models)} model(s), {len(resolved.pools)} pool(s)")
     for name in unserved:
         out.print(f"note: models.{name} is served by no pool of this file", style="yellow")
+    for name in [name for name, pool in resolved.pools.items() if pool.trusted and not resolved.nats.credentials]:
+        out.print(
+            f"note: pools.{name} is trusted, and without nats.credentials any worker may take its jobs", style="yellow"
+        )

@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from typer.testing import CliRunner
 
 from ledger.prices import Price
+from spillway.cli import app
 from spillway.config import DEMO_MODEL_PATH, Config, ConfigError, GatewaySection, default_config, load_config
 from spillway.up import _resolve, resolved_config_path, run_dir_of
 
@@ -111,6 +113,12 @@ def test_what_is_known_of_a_trusted_pool(tmp_path: Path) -> None:
     config = load(tmp_path, text, env)
     assert config.worker_settings("cheap").trusted
     assert config.gateway_settings(SecretStr("p")).queues[-1] == "small@trusted"
+    path = tmp_path / "spillway.toml"
+    for credentials, notes in (("", 1), ('credentials = "creds"\n', 0)):
+        path.write_text(text.replace("[nats]\n", "[nats]\n" + credentials))
+        checked = CliRunner().invoke(app, ["config", "check", str(path)], env=env)
+        assert checked.exit_code == 0
+        assert checked.output.count("note: pools.cheap is trusted") == notes
     for wrong, words in (
         (text.replace('"spot"', '"hosted"'), "trusted: not for hosted pools"),
         (GOOD + '[models."small@trusted"]\n', "no model's name may end with @trusted"),
