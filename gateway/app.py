@@ -25,9 +25,11 @@ from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.prompts import CompletionsEndpoint
 from gateway.api.routes import VERSION, health_router, models_router, root_router, tokenize_router
 from gateway.api.services import Services
+from gateway.api.surfaces import SurfaceCalls
 from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.refusals import RefusalLog
 from gateway.settings import TimeoutSettings
+from surfaces.messages import Messages
 from web.answers import EXCHANGE_KEY, add_error_answers
 from web.errors import InvalidParameter
 
@@ -41,6 +43,7 @@ EXPOSED_HEADERS: Final = (
     *(f"x-spillway-{what}" for what in ("attempts", "idempotent", "overhead-ms", "queue-position", "queue-eta-ms",
       "queue-ms", "hosted", "pool", "provider", "region", "tier", "engine-queue-ms", "prefill-ms", "decode-ms")),
 )  # fmt: skip
+MESSAGES_PATH: Final = "/v1/messages/"  # below which errors are Anthropic's
 OTHER_ROUTES: Final = "other"  # the endpoint of what FastAPI serves, in logs and series
 
 
@@ -60,7 +63,9 @@ def build_app(services: Services, console: ConsoleServices, batches: BatchServic
     add_documentation(slow)
     room = VectorBudget(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
+    messages = SurfaceCalls(Messages())
     hot: dict[str, HotRoute] = {
+        "/v1/messages": GenerationEndpoint(services, messages, messages.surface),
         "/v1/chat/completions": GenerationEndpoint(services, ChatCall),
         "/v1/completions": CompletionsEndpoint(services, CompletionCall),
         "/v1/embeddings": PoolingEndpoint(services, EmbeddingsCall, room),
@@ -94,6 +99,7 @@ class GatewayApp:
         self, hot: dict[str, HotRoute], slow: FastAPI, refusals: RefusalLog, timeouts: TimeoutSettings
     ) -> None:
         self._timeouts = timeouts
+        self._messages = Messages()
         self._hot = hot
         self._slow = slow
         self._refusals = refusals
@@ -111,6 +117,7 @@ class GatewayApp:
 
     async def _serve_slow(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = scope[EXCHANGE_KEY] = Exchange(scope, receive, send, self._timeouts)
+        exchange.style = self._messages if scope["path"].startswith(MESSAGES_PATH) else None
         is_head = scope["method"] == "HEAD"
 
         async def send_in_time(message: Scope) -> None:

@@ -34,6 +34,10 @@ class Exchange(Protocol):
     headers: dict[bytes, bytes]
     refusal: ApiError | None  # what was answered instead of what was asked for
 
+    def error_body(self, error: ApiError) -> bytes:
+        """Return an error as the client's API has it."""
+        ...
+
     def authenticate(self, keys: KeyRing, scope: str = INFERENCE) -> Principal:
         """Return the principal of the request's key. Raises InvalidApiKey, MissingScope, LedgerUnavailable."""
         ...
@@ -56,16 +60,17 @@ def body_schema(name: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def error_answer(error: ApiError) -> Response:
-    """An error in OpenAI's envelope."""
+def error_answer(error: ApiError, body: bytes | None = None) -> Response:
+    """An error in OpenAI's envelope, or with a body of its own."""
     headers = {name.decode(): value.decode() for name, value in error.headers()}
-    return Response(error.envelope(), error.status, headers, "application/json")
+    return Response(body or error.envelope(), error.status, headers, "application/json")
 
 
 def refuse(request: Request, error: ApiError) -> Response:
     """Answer a request with an error, which is noted."""
-    exchange_of(request).refusal = error
-    return error_answer(error)
+    exchange = exchange_of(request)
+    exchange.refusal = error
+    return error_answer(error, exchange.error_body(error))
 
 
 def add_error_answers(app: FastAPI) -> None:

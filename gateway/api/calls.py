@@ -48,11 +48,13 @@ from protocol.chat import NO_TOKENIZER, Part
 from protocol.messages import Sampling
 from tokens.model_tokens import ModelTokens
 from tokens.tools.dialect import AnswerForm
-from web.errors import InvalidParameter
+from web.errors import ApiError, InvalidParameter
 
 
 class AnswerEncoder(Protocol):
     """Encodes frames as an answer."""
+
+    done: bytes  # the last event of every stream that ended well
 
     @property
     def request(self) -> GenerationRequest:
@@ -67,6 +69,10 @@ class AnswerEncoder(Protocol):
         self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
     ) -> CompleteAnswer:
         """The body of an answer that is not streamed."""
+        ...
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the event before a stream is broken off, once it has chunks."""
         ...
 
 

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
-from gateway.api.conversation import Message
 from gateway.api.form import tools_for_prompt
 from gateway.api.schema import ChatCompletionRequest
-from gateway.api.tool_fields import NamedTool, ToolDefinition
 from gateway.request.conversation import Conversation
 from protocol.chat import AnswerSchema, Call, Chat, Tool, Turn, encode_chat
+from surfaces.conversation import Message
+from surfaces.tool_fields import NamedTool, ToolDefinition
 from tokens.encoders import TokenizerError
 from tokens.model_tokens import ModelTokens
 from web.errors import ApiError, InvalidParameter

@@ -23,7 +23,7 @@ from gateway.api.schema import JobRequest
 from gateway.api.services import Services
 from gateway.dispatch.dispatcher import KEY_REVOKED
 from gateway.dispatch.request import OpenRequest
-from gateway.http.exchange import Exchange, Receive, Scope, Send
+from gateway.http.exchange import AnswerStyle, Exchange, Receive, Scope, Send
 from gateway.http.failures import RequestFailed
 from gateway.request.admission import Admission
 from gateway.request.conversation import Conversation
@@ -105,9 +105,11 @@ Answering = Callable[[], Awaitable[None]]
 class Endpoint(ABC, Generic[_Call]):
     """An ASGI application for one route."""
 
-    def __init__(self, services: Services, call_of: CallFactory[_Call]) -> None:
+    def __init__(self, services: Services, call_of: CallFactory[_Call], style: AnswerStyle | None = None) -> None:
+        """``style``: of errors and headers, where these are not OpenAI's."""
         self._services = services
         self._call_of = call_of
+        self._style = style
 
     @abstractmethod
     async def _spec(self, call: _Call, tokens: ModelTokens) -> JobSpec:
@@ -120,6 +122,7 @@ class Endpoint(ABC, Generic[_Call]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever happens."""
         exchange = Exchange(scope, receive, send, self._services.settings.timeouts)
+        exchange.style = self._style
         if IDEMPOTENCY_KEY in exchange.headers:
             await self._services.keyed.serve(exchange, scope, self._read_body, self._answer)
             self._note_refusal(exchange)
@@ -133,6 +136,7 @@ class Endpoint(ABC, Generic[_Call]):
             exchange.trace.refused(exchange.sent_status, exchange.refusal)
 
     async def _answer(self, exchange: Exchange) -> None:
+        exchange.style = self._style  # where it is recorded, too
         if self._services.begin_trace is not None:
             exchange.trace = self._services.begin_trace(exchange)
         try:

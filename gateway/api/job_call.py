@@ -3,6 +3,8 @@
 from typing import Generic, TypeVar
 
 from gateway.api.schema import JobRequest
+from gateway.api.sse import DONE, error_event
+from web.errors import ApiError
 
 _Request = TypeVar("_Request", bound=JobRequest)
 
@@ -11,6 +13,11 @@ class JobCall(Generic[_Request]):
     """A call with its validated body."""
 
     request: _Request
+    done = DONE
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Implement ``AnswerEncoder``."""
+        return error_event(error)
 
     def serve_as_batch(self) -> None:
         """Serve the request as batch, whatever the client asked: its key allows no more."""

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 from gateway.api.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from gateway.http.failures import FAILURES, RequestFailed
+from surfaces.messages import CountTokensRequest, MessagesRequest
 from web import errors
 from web.errors import ApiError
 from web.schema import Body
@@ -74,7 +75,7 @@ def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, A
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     bodies: Sequence[type[Body]] = (
         ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest,
-        *further_bodies,
+        MessagesRequest, CountTokensRequest, *further_bodies,
     )  # fmt: skip
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     components = schema.setdefault("components", {})
@@ -96,6 +97,7 @@ def _hot_paths() -> dict[str, Any]:
     return {
         "/v1/chat/completions": chat,
         "/v1/completions": completion,
+        "/v1/messages": _post("Answer a conversation of Anthropic's Messages", "MessagesRequest", streams=True),
         "/v1/embeddings": _post("Make a vector of each input", "EmbeddingRequest"),
         "/v1/score": score,
         "/score": score,
@@ -130,7 +132,9 @@ def _errors_of(path: str) -> Sequence[type[ApiError]]:
         return OF_FILES
     if path.startswith("/v1/models"):
         return OF_MODELS
-    return {"/tokenize": WITH_LIMITS, "/metrics": WITH_KEY}.get(path, EVERYWHERE)
+    return {"/tokenize": WITH_LIMITS, "/v1/messages/count_tokens": WITH_LIMITS, "/metrics": WITH_KEY}.get(
+        path, EVERYWHERE
+    )
 
 
 def _set_errors(operation: dict[str, Any], kinds: Iterable[type[ApiError]]) -> None:

@@ -66,28 +66,18 @@ def pieces_of(parts: Iterable[Part], *, calls_before: int, is_single_call: bool)
             yield Piece(_KINDS[part.kind], part.text, part.call_id)
 
 
-class _StreamedChoice:
-    """State of one choice's stream."""
+class PieceReader:
+    """Reads the frames of one choice as parsed pieces."""
 
     def __init__(self, form: AnswerForm) -> None:
         self.parser: AnswerParser = form.parser()
-        self.calls = 0
         self._calls_seen = 0  # in parts, with those that are not sent
         self._reasoning_tokens = 0  # as an API says
         self._frames: list[tuple[int, int]] = []  # characters and tokens of each
         self._form = form
-        self._has_started = False
 
-    def deltas(self, frame: Tokens | Deltas) -> list[dict[str, Any]]:
-        """Return the deltas for a frame."""
-        deltas = [self._delta(piece) for piece in self._pieces(frame)]
-        if self._has_started or not (deltas or frame.logprobs or frame.finish_reason):
-            return deltas
-        self._has_started = True
-        # As OpenAI has it: null where something else than content comes first.
-        return [{"role": "assistant", "content": "" if not deltas or "content" in deltas[0] else None}, *deltas]
-
-    def _pieces(self, frame: Tokens | Deltas) -> Iterable[Piece]:
+    def pieces(self, frame: Tokens | Deltas) -> Iterable[Piece]:
+        """Return the pieces that a frame brings."""
         if isinstance(frame, Tokens):
             self._frames.append((len(frame.text), len(frame.token_ids)))
             return self.parser.push(frame.text, is_last=frame.finish_reason is not None)
@@ -97,13 +87,35 @@ class _StreamedChoice:
         self._calls_seen += sum(part.kind == "call" for part in frame.parts)
         return list(pieces_of(frame.parts, calls_before=calls_before, is_single_call=self._form.is_single_call))
 
+    def reasoning_tokens(self) -> int:
+        """Number of reasoning tokens."""
+        return self._reasoning_tokens + self.reasoning_tokens_of(self._frames)
+
+    def reasoning_tokens_of(self, frames: Iterable[tuple[int, int]]) -> int:
+        """Number of reasoning tokens in frames, given by characters and tokens, whose text the parser has read."""
+        return reasoning_tokens(self.parser.reasoning, frames)
+
+
+class _StreamedChoice(PieceReader):
+    """State of one choice's stream."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        super().__init__(form)
+        self.calls = 0
+        self._has_started = False
+
+    def deltas(self, frame: Tokens | Deltas) -> list[dict[str, Any]]:
+        """Return the deltas for a frame."""
+        deltas = [self._delta(piece) for piece in self.pieces(frame)]
+        if self._has_started or not (deltas or frame.logprobs or frame.finish_reason):
+            return deltas
+        self._has_started = True
+        # As OpenAI has it: null where something else than content comes first.
+        return [{"role": "assistant", "content": "" if not deltas or "content" in deltas[0] else None}, *deltas]
+
     def finish_reason(self, reason: str) -> str | None:
         """The public finish reason."""
         return finish_reason_of(reason, (CALLS[self._form.is_legacy],) if self.calls else ())
-
-    def reasoning_tokens(self) -> int:
-        """Number of reasoning tokens."""
-        return self._reasoning_tokens + reasoning_tokens(self.parser.reasoning, self._frames)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         if piece.kind is Kind.CONTENT:

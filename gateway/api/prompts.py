@@ -145,6 +145,7 @@ class MultiPromptAnswer:
         """``parts``: by the ids of their requests, in the order of the prompts."""
         self._parts = parts
         self._first = next(iter(parts.values())).call
+        self.done, self.error_event = self._first.done, self._first.error_event
 
     @property
     def request(self) -> CompletionRequest:

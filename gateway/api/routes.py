@@ -1,6 +1,7 @@
 """The routes off the hot path: overview, models, tokenize, health."""
 
 import logging
+from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib import metadata
 from typing import Any, Final
@@ -8,14 +9,16 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from accounts.principal import Principal
+from gateway.api.calls import ChatCall
 from gateway.api.form import tools_for_template
 from gateway.api.rate_limits import reserve_place
 from gateway.api.schema import TokenizeRequest, parse_tokenize
 from gateway.api.services import Services
 from gateway.http.exchange import Exchange, exchange_of
 from gateway.limits.request_limits import check_shape
+from surfaces.messages import counted_chat, model_row
 from tokens.model_tokens import ModelTokens
-from web.answers import body_schema, json_answer
+from web.answers import body_schema, encode_json, json_answer
 from web.body import check_values
 
 VERSION: Final = metadata.version("spillway")
@@ -109,6 +112,7 @@ def models_router(services: Services) -> APIRouter:
             "created": services.started_unix_s,
             "owned_by": services.catalog.models[name].owned_by,
             "context_length": services.catalog.context_length(name),
+            **model_row(name, services.started_unix_s),
         }
 
     @router.get("/v1/models")
@@ -116,7 +120,8 @@ def models_router(services: Services) -> APIRouter:
         """List the models that the key may use."""
         principal = exchange_of(request).authenticate(services.keys)
         names = [name for name in services.catalog.models if principal.may_use(name)]
-        return json_answer({"object": "list", "data": [row(name) for name in names]})
+        ends = {"has_more": False, "first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+        return json_answer({"object": "list", "data": [row(name) for name in names], **ends})
 
     @router.get("/v1/models/{name:path}")
     async def retrieve_model(request: Request, name: str) -> Response:
@@ -131,23 +136,49 @@ def tokenize_router(services: Services) -> APIRouter:
     """The route that counts tokens without generating any."""
     router = APIRouter(tags=["tokenize"])
 
+    @router.post("/v1/messages/count_tokens", openapi_extra=body_schema("CountTokensRequest"))
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens of a prompt as POST /v1/messages does."""
+        return await _counted(services, exchange_of(request), _input_tokens)
+
     @router.post("/tokenize", openapi_extra=body_schema("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or a conversation, exactly as a generating call counts them."""
-        exchange = exchange_of(request)
-        principal = exchange.authenticate(services.keys)
-        reservation = await reserve_place(services.quotas, exchange, principal)
-        try:
-            answer = await _tokenized(services, exchange, principal)
-        except BaseException:
-            if reservation is not None:
-                reservation.refund()
-            raise
-        if reservation is not None:
-            reservation.settle(0, 0, 0)
-        return answer
+        return await _counted(services, exchange_of(request), _tokenized)
 
     return router
+
+
+Counting = Callable[[Services, Exchange, Principal], Awaitable[Response]]
+
+
+async def _counted(services: Services, exchange: Exchange, counting: Counting) -> Response:
+    """Answer a request that costs the key a place among its requests, and no token."""
+    principal = exchange.authenticate(services.keys)
+    reservation = await reserve_place(services.quotas, exchange, principal)
+    try:
+        answer = await counting(services, exchange, principal)
+    except BaseException:
+        if reservation is not None:
+            reservation.refund()
+        raise
+    if reservation is not None:
+        reservation.settle(0, 0, 0)
+    return answer
+
+
+async def _input_tokens(services: Services, exchange: Exchange, principal: Principal) -> Response:
+    pool, tenant, limits = services.catalog.pool, principal.tenant, services.settings.limits
+    body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
+    chat = await pool.run(tenant, len(body), partial(_read_count, body), is_quick=True)
+    check_shape(limits, messages=chat.message_count, choices=1)
+    tokens = services.catalog.tokens_of(services.catalog.canonical_name(chat.request.model, principal))
+    return json_answer({"input_tokens": len(await chat.encode_prompt(tokens.of_tenant(tenant)))})
+
+
+def _read_count(body: bytes) -> ChatCall:
+    check_values(body)
+    return ChatCall(encode_json(counted_chat(body)))
 
 
 async def _tokenized(services: Services, exchange: Exchange, principal: Principal) -> Response:

@@ -8,7 +8,7 @@ import asyncio
 from typing import Any, Final
 
 from gateway.api.calls import AnswerEncoder
-from gateway.api.sse import DONE, comment, error_event, usage_fields
+from gateway.api.sse import comment, usage_fields
 from gateway.dispatch.deadlines import ACCEPT_LIMIT_S
 from gateway.http.exchange import SSE_HEADERS, Answered, Exchange
 from gateway.http.failures import RequestFailed
@@ -50,6 +50,7 @@ class StreamWriter:
         self._exchange = exchange
         self._request = request
         self._timeouts = timeouts
+        self._maker = maker
         self._do_not_queue = bool(maker.request.do_not_queue)
         self._with_usage = maker.request.include_usage
         chunks = maker.chunks(exchange.id, exchange.received_unix_ms // 1000)
@@ -132,6 +133,6 @@ class StreamWriter:
             # The headers, which would have said so, were gone by then.
             with_comments = self._timeouts.queued_comment_s > 0
             rescue = comment(f"spillway attempts={request.attempt}") if with_comments and request.attempt > 1 else b""
-            await self._exchange.write(body + usage + rescue + DONE, more=False)
+            await self._exchange.write(body + usage + rescue + self._maker.done, more=False)
         elif request.failure is not None:
-            await self._exchange.write(body + error_event(RequestFailed(request.failure)), more=True)
+            await self._exchange.write(body + self._maker.error_event(RequestFailed(request.failure)), more=True)

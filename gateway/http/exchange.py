@@ -4,10 +4,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from starlette.requests import Request
 
@@ -47,6 +47,18 @@ SSE_HEADERS: Final = (
 log = logging.getLogger(__name__)
 
 
+class AnswerStyle(Protocol):
+    """What differs where another API than OpenAI's is answered (``surfaces.surface.Surface``)."""
+
+    def error_body(self, error: ApiError, request_id: str) -> bytes:
+        """Return the body of an error."""
+        ...
+
+    def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Return further headers of every answer."""
+        ...
+
+
 def _cannot_abort() -> None:
     """Do nothing: under another server, the response merely stays incomplete."""
 
@@ -65,6 +77,7 @@ class Exchange:
         self.limit_headers: list[tuple[bytes, bytes]] = []  # how far the caller's limits are used
         self.refusal: ApiError | None = None  # what was answered instead of admitting a request
         self.trace: Trace | None = None  # None: traces are off
+        self.style: AnswerStyle | None = None  # None: OpenAI's
         self._client: tuple[str, int] | None = scope.get("client")
         self._timeouts = timeouts
         self._send = send
@@ -99,6 +112,8 @@ class Exchange:
         """
         scheme, _, token = self.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
+            token = self.headers.get(b"x-api-key", b"").decode("latin-1")  # as Anthropic's clients send it
+        if not token.strip():
             raise InvalidApiKey(
                 "You didn't provide an API key. Provide it in an Authorization header: 'Authorization: Bearer KEY'."
             )
@@ -192,7 +207,11 @@ class Exchange:
     async def answer_error(self, error: ApiError, request: Answered | None = None) -> None:
         """Send a whole error answer."""
         self.refusal = error if request is None else None
-        await self._answer_whole(error.status, error.envelope(), error.headers(), request)
+        await self._answer_whole(error.status, self.error_body(error), error.headers(), request)
+
+    def error_body(self, error: ApiError) -> bytes:
+        """Return an error as the client's API has it."""
+        return error.envelope() if self.style is None else self.style.error_body(error, self.request_id)
 
     async def _answer_whole(
         self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], request: Answered | None
@@ -216,6 +235,8 @@ class Exchange:
             (b"openai-processing-ms", b"%d" % ((time.monotonic() - self.received_s) * 1000)),
         ]
         headers += self.limit_headers
+        if self.style is not None:
+            headers += self.style.headers(headers)
         if request is not None:
             headers.extend(_dispatch_headers(request, self.received_s))
         return headers

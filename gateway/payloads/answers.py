@@ -64,14 +64,14 @@ class RecordedAnswer:
 
     def add_events(self, events: bytes) -> None:
         """Add the events of a frame, for the ids in them."""
-        if _CALLS in events and not self.is_too_large:
+        if _CALLS in events and events.startswith(_EVENT_START) and not self.is_too_large:
             self._calls += [event.removeprefix(_EVENT_START) for event in events.split(_EVENT_END) if _CALLS in event]
 
     def add_whole(self, choices: Iterable[tuple[str, str | None, Sequence[Part]]], body: bytes) -> None:
         """Add an answer that is not streamed: its choices (``answers.ChoiceContent``) and its body."""
         for index, (text, finish_reason, parts) in enumerate(choices):
             self._add(index, text, finish_reason, parts)
-        if _CALLS in body:
+        if _CALLS in body and b'"choices":[' in body:  # other APIs have other bodies
             self._calls.append(body)
 
     def choices(self, encoder: ChoiceEncoder) -> list[dict[str, Any]]:

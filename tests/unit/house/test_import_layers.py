@@ -24,9 +24,22 @@ ALLOWED = {
     "quotas": {"accounts", "db", "ledger", "protocol"},
     "webhooks": {"accounts", "db", "protocol", "quotas"},
     "tokens": {"accounts", "protocol", "web"},
+    "surfaces": {"tokens", "web"},
     "training": {"accounts", "db", "ledger"},
     "console": {"accounts", "db", "ledger", "protocol", "quotas", "web", "webhooks"},
-    "gateway": {"accounts", "batches", "console", "db", "ledger", "protocol", "quotas", "tokens", "web", "webhooks"},
+    "gateway": {
+        "accounts",
+        "batches",
+        "console",
+        "db",
+        "ledger",
+        "protocol",
+        "quotas",
+        "surfaces",
+        "tokens",
+        "web",
+        "webhooks",
+    },
     "pool_worker": {"engine", "protocol"},
 }
 ALLOWED["spillway"] = set(ALLOWED)

@@ -1,0 +1,138 @@
+"""Calls of other APIs: each a chat, translated by its surface there and back."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from gateway.api.answers import CollectedChoice, CompleteAnswer, gather
+from gateway.api.calls import ChatCall
+from gateway.api.form import form_of_parts
+from gateway.api.parsed import PieceReader, pieces_of
+from gateway.request.chunks import Chunks
+from gateway.request.mailbox import AnyTokens
+from protocol.chat import Deltas
+from protocol.messages import Tokens
+from surfaces.surface import AnswerHead, EventEncoder, Surface, Translation, Usage
+from tokens.model_tokens import ModelTokens
+from tokens.tools.dialect import AnswerForm
+from tokens.tools.source import Kind, Piece
+from web.answers import encode_json
+from web.errors import ApiError, InvalidParameter
+
+UNKNOWN_REASON: Final = "stop"  # of a choice whose last frame says nothing
+
+
+class SurfaceCall(ChatCall):
+    """One validated body of another API."""
+
+    done = b""  # the surface's own last event says so
+
+    def __init__(self, surface: Surface, body: bytes) -> None:
+        """Validate ``body``. Raises MalformedJson or InvalidParameter."""
+        self.name = surface.name
+        self._translation: Translation = surface.translate(body)
+        self._prompt_tokens = 0
+        self._events: EventEncoder | None = None
+        chat = {name: value for name, value in self._translation.chat.items() if value is not None}
+        try:
+            super().__init__(encode_json(chat))
+        except InvalidParameter as error:
+            raise _renamed(error, self._translation) from error
+        self.prompt_param = self._translation.param(type(self).prompt_param)
+
+    async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
+        """Implement ``Call``."""
+        try:
+            prompt_ids = await super().encode_prompt(tokens)
+        except InvalidParameter as error:
+            raise _renamed(error, self._translation) from error
+        self._prompt_tokens = len(prompt_ids)
+        return prompt_ids
+
+    def chunks(self, answer_id: str, created: int) -> Chunks:
+        """Implement ``Call``."""
+        self._events = self._translation.events(self._head(answer_id, created))
+        return _SurfaceChunks(self._events, self._piece_form)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Implement ``AnswerEncoder``."""
+        events = self._events or self._translation.events(self._head("", 0))
+        return events.failed(error)
+
+    async def whole(
+        self, answer_id: str, created: int, frames: Iterable[AnyTokens], usage: dict[str, Any]
+    ) -> CompleteAnswer:
+        """Implement ``Call``."""
+        [choice] = await gather(frames, 1)
+        reader = PieceReader(self._piece_form)
+        pieces = [*_pieces_of(choice, reader)]
+        counted = _usage(usage, choice.reasoning_tokens + reader.reasoning_tokens_of(choice.frames))
+        head = self._head(answer_id, created)
+        body = self._translation.whole(head, pieces, choice.finish_reason or UNKNOWN_REASON, counted)
+        return CompleteAnswer(encode_json(body), [], [choice.content])
+
+    @property
+    def _piece_form(self) -> AnswerForm:
+        return form_of_parts(self.request) if self._parts_form is None else self._parts_form
+
+    def _head(self, answer_id: str, created: int) -> AnswerHead:
+        return AnswerHead(answer_id, created, self.request.model, self._prompt_tokens)
+
+
+class SurfaceCalls:
+    """Makes the calls of one surface."""
+
+    def __init__(self, surface: Surface) -> None:
+        self.surface = surface
+        self.name = surface.name
+
+    def __call__(self, body: bytes) -> SurfaceCall:
+        """Validate a body. Raises MalformedJson or InvalidParameter."""
+        return SurfaceCall(self.surface, body)
+
+
+class _SurfaceChunks:
+    """The events of one streamed answer."""
+
+    def __init__(self, events: EventEncoder, form: AnswerForm) -> None:
+        self._events = events
+        self._reader = PieceReader(form)
+        self._new_call_id = form.new_call_id
+        self._finish_reason = UNKNOWN_REASON
+
+    def of(self, frame: Tokens | Deltas) -> bytes:
+        """Implement ``Chunks``."""
+        self._finish_reason = frame.finish_reason or self._finish_reason
+        return self._events.of(_named(self._reader.pieces(frame), self._new_call_id))
+
+    def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
+        """Implement ``Chunks``: the last events, which tell the usage."""
+        del attempts  # a comment tells them
+        return self._events.end(self._finish_reason, _usage(usage, self._reader.reasoning_tokens()))
+
+
+def _pieces_of(choice: CollectedChoice, reader: PieceReader) -> Iterable[Piece]:
+    """Return the pieces of a choice that is whole: of its text, and of its parts."""
+    text = reader.parser.push("".join(choice.texts), is_last=True)
+    later = pieces_of(choice.parts, calls_before=0, is_single_call=reader.parser.form.is_single_call)
+    return _named((*text, *later), reader.parser.form.new_call_id)
+
+
+def _named(pieces: Iterable[Piece], new_call_id: Callable[[], str]) -> Iterable[Piece]:
+    """Give an id to each call that has none."""
+    for piece in pieces:
+        yield piece._replace(call_id=new_call_id()) if piece.kind is Kind.CALL and not piece.call_id else piece
+
+
+def _usage(usage: dict[str, Any], reasoning_tokens: int) -> Usage:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Usage(usage["prompt_tokens"], cached, usage["completion_tokens"], reasoning_tokens)
+
+
+def _renamed(error: InvalidParameter, translation: Translation) -> InvalidParameter:
+    """Return the error with the client's name of the field at fault."""
+    if error.param is None:
+        return error
+    first, dot, rest = error.param.partition(".")
+    name = translation.param(first)
+    message = error.message.replace(f"'{first}", f"'{name}")
+    return InvalidParameter(message, param=f"{name}{dot}{rest}", code=error.code)

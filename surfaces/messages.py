@@ -1,0 +1,339 @@
+"""Anthropic's Messages: POST /v1/messages (https://docs.anthropic.com/en/api/messages)."""
+
+import datetime as dt
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from pydantic import Field
+
+from surfaces.messages_events import MessageEvents, content_of, stop_of, usage_of
+from surfaces.surface import AnswerHead, Usage
+from tokens.tools.source import Piece
+from web.errors import ApiError, InvalidParameter
+from web.schema import Body, parse_body, refuse_unsupported
+
+_encode = msgspec.json.Encoder().encode
+
+# Known fields that cannot be honoured, and the values that mean what happens anyway. docs/API.md lists all fields.
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "fallbacks": ([],),
+    "compaction": (),
+    "thread": (),
+}
+_ERROR_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    502: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_EFFORTS: Final = {"max": "xhigh"}  # others have the same names
+_LIMITS: Final = (b"requests", b"tokens")
+_ROLES: Final = ("user", "assistant", "system")
+
+Block = dict[str, Any]
+
+
+class _Metadata(Body):
+    user_id: str | None = None
+
+
+class _Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int | None, Field(ge=1)] = None
+    display: Literal["summarized", "omitted", "full"] | None = None
+
+
+class _Format(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class _OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _Format | None = None
+
+
+class _ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Tool(Body):
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Message(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class CountTokensRequest(Body):
+    """Body of POST /v1/messages/count_tokens."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    system: str | list[Block] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None
+
+    @property
+    def effort(self) -> str | None:
+        """The effort of reasoning, as chats name it."""
+        effort = None if self.output_config is None else self.output_config.effort
+        return None if effort is None else _EFFORTS.get(effort, effort)
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0)] = None
+    metadata: _Metadata | None = None
+    service_tier: Literal["auto", "standard_only", "flex"] | None = None  # "flex": what other work leaves, as in chats
+    do_not_queue: bool | None = None  # this and the next: as in chats
+    allow_hosted: bool | None = None
+
+
+class MessagesTranslation:
+    """One body of Messages."""
+
+    def __init__(self, request: MessagesRequest) -> None:
+        """Translate a body. Raises InvalidParameter."""
+        self._request = request
+        self.chat = _conversation(request) | _sampling(request) | _answer_format(request)
+        self._stops = tuple(request.stop_sequences or ())
+        self._shows_thinking = request.thinking is None or request.thinking.display != "omitted"
+
+    def param(self, name: str) -> str:
+        """Implement ``Translation``."""
+        names = {"stop": "stop_sequences", "user": "metadata.user_id", "response_format": "output_config.format"}
+        return names.get(name, name)
+
+    def events(self, head: AnswerHead) -> MessageEvents:
+        """Implement ``Translation``."""
+        return MessageEvents(head, self._stops, shows_thinking=self._shows_thinking)
+
+    def whole(self, head: AnswerHead, pieces: Sequence[Piece], finish_reason: str, usage: Usage) -> dict[str, Any]:
+        """Implement ``Translation``."""
+        content, stopped_by = content_of(
+            pieces, self._stops, is_stopped=finish_reason == "stop", shows_thinking=self._shows_thinking
+        )
+        return {
+            "id": f"msg_{head.answer_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": head.model,
+            "content": content,
+            **stop_of(finish_reason, pieces, stopped_by),
+            "usage": usage_of(usage),
+        }
+
+
+class Messages:
+    """The surface."""
+
+    name = "messages"
+
+    def translate(self, body: bytes) -> MessagesTranslation:
+        """Implement ``Surface``."""
+        return MessagesTranslation(_checked(parse_body(MessagesRequest, body)))
+
+    def error_body(self, error: ApiError, request_id: str) -> bytes:
+        """Implement ``Surface``."""
+        return _encode({**error_fields(error), "request_id": request_id})
+
+    def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Implement ``Surface``: Anthropic's names of the request's id and of the limits."""
+        named = dict(headers)
+        found = [(b"request-id", named[b"x-request-id"])]
+        for kind in _LIMITS:
+            for what in (b"limit", b"remaining"):
+                value = named.get(b"x-ratelimit-%s-%s" % (what, kind))
+                if value is not None:
+                    found.append((b"anthropic-ratelimit-%s-%s" % (kind, what), value))
+        return found
+
+
+def error_fields(error: ApiError) -> dict[str, Any]:
+    """Return an error as Messages has it."""
+    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def counted_chat(body: bytes) -> dict[str, Any]:
+    """Return the chat whose prompt POST /v1/messages/count_tokens counts. Raises MalformedJson or InvalidParameter."""
+    return _conversation(_checked(parse_body(CountTokensRequest, body)))
+
+
+def _checked(request: Any) -> Any:  # noqa: ANN401  # either body
+    refuse_unsupported(request, _UNSUPPORTED)
+    return request
+
+
+# --- the conversation -------------------------------------------------------------------------------------------------
+
+
+def _conversation(request: CountTokensRequest) -> dict[str, Any]:
+    """Return the fields of the chat that make its prompt."""
+    messages: list[dict[str, Any]] = []
+    if request.system is not None:
+        text = request.system if isinstance(request.system, str) else _texts(request.system, "system")
+        messages.append({"role": "system", "content": text})
+    for number, message in enumerate(request.messages):
+        messages += _turn(message, f"messages.{number}.content")
+    chat: dict[str, Any] = {"model": request.model, "messages": messages, **_thinking(request)}
+    if request.tools:
+        chat |= {"tools": [_tool(tool, number) for number, tool in enumerate(request.tools)], **_choice(request)}
+    return chat
+
+
+def _turn(message: _Message, param: str) -> list[dict[str, Any]]:
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    if message.role == "assistant":
+        return [_assistant(message.content, param)]
+    turn: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for number, block in enumerate(message.content):
+        where = f"{param}.{number}"
+        if block.get("type") == "tool_result" and message.role == "user":
+            content = block.get("content") or ""
+            result = content if isinstance(content, str) else _texts(content, f"{where}.content")
+            turn.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": result})
+        else:
+            texts.append(_text_of(block, where))
+    if texts:  # results come first, as templates want the turn of the calls to be followed by them
+        turn.append({"role": message.role, "content": "\n".join(texts)})
+    return turn
+
+
+def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for number, block in enumerate(blocks):
+        where = f"{param}.{number}"
+        kind = block.get("type")
+        if kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": _text(block, "name", where), "arguments": arguments}
+            calls.append({"id": _text(block, "id", where), "type": "function", "function": function})
+        elif kind == "thinking":
+            thoughts.append(_text(block, "thinking", where))
+        elif kind != "redacted_thinking":  # whose text nobody but its maker can read
+            texts.append(_text_of(block, where))
+    turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) if texts else None}
+    if thoughts and any(thoughts):
+        turn["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _texts(blocks: Iterable[Any], param: str) -> str:
+    return "\n".join(_text_of(block, f"{param}.{number}") for number, block in enumerate(blocks))
+
+
+def _text_of(block: object, param: str) -> str:
+    """Return the text of a block that is text. Raises InvalidParameter, which names any other kind."""
+    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+        raise InvalidParameter(f"'{param}' must be an object with a type.", param=param, code="invalid_type")
+    if block["type"] == "tool_reference":  # of a tool that was searched for, and comes among ``tools`` from now on
+        return _text(block, "tool_name", param)
+    if block["type"] != "text":
+        message = f"'{param}' is of type '{block['type']}', which is not supported here."
+        raise InvalidParameter(message, param=f"{param}.type", code="unsupported_parameter")
+    return _text(block, "text", param)
+
+
+def _text(block: Mapping[str, Any], field: str, param: str) -> str:
+    value = block.get(field)
+    if not isinstance(value, str):
+        raise InvalidParameter(f"'{param}.{field}' must be a string.", param=f"{param}.{field}", code="invalid_type")
+    return value
+
+
+def _tool(tool: _Tool, number: int) -> dict[str, Any]:
+    if tool.type not in {None, "custom"}:
+        message = f"'tools.{number}' is of type '{tool.type}', which is not supported: only tools of the client's are."
+        raise InvalidParameter(message, param=f"tools.{number}.type", code="unsupported_parameter")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
+
+
+def _choice(request: CountTokensRequest) -> dict[str, Any]:
+    choice = request.tool_choice
+    if choice is None:
+        return {}
+    if choice.type == "tool" and choice.name is None:
+        raise InvalidParameter("'tool_choice.name' is missing.", param="tool_choice.name")
+    named = {"type": "function", "function": {"name": choice.name}}
+    chosen = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+    single = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    return {"tool_choice": chosen, **single}
+
+
+def _thinking(request: CountTokensRequest) -> dict[str, Any]:
+    """Return what switches the model's reasoning, where its template has such a switch."""
+    chat: dict[str, Any] = {} if request.effort is None else {"reasoning_effort": request.effort}
+    if request.thinking is not None:
+        chat["chat_template_kwargs"] = {"enable_thinking": request.thinking.type != "disabled"}
+    return chat
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _sampling(request: MessagesRequest) -> dict[str, Any]:
+    streams = {"stream": True, "stream_options": {"include_usage": True}} if request.stream else {}
+    # Which sequence has stopped it is told by the text itself, from which it is cut off again.
+    stops = {"stop": request.stop_sequences, "include_stop_str_in_output": True} if request.stop_sequences else {}
+    user = None if request.metadata is None else request.metadata.user_id
+    return {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "user": user,
+        "service_tier": "flex" if request.service_tier == "flex" else None,
+        "do_not_queue": request.do_not_queue,
+        "allow_hosted": request.allow_hosted,
+        **stops,
+        **streams,
+    }
+
+
+def _answer_format(request: MessagesRequest) -> dict[str, Any]:
+    wanted = request.output_format
+    if wanted is None and request.output_config is not None:
+        wanted = request.output_config.format
+    if wanted is None:
+        return {}
+    schema = {"name": "answer", "schema": wanted.schema_, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def model_row(name: str, created_unix_s: int) -> dict[str, Any]:
+    """Return the fields that a model has for Anthropic's clients."""
+    created = dt.datetime.fromtimestamp(created_unix_s, dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "display_name": name, "created_at": created}

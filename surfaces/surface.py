@@ -1,0 +1,98 @@
+"""What a surface is: an API that is translated into chats, and back.
+
+    the client's body ──translate──> Translation ──chat──> the body of POST /v1/chat/completions
+    pieces of the answer ──EventEncoder──> the client's events;  ──whole──> the client's body
+
+Nothing here reads a clock, draws at random or waits: the same pieces always make the same bytes, however they were
+split.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tokens.tools.source import Kind, Piece
+from web.errors import ApiError
+
+
+class Usage(NamedTuple):
+    """Token counts of an answer."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int = 0
+
+
+class AnswerHead(NamedTuple):
+    """What is known of an answer before it begins."""
+
+    answer_id: str  # without a prefix
+    created_unix_s: int
+    model: str
+    prompt_tokens: int
+
+
+class EventEncoder(Protocol):
+    """Encodes one streamed answer."""
+
+    def of(self, pieces: Iterable[Piece]) -> bytes:
+        """Return the events of the next pieces; may be none."""
+        ...
+
+    def end(self, finish_reason: str, usage: Usage) -> bytes:
+        """Return the last events of an answer that ended well. ``finish_reason``: a chat's."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the event before a stream is broken off."""
+        ...
+
+
+class Translation(Protocol):
+    """One validated body."""
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The body of the chat."""
+        ...
+
+    def param(self, name: str) -> str:
+        """Return the client's name of a field of the chat, for errors."""
+        ...
+
+    def events(self, head: AnswerHead) -> EventEncoder:
+        """Return the encoder of a streamed answer."""
+        ...
+
+    def whole(self, head: AnswerHead, pieces: Sequence[Piece], finish_reason: str, usage: Usage) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+        ...
+
+
+class Surface(Protocol):
+    """One API."""
+
+    name: str  # as in RequestRecord.endpoint
+
+    def translate(self, body: bytes) -> Translation:
+        """Validate a body. Raises MalformedJson or InvalidParameter."""
+        ...
+
+    def error_body(self, error: ApiError, request_id: str) -> bytes:
+        """Return an error as this API has it."""
+        ...
+
+    def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Return the headers that every answer of this API has besides ours."""
+        ...
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pieces with those of one kind that follow each other in one; a call never joins another."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and piece.kind is found[-1].kind and piece.kind is not Kind.CALL:
+            found[-1] = found[-1]._replace(text=found[-1].text + piece.text)
+        else:
+            found.append(piece)
+    return found

@@ -1,0 +1,137 @@
+"""Anthropic's official Python client."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.clients.asked import (
+    ANSWER,
+    ARGUMENTS,
+    HELD,
+    PARAMETERS,
+    PLAY,
+    QUESTION,
+    READ,
+    READING,
+    RESULT,
+    SAID,
+    THOUGHT,
+    TOOL_NAME,
+    TOOL_TEXT,
+    Reading,
+)
+from tests.player.engine import NO_PLAY
+from tests.player.system import PlayedSystem
+
+TOOL: dict[str, Any] = {"name": TOOL_NAME, "description": TOOL_TEXT, "input_schema": PARAMETERS}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture
+def client(spillway: PlayedSystem) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=spillway.url, api_key=spillway.api_key, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def ask(spillway: PlayedSystem) -> dict[str, Any]:
+    return {"model": spillway.model, "max_tokens": 500}
+
+
+def test_a_message_and_its_stream(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+    whole = client.messages.create(messages=[user(QUESTION)], system="Be brief.", **ask)
+    assert [block.text for block in whole.content if block.type == "text"] == [NO_PLAY]
+    assert (whole.stop_reason, whole.role, whole.type) == ("end_turn", "assistant", "message")
+    with client.messages.stream(messages=[user(QUESTION)], system="Be brief.", **ask) as stream:
+        pieces = list(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert len(pieces) > 1
+    assert "".join(pieces) == NO_PLAY
+    assert [block.to_dict() for block in streamed.content] == [block.to_dict() for block in whole.content]
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+    cached = whole.usage.cache_read_input_tokens or 0
+    counted = client.messages.count_tokens(model=ask["model"], messages=[user(QUESTION)], system="Be brief.")
+    assert counted.input_tokens == whole.usage.input_tokens + cached
+
+
+def test_a_round_trip_through_a_tool_with_thinking(
+    client: anthropic.Anthropic, spillway: PlayedSystem, ask: dict[str, Any]
+) -> None:
+    messages: list[Any] = [user(f"{QUESTION} {spillway.play(*PLAY)}")]
+    more: dict[str, Any] = {"tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 100}}
+    whole = client.messages.create(messages=messages, **ask, **more)
+    with client.messages.stream(messages=messages, **ask, **more) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        thinking, text, call = message.content
+        assert (thinking.type, thinking.thinking.strip()) == ("thinking", THOUGHT)
+        assert (text.type, text.text.strip()) == ("text", SAID)
+        assert (call.type, call.name, call.input) == ("tool_use", TOOL_NAME, ARGUMENTS)
+        assert message.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": RESULT}]}
+    messages += [{"role": "assistant", "content": streamed.content}, {"role": "user", "content": [result]}]
+    last = client.messages.create(messages=messages, **ask, **more)
+    assert [block.text for block in last.content if block.type == "text"] == [ANSWER]
+
+
+def test_a_stop_sequence_is_told_and_left_out(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+    more: dict[str, Any] = {"messages": [user(QUESTION)], "stop_sequences": [" Spill", "xyz"]}
+    whole = client.messages.create(**ask, **more)
+    with client.messages.stream(**ask, **more) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " Spill")
+        assert message.content[-1].text == "Hello from"
+    cut = client.messages.create(messages=[user(QUESTION)], model=ask["model"], max_tokens=2)
+    assert (cut.stop_reason, cut.stop_sequence) == ("max_tokens", None)
+
+
+def test_a_structured_answer(client: anthropic.Anthropic, spillway: PlayedSystem, ask: dict[str, Any]) -> None:
+    schema = {**Reading.model_json_schema(), "additionalProperties": False}
+    done = client.messages.create(
+        messages=[user(f"{QUESTION} {spillway.play(READ)}")],
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+        **ask,
+    )
+    assert Reading.model_validate_json(done.content[-1].text) == READING
+
+
+def test_errors_are_of_the_clients_own_types(
+    client: anthropic.Anthropic, spillway: PlayedSystem, ask: dict[str, Any]
+) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.messages.create(messages=[user(QUESTION)], model="nobody", max_tokens=5)
+    assert caught.value.body["error"]["type"] == "not_found_error"
+    assert caught.value.request_id
+    image = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(messages=[{"role": "user", "content": [image]}], **ask)
+    assert "messages.0.content.0" in refused.value.body["error"]["message"]
+    with pytest.raises(anthropic.BadRequestError) as invalid:
+        client.messages.create(messages=[user(QUESTION)], stop_sequences=[""], **ask)
+    assert "stop_sequences" in invalid.value.body["error"]["message"]
+    with anthropic.Anthropic(base_url=spillway.url, api_key="sk-wrong", max_retries=0) as stranger:
+        with pytest.raises(anthropic.AuthenticationError):
+            stranger.messages.create(messages=[user(QUESTION)], **ask)
+        with pytest.raises(anthropic.AuthenticationError) as counting:
+            stranger.messages.count_tokens(messages=[user(QUESTION)], model=ask["model"])
+        assert counting.value.body["error"]["type"] == "authentication_error"
+    key = spillway.system.tenant_keys["one at a time"]
+    with (
+        anthropic.Anthropic(base_url=spillway.url, api_key=key, max_retries=0) as limited,
+        limited.messages.stream(messages=[user(f"{QUESTION} {HELD}")], **ask) as stream,
+    ):
+        next(iter(stream))
+        with pytest.raises(anthropic.RateLimitError):
+            limited.messages.create(messages=[user(QUESTION)], **ask)
+
+
+def test_models_are_listed(client: anthropic.Anthropic, spillway: PlayedSystem) -> None:
+    page = client.models.list()
+    assert spillway.model in [model.id for model in page.data]
+    assert client.models.retrieve(spillway.model).display_name == spillway.model

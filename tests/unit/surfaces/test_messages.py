@@ -1,0 +1,147 @@
+"""Anthropic's Messages as a chat and back."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surfaces.messages import Messages
+from surfaces.surface import AnswerHead, Usage
+from tokens.tools.source import Kind, Piece
+from web.errors import InvalidParameter
+
+HEAD = AnswerHead("abc", 1_700_000_000, "m", 7)
+USAGE = Usage(7, 4, 9, 3)
+STOPS = ["END", "ENOUGH"]
+
+
+def translated(**fields: Any) -> Any:
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], **fields}
+    return Messages().translate(json.dumps(body).encode())
+
+
+def messages_of(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(translated(messages=list(messages)).chat["messages"])
+
+
+def test_a_conversation_with_tools_and_thinking() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "ä"}},
+    ]
+    results = [
+        {"type": "text", "text": "and now?"},
+        {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "7"}], "is_error": True},
+    ]
+    assert messages_of(
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": results},
+        {"role": "system", "content": "Be brief."},
+    ) == [
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at": "ä"}'}}],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "7"},
+        {"role": "user", "content": "and now?"},
+        {"role": "system", "content": "Be brief."},
+    ]
+
+
+def test_fields_of_the_chat() -> None:
+    chat = translated(
+        system=[{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}],
+        tools=[{"name": "t", "input_schema": {"type": "object"}, "defer_loading": True}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        thinking={"type": "adaptive", "display": "omitted"},
+        output_config={"effort": "max", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+        stop_sequences=STOPS,
+        metadata={"user_id": "u"},
+        stream=True,
+        context_management={"edits": []},
+    ).chat
+    assert chat["messages"][0] == {"role": "system", "content": "a\nb"}
+    assert chat["tool_choice"] == "required"
+    assert chat["parallel_tool_calls"] is False
+    assert chat["tools"][0]["function"]["name"] == "t"
+    assert (chat["reasoning_effort"], chat["chat_template_kwargs"]) == ("xhigh", {"enable_thinking": True})
+    assert chat["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert (chat["stop"], chat["user"], chat["stream"]) == (STOPS, "u", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
+        ({"tools": [{"name": "t"}], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        translated(**fields)
+    assert refused.value.param == param
+
+
+TEXTS = st.text("ENDOUGH x", max_size=12)
+ANSWERS = st.lists(
+    st.one_of(
+        st.builds(lambda text: [Piece(Kind.CONTENT, text)], TEXTS),
+        st.builds(lambda text: [Piece(Kind.REASONING, text)], TEXTS),
+        st.builds(lambda text: [Piece(Kind.CALL, "look", "c"), Piece(Kind.ARGUMENTS, json.dumps({"a": text}))], TEXTS),
+    ),
+    max_size=5,
+).map(lambda groups: [piece for group in groups for piece in group if piece.text])
+
+
+@given(ANSWERS, st.integers(1, 3), st.sampled_from(["stop", "length"]))
+def test_how_an_answer_was_split_changes_no_block(pieces: list[Piece], at_once: int, reason: str) -> None:
+    """A rescue begins a new frame anywhere: blocks, and where the text ends, follow from the text alone."""
+    translation = translated(stop_sequences=STOPS)
+    whole = translation.whole(HEAD, pieces, reason, USAGE)
+    split = [
+        piece._replace(text=piece.text[start : start + at_once])
+        for piece in pieces
+        for start in (range(0, len(piece.text), at_once) if piece.kind is not Kind.CALL else (0,))
+        if piece.kind is not Kind.CALL or start == 0
+    ]
+    split = [piece if piece.kind is not Kind.CALL else Piece(Kind.CALL, "look", "c") for piece in split]
+    events = translation.events(HEAD)
+    streamed = b"".join([*(events.of([piece]) for piece in split), events.end(reason, USAGE)])
+    assert read(streamed) == whole
+
+
+def read(streamed: bytes) -> dict[str, Any]:
+    """Put a stream together as clients do."""
+    message: dict[str, Any] = {}
+    arguments: dict[int, str] = {}
+    for line in streamed.decode().splitlines():
+        if not line.startswith("data: "):
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        if event["type"] == "message_start":
+            message = event["message"]
+        elif event["type"] == "content_block_start":
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            block, delta = message["content"][event["index"]], event["delta"]
+            if delta["type"] == "input_json_delta":
+                arguments[event["index"]] = arguments.get(event["index"], "") + delta["partial_json"]
+            else:
+                field = delta["type"].removesuffix("_delta")
+                block[field] += delta[field]
+        elif event["type"] == "message_delta":
+            message |= event["delta"] | {"usage": event["usage"]}
+    for index, text in arguments.items():
+        message["content"][index]["input"] = json.loads(text)
+    return message
