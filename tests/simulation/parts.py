@@ -45,6 +45,7 @@ from tests.simulation.network import Host, connect_bus
 from tests.simulation.virtual_time import Process
 from tests.simulation.world import MODEL, World
 from tokens.model_tokens import ModelTokens
+from webhooks.state import StateView
 
 if TYPE_CHECKING:
     from gateway.admission.ticket import Ticket
@@ -239,6 +240,7 @@ class Gateway(Part):
             quotas=quotas,
             prices=Prices(),  # type: ignore[arg-type]
             payloads=PayloadPublisher(bus, settings.payloads),
+            webhooks=StateView(),
             started_unix_s=0,
         )
         self._watch(dispatcher)

@@ -74,9 +74,11 @@ PUBLISHES = {
         subjects.PAYLOAD_SUBJECT,
         subjects.dead_letter_subject(MODEL),
     ),
+    "webhooks": (subjects.WEBHOOK_EVENT_SUBJECT, subjects.WEBHOOKS_STATE, "$JS.ACK.WEBHOOKS.webhooks.1.1.1.1.0"),
     "keys and limits": (
         subjects.KEYS_CHANGED_SUBJECT,
         subjects.QUOTA_WANTED,
+        subjects.BUDGET_REFUSED,
         subjects.LANES_IN_USE,
         subjects.kv_subject(subjects.QUOTAS_BUCKET, "key"),
         subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, "claim"),
