@@ -83,7 +83,9 @@ class _AccountViews:
         self, request: Request, accounts: Accounts, account_id: str, more: Mapping[str, object]
     ) -> Response:
         changes = await list_changes(self.database, AuditFilter(subject_id=account_id), SHOWN_CHANGES)
-        return await self._show(request, "account.html", accounts, {"changes": changes, "errors": {}, **more})
+        return await self._show(
+            request, "account.html", accounts, {"changes": changes, "webhooks": (), "errors": {}, **more}
+        )
 
     async def _show(self, request: Request, template: str, accounts: Accounts, more: Mapping[str, object]) -> Response:
         now_s = accounts.at_unix_ms / 1000
