@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos fleet-kills conformance-llamacpp conformance-ray conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos fleet-kills conformance-llamacpp conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -96,6 +96,10 @@ conformance-ray: ## The same against Ray Serve, around our engine
 conformance-triton: ## The same against a real Triton, around our engine
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.conformance.real_servers triton
+
+conformance-skypilot: ## A fleet by the real SkyPilot, whose machines are jobs of a real Slurm (as root; some eight minutes)
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.conformance.real_skypilot
 
 AGENT_KILLS ?= 2
 agents: ## Coding agents work while their tool calls are torn apart: make agents [AGENT_KILLS=2] [AGENT_SEED=1]

@@ -4,8 +4,9 @@ Its functions and what they raise: https://docs.skypilot.co/en/latest/reference/
 sky/exceptions.py of https://github.com/skypilot-org/skypilot). Importing it takes seconds and it pins packages of its
 own: it runs in a process of its own, with ``python`` of the settings (``skypilot_runner``).
 
-A cluster has its labels only once it is provisioned, and its name from the beginning: the name says what labels do.
-What SkyPilot knows of its clusters is in its API server: controllers on several machines need a common one.
+A cluster has its labels only once it is provisioned, and its name as soon as it is listed, some ten seconds after the
+request: the name says what labels do. What SkyPilot knows of its clusters is in its API server: controllers on several
+machines need a common one.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from fleet.settings import SkyPilotSettings
 RUNNER: Final = Path(__file__).with_name("skypilot_runner.py")
 CALL_LIMIT_S: Final = 50.0
 # For a launch or an end to be done, before both go on without us. Most refusals come within it; after a later one the
-# machine is no longer listed.
+# machine is no longer listed. A cluster that SkyPilot could not set up stays, without a worker.
 WAIT_S: Final = 25.0
 LINE_MAX_BYTES: Final = 16 * 2**20  # of one answer: a list of clusters
 ERRORS: Final = {error.__name__: error for error in (LaunchRefused, NoCapacity, OverQuota, ProviderError)}

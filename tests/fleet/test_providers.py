@@ -15,6 +15,7 @@ from fleet.machine import Order, ProviderMachine, labels_of, new_machine_id
 from fleet.settings import KubernetesSettings, RunPodSettings, SkyPilotSettings, StaticSettings
 from tests.fleet.rigs import FLEET, POOL, SkyPilotRig, driver_of
 from tests.fleet.runpod_api import KEY, RunPodApi
+from tests.waiting import until
 
 
 def order(place: str = "", **environment: str) -> Order:
@@ -170,6 +171,21 @@ async def test_what_no_cloud_offers_is_refused_not_without_capacity(sky: SkyPilo
         await driver.close()
 
 
+async def test_a_cluster_that_could_not_be_set_up_is_listed_until_it_is_ended(sky: SkyPilotRig) -> None:
+    driver = sky.driver()
+    try:
+        sky._change(refuses="SetupFails")
+        wanted = order()
+        with pytest.raises(ProviderError, match="setup commands"):
+            await driver.launch(wanted)
+        [machine] = await driver.machines()
+        assert machine.machine_id == wanted.machine_id
+        await driver.end(machine.provider_id)
+        assert sky.clusters == {}
+    finally:
+        await driver.close()
+
+
 async def test_a_task_file_that_is_missing_is_refused(sky: SkyPilotRig, tmp_path: Path) -> None:
     settings = SkyPilotSettings(kind="skypilot", task=str(tmp_path / "none.yaml"), python=sys.executable)
     driver = driver_of(settings)
@@ -198,8 +214,14 @@ async def test_a_process_that_dies_fails_who_waits_and_is_started_again(sky: Sky
         sky.lose_answer()
         with pytest.raises(ProviderError, match="has ended with status 1"):
             await driver.launch(order())
-        [machine] = await driver.machines()
-        assert machine.provider_id in sky.clusters
+        listed: list[ProviderMachine] = []
+
+        async def is_listed() -> bool:
+            listed[:] = await driver.machines()
+            return bool(listed)
+
+        await until(is_listed)
+        assert {machine.provider_id for machine in listed} == set(sky.clusters)
     finally:
         await driver.close()
 

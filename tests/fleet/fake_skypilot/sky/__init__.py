@@ -83,7 +83,7 @@ def status(cluster_names: list[str] | None = None, refresh: Any = None, all_user
             [
                 SimpleNamespace(name=name, status=SimpleNamespace(value=cluster["status"]))
                 for name, cluster in state["clusters"].items()
-                if cluster_names is None or name in cluster_names
+                if (cluster_names is None or name in cluster_names) and _is_listed(cluster)
             ]
         )
 
@@ -98,8 +98,12 @@ def launch(task: Task, cluster_name: str, *, down: bool) -> str:
         jobs = state["clusters"].get(cluster_name, {"jobs": 0})["jobs"] + 1  # a cluster that is there gets one more
         state["clusters"][cluster_name] = {"status": "INIT", "envs": task.envs, "jobs": jobs, **resources.fields}
         dies = _count_down(state)
+        if dies:  # the real one lists a cluster some seconds after it was asked for, and before the launch is over
+            state["clusters"][cluster_name]["unlisted"] = 2
     if dies:
         os._exit(1)  # after it is done, before there is an answer
+    if state["refuses"] == "SetupFails":  # the cluster is there
+        return _request(RuntimeError("Failed to run setup commands on an instance. (exit code 1)."))
     return _request((1, None))
 
 
@@ -111,6 +115,14 @@ def down(cluster_name: str) -> str:
     if dies:
         os._exit(1)
     return _request(None)
+
+
+def _is_listed(cluster: dict[str, Any]) -> bool:
+    cluster["unlisted"] = cluster.get("unlisted", 0) - 1
+    is_listed: bool = cluster["unlisted"] < 0
+    if is_listed:
+        del cluster["unlisted"]
+    return is_listed
 
 
 def _count_down(state: dict[str, Any]) -> bool:
