@@ -1,9 +1,11 @@
 """Anthropic's official Python client."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 
 from tests.clients.asked import (
@@ -43,9 +45,21 @@ def ask(spillway: PlayedSystem) -> dict[str, Any]:
     return {"model": spillway.model, "max_tokens": 500}
 
 
+def said(message: anthropic.types.Message) -> list[str]:
+    """What is text and no thinking."""
+    return [block.text for block in message.content if block.type == "text"]
+
+
+def counting(spillway: PlayedSystem, tenant: str, on_answer: Any) -> anthropic.Anthropic:
+    """A client that tells of each answer it gets, those before a retry included."""
+    http = anthropic.DefaultHttpxClient(event_hooks={"response": [on_answer]})
+    key = spillway.system.tenant_keys[tenant]
+    return anthropic.Anthropic(base_url=spillway.url, api_key=key, http_client=http, max_retries=2)
+
+
 def test_a_message_and_its_stream(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
     whole = client.messages.create(messages=[user(QUESTION)], system="Be brief.", **ask)
-    assert [block.text for block in whole.content if block.type == "text"] == [NO_PLAY]
+    assert said(whole) == [NO_PLAY]
     assert (whole.stop_reason, whole.role, whole.type) == ("end_turn", "assistant", "message")
     with client.messages.stream(messages=[user(QUESTION)], system="Be brief.", **ask) as stream:
         pieces = list(stream.text_stream)
@@ -76,7 +90,7 @@ def test_a_round_trip_through_a_tool_with_thinking(
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": RESULT}]}
     messages += [{"role": "assistant", "content": streamed.content}, {"role": "user", "content": [result]}]
     last = client.messages.create(messages=messages, **ask, **more)
-    assert [block.text for block in last.content if block.type == "text"] == [ANSWER]
+    assert said(last) == [ANSWER]
 
 
 def test_a_stop_sequence_is_told_and_left_out(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
@@ -135,3 +149,53 @@ def test_models_are_listed(client: anthropic.Anthropic, spillway: PlayedSystem) 
     page = client.models.list()
     assert spillway.model in [model.id for model in page.data]
     assert client.models.retrieve(spillway.model).display_name == spillway.model
+
+
+def test_a_call_that_must_be_made(client: anthropic.Anthropic, spillway: PlayedSystem, ask: dict[str, Any]) -> None:
+    messages = [user(spillway.play({"calls": [[TOOL_NAME, ARGUMENTS]]}))]
+    choice = {"type": "tool", "name": TOOL_NAME}
+    call = client.messages.create(messages=messages, tools=[TOOL], tool_choice=choice, **ask).content[-1]
+    assert (call.name, call.input) == (TOOL_NAME, ARGUMENTS)
+
+
+async def test_the_async_client(spillway: PlayedSystem, ask: dict[str, Any]) -> None:
+    async with anthropic.AsyncAnthropic(base_url=spillway.url, api_key=spillway.api_key) as client:
+        answers = await asyncio.gather(*(client.messages.create(messages=[user(QUESTION)], **ask) for _ in range(8)))
+        assert [said(answer) for answer in answers] == [[NO_PLAY]] * 8
+        async with client.messages.stream(messages=[user(QUESTION)], **ask) as stream:
+            assert "".join([text async for text in stream.text_stream]) == NO_PLAY
+
+
+def test_a_bearer_token_is_a_key(spillway: PlayedSystem, ask: dict[str, Any]) -> None:
+    with anthropic.Anthropic(base_url=spillway.url, auth_token=spillway.api_key, max_retries=0) as client:
+        assert said(client.messages.create(messages=[user(QUESTION)], **ask)) == [NO_PLAY]
+
+
+def test_what_may_work_later_is_tried_again(spillway: PlayedSystem, ask: dict[str, Any]) -> None:
+    statuses: list[int] = []
+
+    def release(response: Any) -> None:
+        statuses.append(response.status_code)
+        if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            held.close()
+
+    with counting(spillway, "one at a time", release) as client:
+        held = client.messages.create(messages=[user(HELD)], stream=True, **ask)
+        next(iter(held))
+        assert said(client.messages.create(messages=[user(QUESTION)], **ask)) == [NO_PLAY]
+    assert (statuses[0], statuses[1], statuses[-1]) == (200, 429, 200)
+
+
+def test_what_will_not_work_later_is_not(spillway: PlayedSystem, ask: dict[str, Any]) -> None:
+    statuses: list[int] = []
+    client = counting(spillway, "spent", lambda response: statuses.append(response.status_code))
+    with client, pytest.raises(anthropic.APIStatusError, match="budget|quota"):
+        client.messages.create(messages=[user(QUESTION)], **ask)
+    assert len(statuses) == 1
+
+
+def test_an_answer_parsed_into_a_class(
+    client: anthropic.Anthropic, spillway: PlayedSystem, ask: dict[str, Any]
+) -> None:
+    parsed = client.messages.parse(messages=[user(spillway.play(READ))], output_format=Reading, **ask)
+    assert parsed.parsed_output == READING
