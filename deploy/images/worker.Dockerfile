@@ -49,6 +49,7 @@ COPY pool_worker pool_worker
 COPY protocol protocol
 COPY quotas quotas
 COPY spillway spillway
+COPY surfaces surfaces
 COPY tokens tokens
 COPY training training
 COPY web web
