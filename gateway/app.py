@@ -30,6 +30,7 @@ from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.refusals import RefusalLog
 from gateway.settings import TimeoutSettings
 from surfaces.messages import Messages
+from surfaces.responses import Responses
 from web.answers import EXCHANGE_KEY, add_error_answers
 from web.errors import InvalidParameter
 
@@ -63,9 +64,10 @@ def build_app(services: Services, console: ConsoleServices, batches: BatchServic
     add_documentation(slow)
     room = VectorBudget(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
-    messages = SurfaceCalls(Messages())
+    messages, responses = SurfaceCalls(Messages()), SurfaceCalls(Responses())
     hot: dict[str, HotRoute] = {
         "/v1/messages": GenerationEndpoint(services, messages, messages.surface),
+        "/v1/responses": GenerationEndpoint(services, responses, responses.surface),
         "/v1/chat/completions": GenerationEndpoint(services, ChatCall),
         "/v1/completions": CompletionsEndpoint(services, CompletionCall),
         "/v1/embeddings": PoolingEndpoint(services, EmbeddingsCall, room),

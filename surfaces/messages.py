@@ -9,7 +9,7 @@ import msgspec
 from pydantic import Field
 
 from surfaces.messages_events import MessageEvents, content_of, stop_of, usage_of
-from surfaces.surface import AnswerHead, Usage
+from surfaces.surface import AnswerHead, Usage, renamed
 from tokens.tools.source import Piece
 from web.errors import ApiError, InvalidParameter
 from web.schema import Body, parse_body, refuse_unsupported
@@ -36,6 +36,8 @@ _ERROR_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# Fields of the chat whose names are others here.
+_NAMES: Final = {"stop": "stop_sequences", "user": "metadata.user_id", "response_format": "output_config.format"}
 _EFFORTS: Final = {"max": "xhigh"}  # others have the same names
 _LIMITS: Final = (b"requests", b"tokens")
 _ROLES: Final = ("user", "assistant", "system")
@@ -126,11 +128,6 @@ class MessagesTranslation:
         self._stops = tuple(request.stop_sequences or ())
         self._shows_thinking = request.thinking is None or request.thinking.display != "omitted"
 
-    def param(self, name: str) -> str:
-        """Implement ``Translation``."""
-        names = {"stop": "stop_sequences", "user": "metadata.user_id", "response_format": "output_config.format"}
-        return names.get(name, name)
-
     def events(self, head: AnswerHead) -> MessageEvents:
         """Implement ``Translation``."""
         return MessageEvents(head, self._stops, shows_thinking=self._shows_thinking)
@@ -178,8 +175,9 @@ class Messages:
 
 def error_fields(error: ApiError) -> dict[str, Any]:
     """Return an error as Messages has it."""
+    message, _ = renamed(error, _NAMES)
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def counted_chat(body: bytes) -> dict[str, Any]:

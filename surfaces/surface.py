@@ -7,7 +7,7 @@ Nothing here reads a clock, draws at random or waits: the same pieces always mak
 split.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tokens.tools.source import Kind, Piece
@@ -56,10 +56,6 @@ class Translation(Protocol):
         """The body of the chat."""
         ...
 
-    def param(self, name: str) -> str:
-        """Return the client's name of a field of the chat, for errors."""
-        ...
-
     def events(self, head: AnswerHead) -> EventEncoder:
         """Return the encoder of a streamed answer."""
         ...
@@ -85,6 +81,14 @@ class Surface(Protocol):
     def headers(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """Return the headers that every answer of this API has besides ours."""
         ...
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return an error's message and the field at fault; ``names``: of fields of the chat, as the client knows them."""
+    first, dot, rest = (error.param or "").partition(".")
+    if first not in names:
+        return error.message, error.param
+    return error.message.replace(f"'{first}", f"'{names[first]}"), f"{names[first]}{dot}{rest}"
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

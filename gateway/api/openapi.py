@@ -12,6 +12,7 @@ from gateway.api.pooling_schema import EmbeddingRequest, RerankRequest, ScoreReq
 from gateway.api.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from gateway.http.failures import FAILURES, RequestFailed
 from surfaces.messages import CountTokensRequest, MessagesRequest
+from surfaces.responses import ResponsesRequest
 from web import errors
 from web.errors import ApiError
 from web.schema import Body
@@ -75,7 +76,7 @@ def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, A
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     bodies: Sequence[type[Body]] = (
         ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest,
-        MessagesRequest, CountTokensRequest, *further_bodies,
+        MessagesRequest, CountTokensRequest, ResponsesRequest, *further_bodies,
     )  # fmt: skip
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     components = schema.setdefault("components", {})
@@ -97,6 +98,7 @@ def _hot_paths() -> dict[str, Any]:
     return {
         "/v1/chat/completions": chat,
         "/v1/completions": completion,
+        "/v1/responses": _post("Answer a conversation of Responses", "ResponsesRequest", streams=True),
         "/v1/messages": _post("Answer a conversation of Anthropic's Messages", "MessagesRequest", streams=True),
         "/v1/embeddings": _post("Make a vector of each input", "EmbeddingRequest"),
         "/v1/score": score,

@@ -16,7 +16,7 @@ from tokens.model_tokens import ModelTokens
 from tokens.tools.dialect import AnswerForm
 from tokens.tools.source import Kind, Piece
 from web.answers import encode_json
-from web.errors import ApiError, InvalidParameter
+from web.errors import ApiError
 
 UNKNOWN_REASON: Final = "stop"  # of a choice whose last frame says nothing
 
@@ -33,18 +33,11 @@ class SurfaceCall(ChatCall):
         self._prompt_tokens = 0
         self._events: EventEncoder | None = None
         chat = {name: value for name, value in self._translation.chat.items() if value is not None}
-        try:
-            super().__init__(encode_json(chat))
-        except InvalidParameter as error:
-            raise _renamed(error, self._translation) from error
-        self.prompt_param = self._translation.param(type(self).prompt_param)
+        super().__init__(encode_json(chat))
 
     async def encode_prompt(self, tokens: ModelTokens) -> list[int]:
         """Implement ``Call``."""
-        try:
-            prompt_ids = await super().encode_prompt(tokens)
-        except InvalidParameter as error:
-            raise _renamed(error, self._translation) from error
+        prompt_ids = await super().encode_prompt(tokens)
         self._prompt_tokens = len(prompt_ids)
         return prompt_ids
 
@@ -126,13 +119,3 @@ def _named(pieces: Iterable[Piece], new_call_id: Callable[[], str]) -> Iterable[
 def _usage(usage: dict[str, Any], reasoning_tokens: int) -> Usage:
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return Usage(usage["prompt_tokens"], cached, usage["completion_tokens"], reasoning_tokens)
-
-
-def _renamed(error: InvalidParameter, translation: Translation) -> InvalidParameter:
-    """Return the error with the client's name of the field at fault."""
-    if error.param is None:
-        return error
-    first, dot, rest = error.param.partition(".")
-    name = translation.param(first)
-    message = error.message.replace(f"'{first}", f"'{name}")
-    return InvalidParameter(message, param=f"{name}{dot}{rest}", code=error.code)
