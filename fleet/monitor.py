@@ -52,7 +52,7 @@ class _Group:
     start_s: float
     idle_s: float
     forecast: Forecast = field(default_factory=Forecast)
-    surges: Surges = field(default_factory=Surges)
+    surges: Surges = field(init=False)
     arrived_s: float = -math.inf  # when the last request came (monotonic clock)
     is_unknown: bool = True
     minute_tokens: float = 0.0  # arrived since minute_s
@@ -63,6 +63,9 @@ class _Group:
     queued_batch_jobs: int = 0
     jobs: int = 0  # taken since the last look
     tokens: int = 0  # made and read since the last look
+
+    def __post_init__(self) -> None:
+        self.surges = Surges(self.start_s)
 
     def observe_minute(self, tokens: float, unix_s: float) -> None:
         """Add what has arrived; at the end of a minute compare its rate with what was expected of it."""

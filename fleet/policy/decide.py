@@ -11,16 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fleet.policy.need import batch_plan, critical_share, expected_rate, late_speed
+from fleet.policy.need import Market, batch_plan, critical_share, expected_rate, late_speed
 from fleet.policy.view import Demand, Plan, PoolPlan, PoolView
 
 BATCH_PERIOD_S: Final = 60.0  # between two looks at all deadlines
 ONE_WORKER: Final = 0.5  # of a worker: as much as makes one be wanted
 ROUNDING: Final = 0.05  # of a worker: so much less than needed is enough
-# A dearer pool works for batch deadlines only where the cheapest, as large as it lately was for so much of the time
-# that is left, would miss them.
-PATIENCE: Final = 0.5
-LATELY_S: Final = 86_400.0
+LATELY_S: Final = 86_400.0  # over which it is learned how much of the cheapest pool could be had
+LEAST_HAD: Final = 0.25  # of what was asked for: less is taken for so much
 LATELY_STARTS: Final = 2.0  # how far a dearer pool looks back, in its start-up times
 
 
@@ -37,7 +35,11 @@ class Decider:
         self._cool_down_s = cool_down_s
         self._lately: dict[str, _Lately] = {}  # by pool
         self._share, self._batch, self._batch_at_s = 0.5, 0.0, -math.inf
-        self._reach = 0.0  # speed of the cheapest pool, lately
+        self._best: deque[tuple[float, float]] = deque()  # (time, speed) of the cheapest pool, lately: falling speeds
+        self._asked = self._had = 0.0  # of that speed, lately: time x speed
+        self._needed = 0.0  # of the cheapest pool
+        self._most = math.inf  # of it, as far as is known
+        self._refused_s = -math.inf  # when it last got no machine anywhere
         self._at_s: float | None = None
         self._began_s: float | None = None
 
@@ -64,12 +66,13 @@ class Decider:
             covered += (size - pool.min_workers) * pool.tokens_per_s
             wanted[pool.name] = size
         needed = max(needs.values())
-        spare = _Spare(
-            ready=sum(pool.ready * pool.tokens_per_s for pool in ordered) - needed,
-            size=present - needed,
-        )
+        self._needed = needs[ordered[0].name]
+        left = _Left(ready=sum(pool.ready * pool.tokens_per_s for pool in ordered), size=present)
         why = _why(demand, self._batch, expected_rate(demand, ordered[0].start_s), needed)
-        plans = [_plan(pool, wanted[pool.name], spare, why) for pool in reversed(ordered)]  # the dearest end first
+        plans = [
+            _plan(pool, wanted[pool.name], needs[pool.name], left, why)
+            for pool in reversed(ordered)  # the dearest end first
+        ]
         return plans[::-1]
 
     def _look_at_batch(self, ordered: Sequence[PoolView], demand: Demand, now_s: float) -> None:
@@ -77,10 +80,26 @@ class Decider:
         speed = cheapest.ready * cheapest.tokens_per_s
         elapsed_s = 0.0 if self._at_s is None else now_s - self._at_s
         self._at_s = now_s
-        self._reach = max(speed, self._reach * math.exp(-elapsed_s / LATELY_S))
+        while self._best and self._best[-1][1] <= speed:
+            self._best.pop()
+        self._best.append((now_s, speed))
+        while self._best[0][0] < now_s - LATELY_S:
+            self._best.popleft()
+        reach = self._best[0][1]
+        fading = math.exp(-elapsed_s / LATELY_S)
+        asked = min(reach, self._needed)
+        self._asked = self._asked * fading + asked * elapsed_s
+        if all(place.rests for place in cheapest.places):
+            self._refused_s = now_s
+        self._had = self._had * fading + min(speed, asked) * elapsed_s
         if now_s - self._batch_at_s >= BATCH_PERIOD_S:
             least = critical_share(cheapest.usd_per_token, demand.hosted_usd_per_token)
-            self._share, self._batch = batch_plan(demand.batch, demand.expected, demand.surge, least)
+            had = max(LEAST_HAD, self._had / self._asked) if self._asked else 1.0
+            self._most = cheapest.max_workers * cheapest.tokens_per_s
+            if now_s - self._refused_s < LATELY_S:
+                self._most = min(self._most, reach)
+            market = Market(self._most, had)
+            self._share, self._batch = batch_plan(demand.batch, demand.expected, demand.surge, least, market)
             self._batch_at_s = now_s
 
     def _need(self, pool: PoolView, demand: Demand, present: float, known_s: float, *, is_cheapest: bool) -> float:
@@ -99,7 +118,8 @@ class Decider:
             need = max(need, min(present, demand.tokens_per_s + demand.queued_tokens / self._max_wait_s))
         if is_idle and need <= pool.tokens_per_s:
             need = 0.0  # of the last worker: what is expected of this hour did not come
-        if is_cheapest or self._batch > PATIENCE * self._reach:
+        # A dearer pool works for batch deadlines only where the cheapest would miss them at the largest that it gets.
+        if is_cheapest or self._batch > self._most:
             need = max(need, self._batch)
         if demand.is_unknown or demand.idle_s < self._idle_s or (pool.size and not is_idle):
             need = max(need, ONE_WORKER * pool.tokens_per_s)
@@ -142,22 +162,24 @@ def _size(pool: PoolView, missing: float) -> int:
 
 
 @dataclass
-class _Spare:
-    """The speed beyond the need that may still end: of what serves, and of all that is there."""
+class _Left:
+    """The speed that is left once the machines that may end have ended: of what serves, and of all that is there."""
 
     ready: float
     size: float
 
-    def take(self, pool: PoolView, surplus: int) -> int:
+    def end(self, pool: PoolView, surplus: int, need: float) -> int:
         """Return how many of a pool's machines may end, those that are starting first.
 
-        What is missing elsewhere is not given up before it has been launched there, nor what serves before it serves.
+        ``need``: the speed that is worth this pool's price. What is missing elsewhere is not given up before it has
+        been launched there, nor what serves before it serves; what only cheaper machines are worth keeps none of these.
         """
-        starting = min(surplus, pool.starting, _whole(self.size / pool.tokens_per_s))
+        starting = min(surplus, pool.starting, _whole((self.size - need) / pool.tokens_per_s))
         self.size -= starting * pool.tokens_per_s
         ready = 0
         if starting == pool.starting:
-            ready = min(surplus - starting, pool.ready, _whole(min(self.ready, self.size) / pool.tokens_per_s))
+            spare = min(self.ready, self.size) - need
+            ready = min(surplus - starting, pool.ready, _whole(spare / pool.tokens_per_s))
         self.ready -= ready * pool.tokens_per_s
         self.size -= ready * pool.tokens_per_s
         return starting + ready
@@ -167,10 +189,10 @@ def _whole(workers: float) -> int:
     return max(0, math.floor(workers + ROUNDING))
 
 
-def _plan(pool: PoolView, wanted: int, spare: _Spare, why: str) -> PoolPlan:
+def _plan(pool: PoolView, wanted: int, need: float, left: _Left, why: str) -> PoolPlan:
     if wanted >= pool.size:
         return PoolPlan(pool.name, wanted, _spread(pool, wanted - pool.size), 0, why)
-    ends = spare.take(pool, pool.size - wanted)
+    ends = left.end(pool, pool.size - wanted, need)
     return PoolPlan(pool.name, pool.size - ends, {}, ends, why)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections import deque
 from typing import Final
 
 SLOTS_PER_HOUR: Final = 4
@@ -9,7 +10,12 @@ SLOT_S: Final = 3600 / SLOTS_PER_HOUR
 DAY_SLOTS: Final = 24 * SLOTS_PER_HOUR
 WEEK_SLOTS: Final = 7 * DAY_SLOTS
 FADING: Final = 0.5  # of what is known of a slot, each time the slot comes round
-LEVEL_S: Final = 300.0  # over which the recent rate is averaged
+LEVEL_S: Final = 300.0  # over which the recent rate is averaged, unless it has changed since
+# The rate has changed where the last seconds' mean is farther from the level than so many of its standard errors. They
+# are learned, so that many small requests show a change at once, and a few large ones do not.
+CHANGE_ERRORS: Final = 4.0
+CHANGE_S: Final = 90.0  # what is looked at for a change, at most
+NOISE_S: Final = 3600.0  # over which the standard error is learned
 LATEST_S: Final = 30.0  # over which that of right now is
 FIRST_S: Final = 30.0  # what is seen at first is averaged over no less: one burst is no rate
 # How fast the recent level gives way to the usual rate as one looks ahead: a surge does not last for ever.
@@ -24,20 +30,48 @@ class Forecast:
         self._usual = array("d", bytes(8 * WEEK_SLOTS))  # tokens per second, by slot of the week
         self._weights = array("d", bytes(8 * WEEK_SLOTS))  # how much is known of it: 0 to 1 / (1 - FADING)
         self._recent = 0.0
+        self._noise = 0.0  # variance of the tokens of a second, as a multiple of their mean
+        self._latest_rates: deque[tuple[float, float]] = deque()  # (tokens per second, seconds), newest first
         self._latest = 0.0
-        self._observed_s = 0.0
+        self._level_s = 0.0  # since the level changed
+        self._learned_s = 0.0
 
     def observe(self, now_s: float, tokens_per_s: float, elapsed_s: float) -> None:
         """Take account of the mean rate of the last ``elapsed_s``."""
-        self._observed_s += elapsed_s
-        share = max(-math.expm1(-elapsed_s / LEVEL_S), elapsed_s / max(self._observed_s, FIRST_S))
-        self._recent += min(1.0, share) * (tokens_per_s - self._recent)
+        self._learned_s += elapsed_s
+        self._level_s += elapsed_s
+        if self._recent > 0:
+            noise = (tokens_per_s - self._recent) ** 2 * elapsed_s / self._recent
+            self._noise += _share(elapsed_s, NOISE_S, self._learned_s) * (noise - self._noise)
+        self._recent += _share(elapsed_s, LEVEL_S, self._level_s) * (tokens_per_s - self._recent)
         self._latest -= math.expm1(-elapsed_s / LATEST_S) * (tokens_per_s - self._latest)
+        self._latest_rates.appendleft((tokens_per_s, elapsed_s))
+        self._look_for_change()
         self._learn(now_s, tokens_per_s, elapsed_s)
+
+    def _look_for_change(self) -> None:
+        """Forget the level of before the recent rate changed, if it has."""
+        tokens = seconds = most = 0.0
+        change: tuple[int, float, float] | None = None  # (number of rates since, their mean, their seconds)
+        for count, (tokens_per_s, elapsed_s) in enumerate(self._latest_rates, start=1):
+            tokens += tokens_per_s * elapsed_s
+            seconds += elapsed_s
+            if seconds >= CHANGE_S:
+                break
+            mean = tokens / seconds
+            error = math.sqrt(self._noise * max(mean, self._recent) / seconds)
+            if seconds >= FIRST_S and abs(mean - self._recent) > max(CHANGE_ERRORS * error, most):
+                most = abs(mean - self._recent)
+                change = count, mean, seconds
+        if change is not None:
+            count, self._recent, self._level_s = change
+        while len(self._latest_rates) > count:
+            self._latest_rates.pop()
 
     def forget_level(self) -> None:
         """Take the last minutes' level for none: nothing has come for so long that their mean is no rate any more."""
-        self._recent = 0.0
+        self._recent = self._level_s = 0.0
+        self._latest_rates.clear()
 
     def learn(self, slot_start_s: float, tokens_per_s: float) -> None:
         """Take account of a slot of the past, for example one of the ledger's quarters of an hour."""
@@ -83,9 +117,13 @@ class Forecast:
         """Return a slot's usual rate: that of its hour of the week, or else of its hour on the days that are known."""
         if self._weights[slot % WEEK_SLOTS] > 0.5:
             return self._usual[slot % WEEK_SLOTS]
-        known = [
-            self._usual[(slot - day * DAY_SLOTS) % WEEK_SLOTS]
-            for day in range(1, 7)
-            if self._weights[(slot - day * DAY_SLOTS) % WEEK_SLOTS] > 0.5
-        ]
-        return known[0] if known else None  # the latest day of them
+        for day in range(1, 7):  # the latest day that is known
+            other = (slot - day * DAY_SLOTS) % WEEK_SLOTS
+            if self._weights[other] > 0.5:
+                return self._usual[other]
+        return None
+
+
+def _share(elapsed_s: float, over_s: float, known_s: float) -> float:
+    """Return the part of a mean over ``over_s``, of which ``known_s`` are known, that the latest ``elapsed_s`` have."""
+    return min(1.0, max(-math.expm1(-elapsed_s / over_s), elapsed_s / max(known_s, FIRST_S)))

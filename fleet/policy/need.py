@@ -6,8 +6,11 @@ takes what would wait for too long, or, where there is none, a promise (the news
 by its price). As long as batch work fills machines they are not idle: headroom up to what batch work can fill is free.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
+
+from msgspec import Struct
 
 from fleet.policy.view import BatchWork, Demand
 
@@ -44,39 +47,63 @@ def late_speed(demand: Demand, *, spare: float, present: float, within_s: float,
     return max(0.0, late / max(within_s, max_wait_s) - spare)
 
 
+class Market(Struct, frozen=True):
+    """How much can be had of the cheapest pool."""
+
+    most: float = math.inf  # speed at best
+    had: float = 1.0  # share of the machines asked for that can be had, on the average
+
+
 def batch_plan(
-    work: Sequence[BatchWork], expected: Callable[[float], float], surge: Callable[[float], float], least: float
+    work: Sequence[BatchWork],
+    expected: Callable[[float], float],
+    surge: Callable[[float], float],
+    least: float,
+    market: Market,
 ) -> tuple[float, float]:
     """Return the share of minutes to cover, at least ``least``, and the constant speed that batch deadlines need.
 
     The larger the headroom for surges, the more batch work fits into it; the largest that batch work fills is free.
+    Where the market has no more machines in busy hours, or none for a while, more is done in the hours before. A speed
+    beyond ``market.most`` says that the cheapest pool misses a deadline.
     """
     if not work:
         return least, 0.0
-    due_s = [max(one.due_in_s - BATCH_HASTE_S, LOOK_S) for one in work]
+    due_s = [max(one.due_in_s - min(BATCH_HASTE_S, one.due_in_s / 2), LOOK_S) for one in work]
     steps = max(1, round(due_s[-1] / BATCH_LOOK_S))
     step_s = due_s[-1] / steps
     rates = [expected((step + 0.5) * step_s) for step in range(steps)]
-    total = BATCH_MARGIN * sum(one.tokens for one in work)
-    free = [share for share in SHARES if share > least and sum(rates) * step_s * (surge(share) - 1.0) <= total]
+    margin = BATCH_MARGIN / market.had
+    total = margin * sum(one.tokens for one in work)
+    free = [
+        share for share in SHARES
+        if share > least and sum(_headroom(rates, surge(share), market.most)) * step_s <= total
+    ]  # fmt: skip
     chosen = max([least, *free])
     factor, speed, done = max(1.0, surge(chosen)), 0.0, 0.0
     for due, one in zip(due_s, work, strict=True):
-        done += one.tokens * BATCH_MARGIN
+        done += one.tokens * margin
         count = max(1, min(steps, round(due / step_s)))
-        speed = max(speed, _least_speed(rates[:count], factor, done / due))
+        speed = max(speed, _least_speed(rates[:count], factor, done / due, market.most))
     return chosen, speed
 
 
-def _least_speed(rates: Sequence[float], factor: float, mean_tokens_per_s: float) -> float:
+def _headroom(rates: Sequence[float], factor: float, most: float) -> list[float]:
+    return [max(0.0, min(rate * factor, most) - rate) for rate in rates]
+
+
+def _least_speed(rates: Sequence[float], factor: float, mean_tokens_per_s: float, most: float) -> float:
     """Return the least speed c for which max(c, factor x rate) - rate is, in the mean, what batch work needs.
 
-    The valleys are filled as with water: the lowest rates are raised to one level. 0: the headroom is enough.
+    The valleys are filled as with water: the lowest rates are raised to one level. 0: the headroom is enough. Nothing
+    is done for batch jobs while interactive work takes all that there is, ``most``.
     """
-    missing = mean_tokens_per_s * len(rates) - sum(rates) * (factor - 1.0)
+    missing = mean_tokens_per_s * len(rates) - sum(_headroom(rates, factor, most))
     if missing <= 0:
         return 0.0
-    tops = sorted(rate * factor for rate in rates)
+    tops = sorted(min(rate * factor, most) for rate in rates if rate < most)
+    if not tops:
+        return most + missing / len(rates)
     level = 0.0
     for count, top in enumerate(tops, start=1):
         missing += top

@@ -16,7 +16,9 @@ HALF_LIFE_MINUTES: Final = 3 * 1440.0
 class Surges:
     """The distribution of actual over expected rates, older minutes counting less."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_s: float) -> None:
+        """``kept_s``: how long a machine stays once it was needed, so that a dip makes no surge of what follows it."""
+        self._kept_s = kept_s
         self._weights = array("d", bytes(8 * BINS))
         self._weights[_bin(FIRST_SURGE)] = FIRST_MINUTES
         self._total = FIRST_MINUTES
@@ -29,10 +31,10 @@ class Surges:
 
     def observe(self, now_s: float, tokens_per_s: float) -> None:
         """Compare the rate of the last minute with what was expected of it, if anything was."""
-        expected = None
-        while self._expected and self._expected[0][0] <= now_s:
-            expected = self._expected.popleft()[1]
-        if expected is None or expected <= 0.0:
+        while self._expected and self._expected[0][0] < now_s - self._kept_s:
+            self._expected.popleft()
+        expected = max((rate for at_s, rate in self._expected if at_s <= now_s), default=0.0)
+        if expected <= 0.0:
             return
         self._gain *= 2 ** (1 / HALF_LIFE_MINUTES)
         self._weights[_bin(tokens_per_s / expected)] += self._gain

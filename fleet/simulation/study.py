@@ -1,6 +1,8 @@
 """A study: one workload and one market, under our policy and those of others, beside the least it could have cost."""
 
+import math
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import numpy as np
 from msgspec import Struct
@@ -12,8 +14,20 @@ from fleet.simulation.peers import Fixed, Mixed, OneStep, Reactive
 from fleet.simulation.workload import Workload
 from fleet.simulation.world import Decide, HostedApi, Outcome, SimulatedPool, World
 
-QUARTER_S = 900
-PEER_UTILISATION = 0.8
+QUARTER_S: Final = 900
+PEER_UTILISATION: Final = 0.8
+FIXED: Final = "fixed at peak, on demand"
+EQUAL_SHARE: Final = 0.01  # by which costs may differ that count as equal
+LEAST_UTILISATION, MOST_UTILISATION = 0.2, 4.0
+MOST_TRIES: Final = 9
+
+
+class Equal(Struct, frozen=True):
+    """A peer's policy with the headroom that makes it as dear as another one."""
+
+    utilisation: float  # how full it means machines to be
+    outcome: Outcome
+    is_equal: bool  # False: no utilisation was found that makes it so
 
 
 class Study(Struct, frozen=True):
@@ -35,10 +49,28 @@ class Study(Struct, frozen=True):
         """Play it under Spillway's policy."""
         return self.play(Decider(max_wait_s=self.max_wait_s, idle_s=600.0, cool_down_s=60.0).decide)
 
+    def at_equal_cost(self, name: str, usd: float) -> Equal:
+        """Play a peer's policy at the utilisation at which it costs ``usd``, found by bisection.
+
+        Where none is found, its cost is the nearest of those tried: with too few machines the hosted API costs more
+        than they would, so that no policy can be as cheap as one likes.
+        """
+        low, high = LEAST_UTILISATION, MOST_UTILISATION
+        tried: list[Equal] = []
+        for _ in range(MOST_TRIES):
+            utilisation = math.sqrt(low * high)
+            outcome = self.peers(utilisation)[name]()
+            is_equal = abs(outcome.usd - usd) <= EQUAL_SHARE * usd
+            tried.append(Equal(utilisation, outcome, is_equal))
+            if is_equal:
+                break
+            low, high = (utilisation, high) if outcome.usd > usd else (low, utilisation)
+        return min(tried, key=lambda one: abs(one.outcome.usd - usd))
+
     def peers(self, utilisation: float = PEER_UTILISATION) -> Mapping[str, Callable[[], Outcome]]:
         """Return the policies of others, each to be played. ``utilisation``: how full they mean machines to be."""
         return {
-            "fixed at peak, on demand": lambda: self.play(Fixed(self._on_demand.name, self._peak(utilisation)).decide),
+            FIXED: lambda: self.play(Fixed(self._on_demand.name, self._peak(utilisation)).decide),
             "reactive (60 s)": lambda: self.play(Reactive(utilisation).decide),
             "one step at a time": lambda: self.play(OneStep(utilisation).decide),
             "spot mix (SkyServe)": lambda: self.play(Mixed(utilisation).decide),

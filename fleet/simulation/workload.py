@@ -60,21 +60,24 @@ def read_trace(path: Path) -> tuple[Floats, Floats]:
 def stretched(trace: tuple[Floats, Floats], days: int, scale: float, rng: np.random.Generator) -> Workload:
     """Return a trace's traffic as of the peak hour of days of business.
 
-    Each hour repeats the trace's own hour from a random place on, with every request kept with the probability that
-    the moment of the day has. So bursts within an hour are the trace's own. ``scale`` copies of it run beside each
-    other, and no two days are quite alike: the level of each wanders by some percent.
+    Each hour repeats the trace from a random place on, as often as an hour needs, with every request kept with the
+    probability that the moment of the day has. So bursts within an hour are the trace's own. ``scale`` copies of it run
+    beside each other, and no two days are quite alike: the level of each wanders by some percent.
     """
     times, sizes = trace
     length_s = max(float(times[-1]), 1.0)
     tokens, requests = np.zeros(days * DAY_S), np.zeros(days * DAY_S, dtype=np.int64)
     shares = day_shares(days) * _wander(days, rng)
+    rounds = math.ceil(HOUR_S / length_s)
+    repeated = np.tile(sizes, rounds)
     for hour in range(days * 24):
         for part in _parts(scale):
             shifted = (times + rng.uniform(0.0, length_s)) % length_s
+            shifted = np.concatenate([shifted + length_s * number for number in range(rounds)])
             within = shifted < HOUR_S
             seconds = (hour * HOUR_S + shifted[within]).astype(np.int64)
             chosen = rng.random(len(seconds)) < shares[seconds] * part
-            np.add.at(tokens, seconds[chosen], sizes[within][chosen])
+            np.add.at(tokens, seconds[chosen], repeated[within][chosen])
             np.add.at(requests, seconds[chosen], 1)
     return Workload(tokens, requests, ())
 

@@ -21,7 +21,7 @@ from fleet.simulation.workload import DAY_S, Workload
 
 REWORK_S: Final = 5.0  # of a machine's work: prompts and tokens of what it ran, computed again
 START_SPREAD: Final = 0.25  # of start-up times, log-normal
-RATE_PERIOD_S: Final = 60
+MINUTE_S: Final = 60
 PERCENTILES: Final = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 
 
@@ -103,8 +103,8 @@ class World:
         self._rng = np.random.default_rng(seed)
         self._begun_s = begun_s
         self._forecast = Forecast()
-        self._surges = Surges()
         self._start_s = max(pool.start_s for pool in pools)
+        self._surges = Surges(self._start_s)
         self._machines: list[_Machine] = []
         self._starting: list[tuple[int, int, _Machine]] = []  # by the second at which each is ready
         self._rests_until: dict[tuple[str, str], float] = defaultdict(lambda: -1.0)
@@ -127,7 +127,7 @@ class World:
         jobs = sorted(self._workload.batch, key=lambda job: job.at_s)
         job_at = 0
         by_pool = {name: np.zeros(seconds // 60 + 1) for name in self._pools}
-        recent = 0.0
+        tokens_until = np.cumsum(self._workload.tokens).tolist()
         for now in range(seconds):
             while job_at < len(jobs) and jobs[job_at].at_s <= now:
                 heapq.heappush(self._batch, (jobs[job_at].due_s, jobs[job_at].tokens))
@@ -137,13 +137,7 @@ class World:
             while self._starting and self._starting[0][0] <= now:
                 self._speed += heapq.heappop(self._starting)[2].pool.tokens_per_s
             arrived = tokens[now]
-            recent += arrived
-            if now % RATE_PERIOD_S == RATE_PERIOD_S - 1:
-                at_s = self._begun_s + now
-                self._surges.observe(at_s, recent / RATE_PERIOD_S)
-                self._forecast.observe(at_s, recent / RATE_PERIOD_S, RATE_PERIOD_S)
-                self._surges.expect(at_s + self._start_s, self._forecast.at(at_s, self._start_s))
-                recent = 0.0
+            self._observe(tokens_until, now)
             if now % self._period_s == 0:
                 self._act(now)
             if now % 60 == 0:
@@ -189,6 +183,15 @@ class World:
         for counts in self._market.values():
             changes.update((np.flatnonzero(np.diff(counts) < 0) + 1).tolist())
         return changes
+
+    def _observe(self, tokens_until: Sequence[float], now: int) -> None:
+        """Learn from what has come by now."""
+        at_s = self._begun_s + now
+        if now % self._period_s == self._period_s - 1:
+            self._forecast.observe(at_s, _since(tokens_until, now, self._period_s), self._period_s)
+        if now % MINUTE_S == MINUTE_S - 1:
+            self._surges.observe(at_s, _since(tokens_until, now, MINUTE_S))
+            self._surges.expect(at_s + self._start_s, self._forecast.at(at_s, self._start_s))
 
     def _lose(self, now: int) -> None:
         """Take away what a place no longer has, the newest first."""
@@ -289,6 +292,11 @@ class World:
         for machine in list(self._machines):
             self._end(machine, seconds)
         self._batch_missed += len(self._batch)
+
+
+def _since(until: Sequence[float], now: int, length_s: int) -> float:
+    """Return the mean rate of the last ``length_s``, from what had come by the end of each second."""
+    return (until[now] - (until[now - length_s] if now >= length_s else 0.0)) / length_s
 
 
 def _waits(taken: np.ndarray, served: np.ndarray, requests: np.ndarray, seconds: int) -> np.ndarray:

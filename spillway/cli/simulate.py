@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -12,6 +12,9 @@ from rich.table import Table
 
 from fleet.plan import Offer, Phase, cost, gpus_of
 from spillway.cli.context import err, fail, out
+
+if TYPE_CHECKING:
+    from fleet.simulation.study import Equal
 
 TABLE_WIDTH_CHARS: Final = 150
 # The example of docs/FLEET.md: ten requests a second in twelve busy hours, seven in the others, half a request a second
@@ -47,6 +50,9 @@ def simulate(
     machines: Annotated[int, typer.Option(min=1, help="Spot machines that the market's fullest zone has.")] = 16,
     seed: Annotated[int, typer.Option(help="Of all that is drawn at random.")] = 1,
     peers: Annotated[bool, typer.Option(help="Play the policies of others, too.")] = True,
+    equal_cost: Annotated[
+        bool, typer.Option(help="Play them with as much headroom as makes them as dear as ours, too: some minutes.")
+    ] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw what happened as a picture (needs matplotlib).")] = None,
 ) -> None:
     """Play days of traffic and spot losses against the fleet's policy: cost, waits, machines, in a minute or so.
@@ -59,7 +65,7 @@ def simulate(
 
     from fleet.simulation import market as markets  # noqa: PLC0415
     from fleet.simulation import workload as workloads  # noqa: PLC0415
-    from fleet.simulation.study import Study, facts  # noqa: PLC0415
+    from fleet.simulation.study import FIXED, Study, facts  # noqa: PLC0415
     from fleet.simulation.world import HostedApi, SimulatedPool  # noqa: PLC0415
 
     rng = np.random.default_rng(seed)
@@ -90,6 +96,7 @@ def simulate(
         seed=seed,
     )
     outcomes = {}
+    equals = {}
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True
     ) as bar:
@@ -98,13 +105,19 @@ def simulate(
         for name, play in study.peers().items() if peers else ():
             bar.update(task, description=name)
             outcomes[name] = play()
+        for name in study.peers() if equal_cost else ():
+            if name != FIXED:
+                bar.update(task, description=f"{name}, at our cost")
+                equals[name] = study.at_equal_cost(name, outcomes["spillway"].usd)
+                about = "our" if equals[name].is_equal else "nearest to our"
+                outcomes[f"{name}, at {about} cost"] = equals[name].outcome
         bar.update(task, description="the clairvoyant optimum")
         try:
             least: float | None = study.least_usd()
         except ImportError:
             least = None
     table = Table(
-        "policy", "USD", "x least", "late", "wait p50", "p99", "p99.9 (s)", "GPU-hours", "lost", "batch missed",
+        "policy", "USD", "x least", "late", "wait p50", "p95", "p99", "p99.9 (s)", "GPU-hours", "lost", "batch missed",
         box=SIMPLE_HEAD,
     )  # fmt: skip
     for name, outcome in outcomes.items():
@@ -113,7 +126,7 @@ def simulate(
             f"{outcome.usd:,.0f}",
             "-" if least is None else f"{outcome.usd / least:.2f}",
             f"{outcome.late_share:.3%}",
-            *(f"{outcome.wait_s[one]:.0f}" for one in ("p50", "p99", "p99.9")),
+            *(f"{outcome.wait_s[one]:.0f}" for one in ("p50", "p95", "p99", "p99.9")),
             f"{sum(outcome.machine_hours.values()):,.0f}",
             str(outcome.lost_machines),
             str(outcome.batch_missed),
@@ -124,12 +137,19 @@ def simulate(
         console.print("the least it could have cost is not computed: that needs `pip install 'spillway[simulate]'`")
     else:
         console.print(f"the least it could have cost: {least:,.0f} USD")
+    console.print("".join(f"{name}: {_said_of(equal)}\n" for name, equal in equals.items()), end="")
     if picture is not None:
         from fleet.simulation.picture import draw  # noqa: PLC0415
 
         draw(outcomes["spillway"], picture)
     figures = {name: facts(outcome, least) for name, outcome in outcomes.items()}
     typer.echo(json.dumps({"seed": seed, "least_usd": least, **figures}))
+
+
+def _said_of(equal: "Equal") -> str:
+    if equal.is_equal:
+        return f"as dear as ours at a utilisation of {equal.utilisation:.2f}"
+    return f"not within 1 % of our cost; nearest at a utilisation of {equal.utilisation:.2f}"
 
 
 def plan(

@@ -8,7 +8,7 @@ import pytest
 
 from fleet.policy.decide import Decider
 from fleet.policy.forecast import DAY_SLOTS, SLOT_S, Forecast
-from fleet.policy.need import batch_plan, critical_share, late_speed
+from fleet.policy.need import Market, batch_plan, critical_share, late_speed
 from fleet.policy.schedule import floor_at
 from fleet.policy.surges import Surges
 from fleet.policy.view import BatchWork, Demand, PlaceView, PoolPlan, PoolView
@@ -117,12 +117,34 @@ def test_how_much_headroom_is_worth_depends_on_what_else_takes_the_work() -> Non
 def test_batch_work_is_planned_into_valleys_and_meets_each_deadline() -> None:
     rates = {hour: 1000.0 if hour < 4 else 100.0 for hour in range(9)}
     work = [BatchWork(8 * 3600.0, 8 * 3600 * 500.0)]
-    _, speed = batch_plan(work, lambda ahead_s: rates[int(ahead_s // 3600)], lambda _: 1.0, 0.5)
+    _, speed = batch_plan(work, lambda ahead_s: rates[int(ahead_s // 3600)], lambda _: 1.0, 0.5, Market())
     done = sum(max(0.0, max(speed, rate) - rate) for hour, rate in rates.items() if hour < 8) * 3600
     assert speed == pytest.approx(1000.0, rel=0.15)
     assert done >= work[0].tokens * 0.95
-    _, hurried = batch_plan([BatchWork(3600.0, 3600 * 900.0), *work], lambda _: 100.0, lambda _: 1.0, 0.5)
+    _, hurried = batch_plan([BatchWork(3600.0, 3600 * 900.0), *work], lambda _: 100.0, lambda _: 1.0, 0.5, Market())
     assert hurried > 1000.0
+
+
+def test_batch_work_is_done_before_hours_in_which_the_market_has_nothing_to_spare() -> None:
+    def expected(ahead_s: float) -> float:
+        return 1000.0 if ahead_s > 4 * 3600 else 100.0
+
+    work = [BatchWork(8 * 3600.0, 8 * 3600 * 200.0)]
+    _, steady = batch_plan(work, expected, lambda _: 1.5, 0.5, Market())
+    _, scarce = batch_plan(work, expected, lambda _: 1.5, 0.5, Market(most=1000.0))
+    _, often_gone = batch_plan(work, expected, lambda _: 1.5, 0.5, Market(most=1000.0, had=0.5))
+    assert steady < scarce < often_gone
+    _, too_much = batch_plan([BatchWork(8 * 3600.0, 8 * 3600 * 2000.0)], expected, lambda _: 1.5, 0.5, Market(1000.0))
+    assert too_much > 1000.0
+
+
+def test_what_is_only_worth_a_cheap_machine_keeps_no_dear_one() -> None:
+    def surge(share: float) -> float:
+        return 4.0 if share > 0.6 else 1.0
+
+    pools = [pool("on-demand", 3.0, a=(3, 0, False)), pool("spot", 1.0, most=2, a=(2, 0, False))]
+    wanted = Demand(0.0, 2000.0, lambda _: 2000.0, surge, idle_s=1e9, hosted_usd_per_token=3.2 / 3600 / SPEED)
+    assert decide(pools, wanted)["on-demand"].ends == 3
 
 
 def test_each_decision_says_why_in_one_sentence() -> None:
@@ -155,8 +177,26 @@ def test_a_forecast_knows_the_hours_of_the_week_and_the_level_of_today() -> None
     assert forecast.at(night_s + 1800, 6 * 3600) == pytest.approx(1000.0, rel=0.1)  # noon, and the level is forgotten
 
 
+def test_a_change_is_seen_at_once_and_noise_is_no_change() -> None:
+    forecast = Forecast()
+    for second in range(0, 3600, 5):
+        forecast.observe(second, 1000.0 + (100.0 if second % 10 else -100.0), 5.0)
+    assert forecast.recent_tokens_per_s == pytest.approx(1000.0, rel=0.02)
+    for second in range(3600, 3635, 5):
+        forecast.observe(second, 3000.0, 5.0)
+    assert forecast.recent_tokens_per_s == pytest.approx(3000.0, rel=0.1)
+
+
+def test_after_a_dip_what_is_usual_is_no_surge() -> None:
+    surges = Surges(kept_s=180.0)
+    for minute in range(3000):
+        surges.expect(minute * 60.0, 25.0 if minute % 20 == 0 else 100.0)
+        surges.observe(minute * 60.0, 100.0)
+    assert surges.quantile(0.97) == pytest.approx(1.0, abs=0.05)
+
+
 def test_surges_are_learned() -> None:
-    surges = Surges()
+    surges = Surges(kept_s=0.0)
     for minute in range(3000):
         surges.expect(minute * 60.0, 100.0)
         surges.observe(minute * 60.0, 300.0 if minute % 20 == 0 else 100.0)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from fleet.simulation.market import by_second, read_spot
 from fleet.simulation.study import Study
-from fleet.simulation.workload import bursty, with_batch
+from fleet.simulation.workload import Workload, bursty, with_batch
 from fleet.simulation.world import HostedApi, SimulatedPool
 from spillway.cli import app
 
@@ -49,6 +49,18 @@ def test_cheaper_than_fixed_at_peak_and_close_to_what_could_be_known_in_advance(
     assert ours.usd < 0.5 * fixed.usd
     assert ours.late_share <= 0.001
     assert ours.batch_missed == 0
+
+
+def test_a_peer_is_made_as_dear_as_ours_where_it_can_be() -> None:
+    whole = study_of({"a": steady(40)})
+    length_s = 4 * HOUR_S
+    work = Workload(whole.workload.tokens[-length_s:], whole.workload.requests[-length_s:], ())
+    study = Study(work, whole.pools, whole.market, whole.hosted)
+    usd = study.peers(0.45)["reactive (60 s)"]().usd
+    equal = study.at_equal_cost("reactive (60 s)", usd)
+    assert equal.is_equal
+    assert abs(equal.outcome.usd - usd) <= 0.01 * usd
+    assert not study.at_equal_cost("reactive (60 s)", usd / 10).is_equal
 
 
 def test_a_published_market_is_read_as_runs(tmp_path: Path) -> None:
