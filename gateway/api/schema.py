@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final, Literal, TypeGuard
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gateway.api.output_format import ResponseFormat, StructuredOutputs, grammar_of
 from gateway.limits.fields import (
     MAX_BIASED_TOKENS,
     MAX_NAME_CHARS,
@@ -21,6 +20,7 @@ from gateway.limits.fields import (
 from gateway.limits.request_limits import AS_MANY_AS_FIT
 from protocol.grammar import Grammar
 from surfaces.conversation import Message, check_message
+from surfaces.output_format import ResponseFormat, StructuredOutputs, grammar_of
 from surfaces.tool_fields import (
     MAX_TOOLS,
     FunctionChoice,

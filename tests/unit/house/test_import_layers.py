@@ -24,7 +24,7 @@ ALLOWED = {
     "quotas": {"accounts", "db", "ledger", "protocol"},
     "webhooks": {"accounts", "db", "protocol", "quotas"},
     "tokens": {"accounts", "protocol", "web"},
-    "surfaces": {"tokens", "web"},
+    "surfaces": {"protocol", "tokens", "web"},
     "training": {"accounts", "db", "ledger"},
     "console": {"accounts", "db", "ledger", "protocol", "quotas", "web", "webhooks"},
     "gateway": {
