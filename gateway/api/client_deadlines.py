@@ -6,7 +6,9 @@ from gateway.http.exchange import Exchange
 from web.errors import InvalidParameter
 
 DEADLINE_HEADER: Final = "x-spillway-deadline-ms"  # from the whole request's arrival to the end of the answer
-READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"  # seconds; sent by the official SDKs
+# How long official SDKs wait, in seconds: those for Python send the first, those for Node.js only the second.
+READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"
+TIMEOUT_HEADER: Final = b"x-stainless-timeout"
 MAX_DEADLINE_DIGITS: Final = 12
 
 
@@ -25,8 +27,9 @@ def queue_wait_s(exchange: Exchange, deadline_s: float, limit_s: float) -> float
     """Return how long the request may wait for a worker: until its deadline, or else as long as its SDK waits."""
     if deadline_s != float("inf"):
         return min(limit_s, deadline_s - exchange.received_s)
+    headers = exchange.headers
     try:
-        hint_s = float(exchange.headers.get(READ_TIMEOUT_HEADER, b""))
+        hint_s = float(headers.get(READ_TIMEOUT_HEADER) or headers.get(TIMEOUT_HEADER, b""))
     except ValueError:
         return limit_s
     return min(limit_s, hint_s) if hint_s > 0 else limit_s

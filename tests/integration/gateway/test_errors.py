@@ -163,10 +163,10 @@ async def test_queue_wait_timeout(start_gateway: Start) -> None:
     assert gateway.workers[0].attempts == []
 
 
-async def test_the_clients_own_timeout_bounds_the_wait(start_gateway: Start) -> None:
+@pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])  # of Python, and of Node.js
+async def test_the_clients_own_timeout_bounds_the_wait(start_gateway: Start, header: str) -> None:
     gateway = await start_gateway()
-    headers = {"x-stainless-read-timeout": "0.4"}
-    response = await send(gateway, json={"model": MODEL, "messages": HELLO}, headers=headers)
+    response = await send(gateway, json={"model": MODEL, "messages": HELLO}, headers={header: "0.4"})
     assert error_of(response) == (503, "queue_wait_timeout", None)
 
 
