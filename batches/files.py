@@ -147,11 +147,17 @@ class Files:
         async with changing(self.database) as connection:
             await connection.execute(delete(FilePartRow).where(FilePartRow.file_id == file_id))
 
-    async def sweep(self) -> bool:
-        """Delete some of the files that have expired; return whether there may be more."""
+    async def sweep(self) -> None:
+        """Delete the files that have expired."""
+        while await self._sweep_some() == SWEPT_AT_A_TIME:
+            pass
+
+    async def _sweep_some(self) -> int:
+        """Delete some of them; return how many."""
         old = select(FileRow.id).where(FileRow.expires_unix_ms <= unix_now_ms()).limit(SWEPT_AT_A_TIME)
         async with self.database.connect() as connection:
             expired = (await connection.execute(old)).scalars().all()
+        deleted = 0
         for file_id in expired:
             try:
                 await self._delete_bytes(file_id)
@@ -159,4 +165,5 @@ class Files:
                 log.warning("the expired file %s cannot be deleted: %s", file_id, error)
                 continue
             await self.delete(file_id)
-        return len(expired) == SWEPT_AT_A_TIME
+            deleted += 1
+        return deleted

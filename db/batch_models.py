@@ -46,6 +46,7 @@ class BatchRow(Base):
     id: Mapped[str] = mapped_column(primary_key=True)  # "batch_…"
     surface: Mapped[str]  # "openai" | "anthropic": whose API made it
     tenant: Mapped[str]  # who sees it
+    team_id: Mapped[str]  # TeamRow.id: whose webhooks tell of it
     key_id: Mapped[str]  # ApiKeyRow.id: whose requests its lines are
     key_name: Mapped[str]
     endpoint: Mapped[str]  # a path, such as "/v1/chat/completions"

@@ -7,7 +7,7 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from batches.routes import batch_routers
+from batches.routes import BATCH_BODIES, batch_routers
 from batches.services import BatchServices
 from console.admin.routes import add_admin_answers, admin_router
 from console.admin.schema import ADMIN_BODIES
@@ -36,6 +36,7 @@ from web.errors import InvalidParameter
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+BATCH_ENDPOINTS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 PREFLIGHT_AGE_S: Final = 600
 # What a page of another site can read of an answer besides its body.
 EXPOSED_HEADERS: Final = (
@@ -60,7 +61,7 @@ def build_app(services: Services, console: ConsoleServices, batches: BatchServic
     add_error_answers(slow)
     add_login_answers(slow)
     add_admin_answers(slow)
-    add_openapi(slow, ADMIN_BODIES)
+    add_openapi(slow, (*ADMIN_BODIES, *BATCH_BODIES))
     add_documentation(slow)
     room = VectorBudget(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)

@@ -17,9 +17,8 @@ import uvicorn
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from accounts.keyring import KeyRing
-from batches.files import Files
-from batches.services import BatchServices
-from batches.storage.registry import open_storage
+from batches.feeder import Feeder
+from batches.open import make_feeder, open_batches
 from console.dashboard.reader import Reader
 from console.login.login import Login
 from console.services import ConsoleServices
@@ -30,7 +29,7 @@ from gateway.admission.registry import WorkerRegistry
 from gateway.api.hosted import providers_still_allowed
 from gateway.api.keyed import KeyedRequests
 from gateway.api.services import Services
-from gateway.app import Application, build_app
+from gateway.app import BATCH_ENDPOINTS, Application, build_app
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.failovers import RecentFailovers
 from gateway.dispatch.overflow import Overflow
@@ -163,14 +162,17 @@ async def run(
             reader=await stack.enter_async_context(Reader(settings.database_url)),
             gateway=WatchedGateway(catalog, dispatcher, admission_control, series, failovers),
         )
-        files = Files(database, open_storage(settings.batches, settings.data_dir))
-        batches = BatchServices(settings.batches, keys, files)
+        batches = open_batches(settings.batches, settings.data_dir, database, keys, BATCH_ENDPOINTS)
+        app = build_app(services, console, batches)
+        names = canonical_names(settings.models)
+        feeder = make_feeder(batches, bus, app, admission_control, models=names, gateway_id=settings.gateway_id)
         garbage.calm()
         hurry = asyncio.Event()
         with _signals_set(stop, hurry):
             await _serve(
                 services,
-                build_app(services, console, batches),
+                app,
+                feeder,
                 (outbox, intents),
                 on_ready=on_ready,
                 stop=stop,
@@ -206,6 +208,7 @@ def _traces(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> "Req
 async def _serve(
     services: Services,
     app: Application,
+    feeder: Feeder,
     outboxes: Sequence[Outbox],
     *,
     on_ready: Callable[[int], None] | None,
@@ -225,6 +228,7 @@ async def _serve(
                 "model catalog": services.catalog.run(),
                 "limits": services.quotas.run(),
                 "prices": services.prices.run(),
+                "feeder": feeder.run(),
             }.items()
         ]
         serving = group.create_task(server.serve(sockets=[listener]), name="http")
@@ -235,8 +239,10 @@ async def _serve(
         log.info("shutting down: %d requests in flight", services.dispatcher.in_flight)
         connections.is_gateway_leaving = True
         timeouts = services.settings.timeouts
+        feeder.leave()
         await services.dispatcher.leave(LEAVE_S if timeouts.leave_s is None else timeouts.leave_s, hurry)
         await services.dispatcher.drain(timeouts.shutdown_s, hurry)
+        await feeder.close()
         server.should_exit = True
         await serving
         services.refusals.flush()

@@ -122,7 +122,13 @@ def _gateway() -> Permissions:
     dead_letters = subjects.DEAD_LETTER_STREAM
     jobs, usage, payloads = subjects.INTERACTIVE_STREAM, subjects.USAGE_STREAM, subjects.PAYLOADS_STREAM
     artifacts, prompts = stream_of(subjects.ARTIFACTS_BUCKET), stream_of(subjects.PROMPTS_BUCKET)
-    read = (subjects.MODELS_BUCKET, subjects.IDEMPOTENCY_BUCKET, subjects.QUOTAS_BUCKET, subjects.FLEET_BUCKET)
+    read = (
+        subjects.MODELS_BUCKET,
+        subjects.IDEMPOTENCY_BUCKET,
+        subjects.QUOTAS_BUCKET,
+        subjects.FLEET_BUCKET,
+        subjects.BATCHES_BUCKET,
+    )
     buckets = [f"KV_{name}" for name in read]
     talk = (subjects.KEYS_CHANGED_SUBJECT, subjects.LANES_IN_USE, subjects.QUOTA_WANTED)
     return Permissions(
@@ -145,6 +151,7 @@ def _gateway() -> Permissions:
             "dlq.*",
             subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, ">"),
             subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
+            subjects.kv_subject(subjects.BATCHES_BUCKET, ">"),
             *_object_subjects(subjects.PROMPTS_BUCKET),
             subjects.answers_subject(_ANY),
             subjects.BUDGET_REFUSED,

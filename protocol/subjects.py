@@ -19,6 +19,7 @@ PROMPTS_BUCKET: Final = "prompts"
 IDEMPOTENCY_BUCKET: Final = "idempotency"
 QUOTAS_BUCKET: Final = "quotas"
 FLEET_BUCKET: Final = "fleet"
+BATCHES_BUCKET: Final = "batches"
 
 LEDGER_CONSUMER: Final = "ledger"
 PAYLOADS_CONSUMER: Final = "payloads"

@@ -43,6 +43,8 @@ IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themsel
 IDEMPOTENCY_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 claims
 QUOTAS_MAX_BYTES: Final = 256 * 1024 * 1024  # one entry of some 1 KB for each key and each team that has a limit
 FLEET_MAX_BYTES: Final = 1024 * 1024  # the controllers' lease
+BATCHES_MAX_AGE_S: Final = 3600  # of a lease that nobody renews
+BATCHES_MAX_BYTES: Final = 4 * 1024 * 1024  # some 10,000 leases
 
 NS: Final = 1_000_000_000
 CONSUMER_NOT_FOUND: Final = 10014
@@ -149,6 +151,10 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
         },
         {**_bucket(subjects.QUOTAS_BUCKET, bounds, storage="file", max_age_s=0), "max_bytes": QUOTAS_MAX_BYTES},
         {**_bucket(subjects.FLEET_BUCKET, bounds, storage="file", max_age_s=0), "max_bytes": FLEET_MAX_BYTES},
+        {
+            **_bucket(subjects.BATCHES_BUCKET, bounds, storage="file", max_age_s=BATCHES_MAX_AGE_S),
+            "max_bytes": BATCHES_MAX_BYTES,
+        },
         _object_bucket(subjects.ARTIFACTS_BUCKET, bounds, storage="file", max_age_s=0),
         {
             **_object_bucket(subjects.PROMPTS_BUCKET, bounds, storage="memory", max_age_s=PROMPT_MAX_AGE_S),

@@ -22,6 +22,7 @@ from web.errors import (
 )
 
 EXCHANGE_KEY: Final = "spillway.exchange"  # in the ASGI scope: the Exchange
+PRINCIPAL_KEY: Final = "spillway.principal"  # there, too, of a request that this process makes itself: whose it is
 
 encode_json = msgspec.json.Encoder().encode
 

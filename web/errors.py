@@ -116,8 +116,8 @@ class InvalidParameter(BadRequest):
 
     code = "invalid_value"
     other_codes = (
-        "empty_file", "file_in_use", "invalid_type", "missing_required_parameter", "prompt_too_long", "too_large",
-        "too_many_tokens", "too_many_values", "unsupported_parameter", "unsupported_schema_keyword",
+        "batch_is_over", "empty_file", "file_in_use", "invalid_type", "missing_required_parameter", "prompt_too_long",
+        "too_large", "too_many_tokens", "too_many_values", "unsupported_parameter", "unsupported_schema_keyword",
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from gateway.request.trace import Trace
 from gateway.settings import TimeoutSettings
 from protocol.clock import unix_now_ms
 from protocol.deadlines import shared_deadlines, wait_until_done
-from web.answers import EXCHANGE_KEY
+from web.answers import EXCHANGE_KEY, PRINCIPAL_KEY
 from web.errors import ApiError, InvalidApiKey, LedgerUnavailable, MissingScope
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class Exchange:
         self.refusal: ApiError | None = None  # what was answered instead of admitting a request
         self.trace: Trace | None = None  # None: traces are off
         self.style: AnswerStyle | None = None  # None: OpenAI's
+        self._principal: Principal | None = scope.get(PRINCIPAL_KEY)
         self._client: tuple[str, int] | None = scope.get("client")
         self._timeouts = timeouts
         self._send = send
@@ -110,6 +111,8 @@ class Exchange:
 
         Raises LedgerUnavailable for a key that is not known here and may be a new one.
         """
+        if self._principal is not None:
+            return self._principal
         scheme, _, token = self.headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             token = self.headers.get(b"x-api-key", b"").decode("latin-1")  # as Anthropic's clients send it

@@ -39,7 +39,7 @@ def upgrade() -> None:
 
 
 def create_batches() -> None:
-    texts = ("id", "surface", "tenant", "key_id", "key_name", "endpoint", "input_file_id")
+    texts = ("id", "surface", "tenant", "team_id", "key_id", "key_name", "endpoint", "input_file_id")
     op.create_table(
         "batches",
         *(sa.Column(name, sa.Text(), nullable=False) for name in texts),

@@ -1,0 +1,53 @@
+"""Putting the parts of files and batches together."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from accounts.keyring import KeyRing
+from batches.calling import Application
+from batches.feeder import Feeder
+from batches.files import Files
+from batches.room import Admission, Room
+from batches.run import Feeding
+from batches.services import BatchServices
+from batches.settings import BatchSettings
+from batches.storage.registry import open_storage
+from batches.store import Batches
+from protocol.bus import Bus
+
+INDEXES: Final = "batches"  # a folder below the data folder
+
+
+def open_batches(
+    settings: BatchSettings, data_dir: Path, database: AsyncEngine, keys: KeyRing, endpoints: frozenset[str]
+) -> BatchServices:
+    """Return what the routes work with. ``endpoints``: that a batch may be for."""
+    files = Files(database, open_storage(settings, data_dir))
+    return BatchServices(settings, data_dir / INDEXES, keys, files, Batches(database), endpoints, asyncio.Event())
+
+
+def make_feeder(
+    services: BatchServices,
+    bus: Bus,
+    application: Application,
+    admission: Admission,
+    *,
+    models: Mapping[str, str],
+    gateway_id: str,
+) -> Feeder:
+    """Return the feeder. ``models``: the configured model of each name and alias."""
+    feeding = Feeding(
+        settings=services.settings,
+        keys=services.keys,
+        files=services.files,
+        batches=services.batches,
+        application=application,
+        models=models,
+        room=Room(admission, services.settings),
+        folder=services.folder,
+    )
+    return Feeder(feeding, bus, gateway_id, services.changed)

@@ -1,0 +1,256 @@
+"""One batch, from its input file to its results, by the gateway that holds its lease."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from accounts.keyring import KeyRing
+from accounts.principal import Principal
+from batches.answers import Answer, Verdict, counts_of, verdict_of, wait_s
+from batches.calling import Application, call
+from batches.files import Files
+from batches.index import Index, IndexReport, IndexTask, make_index
+from batches.lines import CANCELLED, EXPIRED, Line, LineFailure, decode_line, decode_model, failure_line, response_line
+from batches.results import Results
+from batches.room import Room, Window
+from batches.settings import BatchSettings
+from batches.states import Status
+from batches.store import Batch, Batches, Counts
+from batches.validation import LineError
+from protocol.backoff import backoff_s, wait_for
+from protocol.clock import unix_now_ms
+from protocol.subjects import queue_of
+
+LONGEST_BACKOFF_S: Final = 30.0  # between two tries of a line that fails
+GRACE_S: Final = 10.0  # for stopped lines to end
+
+log = logging.getLogger(__name__)
+
+
+class Stop(Enum):
+    """Why no more lines are opened."""
+
+    CANCELLED = "its client has cancelled it"
+    EXPIRED = "its time is up"
+    REVOKED = "its key is no longer accepted"
+    LOST = "another gateway has it"
+    LEAVING = "this gateway shuts down"
+
+
+_FAILURES: Final = {
+    Stop.CANCELLED: LineFailure(CANCELLED, "The batch was cancelled before this request was answered."),
+    Stop.EXPIRED: LineFailure(EXPIRED, "This request could not be answered before the completion window expired."),
+}
+_ENDS: Final = {Stop.CANCELLED: Status.CANCELLED, Stop.EXPIRED: Status.EXPIRED, Stop.REVOKED: Status.FAILED}
+
+
+class Feeding(Struct, frozen=True):
+    """The parts of a gateway that feed batches."""
+
+    settings: BatchSettings
+    keys: KeyRing
+    files: Files
+    batches: Batches
+    application: Application
+    models: Mapping[str, str]  # the configured model of each name and alias
+    room: Room
+    folder: Path  # for indexes
+
+
+class BatchRun:
+    """Feeds one batch. Raises Lost where somebody else has taken it, and what SQL and the storage raise."""
+
+    def __init__(self, feeding: Feeding, batch: Batch) -> None:
+        """``batch``: as it was when it was taken."""
+        self.batch = batch
+        self._feeding = feeding
+        self._window = Window()
+        self._stop: Stop | None = None
+        self._gone = asyncio.Event()  # open lines are to end
+        self._wake = asyncio.Event()  # whoever waits is to look at ``_stop``
+        self._not_before_s = 0.0  # monotonic clock: until then there is no room
+        self._open: set[asyncio.Task[None]] = set()
+
+    def stop(self, why: Stop) -> None:
+        """Open no more lines, and end those that are open, but when the gateway leaves: it lets them end."""
+        self._stop = self._stop or why
+        self._wake.set()
+        if why is not Stop.LEAVING:
+            self._gone.set()
+
+    @property
+    def _principal(self) -> Principal | None:
+        principal = self._feeding.keys.holder_of(self.batch.key_id)
+        return None if principal is None or principal.has_expired(unix_now_ms()) else principal
+
+    async def run(self) -> bool:
+        """Feed it to its end; False: it is not over, and somebody else goes on."""
+        principal = self._principal
+        if principal is None:
+            return await self._end_revoked()
+        report = await self._index(principal)
+        if report.errors:
+            await self._end(Status.FAILED, report.errors)
+            return True
+        with contextlib.closing(Index(self._index_path)) as index, self._feeding.room.batch():
+            await self._feeding.batches.start(self.batch, report.total, report.models)
+            return await self._run(index, report.total)
+
+    @property
+    def _index_path(self) -> Path:
+        return self._feeding.folder / f"{self.batch.id}.{self.batch.epoch}.index"
+
+    async def _index(self, principal: Principal) -> IndexReport:
+        settings = self._feeding.settings
+        self._feeding.folder.mkdir(parents=True, exist_ok=True)
+        usable = {name: model for name, model in self._feeding.models.items() if principal.may_use(model)}
+        task = IndexTask(
+            str(self._index_path), self.batch.endpoint, usable, settings.max_lines, settings.max_line_bytes
+        )
+        return await make_index(task, self._feeding.files.content(self.batch.input_file_id))
+
+    async def _run(self, index: Index, total: int) -> bool:
+        feeding = self._feeding
+        done, number = await feeding.batches.done(self.batch)
+        results = Results(feeding.batches, feeding.files.storage, self.batch, number, feeding.settings.commit_s)
+        async with asyncio.TaskGroup() as group:
+            committing = group.create_task(results.run())
+            async for line_number, text in index.lines(done):
+                if not await self._may_open(text, results):
+                    break
+                task = group.create_task(self._run_line(line_number, text, results))
+                self._open.add(task)
+                task.add_done_callback(self._open.discard)
+            while self._open:
+                has_gone = self._gone.is_set()
+                _, open_still = await asyncio.wait(self._open, timeout=GRACE_S)
+                for task in open_still if has_gone else ():
+                    task.cancel()
+            committing.cancel()
+        await results.commit(lambda: self._stop is Stop.LOST)
+        done, _ = await feeding.batches.done(self.batch)
+        return await self._finish(index, results, complete=done.count == total)
+
+    async def _may_open(self, text: bytes, results: Results) -> bool:
+        """Wait until another line may be opened; False: none any more."""
+        room, window, size = self._feeding.room, self._window, len(text)
+        name = decode_model(text).body.model
+        model = self._feeding.models.get(name, name)
+        while self._stop is None:
+            principal = self._principal
+            if principal is None and not self._feeding.keys.may_be_old:
+                self.stop(Stop.REVOKED)
+                break
+            if principal is not None and results.has_room and time.monotonic() >= self._not_before_s:
+                queue = queue_of(model, trusted=principal.trusted_only)
+                if room.is_contended(queue):
+                    window.shrink()
+                elif len(self._open) < min(window.limit, room.share) and room.has_room(queue, size):
+                    return True
+            await room.wait()
+        return False
+
+    # --- one line -----------------------------------------------------------------------------------------------------
+
+    async def _run_line(self, number: int, text: bytes, results: Results) -> None:
+        line = decode_line(text)
+        with self._feeding.room.line(len(text)):
+            answer = await self._answer(line)
+        if answer is None:
+            return
+        if answer.status == 200:
+            self._window.grow(self._feeding.room.share)
+            counts = counts_of(answer)
+        else:
+            counts = Counts(failed=1)
+        respond = partial(response_line, status=answer.status, request_id=answer.request_id, body=answer.body)
+        results.add(number, respond(self.batch.id, number, line.custom_id), counts)
+
+    async def _answer(self, line: Line) -> Answer | None:
+        """Ask until there is an answer that stands; None: there is none, as the feeding stops."""
+        tries = 0
+        for backoff in backoff_s(LONGEST_BACKOFF_S):
+            answer = await self._ask(line)
+            if answer is None:
+                return None
+            verdict = verdict_of(answer)
+            if verdict in {Verdict.ANSWERED, Verdict.FAILED}:
+                return answer
+            if verdict is Verdict.REVOKED:
+                self.stop(Stop.REVOKED)
+                return None
+            tries += verdict is Verdict.AGAIN
+            if tries >= self._feeding.settings.max_line_tries:
+                return answer
+            pause_s = backoff
+            if verdict is Verdict.REFUSED:
+                pause_s = wait_s(answer)
+                self._window.shrink()
+                self._not_before_s = max(self._not_before_s, time.monotonic() + pause_s)
+            if self._stop is not None or await wait_for(self._wake, pause_s):
+                return None
+        raise AssertionError("unreachable")
+
+    async def _ask(self, line: Line) -> Answer | None:
+        principal = self._principal
+        left_ms = self.batch.expires_unix_ms - unix_now_ms()
+        if principal is None or left_ms <= 0:
+            return None
+        return await call(
+            self._feeding.application,
+            self.batch.endpoint,
+            bytes(line.body),
+            principal,
+            deadline_ms=left_ms,
+            gone=self._gone,
+        )
+
+    # --- its end ------------------------------------------------------------------------------------------------------
+
+    async def _finish(self, index: Index, results: Results, *, complete: bool) -> bool:
+        stop = self._stop
+        if complete:
+            await self._feeding.batches.finalizing(self.batch)
+            await self._end(Status.CANCELLED if stop is Stop.CANCELLED else Status.COMPLETED)
+            return True
+        if stop is Stop.REVOKED:
+            return await self._end_revoked()
+        if stop is None or stop not in _ENDS:
+            return False
+        await self._give_up(index, results, _FAILURES[stop])
+        await self._end(_ENDS[stop])
+        return True
+
+    async def _give_up(self, index: Index, results: Results, why: LineFailure) -> None:
+        """Let the error file say of all lines that are not done why they are not."""
+        done, _ = await self._feeding.batches.done(self.batch)
+        async for number, text in index.lines(done):
+            failure = failure_line(self.batch.id, number, decode_line(text).custom_id, why)
+            results.add(number, failure, Counts(failed=1))
+            if not results.has_room:
+                await results.commit()
+        await results.commit()
+
+    async def _end_revoked(self) -> bool:
+        if self._feeding.keys.may_be_old:
+            return False
+        message = f"The API key '{self.batch.key_name}' of this batch is no longer accepted. What was done is kept."
+        await self._end(Status.FAILED, [LineError("key_revoked", message)])
+        return True
+
+    async def _end(self, status: Status, errors: list[LineError] | None = None) -> None:
+        feeding = self._feeding
+        await feeding.batches.end(self.batch, status, feeding.settings.file_ttl_s, errors or ())
+        for file_id in self.batch.result_ids:  # parts of those who died before SQL knew of them
+            known = await feeding.batches.objects(file_id)
+            for name in await feeding.files.storage.names(f"{file_id}/"):
+                if name not in known:
+                    await feeding.files.storage.delete(name)

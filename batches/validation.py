@@ -1,0 +1,81 @@
+"""Validation of an input file, line by line: what is wrong before anything runs. Pure."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+MAX_CUSTOM_ID_CHARS: Final = 512
+GUESSED_TOKENS: Final = 256  # of an answer, where the line does not say how many it may have
+CHARS_PER_TOKEN: Final = 4
+
+
+class LineError(Struct, frozen=True):
+    """Why a batch failed, as OpenAI has it; ``line`` counts from 1, None: the whole file."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class Wrong(Exception):
+    """A line cannot be run."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+class Request(Struct, frozen=True):
+    """A valid line."""
+
+    custom_id: str
+    model: str  # configured
+    body: dict[str, Any]
+
+    @property
+    def estimated_tokens(self) -> int:
+        """What it may cost, prompt and answer, as far as that can be seen from here."""
+        limits = (self.body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+        most = next((limit for limit in limits if isinstance(limit, int)), GUESSED_TOKENS)
+        return len(msgspec.json.encode(self.body)) // CHARS_PER_TOKEN + most
+
+
+def check_line(text: bytes, endpoint: str, models: Mapping[str, str]) -> Request:
+    """Check one line. ``models``: the configured model of each name that may be used. Raises Wrong."""
+    try:
+        line = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Wrong("invalid_json_line", "This line is not parseable as valid JSON.") from error
+    if not isinstance(line, dict):
+        raise Wrong("invalid_json_line", "This line is no JSON object.")
+    for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
+        if line.get(name) is None:
+            raise Wrong("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
+        if not isinstance(line[name], kind):
+            raise Wrong("invalid_type", f"'{name}' must be {'an object' if kind is dict else 'a string'}.", name)
+    custom_id, body = line["custom_id"], line["body"]
+    if not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        raise Wrong("invalid_custom_id", f"It must have 1 to {MAX_CUSTOM_ID_CHARS} characters.", "custom_id")
+    if line["method"] != "POST":
+        raise Wrong("invalid_method", "Only POST is supported.", "method")
+    if line["url"] != endpoint:
+        raise Wrong("invalid_url", f"The URL must be the batch's endpoint, {endpoint}.", "url")
+    return Request(custom_id, _checked_model(body, models), body)
+
+
+def _checked_model(body: Mapping[str, Any], models: Mapping[str, str]) -> str:
+    name = body.get("model")
+    if name is None:
+        raise Wrong("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
+    if not isinstance(name, str) or name not in models:
+        message = f"The model `{str(name)[:100]}` does not exist or you do not have access to it."
+        raise Wrong("model_not_found", message, "body.model")
+    if body.get("stream"):
+        raise Wrong("invalid_value", "A line of a batch cannot be streamed.", "body.stream")
+    if body.get("background"):
+        raise Wrong("invalid_value", "A line of a batch is in the background already.", "body.background")
+    return models[name]

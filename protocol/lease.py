@@ -1,0 +1,68 @@
+"""The right of one process among several to do something, by an entry in NATS' key-value store.
+
+The entry has its holder and its end by the queue server's clock, and is replaced only by whoever has read what is
+there. A holder that cannot renew it in time stops acting before another may begin. What that does not catch is a holder
+that is frozen between its look at the lease and what it does then: whoever acts must bear that once.
+"""
+
+import base64
+import time
+from typing import Final
+
+import msgspec
+
+from protocol import subjects
+from protocol.bus import Bus
+
+SLACK_S: Final = 3.0  # between the end of a lease for its holder and for others
+CALL_LIMIT_S: Final = 2.0
+
+
+class LeaseEntry(msgspec.Struct, frozen=True):
+    """The entry."""
+
+    holder: str
+    until_unix_s: float
+
+
+class Lease:
+    """One process's view of a lease."""
+
+    def __init__(self, bus: Bus, bucket: str, key: str, holder: str, *, lease_s: float) -> None:
+        self._bus = bus
+        self._stream = f"KV_{bucket}"
+        self._subject = subjects.kv_subject(bucket, key)
+        self._holder = holder
+        self._lease_s = lease_s
+        self._until_s = 0.0  # monotonic clock
+
+    @property
+    def is_held(self) -> bool:
+        """True while the lease is surely ours."""
+        return time.monotonic() < self._until_s
+
+    async def renew(self) -> bool:
+        """Renew the lease, or take it if it is free; False where it is another's. Raises BusError."""
+        began_s = time.monotonic()
+        taken = await self._take()
+        if taken:
+            self._until_s = began_s + self._lease_s
+        return taken
+
+    async def release(self) -> None:
+        """Let another one have it at once. Raises BusError."""
+        if self.is_held:
+            self._until_s = 0.0
+            await self._bus.publish(self._subject, msgspec.json.encode(LeaseEntry("", 0.0)))
+
+    async def _take(self) -> bool:
+        found = await self._bus.get_message(self._stream, last_by_subj=self._subject)
+        now_s = self._bus.clock.now_s()
+        sequence = 0
+        if found is not None:
+            sequence = int(found["seq"])
+            entry = msgspec.json.decode(base64.b64decode(found["data"]), type=LeaseEntry)
+            if entry.holder not in ("", self._holder) and entry.until_unix_s + SLACK_S > now_s:
+                return False
+        mine = msgspec.json.encode(LeaseEntry(self._holder, now_s + self._lease_s))
+        return await self._bus.compare_and_set(self._subject, mine, sequence, timeout_s=CALL_LIMIT_S) is not None

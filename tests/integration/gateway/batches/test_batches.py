@@ -1,0 +1,216 @@
+"""``/v1/batches`` as OpenAI's client drives it: from a file of lines to files of results."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from accounts.keys import revoke_key
+from db.engine import create_engine
+from protocol import subjects
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
+from tests.waiting import HANGS_S
+
+CHAT = "/v1/chat/completions"
+QUICK = {"poll_s": 0.05, "commit_s": 0.1, "lease_s": 1.0}
+OVER = {"completed", "failed", "expired", "cancelled"}
+
+
+def line(custom_id: str, text: str = "hi", **change: Any) -> dict[str, Any]:
+    body = {"model": "short", "messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": {**body, **change}}
+
+
+async def submit(client: openai.AsyncOpenAI, lines: Iterable[Any], **rest: Any) -> Batch:
+    text = "".join(one if isinstance(one, str) else json.dumps(one) + "\n" for one in lines)
+    file = await client.files.create(file=("lines.jsonl", text.encode()), purpose="batch")
+    options: dict[str, Any] = {"endpoint": CHAT, "completion_window": "24h", **rest}
+    return await client.batches.create(input_file_id=file.id, **options)
+
+
+async def over(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
+    async with asyncio.timeout(HANGS_S):
+        while (found := await client.batches.retrieve(batch.id)).status not in OVER:
+            await asyncio.sleep(0.05)
+    return found
+
+
+async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
+    """The lines of a result file by custom_id; each once."""
+    if file_id is None:
+        return {}
+    lines = [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
+    assert len({one["id"] for one in lines}) == len({one["custom_id"] for one in lines}) == len(lines)
+    return {one["custom_id"]: one for one in lines}
+
+
+@pytest.fixture
+async def gateway(start_gateway: Start) -> GatewayUnderTest:
+    return await start_gateway(batches=QUICK)
+
+
+@pytest.fixture
+async def client(gateway: GatewayUnderTest) -> AsyncIterator[openai.AsyncOpenAI]:
+    await gateway.add_worker()
+    return gateway.client()
+
+
+async def test_from_lines_to_results(start_gateway: Start, database_url: str) -> None:
+    gateway = await start_gateway(database_url=database_url, batches=QUICK)
+    await gateway.add_worker()
+    client = gateway.client()
+    wrong = line("wrong", temperature=9)
+    batch = await submit(client, [line("b"), wrong, "\n", line("a", "bonjour")], metadata={"run": "7"})
+    assert (batch.status, batch.completion_window, batch.metadata) == ("validating", "24h", {"run": "7"})
+    assert batch.expires_at == batch.created_at + 24 * 3600
+    done = await over(client, batch)
+    assert done.status == "completed"
+    assert done.model == MODEL
+    assert done.request_counts is not None
+    assert done.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
+    answers, errors = await results(client, done.output_file_id), await results(client, done.error_file_id)
+    assert set(answers) == {"a", "b"}
+    assert set(errors) == {"wrong"}
+    response = answers["a"]["response"]
+    assert response["status_code"] == 200
+    assert response["body"]["choices"][0]["message"]["content"] == "Hello world"
+    assert response["body"]["service_tier"] == "flex"
+    assert errors["wrong"]["response"]["status_code"] == 400
+    assert errors["wrong"]["response"]["body"]["error"]["param"] == "temperature"
+    assert answers["a"]["error"] is None
+    records = {record.request_id: record for record in await gateway.records(2)}
+    assert {answer["response"]["request_id"] for answer in answers.values()} == set(records)
+    assert done.usage is not None
+    assert done.usage.input_tokens == sum(record.prompt_tokens for record in records.values())
+    assert done.usage.output_tokens == sum(record.completion_tokens for record in records.values())
+    file = await client.files.retrieve(done.output_file_id or "")
+    assert file.purpose == "batch_output"
+    assert file.bytes == len((await client.files.content(file.id)).content)
+    assert [found.id async for found in client.batches.list(limit=1)] == [batch.id]
+
+
+async def test_wrong_lines_fail_the_batch_before_anything_runs(client: openai.AsyncOpenAI) -> None:
+    wrong = [
+        "no json\n",
+        {**line("2"), "method": "GET"},
+        {**line("3"), "url": "/v1/embeddings"},
+        line("4", model="other"),
+        {"method": "POST", "url": CHAT, "body": {}},
+        line("6", stream=True),
+        line("7"),
+    ]
+    done = await over(client, await submit(client, wrong))
+    assert (done.status, done.output_file_id, done.error_file_id) == ("failed", None, None)
+    assert done.errors is not None
+    assert [(error.line, error.code, error.param) for error in done.errors.data or []] == [
+        (1, "invalid_json_line", None),
+        (2, "invalid_method", "method"),
+        (3, "invalid_url", "url"),
+        (4, "model_not_found", "body.model"),
+        (5, "missing_required_parameter", "custom_id"),
+        (6, "invalid_value", "body.stream"),
+    ]
+    twice = await over(client, await submit(client, [line("same"), line("other"), line("same")]))
+    assert twice.errors is not None
+    assert [(error.line, error.code, error.param) for error in twice.errors.data or []] == [
+        (3, "duplicate_custom_id", "custom_id")
+    ]
+    empty = await over(client, await submit(client, ["\n"]))
+    assert empty.errors is not None
+    assert [error.code for error in empty.errors.data or []] == ["empty_file"]
+
+
+async def test_what_cannot_be_created(client: openai.AsyncOpenAI) -> None:
+    file = await client.files.create(file=b"{}\n", purpose="batch")
+    good: dict[str, Any] = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    for change, param in (
+        ({"input_file_id": "file-nothing"}, "input_file_id"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
+    ):
+        with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as caught:
+            await client.batches.create(**{**good, **change})
+        assert caught.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        await client.batches.retrieve("batch_nothing")
+
+
+async def test_a_cancelled_batch_keeps_what_is_done(gateway: GatewayUnderTest) -> None:
+    async def answer(attempt: Attempt) -> None:
+        await (until_cancelled if len(attempt.prompt_ids) > 60 else answer_hello)(attempt)
+
+    await gateway.add_worker(script=answer)
+    client = gateway.client()
+    batch = await submit(client, [line("quick"), line("slow", "x" * 100)])
+    async with asyncio.timeout(HANGS_S):
+        while (counts := (await client.batches.retrieve(batch.id)).request_counts) is None or not counts.completed:
+            await asyncio.sleep(0.05)
+    with pytest.raises(openai.BadRequestError):
+        await client.files.delete(batch.input_file_id)
+    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    done = await over(client, batch)
+    assert (done.status, done.cancelled_at is not None) == ("cancelled", True)
+    assert set(await results(client, done.output_file_id)) == {"quick"}
+    left = await results(client, done.error_file_id)
+    assert left["slow"]["error"]["code"] == "batch_cancelled"
+    with pytest.raises(openai.BadRequestError):
+        await client.batches.cancel(batch.id)
+    assert (await client.files.delete(batch.input_file_id)).deleted
+
+
+async def test_what_is_not_done_in_time_is_given_up(gateway: GatewayUnderTest) -> None:
+    await gateway.add_worker(script=until_cancelled)
+    client = gateway.client()
+    batch = await submit(client, [line(str(number)) for number in range(40)])
+    engine = create_engine(gateway.settings.database_url)
+    async with engine.begin() as connection:
+        await connection.exec_driver_sql("UPDATE batches SET expires_unix_ms = created_unix_ms")
+    await engine.dispose()
+    done = await over(client, batch)
+    assert (done.status, done.output_file_id) == ("expired", None)
+    left = await results(client, done.error_file_id)
+    assert set(left) == {str(number) for number in range(40)}
+    assert {one["error"]["code"] for one in left.values()} == {"batch_expired"}
+
+
+async def test_a_revoked_key_fails_its_batch(gateway: GatewayUnderTest) -> None:
+    await gateway.add_worker(script=until_cancelled)
+    client = gateway.client()
+    batch = await submit(client, [line("1")])
+    await gateway.bus.client.flush()
+    engine = create_engine(gateway.settings.database_url)
+    await revoke_key(engine, "test 0", "cli:test")
+    await gateway.bus.publish(subjects.KEYS_CHANGED_SUBJECT, b"")
+    async with asyncio.timeout(HANGS_S):
+        while True:
+            async with engine.connect() as connection:
+                found = await connection.exec_driver_sql("SELECT status, errors FROM batches")
+                status, errors = found.one()
+            if status in OVER:
+                break
+            await asyncio.sleep(0.05)
+    await engine.dispose()
+    assert (status, json.loads(errors)[0]["code"]) == ("failed", "key_revoked")
+    assert batch.id
+
+
+async def test_another_gateway_goes_on(start_gateway: Start) -> None:
+    """The first one is told to end in the middle of it."""
+    first = await start_gateway(batches=QUICK)
+    second = await start_gateway(batches=QUICK)
+    await first.add_worker()
+    client = first.client()
+    lines = [line(str(number), "x" * (number % 7)) for number in range(300)]
+    batch = await submit(client, lines)
+    await first.end()
+    client = second.client(api_key=first.key)
+    done = await over(client, batch)
+    assert done.status == "completed"
+    assert set(await results(client, done.output_file_id)) == {str(number) for number in range(300)}
