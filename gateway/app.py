@@ -36,7 +36,9 @@ from web.errors import InvalidParameter
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-BATCH_ENDPOINTS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+BATCH_ENDPOINTS: Final = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses"}
+)
 PREFLIGHT_AGE_S: Final = 600
 # What a page of another site can read of an answer besides its body.
 EXPOSED_HEADERS: Final = (

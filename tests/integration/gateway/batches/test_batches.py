@@ -94,6 +94,22 @@ async def test_from_lines_to_results(start_gateway: Start, database_url: str) ->
     assert [found.id async for found in client.batches.list(limit=1)] == [batch.id]
 
 
+async def test_every_endpoint_that_generates(client: openai.AsyncOpenAI) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    }
+    for url, body in bodies.items():
+        one = {"custom_id": "1", "method": "POST", "url": url, "body": {"model": MODEL, **body}}
+        done = await over(client, await submit(client, [one], endpoint=url))
+        answer = (await results(client, done.output_file_id))["1"]["response"]
+        assert (done.status, answer["status_code"]) == ("completed", 200)
+        assert "Hello world" in json.dumps(answer["body"])
+        assert done.usage is not None
+        assert done.usage.output_tokens == 2
+
+
 async def test_wrong_lines_fail_the_batch_before_anything_runs(client: openai.AsyncOpenAI) -> None:
     wrong = [
         "no json\n",
