@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from gateway.api.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
-from gateway.api.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from gateway.api.schema import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from gateway.http.failures import FAILURES, RequestFailed
 from surfaces.messages import CountTokensRequest, MessagesRequest
 from surfaces.responses import ResponsesRequest
@@ -76,7 +76,7 @@ def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, A
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     bodies: Sequence[type[Body]] = (
         ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest,
-        MessagesRequest, CountTokensRequest, ResponsesRequest, *further_bodies,
+        DetokenizeRequest, MessagesRequest, CountTokensRequest, ResponsesRequest, *further_bodies,
     )  # fmt: skip
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     components = schema.setdefault("components", {})
@@ -134,9 +134,12 @@ def _errors_of(path: str) -> Sequence[type[ApiError]]:
         return OF_FILES
     if path.startswith("/v1/models"):
         return OF_MODELS
-    return {"/tokenize": WITH_LIMITS, "/v1/messages/count_tokens": WITH_LIMITS, "/metrics": WITH_KEY}.get(
-        path, EVERYWHERE
-    )
+    return {
+        "/tokenize": WITH_LIMITS,
+        "/detokenize": WITH_LIMITS,
+        "/v1/messages/count_tokens": WITH_LIMITS,
+        "/metrics": WITH_KEY,
+    }.get(path, EVERYWHERE)
 
 
 def _set_errors(operation: dict[str, Any], kinds: Iterable[type[ApiError]]) -> None:

@@ -12,7 +12,7 @@ from accounts.principal import Principal
 from gateway.api.calls import ChatCall
 from gateway.api.form import tools_for_template
 from gateway.api.rate_limits import reserve_place
-from gateway.api.schema import TokenizeRequest, parse_tokenize
+from gateway.api.schema import DetokenizeRequest, TokenizeRequest, parse_tokenize
 from gateway.api.services import Services
 from gateway.http.exchange import Exchange, exchange_of
 from gateway.limits.request_limits import check_shape
@@ -20,6 +20,7 @@ from surfaces.messages import counted_chat, model_row
 from tokens.model_tokens import ModelTokens
 from web.answers import body_schema, encode_json, json_answer
 from web.body import check_values
+from web.schema import parse_body
 
 VERSION: Final = metadata.version("spillway")
 
@@ -146,6 +147,11 @@ def tokenize_router(services: Services) -> APIRouter:
         """Return the token ids of a prompt or a conversation, exactly as a generating call counts them."""
         return await _counted(services, exchange_of(request), _tokenized)
 
+    @router.post("/detokenize", openapi_extra=body_schema("DetokenizeRequest"))
+    async def detokenize(request: Request) -> Response:
+        """Return the text of token ids."""
+        return await _counted(services, exchange_of(request), _detokenized)
+
     return router
 
 
@@ -199,7 +205,15 @@ def _read_tokenize(body: bytes) -> TokenizeRequest:
     return parse_tokenize(body)
 
 
-def _model_named(services: Services, body: TokenizeRequest, principal: Principal) -> str:
+async def _detokenized(services: Services, exchange: Exchange, principal: Principal) -> Response:
+    pool, tenant = services.catalog.pool, principal.tenant
+    body = await services.bodies.read(tenant, exchange.receive, exchange.headers)
+    request = await pool.run(tenant, len(body), partial(parse_body, DetokenizeRequest, body), is_quick=True)
+    tokens = services.catalog.tokens_of(_model_named(services, request, principal)).of_tenant(tenant)
+    return json_answer({"prompt": await tokens.decode(request.tokens)})
+
+
+def _model_named(services: Services, body: TokenizeRequest | DetokenizeRequest, principal: Principal) -> str:
     """Return the model named, or else the first that the key may use."""
     usable = (name for name in services.catalog.models if principal.may_use(name))
     return services.catalog.canonical_name(body.model or next(usable, ""), principal)

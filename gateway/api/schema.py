@@ -275,6 +275,13 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = None
 
 
+class DetokenizeRequest(Body):
+    """Body of POST /detokenize, as vLLM has it."""
+
+    model: Annotated[str | None, Field(min_length=1, max_length=512)] = None
+    tokens: list[TokenId]
+
+
 def parse_chat(body: bytes) -> ChatCompletionRequest:
     """Validate a chat body. Raises MalformedJson or InvalidParameter."""
     request = parse_body(ChatCompletionRequest, body)

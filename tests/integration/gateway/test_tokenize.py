@@ -54,6 +54,15 @@ async def test_tokenize_counts_as_the_engine_will(start_gateway: Start) -> None:
     assert worker.attempts[0].prompt_ids == chat["tokens"]
 
 
+async def test_token_ids_become_their_text_again(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    async with client_of(gateway) as client:
+        ids = (await client.post("/tokenize", json={"prompt": "Grüße", "add_special_tokens": False})).json()["tokens"]
+        assert (await client.post("/detokenize", json={"tokens": ids})).json() == {"prompt": "Grüße"}
+        refused = await client.post("/detokenize", json={"model": MODEL, "tokens": [-1]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens.0")
+
+
 async def test_a_long_prompt_does_not_hold_others_up(start_gateway: Start) -> None:
     """Others are answered again and again while a megabyte is counted; all in one turn they would not be."""
     gateway = await with_long_context(start_gateway)
