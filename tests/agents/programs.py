@@ -73,6 +73,20 @@ OPENCODE = Agent(
 )
 
 
+def _patch(path: Path, old: str, new: str) -> Turn:
+    [line] = [line for line in path.read_text().splitlines() if old in line]
+    patch = f"*** Begin Patch\n*** Update File: {path.name}\n@@\n-{line}\n+{line.replace(old, new)}\n*** End Patch\n"
+    return _call("exec_command", cmd=f"apply_patch <<'EOP'\n{patch}EOP")
+
+
+CODEX = Agent(
+    "codex",
+    lambda path: _call("exec_command", cmd=f"cat {path}"),
+    _patch,
+    lambda command: _call("exec_command", cmd=command),
+    ("toml", ".codex/config.toml"),
+)
+
 CLAUDE_CODE = Agent(
     "claude-code",
     lambda path: _call("Read", file_path=str(path)),
@@ -80,4 +94,4 @@ CLAUDE_CODE = Agent(
     lambda command: _call("Bash", command=command, description="Run it"),
 )
 
-AGENTS = {agent.name: agent for agent in (OPENCODE, CLAUDE_CODE)}
+AGENTS = {agent.name: agent for agent in (OPENCODE, CODEX, CLAUDE_CODE)}

@@ -123,3 +123,19 @@ def test_a_namespace_of_tools(client: openai.OpenAI, spillway: PlayedSystem) -> 
     done = client.responses.create(model=spillway.model, input=f"{QUESTION} {spillway.play(turn)}", tools=tools)
     call = done.output[-1]
     assert (call.type, call.name, call.namespace) == ("function_call", TOOL_NAME, "water")
+
+
+async def test_the_async_client(spillway: PlayedSystem) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{spillway.url}/v1", api_key=spillway.api_key) as client:
+        stream = await client.responses.create(model=spillway.model, input=QUESTION, stream=True, store=False)
+        pieces = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(pieces) == NO_PLAY
+
+
+def test_errors_are_of_its_own_types(client: openai.OpenAI, spillway: PlayedSystem) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.responses.create(model=spillway.model, input=QUESTION, temperature=3)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.responses.create(model="gpt-9", input=QUESTION)
+    assert unknown.value.code == "model_not_found"

@@ -1,0 +1,47 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import OpenAI from "openai";
+import { zodTextFormat } from "openai/helpers/zod";
+import { z } from "zod";
+
+import * as asked from "./asked.mjs";
+
+const client = new OpenAI({ baseURL: `${asked.url}/v1`, apiKey: asked.apiKey, maxRetries: 0 });
+const ask = { model: asked.model, store: false };
+const tools = [{ type: "function", name: asked.toolName, description: asked.toolText, parameters: asked.parameters, strict: true }];
+
+test("an answer and its stream", async () => {
+  const whole = await client.responses.create({ ...ask, input: asked.question });
+  assert.equal(whole.output_text, asked.noPlay);
+  const pieces = [];
+  const stream = client.responses.stream({ ...ask, input: asked.question });
+  stream.on("response.output_text.delta", ({ delta }) => pieces.push(delta));
+  const last = await stream.finalResponse();
+  assert.ok(pieces.length > 1);
+  assert.equal(pieces.join(""), asked.noPlay);
+  assert.deepEqual(last.usage, whole.usage);
+});
+
+test("a round trip through a tool", async () => {
+  const input = [{ role: "user", content: asked.plays.tool }];
+  const called = await client.responses.create({ ...ask, input, tools });
+  assert.equal(called.output_text, asked.said);
+  const call = called.output.find((item) => item.type === "function_call");
+  assert.deepEqual([call.name, JSON.parse(call.arguments)], [asked.toolName, asked.toolArguments]);
+  input.push(...called.output, { type: "function_call_output", call_id: call.call_id, output: asked.result });
+  assert.equal((await client.responses.create({ ...ask, input, tools })).output_text, asked.answer);
+});
+
+test("a structured answer", async () => {
+  const Reading = z.object({ river: z.enum(["Elbe", "Rhine"]), level_cm: z.int() });
+  const text = { format: zodTextFormat(Reading, "reading") };
+  const parsed = await client.responses.parse({ ...ask, input: asked.plays.read, text });
+  assert.deepEqual(parsed.output_parsed, asked.reading);
+});
+
+test("errors are of its own types", async () => {
+  const unknown = await client.responses.create({ ...ask, model: "gpt-9", input: "?" }).catch((error) => error);
+  assert.ok(unknown instanceof OpenAI.NotFoundError);
+  assert.equal(unknown.code, "model_not_found");
+});
