@@ -1,13 +1,14 @@
 """The questions: a seeded mix of requests that covers everything a failover must preserve.
 
 plain text · stop strings · log-probabilities · several choices · greedy and seeded sampling · streamed or whole ·
-chat and plain completions · usage in the stream
+chat and plain completions · usage in the stream · the same as Responses and as Messages
 """
 
 import random
 from dataclasses import dataclass
 from typing import Any
 
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 END_TOKEN = "2"  # the demo model's
 SUBJECTS = ("rivers", "queues", "bridges", "harbours", "kettles", "lanterns", "tides", "maps", "clocks", "gardens")
 STOPS = ([" the", " over"], [" queue now"], [". "], [" you", " work"])
@@ -35,11 +36,23 @@ class Question:
 
 
 def questions(
-    seed: int, count: int, model: str, *, scripted: bool, tokens: tuple[int, int], greedy: bool = False
+    seed: int,
+    count: int,
+    model: str,
+    *,
+    scripted: bool,
+    tokens: tuple[int, int],
+    greedy: bool = False,
+    surfaces: bool = True,
 ) -> list[Question]:
-    """Make the mix; ``tokens`` bounds the length of an answer. ``greedy``: what all makes of engine share."""
+    """Make the mix; ``tokens`` bounds the length of an answer. ``greedy``: what all makes of engine share.
+
+    ``surfaces``: some as Responses and Messages.
+    """
     rng = random.Random(f"mix {seed}")
     made = [_question(rng, number, model, scripted=scripted, tokens=tokens) for number in range(count)]
+    if surfaces and not greedy:
+        made = [_on_a_surface(question) if question.number % 3 == 0 else question for question in made]
     return [_greedy(question) for question in made] if greedy else made
 
 
@@ -75,6 +88,19 @@ def _question(rng: random.Random, number: int, model: str, *, scripted: bool, to
     if is_chat:
         return Question(number, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]})
     return Question(number, "/v1/completions", {**body, "prompt": text})
+
+
+def _on_a_surface(question: Question) -> Question:
+    """The same for another API, where it is a chat; no such API has a seed, so nothing is left to chance."""
+    body = question.body
+    if "messages" not in body or body.keys() & {"n", "logprobs", "stop"}:
+        return question
+    kept = {name: body[name] for name in ("model", "stream") if name in body} | {"temperature": 0}
+    [message] = body["messages"]
+    if question.number % 2:
+        said = [{**message, "content": [{"type": "text", "text": message["content"]}]}]
+        return Question(question.number, MESSAGES, {**kept, "max_tokens": body["max_tokens"], "messages": said})
+    return Question(question.number, RESPONSES, {**kept, "max_output_tokens": body["max_tokens"], "input": [message]})
 
 
 def _sampling(rng: random.Random) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.http_client import Exchange
-from tests.chaos.mix import Question
+from tests.chaos.mix import MESSAGES, RESPONSES, Question
 
 _WORD = re.compile(r"\s*\S+|\s+$")
 
@@ -62,7 +62,9 @@ def read(question: Question, reply: Exchange) -> Answer:
     if reply.status != 200:
         raise BadAnswer(f"HTTP {reply.status}: {reply.body[:300].decode(errors='replace')}")
     answer = Answer([Choice() for _ in range(question.choices)], None)
-    if question.streams:
+    if question.path in {MESSAGES, RESPONSES}:
+        _read_surface(question, reply, answer)
+    elif question.streams:
         _read_stream(reply, answer)
     else:
         _read_whole(json.loads(reply.body), answer)
@@ -73,7 +75,8 @@ def read(question: Question, reply: Exchange) -> Answer:
 
 def arrivals(reply: Exchange) -> list[float]:
     """Return the arrival times of a stream's chunks with content, so far."""
-    return [arrived_s for arrived_s, event in _events(reply) if b'"content":' in event or b'"text":' in event]
+    told = (b'"content":', b'"text":', b'"delta":')
+    return [arrived_s for arrived_s, event in _events(reply) if any(field in event for field in told)]
 
 
 def _events(reply: Exchange) -> list[tuple[float, bytes]]:
@@ -81,8 +84,14 @@ def _events(reply: Exchange) -> list[tuple[float, bytes]]:
     rest = b""
     for arrived_s, piece in reply.pieces:
         *events, rest = (rest + piece).split(b"\n\n")
-        found += [(arrived_s, event[6:]) for event in events if event.startswith(b"data: ")]
+        found += [(arrived_s, data) for event in events if (data := _data_of(event)) is not None]
     return found
+
+
+def _data_of(event: bytes) -> bytes | None:
+    """The data of an event, which some APIs name in a line of its own; None of a comment."""
+    lines = [line[6:] for line in event.split(b"\n") if line.startswith(b"data: ")]
+    return lines[0] if lines else None
 
 
 def _read_stream(reply: Exchange, answer: Answer) -> None:
@@ -102,6 +111,50 @@ def _read_stream(reply: Exchange, answer: Answer) -> None:
                 answer.arrivals_s.append(arrived_s)
     if not ended:
         raise BadAnswer(f"the stream ended without [DONE]: {reply.body[-200:]!r}")
+
+
+def _read_surface(question: Question, reply: Exchange, answer: Answer) -> None:
+    """Read an answer of Messages or Responses; of a stream, what its events add up to, and their order."""
+    if question.streams:
+        events = [(arrived_s, json.loads(event)) for arrived_s, event in _events(reply)]
+        body = (_message_of if question.path == MESSAGES else _response_of)([event for _, event in events])
+        answer.arrivals_s = [at_s for at_s, event in events if event["type"].endswith("delta") and "usage" not in event]
+    else:
+        body = json.loads(reply.body)
+    [choice] = answer.choices
+    blocks = (
+        body["content"] if question.path == MESSAGES else [part for item in body["output"] for part in item["content"]]
+    )
+    choice.text = "".join(block["text"] for block in blocks)
+    choice.finish_reason = body["stop_reason"] if question.path == MESSAGES else str(body["status"])
+    usage = body["usage"]
+    cached = usage.get("cache_read_input_tokens", 0)
+    counts = usage["input_tokens"] + cached, usage["output_tokens"]
+    answer.usage = {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
+
+
+def _message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    kinds = [event["type"] for event in events]
+    if kinds[:1] != ["message_start"] or kinds[-2:] != ["message_delta", "message_stop"]:
+        raise BadAnswer(f"the events are no whole message: {kinds[:2]} … {kinds[-2:]}")
+    message: dict[str, Any] = events[0]["message"] | events[-2]["delta"] | {"usage": events[-2]["usage"]}
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            message["content"][event["index"]]["text"] += event["delta"]["text"]
+    return message
+
+
+def _response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    numbers = [event["sequence_number"] for event in events]
+    if numbers != list(range(len(events))) or events[-1]["type"] not in {"response.completed", "response.incomplete"}:
+        raise BadAnswer(f"the events are no whole response: {numbers}, {events[-1]}")
+    response: dict[str, Any] = events[-1]["response"]
+    told = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    if told != "".join(part["text"] for item in response["output"] for part in item["content"]):
+        raise BadAnswer("the deltas are not the response")
+    return response
 
 
 def _read_whole(body: dict[str, Any], answer: Answer) -> None:

@@ -73,7 +73,15 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
     is_real = plan.scenario.needs_real_servers
     is_scripted = shape.engine == "scripted" and not shape.servers
     tokens = REAL_SERVER_TOKENS if is_real else plan.scenario.answer_tokens
-    asked = questions(plan.seed, plan.distinct, MODEL, scripted=is_scripted, tokens=tokens, greedy=is_real)
+    asked = questions(
+        plan.seed,
+        plan.distinct,
+        MODEL,
+        scripted=is_scripted,
+        tokens=tokens,
+        greedy=is_real,
+        surfaces=plan.scenario.surfaces and not shape.servers,
+    )
     async with System(folder, shape) as system:
         load = Load(system.port, system.api_key, lambda: system.gateway_killed_s)
         try:

@@ -20,6 +20,7 @@ class Scenario:
     callers: int = 16
     answer_tokens: tuple[int, int] = (30, 90)  # from and to
     gap_limits_ms: Mapping[str, Mapping[float, float]] = field(default_factory=dict)  # by kind of fault and percentile
+    surfaces: bool = True  # some questions are Responses and Messages
     in_turn: bool = False  # the kinds of fault, instead of at random
 
     @property
@@ -83,6 +84,7 @@ SCENARIOS = {
         6,
         1.0,
         Shape(gateways=2, gateway_timeouts={"leave_s": 5.0, "shutdown_s": 30.0}),
+        surfaces=False,  # the older commit has none
     ),
     "credentials": Scenario(
         "change all credentials at the queue server, which ends all connections",
