@@ -133,4 +133,4 @@ lock: ## Resolve the dependencies anew
 	echo setuptools | $(UV_COMPILE) -c requirements/worker.txt - -o requirements/build.txt
 
 clean: ## Remove the virtual environment and caches (never the data folder)
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf tests/agents/node_modules tests/clients/node/node_modules .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

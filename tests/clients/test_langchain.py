@@ -1,12 +1,9 @@
 """LangChain's chat models and embeddings."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 from tests.clients.asked import (
     ANSWER,
@@ -22,15 +19,19 @@ from tests.clients.asked import (
 from tests.player.engine import NO_PLAY
 from tests.player.system import PlayedSystem
 
+if TYPE_CHECKING:  # each takes seconds, of every process that collects this file
+    from langchain_openai import ChatOpenAI
 
-@tool
+
 def read_gauge(river: str, days: int) -> str:
     """Read the height of a river's water."""
     assert {"river": river, "days": days} == ARGUMENTS
     return RESULT
 
 
-def chat(spillway: PlayedSystem, **rest: Any) -> ChatOpenAI:
+def chat(spillway: PlayedSystem, **rest: Any) -> "ChatOpenAI":
+    from langchain_openai import ChatOpenAI
+
     options = {"model": spillway.model, "base_url": f"{spillway.url}/v1", "api_key": spillway.api_key, **rest}
     return ChatOpenAI(**options)
 
@@ -46,12 +47,14 @@ def test_chat_stream_and_logprobs(spillway: PlayedSystem) -> None:
 
 
 async def test_a_round_trip_through_a_tool(spillway: PlayedSystem) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
     model = chat(spillway).bind_tools([read_gauge])
     messages: list[Any] = [HumanMessage(f"{QUESTION} {spillway.play(*PLAY)}")]
     called = await model.ainvoke(messages)
     [call] = called.tool_calls
     assert (called.content, call["name"], call["args"]) == (SAID, "read_gauge", ARGUMENTS)
-    messages += [called, ToolMessage(read_gauge.invoke(call["args"]), tool_call_id=call["id"])]
+    messages += [called, ToolMessage(read_gauge(**call["args"]), tool_call_id=call["id"])]
     assert "".join([str(part.content) async for part in model.astream(messages)]) == ANSWER
 
 
@@ -63,6 +66,8 @@ def test_a_structured_answer(spillway: PlayedSystem, method: Any) -> None:
 
 
 def test_embeddings(spillway: PlayedSystem) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
     embeddings = OpenAIEmbeddings(
         model=spillway.vectors,
         base_url=f"{spillway.url}/v1",

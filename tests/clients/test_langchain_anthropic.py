@@ -1,19 +1,22 @@
 """LangChain's chat model for Anthropic, at /v1/messages."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 import pytest
-from langchain_anthropic import ChatAnthropic
-from langchain_core.messages import HumanMessage, ToolMessage
 
-from tests.clients.asked import ANSWER, ARGUMENTS, PLAY, QUESTION, READ, READING, RESULT, SAID, THOUGHT, Reading
+from tests.clients.asked import ANSWER, ARGUMENTS, PLAY, QUESTION, READ, READING, SAID, THOUGHT, Reading
 from tests.clients.test_langchain import read_gauge
 from tests.player.engine import NO_PLAY
 from tests.player.system import PlayedSystem
 
+if TYPE_CHECKING:  # takes seconds, of every process that collects this file
+    from langchain_anthropic import ChatAnthropic
 
-def chat(spillway: PlayedSystem, **rest: Any) -> ChatAnthropic:
+
+def chat(spillway: PlayedSystem, **rest: Any) -> "ChatAnthropic":
+    from langchain_anthropic import ChatAnthropic
+
     options = {
         "base_url": spillway.url,
         "api_key": spillway.api_key,
@@ -32,13 +35,15 @@ def test_chat_and_stream(spillway: PlayedSystem) -> None:
 
 
 async def test_a_round_trip_through_a_tool(spillway: PlayedSystem) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
     model = chat(spillway, thinking={"type": "enabled", "budget_tokens": 1024}).bind_tools([read_gauge])
     messages: list[Any] = [HumanMessage(f"{QUESTION} {spillway.play(*PLAY)}")]
     called = await model.ainvoke(messages)
     [call] = called.tool_calls
     assert [block["thinking"].strip() for block in called.content if block["type"] == "thinking"] == [THOUGHT]
     assert (called.text, call["name"], call["args"]) == (SAID, "read_gauge", ARGUMENTS)
-    messages += [called, ToolMessage(RESULT, tool_call_id=call["id"])]
+    messages += [called, ToolMessage(read_gauge(**call["args"]), tool_call_id=call["id"])]
     assert "".join([part.text async for part in model.astream(messages)]) == ANSWER
 
 
