@@ -23,12 +23,14 @@ from gateway.api.openapi import add_openapi
 from gateway.api.pooling import PoolingEndpoint, VectorBudget
 from gateway.api.pooling_calls import EmbeddingsCall, RerankCall, ScoreCall
 from gateway.api.prompts import CompletionsEndpoint
+from gateway.api.responses import ResponsesEndpoint
 from gateway.api.routes import VERSION, health_router, models_router, root_router, tokenize_router
 from gateway.api.services import Services
 from gateway.api.surfaces import SurfaceCalls
 from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.refusals import RefusalLog
 from gateway.settings import TimeoutSettings
+from responses.routes import responses_router
 from surfaces.messages import Messages
 from surfaces.responses import Responses
 from web.answers import EXCHANGE_KEY, add_error_answers
@@ -58,6 +60,9 @@ def build_app(services: Services, console: ConsoleServices, batches: BatchServic
     slow.include_router(root_router())
     for make_router in (health_router, models_router, tokenize_router, metrics_router):
         slow.include_router(make_router(services))
+    slow.include_router(
+        responses_router(services.keys, services.responses, services.settings.timeouts.queued_comment_s)
+    )
     for router in (*batch_routers(batches), admin_router(console), login_router(console), *dashboard_routers(console)):
         slow.include_router(router)
     add_error_answers(slow)
@@ -67,10 +72,11 @@ def build_app(services: Services, console: ConsoleServices, batches: BatchServic
     add_documentation(slow)
     room = VectorBudget(services.settings.limits.max_vector_bytes)
     score, rerank = PoolingEndpoint(services, ScoreCall, room), PoolingEndpoint(services, RerankCall, room)
-    messages, responses = SurfaceCalls(Messages()), SurfaceCalls(Responses())
+    messages = SurfaceCalls(Messages())
+    responses = Responses(store_by_default=services.settings.responses.store_by_default)
     hot: dict[str, HotRoute] = {
         "/v1/messages": GenerationEndpoint(services, messages, messages.surface),
-        "/v1/responses": GenerationEndpoint(services, responses, responses.surface),
+        "/v1/responses": ResponsesEndpoint(services, responses),
         "/v1/chat/completions": GenerationEndpoint(services, ChatCall),
         "/v1/completions": CompletionsEndpoint(services, CompletionCall),
         "/v1/embeddings": PoolingEndpoint(services, EmbeddingsCall, room),

@@ -43,6 +43,7 @@ from gateway.metrics.requests import RequestSeries
 from gateway.payloads.publisher import PayloadPublisher
 from gateway.settings import LEAVE_S, GatewaySettings
 from gateway.watched import WatchedGateway
+from ledger.payloads.sealing import Sealer, parse_keys
 from protocol import garbage, subjects
 from protocol.bus import Bus
 from protocol.credentials import access_options
@@ -51,6 +52,8 @@ from protocol.spool import Spool
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
 from quotas.seeds import RollupLedger
+from responses.runs import BackgroundRuns
+from responses.store import ResponseStore
 from tokens.catalog import ModelCatalog
 from tokens.settings import canonical_names
 from webhooks.state import StateView
@@ -134,6 +137,17 @@ async def run(
         await catalog.start()
         webhooks = StateView()
         await webhooks.start(bus)
+        responses = ResponseStore(bus, settings.responses, Sealer(parse_keys(settings.payloads.key)))
+        background_runs = BackgroundRuns(
+            bus,
+            responses,
+            keys,
+            settings.responses,
+            gateway_id=settings.gateway_id,
+            most=settings.limits.max_in_flight,
+            limit_s=settings.timeouts.total_s,
+        )
+        await background_runs.start()
         services = Services(
             settings=settings,
             bus=bus,
@@ -149,6 +163,8 @@ async def run(
             prices=prices,
             payloads=PayloadPublisher(bus, settings.payloads),
             webhooks=webhooks,
+            responses=responses,
+            background_runs=background_runs,
             started_unix_s=int(time.time()),
             begin_trace=None if traces is None else traces.begin,
         )
@@ -229,6 +245,7 @@ async def _serve(
                 "limits": services.quotas.run(),
                 "prices": services.prices.run(),
                 "feeder": feeder.run(),
+                "background responses": services.background_runs.run(),
             }.items()
         ]
         serving = group.create_task(server.serve(sockets=[listener]), name="http")
@@ -241,6 +258,7 @@ async def _serve(
         timeouts = services.settings.timeouts
         feeder.leave()
         await services.dispatcher.leave(LEAVE_S if timeouts.leave_s is None else timeouts.leave_s, hurry)
+        await services.background_runs.leave()
         await services.dispatcher.drain(timeouts.shutdown_s, hurry)
         await feeder.close()
         server.should_exit = True

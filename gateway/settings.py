@@ -10,6 +10,7 @@ from accounts.hosted import why_no_leave
 from batches.settings import BatchSettings
 from console.settings import LoginSettings
 from db.money import nano_usd
+from idempotency.settings import IdempotencySettings
 from ledger.prices import CLIENTS, TokenPrice
 from ledger.settings import PayloadSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
@@ -17,6 +18,7 @@ from protocol.subjects import queue_of
 from protocol.telemetry import TelemetrySettings
 from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from quotas.account_store import REACH_LIMIT_S
+from responses.settings import ResponseSettings
 from tokens.settings import ModelTokenSettings
 from webhooks.settings import WebhookSettings
 
@@ -166,15 +168,6 @@ class HostedPoolSettings(Settings):
         return {period: usd for period, usd in caps.items() if usd is not None}
 
 
-class IdempotencySettings(Settings):
-    """Requests that carry an ``Idempotency-Key``."""
-
-    reattach_s: PositiveSeconds = 30.0  # how long one continues without a reader
-    keep_s: PositiveSeconds = 600.0  # how long its answer can be replayed
-    max_runs: PositiveInt = 10_000  # running and kept; past a bound, the oldest kept answers go
-    max_bytes: PositiveInt = 256 * 1024 * 1024  # of their answers
-
-
 class QueueSettings(Settings):
     """Bounds of the streams, and how many copies a cluster keeps."""
 
@@ -213,6 +206,7 @@ class GatewaySettings(Settings):
     telemetry: TelemetrySettings = TelemetrySettings()
     payloads: PayloadSettings = PayloadSettings()
     batches: BatchSettings = BatchSettings()
+    responses: ResponseSettings = ResponseSettings()
     webhooks: WebhookSettings = WebhookSettings()
     max_attempts: PositiveInt = 6
     open_metrics: bool = False  # GET /metrics takes no API key

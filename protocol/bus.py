@@ -45,11 +45,8 @@ HEADER_ROOM_BYTES: Final = 512  # the client's own size check forgets headers, a
 PUBLISH_TIMEOUT_S: Final = 2.0
 API: Final = "$JS.API"
 API_TIMEOUT_S: Final = 2.0
-JETSTREAM_STREAM_FULL: Final = {10077, 10047, 10167}
-WRONG_LAST_SEQUENCE: Final = {
-    10071,
-    10164,
-}  # of a compare-and-set: somebody else was quicker  # maximum messages/bytes exceeded, insufficient resources
+JETSTREAM_STREAM_FULL: Final = {10077, 10047, 10167}  # maximum messages/bytes exceeded, insufficient resources
+WRONG_LAST_SEQUENCE: Final = {10071, 10164}  # of a compare-and-set: somebody else was quicker
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +270,7 @@ class Bus:
         return int(_checked(msgspec.json.decode(reply.data))["seq"])
 
     async def compare_and_set(
-        self, subject: str, payload: bytes, last_sequence: int, *, timeout_s: float
+        self, subject: str, payload: bytes, last_sequence: int, *, timeout_s: float, ttl_s: int | None = None
     ) -> int | None:
         """Replace a subject's last message, if its sequence is this one (0: if there is none); returns the new one's.
 
@@ -284,6 +281,7 @@ class Bus:
                 subject,
                 payload,
                 message_id=uuid.uuid4().hex,
+                ttl_s=ttl_s,
                 expected_last_sequence=last_sequence,
                 timeout_s=timeout_s,
             )

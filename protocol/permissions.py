@@ -121,6 +121,7 @@ def _gateway() -> Permissions:
     made = [config["name"] for config in streams(QueueBounds())]
     dead_letters = subjects.DEAD_LETTER_STREAM
     jobs, usage, payloads = subjects.INTERACTIVE_STREAM, subjects.USAGE_STREAM, subjects.PAYLOADS_STREAM
+    responses = subjects.RESPONSES_STREAM
     artifacts, prompts = stream_of(subjects.ARTIFACTS_BUCKET), stream_of(subjects.PROMPTS_BUCKET)
     read = (
         subjects.MODELS_BUCKET,
@@ -139,15 +140,20 @@ def _gateway() -> Permissions:
             _api("CONSUMER.DURABLE.CREATE", f"{payloads}.{subjects.PAYLOADS_CONSUMER}"),
             _api("CONSUMER.DURABLE.CREATE", f"{subjects.WEBHOOKS_STREAM}.{subjects.WEBHOOKS_CONSUMER}"),
             _api("CONSUMER.INFO", f"{usage}.{subjects.LEDGER_CONSUMER}"),
-            *(_api("STREAM.MSG.GET", stream) for stream in (jobs, dead_letters, artifacts, prompts, *buckets)),
+            *(
+                _api("STREAM.MSG.GET", stream)
+                for stream in (jobs, dead_letters, responses, artifacts, prompts, *buckets)
+            ),
             *(_api("STREAM.MSG.DELETE", stream) for stream in (jobs, f"KV_{subjects.IDEMPOTENCY_BUCKET}")),
-            _api("STREAM.PURGE", prompts),
+            *(_api("STREAM.PURGE", stream) for stream in (prompts, responses)),
             "rq.>",
             subjects.control_subject(">"),
             subjects.REQUEST_USAGE_SUBJECT,
             subjects.INTENT_USAGE_SUBJECT,
             subjects.PAYLOAD_SUBJECT,
             subjects.WEBHOOK_EVENT_SUBJECT,
+            subjects.RESPONSE_SUBJECTS,
+            subjects.runs_subject(_ANY),
             "dlq.*",
             subjects.kv_subject(subjects.IDEMPOTENCY_BUCKET, ">"),
             subjects.kv_subject(subjects.QUOTAS_BUCKET, ">"),
@@ -162,6 +168,8 @@ def _gateway() -> Permissions:
             subjects.frames_subject(">"),
             subjects.answers_subject(_ANY),
             subjects.open_requests_subject(_ANY),
+            subjects.runs_subject(_ANY),
+            subjects.RESPONSE_SUBJECTS,
             subjects.OLDEST_JOBS,
             subjects.HEARTBEATS,
             subjects.kv_subject(subjects.MODELS_BUCKET, _ANY),

@@ -12,6 +12,7 @@ USAGE_STREAM: Final = "USAGE"
 PAYLOADS_STREAM: Final = "PAYLOADS"
 PARKED_STREAM: Final = "PARKED"
 WEBHOOKS_STREAM: Final = "WEBHOOKS"
+RESPONSES_STREAM: Final = "RES"
 WORKERS_BUCKET: Final = "workers"
 MODELS_BUCKET: Final = "models"
 ARTIFACTS_BUCKET: Final = "artifacts"
@@ -48,6 +49,7 @@ INTENT_USAGE_SUBJECT: Final = "usage.intent"
 PAYLOAD_SUBJECT: Final = "payloads.request"
 PARKED_USAGE_SUBJECT: Final = "parked.usage"
 WEBHOOK_EVENT_SUBJECT: Final = "webhooks.event"
+RESPONSE_SUBJECTS: Final = "res.>"
 
 # A worker's id is one token, or three where it has credentials of its own: pool, name of the credentials, instance.
 HEARTBEATS: Final = f"$KV.{WORKERS_BUCKET}.>"
@@ -77,6 +79,11 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 def escape(name: str) -> str:
     """Escape a name so that it is one subject token and a valid consumer or key name."""
     return _UNSAFE.sub(lambda found: "".join(f"={byte:02X}" for byte in found.group().encode()), name)
+
+
+def unescape(token: str) -> str:
+    """Undo ``escape``."""
+    return re.sub(rb"=([0-9A-F]{2})", lambda found: bytes.fromhex(found[1].decode()), token.encode()).decode()
 
 
 def queue_of(model: str, *, trusted: bool) -> str:
@@ -127,6 +134,16 @@ def oldest_job_subject(queue: str, lane: str) -> str:
 def answers_subject(gateway_id: str) -> str:
     """Return the subject on which other gateways ask this one for answers of requests with an ``Idempotency-Key``."""
     return f"ans.{gateway_id}"
+
+
+def response_subject(tenant: str, response_id: str, what: str) -> str:
+    """Return the subject of what is kept of a response, or of one kind of it (``responses.store``)."""
+    return f"res.{escape(tenant)}.{escape(response_id)}.{what}"
+
+
+def runs_subject(gateway_id: str) -> str:
+    """Return the subject on which other gateways ask this one which responses it makes in the background."""
+    return f"runs.{gateway_id}"
 
 
 def open_requests_subject(gateway_id: str) -> str:

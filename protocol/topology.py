@@ -37,6 +37,7 @@ PARKED_MAX_AGE_S: Final = 90 * 24 * 3600
 PARKED_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, what cannot be parked stays in USAGE
 WEBHOOKS_MAX_AGE_S: Final = 7 * 24 * 3600
 WEBHOOKS_MAX_BYTES: Final = 64 * 1024 * 1024  # some 200,000 events; past it, no more are taken
+RESPONSES_MAX_BYTES: Final = 1024 * 1024 * 1024  # past it, no more are stored; what is there stays until it expires
 PROMPT_MAX_AGE_S: Final = 3600
 PROMPTS_MAX_BYTES: Final = 256 * 1024 * 1024  # past it, a job with a prompt by reference waits for another's to be done
 IDEMPOTENCY_MAX_AGE_S: Final = 24 * 3600  # gateways remove their claims themselves: these are of dead ones
@@ -128,6 +129,16 @@ def streams(bounds: QueueBounds) -> list[dict[str, Any]]:
             max_bytes=WEBHOOKS_MAX_BYTES,
             max_age=WEBHOOKS_MAX_AGE_S * NS,
             duplicate_window=DUPLICATE_WINDOW_S * NS,
+        ),
+        _stream(
+            subjects.RESPONSES_STREAM,
+            subjects.RESPONSE_SUBJECTS,
+            bounds,
+            retention="limits",
+            storage="file",
+            max_bytes=RESPONSES_MAX_BYTES,
+            duplicate_window=DUPLICATE_WINDOW_S * NS,
+            allow_msg_ttl=True,  # each message has its own
         ),
         {
             **_stream(

@@ -24,7 +24,6 @@ from fleet.settings import FleetSettings
 from gateway.settings import (
     ConnectionSettings,
     GatewaySettings,
-    IdempotencySettings,
     LimitSettings,
     ModelSettings,
     Origin,
@@ -32,11 +31,13 @@ from gateway.settings import (
     TenantSettings,
     TimeoutSettings,
 )
+from idempotency.settings import IdempotencySettings
 from ledger.prices import CLIENTS, MACHINE, ConfiguredPrice, Price
 from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
+from responses.settings import ResponseSettings
 from spillway import ROOMS
 from spillway.config_problems import explain, source_of
 from spillway.nats_accounts import of_pool
@@ -124,6 +125,7 @@ class Config(BaseSettings):
     payloads: PayloadsSection = PayloadsSection()
     webhooks: WebhookSettings = WebhookSettings()
     batches: BatchSettings = BatchSettings()
+    responses: ResponseSettings = ResponseSettings()
     models: Annotated[dict[ModelName, ModelSettings], Field(min_length=1)]
     tenants: dict[str, TenantSettings] = {}  # by the name of the API key
     fleet: FleetSettings = FleetSettings()
@@ -200,11 +202,12 @@ class Config(BaseSettings):
             limits=self.gateway.limits,
             timeouts=self.gateway.timeouts,
             connections=self.gateway.connections,
-            idempotency=self.gateway.idempotency,
+            idempotency=self.idempotency,
             queue=self.nats.queue,
             login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),
             payloads=self.payload_settings(),
             batches=self.batches,
+            responses=self.responses,
             webhooks=self.webhooks,
             max_attempts=self.gateway.max_attempts,
             open_metrics=self.gateway.open_metrics,

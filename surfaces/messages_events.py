@@ -59,6 +59,8 @@ class HeldEnd:
 class MessageEvents:
     """The events of one streamed answer."""
 
+    last = b""  # ``end`` returns all
+
     def __init__(self, head: AnswerHead, stops: Sequence[str], *, shows_thinking: bool) -> None:
         self._head = head
         self._shows_thinking = shows_thinking

@@ -1,6 +1,6 @@
 """OpenAI's Responses: POST /v1/responses (https://platform.openai.com/docs/api-reference/responses).
 
-Nothing is stored: each request brings its whole conversation, as those of ``store: false`` do.
+A body that goes on from an earlier response is whole once ``with_history`` has put that conversation before its input.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,6 @@ from web.schema import Body, parse_body, refuse_unsupported
 
 # Known fields that cannot be honoured, and the values that mean what happens anyway.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "background": (False,),
-    "previous_response_id": (),
     "conversation": (),
     "prompt": (),
     "max_tool_calls": (),
@@ -38,6 +36,7 @@ _NAMES: Final = {
 _INCLUDED: Final = ("reasoning.encrypted_content",)  # reasoning is told as text: nothing of it has to be encrypted
 _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _ROLES: Final = ("user", "assistant", "system", "developer")
+_ID_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _NAMESPACE_MARK: Final = "__"  # between a namespace and the name of a tool in it
 
 Item = dict[str, Any]
@@ -65,7 +64,9 @@ class ResponsesRequest(Body):
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     stream: bool | None = None
-    store: bool | None = None  # nothing is ever stored for later calls
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: Annotated[str | None, Field(min_length=1, max_length=128)] = None
     tools: list[Item] | None = None
     tool_choice: str | Item | None = None
     parallel_tool_calls: bool | None = None
@@ -83,9 +84,13 @@ class ResponsesRequest(Body):
 class ResponsesTranslation:
     """One body of Responses."""
 
-    def __init__(self, request: ResponsesRequest) -> None:
+    def __init__(self, request: ResponsesRequest, *, store_by_default: bool) -> None:
         """Translate a body. Raises InvalidParameter."""
         self._request = request
+        self.is_background = bool(request.background)
+        self.is_stored = self.is_background or (store_by_default if request.store is None else request.store)
+        if self.is_background and request.store is False:
+            raise InvalidParameter("A response in the background is stored: 'store' must not be false.", param="store")
         self._namespaces: dict[str, tuple[str, str]] = {}  # of tools in one, by their names in the chat
         tools = [tool for number, tool in enumerate(request.tools or ()) for tool in self._tools(tool, number)]
         for number, wanted in enumerate(request.include or ()):
@@ -109,8 +114,17 @@ class ResponsesTranslation:
             "do_not_queue": request.do_not_queue,
             "allow_hosted": request.allow_hosted,
         }
-        if request.stream:
+        if self.is_streamed or self.is_background:
             self.chat |= {"stream": True, "stream_options": {"include_usage": True}}
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if the client wants events."""
+        return bool(self._request.stream)
+
+    def items(self, answer_id: str) -> list[Item]:
+        """Return the input items of this response, as they are stored."""
+        return _stored_items(self._request.input, answer_id)
 
     def events(self, head: AnswerHead) -> ResponseEvents:
         """Implement ``Translation``."""
@@ -136,15 +150,15 @@ class ResponsesTranslation:
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": 1.0 if request.top_p is None else request.top_p,
-            "background": False,
+            "background": self.is_background,
             "max_output_tokens": request.max_output_tokens,
-            "previous_response_id": None,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {
                 "effort": None if reasoning is None else reasoning.effort,
                 "summary": None if reasoning is None else reasoning.summary,
             },
             "service_tier": "flex" if request.service_tier == "flex" else "default",
-            "store": False,
+            "store": self.is_stored,
             "text": {"format": {"type": "text"}, **text},
             "top_logprobs": 0,
             "truncation": "disabled",
@@ -212,6 +226,39 @@ class ResponsesTranslation:
             field = "role" if kind == "message" else "type"
             value = item.get("role") if kind == "message" else kind
             raise _unsupported(f"{param}.{field}", f"'{param}.{field}' is '{value}', which is not supported here.")
+
+
+def previous_of(body: bytes) -> str | None:
+    """Return the id of the response that a body goes on from. Raises MalformedJson or InvalidParameter."""
+    return parse_body(ResponsesRequest, body).previous_response_id if b"previous_response_id" in body else None
+
+
+def with_history(body: bytes, history: Sequence[Item]) -> bytes:
+    """Put the items of an earlier conversation before the input of a valid body."""
+    fields = msgspec.json.decode(body)
+    given = fields["input"]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return _encode({**fields, "input": [*history, *items]})
+
+
+def items_of(body: bytes, answer_id: str) -> list[Item]:
+    """Return the input items of a valid body, as they are stored."""
+    return _stored_items(msgspec.json.decode(body)["input"], answer_id)
+
+
+def _stored_items(given: str | list[Item], answer_id: str) -> list[Item]:
+    items: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_stored_item(item, f"{answer_id}i{number:04x}") for number, item in enumerate(items)]
+
+
+def _stored_item(item: Item, identity: str) -> Item:
+    """Return an input item as it is stored: with its type, an id, and its content as parts."""
+    kind = item.get("type", "message")
+    stored = {"id": f"{_ID_PREFIXES.get(kind, 'item')}_{identity}", **item, "type": kind}
+    if kind == "message" and isinstance(stored.get("content"), str):
+        part = "output_text" if stored.get("role") == "assistant" else "input_text"
+        stored["content"] = [{"type": part, "text": stored["content"]}]
+    return stored
 
 
 def _assistant_turn(messages: list[dict[str, Any]], *taken: str) -> dict[str, Any]:
@@ -286,11 +333,14 @@ class Responses:
 
     name = "responses"
 
+    def __init__(self, *, store_by_default: bool = False) -> None:
+        self._store_by_default = store_by_default
+
     def translate(self, body: bytes) -> ResponsesTranslation:
         """Implement ``Surface``."""
         request = parse_body(ResponsesRequest, body)
         refuse_unsupported(request, _UNSUPPORTED)
-        return ResponsesTranslation(request)
+        return ResponsesTranslation(request, store_by_default=self._store_by_default)
 
     def error_body(self, error: ApiError, request_id: str) -> bytes:
         """Implement ``Surface``."""

@@ -1,12 +1,15 @@
 """Answers of OpenAI's Responses: typed events, each with its ``sequence_number``, and the response that they build.
 
-response.created  response.in_progress
+response.created  (response.queued)?  response.in_progress
 (response.output_item.added  (response.content_part.added  …delta*  …done  response.content_part.done)?
  response.output_item.done)*
-response.completed | response.incomplete | response.failed
+response.completed | response.incomplete | response.failed | response.cancelled
+
+``response.queued`` and ``response.cancelled`` are of responses in the background.
 """
 
 from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +28,24 @@ _PARTS: Final = {
 }
 
 
+def _event_bytes(kind: str, fields: Mapping[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
+
+
+def ended_at(
+    response: Mapping[str, Any], sequence_number: int, status: str, error: Mapping[str, str] | None
+) -> tuple[bytes, dict[str, Any]]:
+    """Return the last event of a response that ends where nobody knows its events, and the response."""
+    ended = {**response, "status": status, "error": error}
+    return _event_bytes(f"response.{status}", {"sequence_number": sequence_number, "response": ended}), ended
+
+
+def fault(error: ApiError) -> dict[str, str]:
+    """Return an error as a response tells it."""
+    code = "rate_limit_exceeded" if error.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
+    return {"code": code, "message": error.message}
+
+
 class ResponseEvents:
     """The events of one answer."""
 
@@ -38,6 +59,14 @@ class ResponseEvents:
         self._item: dict[str, Any] = {}
         self._text: list[str] = []  # of its open part, or its arguments
         self._sequence = 0
+        self._has_begun = False
+        self.response: dict[str, Any] = {}  # as it was told last
+
+    def queued(self) -> bytes:
+        """Return the first events of a response in the background."""
+        response = self._response("queued")
+        created = self._event("response.created", {"response": response})
+        return created + self._event("response.queued", {"response": response})
 
     def of(self, pieces: Iterable[Piece]) -> bytes:
         """Implement ``EventEncoder``."""
@@ -46,14 +75,23 @@ class ResponseEvents:
     def end(self, finish_reason: str, usage: Usage) -> bytes:
         """Implement ``EventEncoder``."""
         events = self._begin() + self._close("incomplete" if finish_reason in _INCOMPLETE else "completed")
-        response = self.finished(finish_reason, usage)
-        return events + self._event(f"response.{response['status']}", {"response": response})
+        self.finished(finish_reason, usage)
+        return events
+
+    @property
+    def last(self) -> bytes:
+        """Implement ``EventEncoder``."""
+        return self._encoded(f"response.{self.response['status']}", {"response": self.response})
 
     def failed(self, error: ApiError) -> bytes:
         """Implement ``EventEncoder``."""
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        fault = {"code": code, "message": error.message}
-        return self._begin() + self._event("response.failed", {"response": self._response("failed", error=fault)})
+        events = self._begin()
+        return events + self._event("response.failed", {"response": self._response("failed", error=fault(error))})
+
+    def cancelled(self) -> bytes:
+        """Return the last event of a response that was cancelled."""
+        events = self._begin() + self._close("incomplete")
+        return events + self._event("response.cancelled", {"response": self._response("cancelled")})
 
     def finished(self, finish_reason: str, usage: Usage) -> dict[str, Any]:
         """Return the response once its last piece is here."""
@@ -150,14 +188,15 @@ class ResponseEvents:
     # --- the response -------------------------------------------------------------------------------------------------
 
     def _begin(self) -> bytes:
-        if self._sequence:
+        if self._has_begun:
             return b""
+        self._has_begun = True
         response = self._response("in_progress")
-        created = self._event("response.created", {"response": response})
+        created = b"" if self._sequence else self._event("response.created", {"response": response})
         return created + self._event("response.in_progress", {"response": response})
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
-        return {
+        self.response = {
             "id": f"resp_{self._head.answer_id}",
             "object": "response",
             "created_at": self._head.created_unix_s,
@@ -169,8 +208,12 @@ class ResponseEvents:
             **self._told,
             **fields,
         }
+        return self.response
 
     def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        data = _encode({"type": kind, "sequence_number": self._sequence, **fields})
+        event = self._encoded(kind, fields)
         self._sequence += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return event
+
+    def _encoded(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        return _event_bytes(kind, {"sequence_number": self._sequence, **fields})

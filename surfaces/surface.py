@@ -40,7 +40,12 @@ class EventEncoder(Protocol):
         ...
 
     def end(self, finish_reason: str, usage: Usage) -> bytes:
-        """Return the last events of an answer that ended well. ``finish_reason``: a chat's."""
+        """Return the events at the end of an answer that ended well. ``finish_reason``: a chat's."""
+        ...
+
+    @property
+    def last(self) -> bytes:
+        """The very last event, once all that it tells is sure; may be empty."""
         ...
 
     def failed(self, error: ApiError) -> bytes:

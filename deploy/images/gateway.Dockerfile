@@ -26,12 +26,14 @@ COPY db db
 COPY engine engine
 COPY fleet fleet
 COPY gateway gateway
+COPY idempotency idempotency
 COPY ledger ledger
 COPY migrations migrations
 COPY pool_worker pool_worker
 COPY protocol protocol
 COPY quotas quotas
 COPY spillway spillway
+COPY responses responses
 COPY surfaces surfaces
 COPY tokens tokens
 COPY training training

@@ -54,7 +54,10 @@ from web.errors import ApiError, InvalidParameter
 class AnswerEncoder(Protocol):
     """Encodes frames as an answer."""
 
-    done: bytes  # the last event of every stream that ended well
+    @property
+    def done(self) -> bytes:
+        """The last event of every stream that ended well."""
+        ...
 
     @property
     def request(self) -> GenerationRequest:
@@ -73,6 +76,10 @@ class AnswerEncoder(Protocol):
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the event before a stream is broken off, once it has chunks."""
+        ...
+
+    async def before_end(self, body: dict[str, Any] | None = None) -> None:
+        """Do what must be done before the client gets the end: a stream's ``done``, or a whole answer's ``body``."""
         ...
 
 

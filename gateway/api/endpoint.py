@@ -177,7 +177,7 @@ class Endpoint(ABC, Generic[_Call]):
     async def _arrive(self, exchange: Exchange, principal: Principal, held: Reservation | None) -> Arrival[_Call]:
         services = self._services
         body = await self._read_body(exchange, principal)
-        call = await self._read_call(body, principal)
+        call = await self._read_call(exchange, body, principal)
         if principal.is_batch_only:
             call.serve_as_batch()
         request = call.request
@@ -200,6 +200,9 @@ class Endpoint(ABC, Generic[_Call]):
         )
 
     async def _admit(self, arrival: Arrival[_Call]) -> Answering:
+        return partial(self._serve, arrival.exchange, arrival.call, await self._enter(arrival))
+
+    async def _enter(self, arrival: Arrival[_Call]) -> Ticket:
         exchange, call = arrival.exchange, arrival.call
         await self._check_budget(arrival)
         spec = await self._spec(call, arrival.tokens)
@@ -214,7 +217,7 @@ class Endpoint(ABC, Generic[_Call]):
             if reservation is not None:
                 reservation.refund()
             raise RequestFailed(failure)
-        return partial(self._serve, exchange, call, self._services.admission_control.enter(admission))
+        return self._services.admission_control.enter(admission)
 
     async def _check_budget(self, arrival: Arrival[_Call]) -> None:
         """Refuse before the prompt of a large body is counted where the budget is used up."""
@@ -269,7 +272,8 @@ class Endpoint(ABC, Generic[_Call]):
         exchange.start_clock()  # a slow upload is not ours
         return body
 
-    async def _read_call(self, body: bytes, principal: Principal) -> _Call:
+    async def _read_call(self, exchange: Exchange, body: bytes, principal: Principal) -> _Call:
+        del exchange
         if len(body) <= LARGE_BODY_BYTES:
             return self._call_of(body)
         return await self._services.catalog.pool.run(
@@ -294,7 +298,7 @@ class Endpoint(ABC, Generic[_Call]):
 
     async def _serve(self, exchange: Exchange, call: _Call, ticket: Ticket) -> None:
         dispatcher = self._services.dispatcher
-        request = dispatcher.open(ticket)
+        request = self._open(exchange, ticket)
         try:
             with exchange.calling_when_gone(lambda: request.cancel(time.monotonic())):
                 await self._write_answer(exchange, call, request)
@@ -302,6 +306,10 @@ class Endpoint(ABC, Generic[_Call]):
             await self._fail(exchange, request, mistake)
         finally:
             dispatcher.close(request, exchange.seen(exchange.sent_status))
+
+    def _open(self, exchange: Exchange, ticket: Ticket) -> OpenRequest:
+        del exchange
+        return self._services.dispatcher.open(ticket)
 
     async def _fail(self, exchange: Exchange, request: OpenRequest, mistake: Exception) -> None:
         """Log an unexpected exception and answer with an internal error, if there is time."""

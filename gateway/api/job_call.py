@@ -1,6 +1,6 @@
 """Base of the calls of all hot routes."""
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gateway.api.schema import JobRequest
 from gateway.api.sse import DONE, error_event
@@ -13,7 +13,14 @@ class JobCall(Generic[_Request]):
     """A call with its validated body."""
 
     request: _Request
-    done = DONE
+
+    @property
+    def done(self) -> bytes:
+        """Implement ``AnswerEncoder``."""
+        return DONE
+
+    async def before_end(self, body: dict[str, Any] | None = None) -> None:
+        """Implement ``AnswerEncoder``."""
 
     def error_event(self, error: ApiError) -> bytes:
         """Implement ``AnswerEncoder``."""

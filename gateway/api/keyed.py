@@ -1,4 +1,4 @@
-"""Requests with an ``Idempotency-Key``; ``gateway.idempotency`` keeps their runs and answers.
+"""Requests with an ``Idempotency-Key``; ``idempotency`` keeps their runs and answers.
 
 The first of them runs apart from its connection, into a recording; it and all later ones read from that, from the
 first byte on. A caller whose connection broke in mid-stream sends the same again and gets the whole answer again.
@@ -15,10 +15,10 @@ from msgspec import Struct
 from accounts.keyring import KeyRing
 from accounts.principal import Principal
 from gateway.http.exchange import ABORT_KEY, Exchange, Message, Scope
-from gateway.idempotency.claims import Claims
-from gateway.idempotency.runs import Run, Runs
-from gateway.idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
 from gateway.settings import GatewaySettings, TimeoutSettings
+from idempotency.claims import Claims
+from idempotency.runs import Run, Runs
+from idempotency.sharing import AnswerServer, OwnerNotFound, OwnerUnresponsive, ask, claim_state_of, part_of
 from protocol.bus import Bus
 from protocol.idempotency import AnswerPartRequest, ClaimState, Part
 from web.errors import (
@@ -105,7 +105,7 @@ class KeyedRequests:
         """Answer one request that has a key; ``application`` makes the answer if no gateway has it."""
         try:
             question = await self._question(exchange, scope, read_body)
-            await _while_connected(exchange, self._answer(exchange, question, application))
+            await exchange.while_connected(self._answer(exchange, question, application))
         except ApiError as error:
             await exchange.answer_error(error)
         except ClientDisconnected:
@@ -219,19 +219,6 @@ async def _pass_on(exchange: Exchange, next_part: NextPart, *, is_first: bool) -
                 return
         if part.ended:
             return
-
-
-async def _while_connected(exchange: Exchange, answering: Awaitable[None]) -> None:
-    """Await ``answering``, but not longer than the client stays connected."""
-    answer = asyncio.ensure_future(answering)
-    gone = asyncio.create_task(exchange.wait_until_gone())
-    try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if answer.done():
-            answer.result()
-    finally:
-        answer.cancel()
-        gone.cancel()
 
 
 def _digest(*parts: bytes) -> str:

@@ -50,7 +50,7 @@ WITH_LIMITS: Final = (
 )  # fmt: skip
 OF_JOBS: Final = (
     *WITH_LIMITS, errors.HostedNotAllowed, errors.NoTrustedPool, errors.OnlyTrustedPools, errors.IdempotencyKeyReused,
-    errors.AnswerNotKept, errors.IdempotencyKeyBusy, RequestFailed,
+    errors.AnswerNotKept, errors.IdempotencyKeyBusy, errors.StorageUnavailable, RequestFailed,
 )  # fmt: skip
 OF_ADMINS: Final = (
     *WITH_KEY, *WITH_BODY, errors.LoginRequired, errors.CrossOriginRequest, errors.UnknownObject, errors.NameInUse,
@@ -58,6 +58,7 @@ OF_ADMINS: Final = (
 OF_FILES: Final = (
     *WITH_KEY, *WITH_BODY, errors.UnknownObject, errors.RateLimitExceeded, errors.StorageUnavailable,
 )  # fmt: skip
+OF_RESPONSES: Final = (*WITH_KEY, errors.UnknownObject, errors.StorageUnavailable)
 NOWHERE: Final = (errors.BadRequest, errors.UnknownUrl)  # a family of errors; what is at no route
 
 
@@ -132,6 +133,8 @@ def _errors_of(path: str) -> Sequence[type[ApiError]]:
         return OF_ADMINS
     if path.startswith(("/v1/files", "/v1/batches")):
         return OF_FILES
+    if path.startswith("/v1/responses"):
+        return OF_RESPONSES
     if path.startswith("/v1/models"):
         return OF_MODELS
     return {

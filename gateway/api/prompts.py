@@ -146,6 +146,7 @@ class MultiPromptAnswer:
         self._parts = parts
         self._first = next(iter(parts.values())).call
         self.done, self.error_event = self._first.done, self._first.error_event
+        self.before_end = self._first.before_end
 
     @property
     def request(self) -> CompletionRequest:

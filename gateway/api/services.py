@@ -17,6 +17,8 @@ from gateway.settings import GatewaySettings
 from protocol.bus import Bus
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
+from responses.runs import BackgroundRuns
+from responses.store import ResponseStore
 from tokens.catalog import ModelCatalog
 from webhooks.state import StateView
 
@@ -39,5 +41,7 @@ class Services:
     prices: CurrentPrices
     payloads: PayloadPublisher
     webhooks: StateView
+    responses: ResponseStore
+    background_runs: BackgroundRuns
     started_unix_s: int
     begin_trace: Callable[[Exchange], Trace] | None = None  # None: traces are off

@@ -130,6 +130,7 @@ class StreamWriter:
         request = self._request
         if request.outcome == "ok":
             usage = self._chunks.usage(usage_of(request), request.attempt) if self._with_usage else b""
+            await self._maker.before_end()
             # The headers, which would have said so, were gone by then.
             with_comments = self._timeouts.queued_comment_s > 0
             rescue = comment(f"spillway attempts={request.attempt}") if with_comments and request.attempt > 1 else b""

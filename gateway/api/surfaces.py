@@ -1,5 +1,6 @@
 """Calls of other APIs: each a chat, translated by its surface there and back."""
 
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -24,8 +25,6 @@ UNKNOWN_REASON: Final = "stop"  # of a choice whose last frame says nothing
 class SurfaceCall(ChatCall):
     """One validated body of another API."""
 
-    done = b""  # the surface's own last event says so
-
     def __init__(self, surface: Surface, body: bytes) -> None:
         """Validate ``body``. Raises MalformedJson or InvalidParameter."""
         self.name = surface.name
@@ -44,7 +43,12 @@ class SurfaceCall(ChatCall):
     def chunks(self, answer_id: str, created: int) -> Chunks:
         """Implement ``Call``."""
         self._events = self._translation.events(self._head(answer_id, created))
-        return _SurfaceChunks(self._events, self._piece_form)
+        return _SurfaceChunks(self._events, self._piece_form, answer_id)
+
+    @property
+    def done(self) -> bytes:
+        """Implement ``AnswerEncoder``."""
+        return b"" if self._events is None else self._events.last
 
     def error_event(self, error: ApiError) -> bytes:
         """Implement ``AnswerEncoder``."""
@@ -57,10 +61,11 @@ class SurfaceCall(ChatCall):
         """Implement ``Call``."""
         [choice] = await gather(frames, 1)
         reader = PieceReader(self._piece_form)
-        pieces = [*_pieces_of(choice, reader)]
+        pieces = [*_pieces_of(choice, reader, answer_id)]
         counted = _usage(usage, choice.reasoning_tokens + reader.reasoning_tokens_of(choice.frames))
         head = self._head(answer_id, created)
         body = self._translation.whole(head, pieces, choice.finish_reason or UNKNOWN_REASON, counted)
+        await self.before_end(body)
         return CompleteAnswer(encode_json(body), [], [choice.content])
 
     @property
@@ -86,16 +91,16 @@ class SurfaceCalls:
 class _SurfaceChunks:
     """The events of one streamed answer."""
 
-    def __init__(self, events: EventEncoder, form: AnswerForm) -> None:
+    def __init__(self, events: EventEncoder, form: AnswerForm, answer_id: str) -> None:
         self._events = events
         self._reader = PieceReader(form)
-        self._new_call_id = form.new_call_id
+        self._call_ids = _CallIds(form.new_call_id, answer_id)
         self._finish_reason = UNKNOWN_REASON
 
     def of(self, frame: Tokens | Deltas) -> bytes:
         """Implement ``Chunks``."""
         self._finish_reason = frame.finish_reason or self._finish_reason
-        return self._events.of(_named(self._reader.pieces(frame), self._new_call_id))
+        return self._events.of(self._call_ids.named(self._reader.pieces(frame)))
 
     def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
         """Implement ``Chunks``: the last events, which tell the usage."""
@@ -103,17 +108,31 @@ class _SurfaceChunks:
         return self._events.end(self._finish_reason, _usage(usage, self._reader.reasoning_tokens()))
 
 
-def _pieces_of(choice: CollectedChoice, reader: PieceReader) -> Iterable[Piece]:
+class _CallIds:
+    """Ids of an answer's calls: in the form that its model wants, and the same whoever encodes the answer."""
+
+    def __init__(self, new_call_id: Callable[[], str], answer_id: str) -> None:
+        self._new_call_id = new_call_id
+        self._answer_id = answer_id
+        self._count = 0
+
+    def named(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        """Give an id to each call that has none."""
+        for piece in pieces:
+            yield piece._replace(call_id=self._next()) if piece.kind is Kind.CALL and not piece.call_id else piece
+
+    def _next(self) -> str:
+        self._count += 1
+        prefix, mark, random = self._new_call_id().rpartition("_")
+        digest = hashlib.sha256(f"{self._answer_id}.{self._count}".encode()).hexdigest()
+        return f"{prefix}{mark}{digest[: len(random)]}"
+
+
+def _pieces_of(choice: CollectedChoice, reader: PieceReader, answer_id: str) -> Iterable[Piece]:
     """Return the pieces of a choice that is whole: of its text, and of its parts."""
     text = reader.parser.push("".join(choice.texts), is_last=True)
     later = pieces_of(choice.parts, calls_before=0, is_single_call=reader.parser.form.is_single_call)
-    return _named((*text, *later), reader.parser.form.new_call_id)
-
-
-def _named(pieces: Iterable[Piece], new_call_id: Callable[[], str]) -> Iterable[Piece]:
-    """Give an id to each call that has none."""
-    for piece in pieces:
-        yield piece._replace(call_id=new_call_id()) if piece.kind is Kind.CALL and not piece.call_id else piece
+    return _CallIds(reader.parser.form.new_call_id, answer_id).named((*text, *later))
 
 
 def _usage(usage: dict[str, Any], reasoning_tokens: int) -> Usage:

@@ -1,5 +1,7 @@
 """Time limits of a request in each state; each has an error of its own."""
 
+import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from gateway.dispatch.attempts import CurrentAttempt
@@ -11,6 +13,27 @@ from protocol.errors import ErrorCode
 RESCUE_QUEUE_WAIT_S: Final = 5.0  # for an attempt after the first, even if the first has used all patience up
 WITHDRAW_LINGER_S: Final = 2.0  # how long a worker that pulled the job at the last moment may still say so
 ACCEPT_LIMIT_S: Final = 1.0  # within which a worker takes a request that is not to be queued
+NEVER_S: Final = float("inf")
+TIMER_SLACK_S: Final = 0.001  # timers may be early by the clock's resolution
+
+
+class DeadlineTimers:
+    """Timers of the requests whose clients have set a deadline: to the point, where the sweep may be late."""
+
+    def __init__(self) -> None:
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # by request
+
+    def set(self, admission: Admission, now_s: float, call: Callable[[], None]) -> None:
+        """Call when the client's deadline has passed, if it has set one."""
+        if admission.deadline_s != NEVER_S:
+            delay_s = admission.deadline_s - now_s + TIMER_SLACK_S
+            self._timers[admission.request_id] = asyncio.get_running_loop().call_later(delay_s, call)
+
+    def drop(self, request_id: str) -> None:
+        """Call nothing."""
+        timer = self._timers.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
 
 
 class QueueWaitBudget:

@@ -18,6 +18,7 @@ from gateway.admission.registry import WorkerRegistry
 from gateway.admission.ticket import Ticket
 from gateway.dispatch.background import BackgroundTasks
 from gateway.dispatch.dead_letters import DeadLetters
+from gateway.dispatch.deadlines import DeadlineTimers
 from gateway.dispatch.detector import LossDetector
 from gateway.dispatch.internal_errors import fail_alone
 from gateway.dispatch.job_queue import JobQueue, objects_of
@@ -41,10 +42,10 @@ from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, encode
 from protocol.outbox import Outbox
 from protocol.steps import decode_step
+from responses.made_before import MadeBefore
 
 KEY_REVOKED: Final = Failure(ErrorCode.KEY_REVOKED, "the API key of this request has been revoked")
-NEVER_S: Final = float("inf")
-TIMER_SLACK_S: Final = 0.001  # timers may be early by the clock's resolution
+LEAVING: Final = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
 SWEEP_PERIOD_S: Final = 0.25
 SWEEP_LATE_S: Final = 0.5  # a sweep this late means that our own loop was held up
 COMPLAINT_PERIOD_S: Final = 10.0  # between two lines about frames that cannot be read
@@ -86,7 +87,7 @@ class Dispatcher:
         self._open: dict[str, OpenRequest] = {}  # frames go to these
         self._unsettled: dict[str, OpenRequest] = {}  # admitted and not yet recorded
         self._open_requests = OpenRequests(bus, settings.gateway_id, self._unsettled, outbox)
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}  # by request, of those whose callers have set one
+        self._deadlines = DeadlineTimers()
         self._background = BackgroundTasks()
         self._leaving = False
         self._complained_s = float("-inf")  # monotonic clock
@@ -133,6 +134,9 @@ class Dispatcher:
                 self._overflow.look(list(self._open.values()), now_s, self._background.start)
             self._registry.forget_dead(now_s)
 
+    def _tick_now(self, request: OpenRequest) -> None:
+        self._tick(request, time.monotonic(), connected=self._bus.connected)
+
     def _tick(
         self, request: OpenRequest, now_s: float, *, connected: bool, revisions: LiveRevisions | None = None
     ) -> None:
@@ -162,18 +166,16 @@ class Dispatcher:
         """Accept nothing new, let open requests end for ``limit_s`` or until ``hurry`` is set, then fail the rest."""
         self._leaving = self._draining = True
         await self._wait_until_settled(limit_s, hurry or asyncio.Event())
-        failure = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         for request in list(self._open.values()):
-            request.fail(failure, time.monotonic())
+            request.fail(LEAVING, time.monotonic())
         await self._wait_until_settled(SETTLE_LIMIT_S, asyncio.Event())
         self.settle_all()
 
     def settle_all(self) -> None:
         """Record every request that is still open as it stands: the process ends."""
-        failure = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
         for request in list(self._unsettled.values()):
             log.error("request %s did not end in time; it is recorded as it stands", request.request_id)
-            request.fail(failure, time.monotonic())  # does nothing if it has ended
+            request.fail(LEAVING, time.monotonic())  # does nothing if it has ended
             # A complete answer that a slow client has not read to its end is an answer.
             request.http_status = request.http_status or (200 if request.outcome == "ok" else 503)
             request.give_up_waiting(time.monotonic())
@@ -223,30 +225,31 @@ class Dispatcher:
     def refusal(self, requests: int = 1) -> Failure | None:
         """Return why so many requests cannot be admitted now, or None."""
         if self._draining:
-            return Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")
+            return LEAVING
         if len(self._unsettled) + requests > self._settings.limits.max_in_flight:
             return Failure(ErrorCode.OVERLOADED, "this gateway holds as many requests as it may")
         if self._recorder.full:
             return Failure(ErrorCode.USAGE_NOT_STORED, "usage records cannot be stored at the moment")
         return None
 
-    def open(self, ticket: Ticket, mailbox: Mailbox | None = None) -> OpenRequest:
-        """Open an admitted request, to be closed: it will end in an answer or an explicit error, and in one record."""
-        now_s, admission = time.monotonic(), ticket.admission
+    def open(self, ticket: Ticket, mailbox: Mailbox | None = None, made: MadeBefore | None = None) -> OpenRequest:
+        """Open an admitted request, of which another gateway may have ``made`` a part: it ends in one record."""
+        now_s, admission, settings = time.monotonic(), ticket.admission, self._settings
         for notify in self._observers.admitted:
             notify(admission)
-        timeouts, max_attempts = self._settings.timeouts, self._settings.max_attempts
-        request = OpenRequest(ticket, timeouts, max_attempts, self, now_s, mailbox=mailbox)
-        tenant, mailbox = admission.principal.tenant, request.mailbox
-        mailbox.count_in(self._unread, tenant, lambda: request.give_up_unread(time.monotonic()))
+        request = OpenRequest(ticket, settings.timeouts, settings.max_attempts, self, now_s, mailbox=mailbox)
+        tenant = admission.principal.tenant
+        request.mailbox.count_in(self._unread, tenant, lambda: request.give_up_unread(time.monotonic()))
         self._open[request.request_id] = self._unsettled[request.request_id] = request
         request.row = self._recorder.admitted(admission)
-        if admission.deadline_s != NEVER_S:  # to the point, where the sweep may be late
-            self._deadlines[request.request_id] = asyncio.get_running_loop().call_later(
-                admission.deadline_s - now_s + TIMER_SLACK_S, self._on_deadline, request
-            )
-        self.publish(request, 0.0)
+        self._deadlines.set(admission, now_s, lambda: self._tick_now(request))
+        self.publish(request, 0.0) if made is None else request.resume(made, now_s)
         return request
+
+    def hand_over(self, request: OpenRequest) -> None:
+        """Stop a request with which another gateway goes on, and which that one records."""
+        self._unsettled.pop(request.request_id, None)
+        request.cancel(time.monotonic())
 
     def keys_revoked(self, key_ids: Collection[str], stopped: Collection[str]) -> None:
         """End the requests of these keys that no worker has accepted yet, and all requests of ``stopped`` keys."""
@@ -255,9 +258,6 @@ class Dispatcher:
             key_id = request.admission.principal.key_id
             if key_id in stopped or (key_id in key_ids and request.accepted is None):
                 request.fail(KEY_REVOKED, now_s)
-
-    def _on_deadline(self, request: OpenRequest) -> None:
-        self._tick(request, time.monotonic(), connected=self._bus.connected)
 
     def close(self, request: OpenRequest, http_status: int | None) -> None:
         """Close a request whose response is done, with the status sent (None: the client disconnected before)."""
@@ -364,9 +364,7 @@ class Dispatcher:
     def ended(self, request: OpenRequest) -> None:
         """Release what is held for a request; it is settled once its response is closed, too."""
         self._open.pop(request.request_id, None)
-        timer = self._deadlines.pop(request.request_id, None)
-        if timer is not None:
-            timer.cancel()
+        self._deadlines.drop(request.request_id)
         for name in objects_of(request.admission):
             self._background.start(self._queue.drop_object(name))
         if request.failure is not None and request.failure.code is ErrorCode.ATTEMPTS_EXHAUSTED:

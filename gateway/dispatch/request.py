@@ -21,8 +21,10 @@ from gateway.request.states import State
 from protocol.chat import Deltas
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, UnreadableFrame, Vector
+from responses.made_before import MadeBefore
 
 CANCEL_REPEAT_S: Final = 1.0
+ATTEMPTS_UNKNOWN: Final = 1  # that another gateway may have begun after the last one that is known of
 
 
 class OpenRequest(RequestState):
@@ -36,6 +38,24 @@ class OpenRequest(RequestState):
         """Return futures to wait for before the client gets a good answer: then its row is sure, whatever dies."""
         self.row = self.row or self._actions.record(self)
         return (self.row,)
+
+    def resume(self, made: MadeBefore, now_s: float) -> None:
+        """Go on with what another gateway has received."""
+        self.choices.revision = made.revision
+        for frame in made.frames:
+            if (reason := self.choices.take(frame)) is not None:
+                self._end("failed", Failure(ErrorCode.INTERNAL_ERROR, reason), now_s)
+                return
+            self.mailbox.put_tokens(frame)
+        if self.choices.are_complete():  # only the last words were lost
+            self._end("ok", None, now_s)
+            return
+        self.current.number = made.attempt + ATTEMPTS_UNKNOWN
+        self.log.add(self.current, ErrorCode.GATEWAY_LOST, "the gateway of the request is gone", 0)
+        held = self.choices.held_tokens()
+        self.current = CurrentAttempt(self.attempt + 1, now_s, now_s, held, self.choices.is_encoded, is_rescue=True)
+        self.ticket.leave_queue()  # for the resume lane
+        self._actions.publish(self, 0.0)
 
     # --- frames -------------------------------------------------------------------------------------------------------
 

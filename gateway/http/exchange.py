@@ -142,6 +142,18 @@ class Exchange:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
+    async def while_connected(self, answering: Awaitable[None]) -> None:
+        """Await ``answering``, but not longer than the client stays connected."""
+        answer = asyncio.ensure_future(answering)
+        gone = asyncio.create_task(self.wait_until_gone())
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        finally:
+            answer.cancel()
+            gone.cancel()
+
     @contextmanager
     def calling_when_gone(self, callback: Callable[[], None]) -> Iterator[None]:
         """Call back, should the client leave meanwhile. Nothing else is received once the body is here."""

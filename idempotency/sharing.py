@@ -8,8 +8,8 @@ from typing import Final
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from gateway.idempotency.recording import RecordingTruncated
-from gateway.idempotency.runs import Run, Runs
+from idempotency.recording import RecordingTruncated
+from idempotency.runs import Run, Runs
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError

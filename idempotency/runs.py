@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from gateway.idempotency.recording import Recording
-from gateway.settings import IdempotencySettings
+from idempotency.recording import Recording
+from idempotency.settings import IdempotencySettings
 
 
 class Run:

@@ -1,0 +1,193 @@
+"""POST /v1/responses: a chat by way of its surface, whose answer may be stored, or made in the background."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from accounts.principal import Principal
+from gateway.admission.ticket import Ticket
+from gateway.api.background import RunExchange
+from gateway.api.endpoint import Answering, Arrival
+from gateway.api.generation import GenerationEndpoint
+from gateway.api.responses_call import ResponsesCall, ResponsesCalls
+from gateway.api.services import Services
+from gateway.dispatch.request import OpenRequest
+from gateway.http.exchange import SSE_HEADERS, Exchange
+from gateway.http.failures import RequestFailed
+from protocol.errors import BusError, ProtocolError
+from responses.reading import EventsLost, follow
+from responses.records import PROTOCOL_VERSION, Run, StoredResponse
+from responses.run import BackgroundRun, Lost
+from responses.store import Key, NotKept, ResponseStore
+from surfaces.responses import Item, Responses, previous_of, with_history
+from web.body import LARGE_BODY_BYTES, check_values
+from web.errors import InvalidParameter, RateLimitExceeded, StorageUnavailable
+
+USABLE: Final = ("completed", "incomplete")  # the states of a response that another may go on from
+SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read some events
+
+_Made = TypeVar("_Made")
+_encode = msgspec.json.Encoder().encode
+
+
+class _Previous(msgspec.Struct):
+    status: str
+    output: list[dict[str, Any]]
+
+
+class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
+    """An ASGI application for Responses."""
+
+    def __init__(self, services: Services, surface: Responses) -> None:
+        super().__init__(services, ResponsesCalls(surface), surface)
+        self._store = services.responses
+        self._runs = services.background_runs
+        self._runs.admit = self._admit_again
+
+    # --- the conversation that it goes on with ------------------------------------------------------------------------
+
+    async def _read_call(self, exchange: Exchange, body: bytes, principal: Principal) -> ResponsesCall:
+        if isinstance(exchange, RunExchange):  # its body has the conversation
+            return await super()._read_call(exchange, body, principal)
+        try:
+            body = await self._with_history(body, principal)
+            call = await super()._read_call(exchange, body, principal)
+            why = await self._store.why_full(principal.tenant) if call.asked.is_stored else None
+        except (BusError, ProtocolError) as error:
+            raise StorageUnavailable from error
+        if why is not None:
+            full = RateLimitExceeded(f"{why}: delete some, or send 'store': false.", code="too_many_stored_responses")
+            full.should_retry = False
+            raise full
+        return call
+
+    async def _with_history(self, body: bytes, principal: Principal) -> bytes:
+        previous_id = await self._work(principal, body, previous_of)
+        if previous_id is None:
+            return body
+        stored = await self._store.get(Key(principal.tenant, previous_id))
+        if stored is None:
+            message = (
+                f"Previous response with id '{previous_id}' not found. Was it stored ('store': true), and has it ended?"
+            )
+            raise InvalidParameter(message, param="previous_response_id", code="previous_response_not_found")
+        previous = msgspec.json.decode(stored.response, type=_Previous)
+        if previous.status not in USABLE:
+            message = f"The previous response is '{previous.status}': there is nothing to go on from."
+            raise InvalidParameter(message, param="previous_response_id")
+        items: list[Item] = msgspec.json.decode(stored.items)
+        return await self._work(principal, body, partial(with_history, history=[*items, *previous.output]))
+
+    async def _work(self, principal: Principal, body: bytes, work: Callable[[bytes], _Made]) -> _Made:
+        """Do something with a body: in the pool of threads, where it is large."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return work(body)
+
+        def checked() -> _Made:
+            check_values(body)
+            return work(body)
+
+        return await self._services.catalog.pool.run(principal.tenant, len(body), checked, is_quick=True)
+
+    # --- stored, or in the background ---------------------------------------------------------------------------------
+
+    async def _arrive(self, exchange: Exchange, principal: Principal, held: Any) -> Arrival[ResponsesCall]:  # noqa: ANN401
+        arrival = await super()._arrive(exchange, principal, held)
+        if not arrival.call.asked.is_background:
+            return arrival
+        # Nobody waits at a socket: how long the client's own requests may take says nothing.
+        return replace(arrival, queue_wait_s=self._services.settings.timeouts.total_s)
+
+    async def _admit(self, arrival: Arrival[ResponsesCall]) -> Answering:
+        exchange, call = arrival.exchange, arrival.call
+        if not call.asked.is_background or isinstance(exchange, RunExchange):
+            return await super()._admit(arrival)
+        ticket = await self._enter(arrival)
+        try:
+            run = await self._begin(arrival)
+        except BaseException as error:
+            ticket.close()
+            if ticket.admission.reservation is not None:
+                ticket.admission.reservation.refund()
+            if isinstance(error, NotKept):
+                raise InvalidParameter(f"The request cannot be kept: {error}.", param="input") from error
+            if isinstance(error, (BusError, Lost)):
+                raise StorageUnavailable from error
+            raise
+        return partial(self._serve_background, exchange, call, ticket, run)
+
+    async def _admit_again(self, run: BackgroundRun, principal: Principal) -> Answering:
+        """Admit a response that was taken over. Raises ApiError."""
+        return await self._receive(RunExchange(run, principal, self._services.settings.timeouts))
+
+    async def _begin(self, arrival: Arrival[ResponsesCall]) -> BackgroundRun:
+        exchange, principal = arrival.exchange, arrival.principal
+        events, response = arrival.call.first_response(exchange.id, exchange.received_unix_ms // 1000)
+        run = self._runs.new(
+            Run(
+                v=PROTOCOL_VERSION,
+                owner=self._services.settings.gateway_id,
+                response_id=response["id"],
+                tenant=principal.tenant,
+                team_id=principal.team_id,
+                key_id=principal.key_id,
+                received_unix_ms=exchange.received_unix_ms,
+                body=arrival.call.body,
+                response=_encode(response),
+            )
+        )
+        await self._runs.begin(run, events)
+        return run
+
+    async def _serve_background(
+        self, exchange: Exchange, call: ResponsesCall, ticket: Ticket, run: BackgroundRun
+    ) -> None:
+        """Make the response apart from its client, and answer with what it is by now, or with its events."""
+        making = RunExchange(run, ticket.admission.principal, self._services.settings.timeouts)
+        making.trace = exchange.trace
+        self._runs.make(run, partial(self._serve, making, call, ticket))
+        if call.asked.is_streamed:
+            await exchange.while_connected(self._write_events(exchange, run.key))
+        else:
+            await exchange.answer_json(run.run.response)
+
+    async def _write_events(self, exchange: Exchange, key: Key) -> None:
+        await exchange.start(200, list(SSE_HEADERS))
+        comment_s = self._services.settings.timeouts.queued_comment_s
+        try:
+            async with aclosing(follow(self._store, key, -1, comment_s)) as events:
+                async for some in events:
+                    async with asyncio.timeout(SLOW_READER_LIMIT_S):
+                        await exchange.write(some, more=True)
+            await exchange.write(b"", more=False)
+        except (TimeoutError, EventsLost, BusError):
+            exchange.abort()
+
+    def _open(self, exchange: Exchange, ticket: Ticket) -> OpenRequest:
+        made = exchange.run.made if isinstance(exchange, RunExchange) else None
+        return self._services.dispatcher.open(ticket, made=made)
+
+    async def _write_answer(self, exchange: Exchange, call: ResponsesCall, request: OpenRequest) -> None:
+        if not isinstance(exchange, RunExchange):
+            if call.asked.is_stored:
+                call.keep = partial(_keep, self._store, request.admission.principal.tenant)
+            await super()._write_answer(exchange, call, request)
+            return
+        run = exchange.run
+        run.call, run.request, call.recorder = call, request, run
+        try:
+            await super()._write_answer(exchange, call, request)
+            await run.complete(None if request.failure is None else RequestFailed(request.failure))
+        except Lost:
+            self._services.dispatcher.hand_over(request)
+
+
+async def _keep(store: ResponseStore, tenant: str, response: dict[str, Any], items: list[Item]) -> None:
+    """Store a response. Raises BusError and NotKept."""
+    stored = StoredResponse(PROTOCOL_VERSION, _encode(response), _encode(items))
+    await store.put(Key(tenant, response["id"]), stored)

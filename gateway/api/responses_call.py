@@ -1,0 +1,114 @@
+"""One validated body of Responses, and where its answer is kept."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, cast
+
+from gateway.api.surfaces import SurfaceCall
+from gateway.request.chunks import Chunks
+from protocol.chat import Deltas
+from protocol.errors import BusError
+from protocol.messages import Tokens
+from responses.store import NotKept
+from surfaces.responses import Item, Responses, ResponsesTranslation
+from surfaces.responses_events import ResponseEvents
+from web.errors import ApiError
+
+Keeping = Callable[[dict[str, Any], list[Item]], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+
+
+class EventRecorder(Protocol):
+    """Takes the events of a response in the background, and what they were made of."""
+
+    def add(self, frame: Tokens | Deltas | None, events: bytes, response: dict[str, Any] | None = None) -> None:
+        """Add the next events; ``response``: with the last ones, the response as it is from now on."""
+        ...
+
+
+class ResponsesCall(SurfaceCall):
+    """A call whose answer may be stored, or made in the background."""
+
+    keep: Keeping | None = None  # stores a complete response with its input items
+    recorder: EventRecorder | None = None  # of a response in the background
+
+    def __init__(self, surface: Responses, body: bytes) -> None:
+        super().__init__(surface, body)
+        self.body = body
+        self.asked = cast("ResponsesTranslation", self._translation)
+
+    @property
+    def _told(self) -> ResponseEvents:
+        """The events, once there are chunks."""
+        return cast("ResponseEvents", self._events)
+
+    def first_response(self, answer_id: str, created: int) -> tuple[bytes, dict[str, Any]]:
+        """Return the first events of a response in the background, and the response as it is at first."""
+        events = self.asked.events(self._head(answer_id, created))
+        return events.queued(), events.response
+
+    def chunks(self, answer_id: str, created: int) -> Chunks:
+        """Implement ``Call``."""
+        chunks = super().chunks(answer_id, created)
+        if self.recorder is None:
+            return chunks
+        self.recorder.add(None, self._told.queued())
+        return _RecordedChunks(chunks, self.recorder)
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Implement ``AnswerEncoder``."""
+        events = super().error_event(error)
+        if self.recorder is not None:
+            self.recorder.add(None, events, self._told.response)
+        return events
+
+    def cancelled(self) -> None:
+        """Record that the response was cancelled."""
+        if self.recorder is not None:
+            self.recorder.add(None, self._told.cancelled(), self._told.response)
+
+    async def before_end(self, body: dict[str, Any] | None = None) -> None:
+        """Implement ``AnswerEncoder``: store the response; where that fails, it says so itself."""
+        response = self._told.response if body is None else body
+        if self.recorder is not None:
+            self.recorder.add(None, self._told.last, response)
+        elif self.keep is not None:
+            answer_id = str(response["id"]).removeprefix("resp_")
+            try:
+                await self.keep(response, self.asked.items(answer_id))
+            except (BusError, NotKept) as error:
+                log.warning("the response %s could not be stored: %s", response["id"], error)
+                response["store"] = False
+
+
+class ResponsesCalls:
+    """Makes the calls of Responses."""
+
+    def __init__(self, surface: Responses) -> None:
+        self.surface = surface
+        self.name = surface.name
+
+    def __call__(self, body: bytes) -> ResponsesCall:
+        """Validate a body. Raises MalformedJson or InvalidParameter."""
+        return ResponsesCall(self.surface, body)
+
+
+class _RecordedChunks:
+    """``Chunks`` that are recorded as they are made."""
+
+    def __init__(self, inner: Chunks, recorder: EventRecorder) -> None:
+        self._inner = inner
+        self._recorder = recorder
+
+    def of(self, frame: Tokens | Deltas) -> bytes:
+        """Implement ``Chunks``."""
+        events = self._inner.of(frame)
+        self._recorder.add(frame, events)
+        return events
+
+    def usage(self, usage: dict[str, Any], attempts: int) -> bytes:
+        """Implement ``Chunks``."""
+        events = self._inner.usage(usage, attempts)
+        self._recorder.add(None, events)
+        return events

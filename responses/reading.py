@@ -1,0 +1,82 @@
+"""Reading the events of a response in the background, from whichever gateway makes them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Final
+
+from protocol.backoff import backoff_s, wait_for
+from protocol.errors import BusError, ProtocolError
+from responses.records import EventsPart
+from responses.store import Key, ResponseStore
+
+LOOK_S: Final = 1.0  # after which it is looked for news also where none was heard of
+AWAY_LIMIT_S: Final = 60.0  # how long a reader waits for a queue server that is away
+EVENT_END: Final = b"\n\n"
+
+log = logging.getLogger(__name__)
+
+
+class EventsLost(Exception):
+    """There are no more events, and no last one: nobody makes the response any more."""
+
+
+async def follow(store: ResponseStore, key: Key, after: int, comment_s: float) -> AsyncGenerator[bytes, None]:
+    """Yield the events behind this number up to the last, as they come, and a comment where none do for ``comment_s``.
+
+    ``comment_s``: in seconds; 0: no comments. Raises EventsLost, and BusError where the queue server stays away.
+    """
+    sequence = 0
+    silent_since_s = time.monotonic()
+    async with store.listening(key) as added:
+        while True:
+            added.clear()
+            async for part, number in _parts(store, key, sequence):
+                sequence = number
+                events = events_after(part, after)
+                if events:
+                    silent_since_s = time.monotonic()
+                    yield events
+                if part.is_last:
+                    return
+            if not await wait_for(added, LOOK_S) and await _is_over(store, key, sequence):
+                raise EventsLost(f"the events of {key.response_id} end without a last one")
+            if comment_s and time.monotonic() - silent_since_s >= comment_s:
+                silent_since_s = time.monotonic()
+                yield b": waiting\n\n"
+
+
+async def _parts(store: ResponseStore, key: Key, sequence: int) -> AsyncIterator[tuple[EventsPart, int]]:
+    """Iterate over what is there; where the queue server is away, wait for it."""
+    until_s = time.monotonic() + AWAY_LIMIT_S
+    for wait_s in backoff_s():
+        try:
+            async for part, number in store.parts(key, sequence):
+                sequence = number
+                yield part, number
+        except BusError:
+            if time.monotonic() + wait_s >= until_s:
+                raise
+        else:
+            return
+        await asyncio.sleep(wait_s)
+
+
+async def _is_over(store: ResponseStore, key: Key, sequence: int) -> bool:
+    """Return whether nobody makes it, and nothing has come meanwhile."""
+    try:
+        if await store.run_of(key) is not None:
+            return False
+        return not [number async for _, number in store.parts(key, sequence)]
+    except (BusError, ProtocolError) as error:
+        log.warning("whether %s is still made is not known: %s", key.response_id, error)
+        return False
+
+
+def events_after(part: EventsPart, after: int) -> bytes:
+    """Return the events of a part whose numbers are greater than this one."""
+    skipped = max(0, after + 1 - part.first)
+    if not skipped:
+        return part.events
+    return b"".join(event + EVENT_END for event in part.events.split(EVENT_END)[skipped:-1])

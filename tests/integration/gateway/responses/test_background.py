@@ -1,0 +1,238 @@
+"""Responses in the background: made apart from their client, read again from any event, by OpenAI's client."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from protocol.bus import Bus
+from tests.integration.gateway.conftest import MODEL, Start, restart
+from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
+from tests.nats_server import NatsServer
+from tests.waiting import HANGS_S, until
+
+OVER = {"completed", "failed", "incomplete", "cancelled"}
+BACKGROUND: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}
+
+
+class Paced:
+    """A script of so many tokens that stops before some of them until it may go on; goes on where another has ended."""
+
+    def __init__(self, tokens: int = 6, stops: int = 2) -> None:
+        self.tokens = tokens
+        self.stops = stops
+        self.may_go_on = asyncio.Event()
+
+    async def __call__(self, attempt: Attempt) -> None:
+        await attempt.accept()
+        resumed = attempt.job.resume[0] if attempt.job.resume else None
+        begun = 0 if resumed is None else len(resumed.token_ids) // 4
+        for number in range(begun, self.tokens):
+            if number >= self.stops and not await self._goes_on(attempt):
+                await attempt.finish(cancelled=True)
+                return
+            end = "stop" if number == self.tokens - 1 else None
+            await attempt.tokens(f"t{number} ", (number,), finish_reason=end)
+        await attempt.finish()
+
+    async def _goes_on(self, attempt: Attempt) -> bool:
+        going_on = asyncio.create_task(self.may_go_on.wait())
+        cancelled = asyncio.create_task(attempt.cancelled.wait())
+        await asyncio.wait({going_on, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        going_on.cancel()
+        cancelled.cancel()
+        return not attempt.cancelled.is_set()
+
+
+def text_of(tokens: int) -> str:
+    return "".join(f"t{number} " for number in range(tokens))
+
+
+async def over(client: openai.AsyncOpenAI, response_id: str) -> Any:
+    async with asyncio.timeout(HANGS_S):
+        while (found := await client.responses.retrieve(response_id)).status not in OVER:
+            await asyncio.sleep(0.05)
+    return found
+
+
+async def events_of(client: openai.AsyncOpenAI, response_id: str, after: int | None = None) -> list[Any]:
+    rest: dict[str, Any] = {} if after is None else {"starting_after": after}
+    stream = await client.responses.retrieve(response_id, stream=True, **rest)
+    return [event async for event in stream]
+
+
+async def test_from_queued_to_completed(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    client = gateway.client()
+    made = await client.responses.create(**BACKGROUND)  # nobody works yet
+    assert (made.status, made.background, made.output) == ("queued", True, [])
+    assert (await client.responses.retrieve(made.id)).status == "queued"
+    await gateway.add_worker()
+    done = await over(client, made.id)
+    assert (done.status, done.output_text) == ("completed", "Hello world")
+    assert done.usage.output_tokens == 2
+    [record] = await gateway.records()
+    assert f"resp_{record.request_id.removeprefix('req_')}" == made.id
+    assert (record.outcome, record.http_status, record.completion_tokens) == ("ok", 200, 2)
+    items = await client.responses.input_items.list(made.id)
+    assert items.data[0].content[0].text == "Hi"
+    more = await client.responses.create(model=MODEL, input="More", previous_response_id=made.id)
+    assert more.output_text == "Hello world"
+
+
+async def test_its_events_can_be_read_again_from_any(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    client = gateway.client()
+    stream = await client.responses.create(**BACKGROUND, stream=True)
+    events = [event async for event in stream]
+    assert [event.type for event in events[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    assert events[-1].type == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    response_id = events[0].response.id
+    for after in (None, 0, 1, 4, len(events) - 2, len(events) - 1, 99):
+        again = await events_of(client, response_id, after)
+        assert again == (events if after is None else events[after + 1 :])
+    assert (await client.responses.retrieve(response_id)).output_text == "Hello world"
+
+
+async def test_a_reader_may_leave_and_another_gateway_may_be_asked(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    other = await start_gateway()
+    script = Paced()
+    await gateway.add_worker(script=script)
+    client, at_other = gateway.client(), other.client(api_key=gateway.key)
+    seen = []
+    async for event in await client.responses.create(**BACKGROUND, stream=True):
+        seen.append(event)
+        if len([one for one in seen if one.type == "response.output_text.delta"]) == 2:
+            break  # the client goes away
+    response_id = seen[0].response.id
+    assert (await at_other.responses.retrieve(response_id)).status == "in_progress"
+    reading = asyncio.create_task(events_of(at_other, response_id, seen[-1].sequence_number))
+    script.may_go_on.set()
+    rest = await reading
+    assert [event.sequence_number for event in (*seen, *rest)] == list(range(len(seen) + len(rest)))
+    assert rest[-1].response.output_text == text_of(6)
+    [record] = await gateway.records()
+    assert record.outcome == "ok"
+
+
+@pytest.mark.parametrize("asked", ["its own gateway", "another gateway"])
+async def test_cancelling(start_gateway: Start, asked: str) -> None:
+    gateway = await start_gateway()
+    worker = await gateway.add_worker(script=until_cancelled)
+    client = gateway.client()
+    made = await client.responses.create(**BACKGROUND)
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens)
+    asking = client if asked == "its own gateway" else (await start_gateway()).client(api_key=gateway.key)
+    cancelled = await asking.responses.cancel(made.id)
+    assert cancelled.status == "cancelled"
+    assert (await over(client, made.id)).status == "cancelled"
+    assert (await client.responses.cancel(made.id)).status == "cancelled"  # again
+    assert worker.attempts[0].cancelled.is_set()
+    [record] = await gateway.records()
+    assert record.outcome == "cancelled"
+    events = await events_of(client, made.id)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+async def test_a_failure_is_the_response(start_gateway: Start) -> None:
+    async def refuse(attempt: Attempt) -> None:
+        await attempt.accept()
+        await attempt.fail("invalid_request", "the engine does not like it", retryable=False)
+
+    gateway = await start_gateway()
+    await gateway.add_worker(script=refuse)
+    client = gateway.client()
+    made = await client.responses.create(**BACKGROUND)
+    failed = await over(client, made.id)
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+    assert "does not like it" in failed.error.message
+    events = await events_of(client, made.id)
+    assert events[-1].type == "response.failed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    with pytest.raises(openai.BadRequestError, match="failed"):
+        await client.responses.create(model=MODEL, input="More", previous_response_id=made.id)
+
+
+async def test_what_runs_cannot_be_deleted_and_what_has_ended_can(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    script = Paced()
+    await gateway.add_worker(script=script)
+    client = gateway.client()
+    made = await client.responses.create(**BACKGROUND)
+    with pytest.raises(openai.BadRequestError) as running:
+        await client.responses.delete(made.id)
+    assert running.value.code == "response_in_progress"
+    script.may_go_on.set()
+    await over(client, made.id)
+    await client.responses.delete(made.id)
+    for stream in (False, True):
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(made.id, stream=stream)
+
+
+async def test_another_gateway_goes_on_where_one_leaves(start_gateway: Start) -> None:
+    """No event is lost, repeated or changed; one record, with all tokens."""
+    leaving = await start_gateway()
+    staying = await start_gateway(responses={"take_over_s": 0.1})
+    script = Paced()
+    worker = await staying.add_worker(script=script)
+    client = staying.client(api_key=leaving.key)
+    stream = await leaving.client().responses.create(**BACKGROUND, stream=True)
+    seen = []
+    async for event in stream:
+        seen.append(event)
+        if event.type == "response.output_text.delta" and event.delta.startswith("t1"):
+            break
+    response_id = seen[0].response.id
+    await leaving.end()
+    await until(lambda: len(worker.attempts) >= 2)
+    script.may_go_on.set()
+    events = await events_of(client, response_id)
+    assert events[: len(seen)] == seen
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text == text_of(6)
+    assert (await over(client, response_id)).output_text == text_of(6)
+    [record] = await staying.records()
+    assert f"resp_{record.request_id.removeprefix('req_')}" == response_id
+    assert (record.outcome, record.completion_tokens) == ("ok", 6)
+
+
+async def test_its_own_successor_goes_on(start_gateway: Start) -> None:
+    """A gateway that comes back under its name, as after a restart, makes the rest of what it had."""
+    first = await start_gateway()
+    script = Paced(stops=0)
+    made = await first.client().responses.create(**BACKGROUND)
+    await first.end()
+    again = await start_gateway(gateway_id=first.settings.gateway_id, responses={"take_over_s": 0.1})
+    script.may_go_on.set()
+    await again.add_worker(script=script)
+    done = await over(again.client(api_key=first.key), made.id)
+    assert (done.status, done.output_text) == ("completed", text_of(6))
+
+
+async def test_it_outlives_the_queue_server(start_gateway: Start, nats_server: NatsServer, bus: Bus) -> None:
+    gateway = await start_gateway()
+    script = Paced()
+    worker = await gateway.add_worker(script=script)
+    client = gateway.client()
+    made = await client.responses.create(**BACKGROUND)
+    await until(lambda: worker.attempts and worker.attempts[0].made_tokens >= 2)
+    await restart(nats_server, bus)
+    script.may_go_on.set()
+    done = await over(client, made.id)
+    assert done.output_text == text_of(6)
+    events = await events_of(client, made.id)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+async def test_the_same_key_attaches_to_the_same_response(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    client = gateway.client()
+    ids = {(await client.responses.create(**BACKGROUND, extra_headers={"Idempotency-Key": "7"})).id for _ in range(2)}
+    assert len(ids) == 1

@@ -1,0 +1,156 @@
+"""Responses that are stored: retrieved, gone on from, listed and deleted, by OpenAI's client."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.scripted_worker import Attempt
+from tests.small_tokenizer import byte_tokenizer
+
+
+async def test_what_is_stored_can_be_retrieved_and_deleted(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    client = gateway.client()
+    made = await client.responses.create(model=MODEL, input="Hi", store=True, metadata={"run": "7"})
+    assert made.output_text == "Hello world"
+    assert made.model_dump()["store"] is True
+    assert await client.responses.retrieve(made.id) == made
+    items = await client.responses.input_items.list(made.id)
+    [item] = items.data
+    assert item.model_dump(exclude_none=True) == {
+        "id": item.id,
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "Hi"}],
+    }
+    await client.responses.delete(made.id)
+    for missing in (made.id, "resp_unknown", "resp_*", "a.b"):
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(missing)
+
+
+async def test_a_stream_is_stored_before_its_last_event(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    client = gateway.client()
+    async with client.responses.stream(model=MODEL, input="Hi", store=True) as stream:
+        events = [event async for event in stream]
+    assert events[-1].type == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    found = await client.responses.retrieve(events[-1].response.id)
+    assert found.model_dump() == events[-1].response.model_dump(exclude={"parsed"}) | found.model_dump(
+        include={"output"}
+    )
+    assert found.output_text == "Hello world"
+
+
+@pytest.mark.parametrize("by_default", [True, False])
+async def test_what_is_not_said_follows_the_setting(start_gateway: Start, by_default: bool) -> None:
+    gateway = await start_gateway(responses={"store_by_default": by_default})
+    await gateway.add_worker()
+    client = gateway.client()
+    made = await client.responses.create(model=MODEL, input="Hi")
+    assert made.model_dump()["store"] is by_default
+    if by_default:
+        assert (await client.responses.retrieve(made.id)).id == made.id
+        return
+    with pytest.raises(openai.BadRequestError) as unknown:
+        await client.responses.create(model=MODEL, input="More", previous_response_id=made.id)
+    assert (unknown.value.param, unknown.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+async def test_a_conversation_goes_on(start_gateway: Start) -> None:
+    prompts: list[str] = []
+
+    async def note(attempt: Attempt) -> None:
+        prompts.append(byte_tokenizer().decode(attempt.prompt_ids))
+        await attempt.accept()
+        await attempt.tokens(f"answer {len(prompts)}", (1,), finish_reason="stop")
+        await attempt.finish()
+
+    gateway = await start_gateway()
+    await gateway.add_worker(script=note)
+    client = gateway.client()
+    first = await client.responses.create(model=MODEL, input="one", instructions="Be brief.", store=True)
+    second = await client.responses.create(model=MODEL, input="two", previous_response_id=first.id, store=True)
+    third = await client.responses.create(
+        model=MODEL, input=[{"role": "user", "content": "three"}], previous_response_id=second.id
+    )
+    assert third.previous_response_id == second.id
+    assert "Be brief." in prompts[0]
+    assert "Be brief." not in prompts[1]  # instructions are of one response
+    places = [prompts[2].index(text) for text in ("one", "answer 1", "two", "answer 2", "three")]
+    assert places == sorted(places)
+    listed = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
+    assert [item.content[0].text for item in listed] == ["one", "answer 1", "two"]
+    newest = await client.responses.input_items.list(second.id, limit=2)
+    assert [item.content[0].text for item in newest.data] == ["two", "answer 1"]
+    assert newest.has_more
+
+
+async def test_others_do_not_see_it(start_gateway: Start) -> None:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    made = await gateway.client().responses.create(model=MODEL, input="Hi", store=True)
+    other = (await start_gateway()).client()  # with a key of its own
+    for ask in (other.responses.retrieve, other.responses.delete, other.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            await ask(made.id)
+    with pytest.raises(openai.BadRequestError):
+        await other.responses.create(model=MODEL, input="More", previous_response_id=made.id)
+    assert (await gateway.client().responses.retrieve(made.id)).id == made.id
+
+
+async def test_a_team_may_not_store_without_end(start_gateway: Start) -> None:
+    gateway = await start_gateway(responses={"max_tenant_responses": 2})
+    await gateway.add_worker()
+    client = gateway.client()
+    for _ in range(2):
+        await client.responses.create(model=MODEL, input="Hi", store=True)
+    with pytest.raises(openai.RateLimitError) as full:
+        await client.responses.create(model=MODEL, input="Hi", store=True)
+    assert full.value.code == "too_many_stored_responses"
+    assert full.value.response.headers["x-should-retry"] == "false"
+    assert (await client.responses.create(model=MODEL, input="Hi")).output_text == "Hello world"
+
+
+async def test_what_is_too_large_is_answered_and_not_stored(start_gateway: Start) -> None:
+    gateway = await start_gateway(responses={"max_response_bytes": 200})
+    await gateway.add_worker()
+    made = await gateway.client().responses.create(model=MODEL, input="Hi", store=True)
+    assert made.output_text == "Hello world"
+    assert made.model_dump()["store"] is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"background": True, "store": False}, "store"), ({"previous_response_id": ""}, "previous_response_id")],
+)
+async def test_what_cannot_be_is_refused_by_name(gateway: GatewayUnderTest, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await gateway.client().responses.create(**{"model": MODEL, "input": "Hi", **fields})
+    assert refused.value.param == param
+
+
+@pytest.fixture
+async def gateway(start_gateway: Start) -> GatewayUnderTest:
+    gateway = await start_gateway()
+    await gateway.add_worker()
+    return gateway
+
+
+async def test_only_background_ones_stream_and_are_cancelled(gateway: GatewayUnderTest) -> None:
+    client = gateway.client()
+    made = await client.responses.create(model=MODEL, input="Hi", store=True)
+    with pytest.raises(openai.BadRequestError) as stream:
+        await client.responses.retrieve(made.id, stream=True)
+    assert stream.value.param == "stream"
+    with pytest.raises(openai.BadRequestError) as after:
+        await client.responses.retrieve(made.id, starting_after=1)
+    assert after.value.param == "starting_after"
+    with pytest.raises(openai.BadRequestError) as cancel:
+        await client.responses.cancel(made.id)
+    assert cancel.value.param == "response_id"
