@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from accounts.principal import Principal
-from batches.file_routes import BATCH, LEAST_TTL_S, file_of, list_view, too_many
+from batches.file_routes import BATCH, LEAST_TTL_S, file_of, list_view
 from batches.files import new_id
 from batches.services import BatchServices
 from batches.states import OVER
@@ -17,7 +17,7 @@ from batches.store import Batch
 from protocol.clock import unix_now_ms
 from web.answers import body_schema, exchange_of, json_answer
 from web.body import check_values, read_body
-from web.errors import InvalidParameter, UnknownObject
+from web.errors import InvalidParameter, UnknownObject, too_many
 from web.schema import Body, parse_body
 
 OPENAI: Final = "openai"

@@ -17,13 +17,12 @@ from batches.upload import Upload, receive_upload
 from protocol.clock import unix_now_ms
 from web.answers import exchange_of, json_answer
 from web.errors import (
-    ApiError,
     InvalidParameter,
     Overloaded,
-    RateLimitExceeded,
     RequestTooSlow,
     StorageUnavailable,
     UnknownObject,
+    too_many,
 )
 
 BATCH: Final = "batch"
@@ -218,10 +217,3 @@ def _checked_ttl_s(upload: Upload, most_s: float) -> float:
         message = f"It must be a whole number from {LEAST_TTL_S} to {most_s:.0f}."
         raise InvalidParameter(message, param="expires_after[seconds]")
     return float(seconds)
-
-
-def too_many(message: str, code: str) -> ApiError:
-    """An error for a bound that only the client can make room below."""
-    error = RateLimitExceeded(message, code=code)
-    error.should_retry = False
-    return error

@@ -72,7 +72,7 @@ class Outbox:
         self._in_flight = 0  # records
         self._messages = 0  # in flight
         self._bytes = 0  # of both
-        self._left_s = 0.0  # when the last message left; monotonic clock
+        self._left_s = float("-inf")  # when the last message left; monotonic clock
         self._has_room = asyncio.Event()  # for another message in flight
         self._has_room.set()
         self._group: asyncio.TaskGroup | None = None  # of the messages; None: it does not run

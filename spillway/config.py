@@ -202,7 +202,7 @@ class Config(BaseSettings):
             limits=self.gateway.limits,
             timeouts=self.gateway.timeouts,
             connections=self.gateway.connections,
-            idempotency=self.idempotency,
+            idempotency=self.gateway.idempotency,
             queue=self.nats.queue,
             login=LoginSettings(**{name: getattr(self.auth, name) for name in LoginSettings.model_fields}),
             payloads=self.payload_settings(),

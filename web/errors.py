@@ -116,8 +116,9 @@ class InvalidParameter(BadRequest):
 
     code = "invalid_value"
     other_codes = (
-        "batch_is_over", "empty_file", "file_in_use", "invalid_type", "missing_required_parameter", "prompt_too_long",
-        "too_large", "too_many_tokens", "too_many_values", "unsupported_parameter", "unsupported_schema_keyword",
+        "batch_is_over", "empty_file", "file_in_use", "invalid_type", "missing_required_parameter",
+        "previous_response_not_found", "prompt_too_long", "response_in_progress", "too_large", "too_many_tokens",
+        "too_many_values", "unsupported_parameter", "unsupported_schema_keyword",
     )  # fmt: skip
 
 
@@ -292,8 +293,15 @@ class RateLimitExceeded(ApiError):
 
     status = 429
     code = "rate_limit_exceeded"
-    other_codes = ("file_quota_exceeded", "too_many_batches")
+    other_codes = ("file_quota_exceeded", "too_many_batches", "too_many_stored_responses")
     should_retry = True
+
+
+def too_many(message: str, code: str) -> RateLimitExceeded:
+    """Return the error for a bound below which only the client can make room."""
+    error = RateLimitExceeded(message, code=code)
+    error.should_retry = False
+    return error
 
 
 class InsufficientQuota(ApiError):

@@ -26,7 +26,7 @@ from responses.run import BackgroundRun, Lost
 from responses.store import Key, NotKept, ResponseStore
 from surfaces.responses import Item, Responses, previous_of, with_history
 from web.body import LARGE_BODY_BYTES, check_values
-from web.errors import InvalidParameter, RateLimitExceeded, StorageUnavailable
+from web.errors import InvalidParameter, StorageUnavailable, too_many
 
 USABLE: Final = ("completed", "incomplete")  # the states of a response that another may go on from
 SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read some events
@@ -61,9 +61,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
         except (BusError, ProtocolError) as error:
             raise StorageUnavailable from error
         if why is not None:
-            full = RateLimitExceeded(f"{why}: delete some, or send 'store': false.", code="too_many_stored_responses")
-            full.should_retry = False
-            raise full
+            raise too_many(f"{why}: delete some, or send 'store': false.", "too_many_stored_responses")
         return call
 
     async def _with_history(self, body: bytes, principal: Principal) -> bytes:

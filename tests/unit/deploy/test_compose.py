@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.settings import IdempotencySettings, LimitSettings
+from gateway.settings import LimitSettings
+from idempotency.settings import IdempotencySettings
 from spillway.config import Config, load_config
 from tests.unit.deploy.description import (
     COMPOSE_FILE,
@@ -48,7 +49,7 @@ def test_the_examples_in_comments_are_settings_that_exist(tmp_path: Path) -> Non
     uncommented = tmp_path / "spillway.toml"
     uncommented.write_text(re.sub(r"^# (\[|\w+ = )", r"\1", text, flags=re.MULTILINE))
     config = load_config(uncommented, env={})
-    assert (config.gateway.limits, config.idempotency) == (LimitSettings(), IdempotencySettings())
+    assert (config.gateway.limits, config.gateway.idempotency) == (LimitSettings(), IdempotencySettings())
     assert config.tenants["team-a"].weight == 3.0
     pool = config.pools["demo"]
     assert pool.gate is not None

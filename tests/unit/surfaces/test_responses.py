@@ -82,7 +82,7 @@ def test_how_an_answer_was_split_changes_no_item(pieces: list[Piece], at_once: i
         else:
             split += [piece._replace(text=piece.text[at : at + at_once]) for at in range(0, len(piece.text), at_once)]
     encoder = translation.events(HEAD)
-    streamed = b"".join([*(encoder.of([piece]) for piece in split), encoder.end(reason, USAGE)])
+    streamed = b"".join([*(encoder.of([piece]) for piece in split), encoder.end(reason, USAGE), encoder.last])
     events = [json.loads(line[6:]) for line in streamed.decode().splitlines() if line.startswith("data: ")]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["response"] == whole

@@ -11,6 +11,7 @@ import pytest
 
 import batches
 import gateway
+import responses
 import tokens
 import web
 from gateway.api import openapi
@@ -20,7 +21,7 @@ from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
 from web.errors import ApiError, InvalidParameter
 
-ROOMS = [Path(room.__file__).parent for room in (batches, gateway, tokens, web)]
+ROOMS = [Path(room.__file__).parent for room in (batches, gateway, responses, tokens, web)]
 CHAT = "/v1/chat/completions"
 
 
