@@ -215,3 +215,9 @@ def post_request(path: str, api_key: str, body: dict[str, Any], **headers: str) 
         *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items()),
     ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + payload
+
+
+def get_request(target: str, api_key: str) -> bytes:
+    """Return a whole HTTP request without a body. ``target``: path and query."""
+    lines = [f"GET {target} HTTP/1.1", f"Host: {HOST}", f"Authorization: Bearer {api_key}"]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()

@@ -30,7 +30,7 @@ from gateway.api.surfaces import SurfaceCalls
 from gateway.http.exchange import Exchange, Receive, Scope, Send
 from gateway.http.refusals import RefusalLog
 from gateway.settings import TimeoutSettings
-from responses.routes import responses_router
+from response_store.routes import responses_router
 from surfaces.messages import Messages
 from surfaces.responses import Responses
 from web.answers import EXCHANGE_KEY, add_error_answers

@@ -52,8 +52,8 @@ from protocol.spool import Spool
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
 from quotas.seeds import RollupLedger
-from responses.runs import BackgroundRuns
-from responses.store import ResponseStore
+from response_store.runs import BackgroundRuns
+from response_store.store import ResponseStore
 from tokens.catalog import ModelCatalog
 from tokens.settings import canonical_names
 from webhooks.state import StateView

@@ -18,7 +18,7 @@ from protocol.subjects import queue_of
 from protocol.telemetry import TelemetrySettings
 from protocol.topology import HEARTBEAT_LIMIT_S, HEARTBEAT_PERIOD_S
 from quotas.account_store import REACH_LIMIT_S
-from responses.settings import ResponseSettings
+from response_store.settings import ResponseSettings
 from tokens.settings import ModelTokenSettings
 from webhooks.settings import WebhookSettings
 

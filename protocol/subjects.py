@@ -137,7 +137,7 @@ def answers_subject(gateway_id: str) -> str:
 
 
 def response_subject(tenant: str, response_id: str, what: str) -> str:
-    """Return the subject of what is kept of a response, or of one kind of it (``responses.store``)."""
+    """Return the subject of what is kept of a response, or of one kind of it (``response_store.store``)."""
     return f"res.{escape(tenant)}.{escape(response_id)}.{what}"
 
 

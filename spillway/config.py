@@ -37,7 +37,7 @@ from ledger.settings import LedgerSettings, PayloadSettings
 from pool_worker.settings import EngineSettings, LocalEngineSettings, ScriptedEngineSettings, WorkerSettings
 from protocol.settings import PositiveInt, PositiveSeconds, Settings
 from protocol.telemetry import TelemetrySettings
-from responses.settings import ResponseSettings
+from response_store.settings import ResponseSettings
 from spillway import ROOMS
 from spillway.config_problems import explain, source_of
 from spillway.nats_accounts import of_pool

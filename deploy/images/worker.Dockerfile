@@ -50,7 +50,7 @@ COPY pool_worker pool_worker
 COPY protocol protocol
 COPY quotas quotas
 COPY spillway spillway
-COPY responses responses
+COPY response_store response_store
 COPY surfaces surfaces
 COPY tokens tokens
 COPY training training

@@ -6,7 +6,7 @@ from typing import Final
 from accounts.principal import Principal
 from gateway.http.exchange import Answered, Exchange, Message
 from gateway.settings import TimeoutSettings
-from responses.run import BackgroundRun
+from response_store.run import BackgroundRun
 from web.answers import PRINCIPAL_KEY
 from web.errors import ApiError
 

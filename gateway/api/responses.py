@@ -20,10 +20,10 @@ from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.http.failures import RequestFailed
 from protocol.errors import BusError, ProtocolError
-from responses.reading import EventsLost, follow
-from responses.records import PROTOCOL_VERSION, Run, StoredResponse
-from responses.run import BackgroundRun, Lost
-from responses.store import Key, NotKept, ResponseStore
+from response_store.reading import EventsLost, follow
+from response_store.records import PROTOCOL_VERSION, Run, StoredResponse
+from response_store.run import BackgroundRun, Lost
+from response_store.store import Key, NotKept, ResponseStore
 from surfaces.responses import Item, Responses, previous_of, with_history
 from web.body import LARGE_BODY_BYTES, check_values
 from web.errors import InvalidParameter, StorageUnavailable, too_many

@@ -9,7 +9,7 @@ from gateway.request.chunks import Chunks
 from protocol.chat import Deltas
 from protocol.errors import BusError
 from protocol.messages import Tokens
-from responses.store import NotKept
+from response_store.store import NotKept
 from surfaces.responses import Item, Responses, ResponsesTranslation
 from surfaces.responses_events import ResponseEvents
 from web.errors import ApiError

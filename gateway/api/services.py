@@ -17,8 +17,8 @@ from gateway.settings import GatewaySettings
 from protocol.bus import Bus
 from quotas.prices import CurrentPrices
 from quotas.quotas import Quotas
-from responses.runs import BackgroundRuns
-from responses.store import ResponseStore
+from response_store.runs import BackgroundRuns
+from response_store.store import ResponseStore
 from tokens.catalog import ModelCatalog
 from webhooks.state import StateView
 

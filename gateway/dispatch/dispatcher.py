@@ -42,7 +42,7 @@ from protocol.errors import BusError, ErrorCode, ProtocolError
 from protocol.messages import Cancel, Control, Frame, Heartbeat, Resend, encode
 from protocol.outbox import Outbox
 from protocol.steps import decode_step
-from responses.made_before import MadeBefore
+from response_store.made_before import MadeBefore
 
 KEY_REVOKED: Final = Failure(ErrorCode.KEY_REVOKED, "the API key of this request has been revoked")
 LEAVING: Final = Failure(ErrorCode.SHUTTING_DOWN, "the gateway is shutting down")

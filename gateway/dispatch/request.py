@@ -21,7 +21,7 @@ from gateway.request.states import State
 from protocol.chat import Deltas
 from protocol.errors import ErrorCode
 from protocol.messages import Accepted, Cancel, Failed, Finished, Frame, Tokens, UnreadableFrame, Vector
-from responses.made_before import MadeBefore
+from response_store.made_before import MadeBefore
 
 CANCEL_REPEAT_S: Final = 1.0
 ATTEMPTS_UNKNOWN: Final = 1  # that another gateway may have begun after the last one that is known of

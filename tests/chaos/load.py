@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.http_client import Exchange, ReadTimeouts, exchange, post_request
+from benchmarks.http_client import Exchange, ReadTimeouts, exchange, get_request, post_request
+from tests.chaos.background import joined, rest_of
 from tests.chaos.mix import Question
 from tests.chaos.oracle import Answer, BadAnswer, arrivals, read
 
@@ -33,8 +34,8 @@ class Call:
 
     @property
     def reply(self) -> Exchange:
-        """The latest."""
-        return self.replies[-1]
+        """The latest; of a response in the background, what all of them have brought."""
+        return joined(self.replies) if self.question.is_background else self.replies[-1]
 
     @property
     def request_id(self) -> str | None:
@@ -91,8 +92,10 @@ class Load:
     async def _exchange(self, call: Call, port: int) -> None:
         question = call.question
         key = uuid.uuid4().hex
-        request = post_request(question.path, self._api_key, question.body, Idempotency_Key=key)
+        asked = post_request(question.path, self._api_key, question.body, Idempotency_Key=key)
         while True:
+            read_on = rest_of(call.replies) if question.is_background else None
+            request = asked if read_on is None else get_request(read_on, self._api_key)
             reply = Exchange(time.monotonic())
             call.replies.append(reply)
             await exchange(port, request, PATIENCE, record=reply)

@@ -27,6 +27,11 @@ class Question:
         return bool(self.body.get("stream"))
 
     @property
+    def is_background(self) -> bool:
+        """True if the answer is made apart from its caller, who reads it again where the connection breaks."""
+        return bool(self.body.get("background"))
+
+    @property
     def choices(self) -> int:
         return int(self.body.get("n", 1))
 
@@ -44,13 +49,16 @@ def questions(
     tokens: tuple[int, int],
     greedy: bool = False,
     surfaces: bool = True,
+    background: bool = False,
 ) -> list[Question]:
     """Make the mix; ``tokens`` bounds the length of an answer. ``greedy``: what all makes of engine share.
 
-    ``surfaces``: some as Responses and Messages.
+    ``surfaces``: some as Responses and Messages. ``background``: all as streams of Responses in the background.
     """
     rng = random.Random(f"mix {seed}")
     made = [_question(rng, number, model, scripted=scripted, tokens=tokens) for number in range(count)]
+    if background:
+        return [_in_background(question) for question in made]
     if surfaces and not greedy:
         made = [_on_a_surface(question) if question.number % 3 == 0 else question for question in made]
     return [_greedy(question) for question in made] if greedy else made
@@ -101,6 +109,14 @@ def _on_a_surface(question: Question) -> Question:
         said = [{**message, "content": [{"type": "text", "text": message["content"]}]}]
         return Question(question.number, MESSAGES, {**kept, "max_tokens": body["max_tokens"], "messages": said})
     return Question(question.number, RESPONSES, {**kept, "max_output_tokens": body["max_tokens"], "input": [message]})
+
+
+def _in_background(question: Question) -> Question:
+    """The same as a streamed response in the background."""
+    body = question.body
+    said = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+    fields = {"input": said, "max_output_tokens": body["max_tokens"], "temperature": 0}
+    return Question(question.number, RESPONSES, {"model": body["model"], "stream": True, "background": True, **fields})
 
 
 def _sampling(rng: random.Random) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.http_client import Exchange
+from tests.chaos.background import has_begun
 from tests.chaos.ledger import LedgerRow
 from tests.chaos.load import Call
 from tests.chaos.oracle import Answer, Difference, compare
@@ -266,7 +267,7 @@ def accepted_ids(calls: Sequence[Call]) -> set[str]:
         reply.request_id
         for call in calls
         for reply in call.replies
-        if reply.request_id is not None and "x-spillway-attempts" in reply.headers
+        if reply.request_id is not None and ("x-spillway-attempts" in reply.headers or has_begun(reply))
     }
 
 

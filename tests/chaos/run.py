@@ -81,6 +81,7 @@ async def run(plan: Plan, folder: Path, progress: Progress = no_progress) -> Rep
         tokens=tokens,
         greedy=is_real,
         surfaces=plan.scenario.surfaces and not shape.servers,
+        background=plan.scenario.background,
     )
     async with System(folder, shape) as system:
         load = Load(system.port, system.api_key, lambda: system.gateway_killed_s)

@@ -21,6 +21,7 @@ class Scenario:
     answer_tokens: tuple[int, int] = (30, 90)  # from and to
     gap_limits_ms: Mapping[str, Mapping[float, float]] = field(default_factory=dict)  # by kind of fault and percentile
     surfaces: bool = True  # some questions are Responses and Messages
+    background: bool = False  # all questions are streamed responses in the background
     in_turn: bool = False  # the kinds of fault, instead of at random
 
     @property
@@ -60,6 +61,14 @@ SCENARIOS = {
     "ledger": Scenario("SIGKILL the ledger writer", {"ledger": 1}, 10, 1.0),
     "sql": Scenario("stop the database", {"sql": 1}, 5, 1.0, Shape(postgres=True)),
     "gateway": Scenario("SIGKILL one of two gateways", {"gateway": 1}, 10, 2.0, Shape(gateways=2)),
+    "background": Scenario(
+        "SIGKILL and freeze gateways, and SIGKILL workers, while responses are made in the background",
+        {"gateway": 3, "kill": 3, "frozen": 1},
+        60,
+        1.0,
+        Shape(gateways=2, responses={"take_over_s": 0.5, "silence_s": 3.0}),
+        background=True,
+    ),
     "haproxy": Scenario(
         "the queue away for long, gateways restarted and killed: the load balancer fails nobody",
         {"outage": 2, "restart": 2, "gateway": 1},

@@ -26,7 +26,7 @@ ALLOWED = {
     "batches": {"accounts", "db", "protocol", "web", "webhooks"},
     "tokens": {"accounts", "protocol", "web"},
     "surfaces": {"protocol", "tokens", "web"},
-    "responses": {"accounts", "ledger", "protocol", "surfaces", "web", "webhooks"},
+    "response_store": {"accounts", "ledger", "protocol", "surfaces", "web", "webhooks"},
     "training": {"accounts", "db", "ledger"},
     "console": {"accounts", "db", "ledger", "protocol", "quotas", "web", "webhooks"},
     "gateway": {
@@ -38,7 +38,7 @@ ALLOWED = {
         "ledger",
         "protocol",
         "quotas",
-        "responses",
+        "response_store",
         "surfaces",
         "tokens",
         "web",

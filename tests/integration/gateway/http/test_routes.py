@@ -11,7 +11,7 @@ import pytest
 
 import batches
 import gateway
-import responses
+import response_store
 import tokens
 import web
 from gateway.api import openapi
@@ -21,7 +21,7 @@ from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
 from web.errors import ApiError, InvalidParameter
 
-ROOMS = [Path(room.__file__).parent for room in (batches, gateway, responses, tokens, web)]
+ROOMS = [Path(room.__file__).parent for room in (batches, gateway, response_store, tokens, web)]
 CHAT = "/v1/chat/completions"
 
 

@@ -18,10 +18,10 @@ from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
-from responses.records import Question, Run, decode_question, encode
-from responses.run import BackgroundRun, Lost, owned
-from responses.settings import ResponseSettings
-from responses.store import Key, NotKept, ResponseStore
+from response_store.records import Question, Run, decode_question, encode
+from response_store.run import BackgroundRun, Lost, owned
+from response_store.settings import ResponseSettings
+from response_store.store import Key, NotKept, ResponseStore
 from web.errors import ApiError, InvalidApiKey, LedgerUnavailable, RateLimitExceeded
 from webhooks.events import EventType, publish_finished
 

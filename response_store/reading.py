@@ -8,8 +8,8 @@ from typing import Final
 
 from protocol.backoff import backoff_s, wait_for
 from protocol.errors import BusError, ProtocolError
-from responses.records import EventsPart
-from responses.store import Key, ResponseStore
+from response_store.records import EventsPart
+from response_store.store import Key, ResponseStore
 
 LOOK_S: Final = 1.0  # after which it is looked for news also where none was heard of
 AWAY_LIMIT_S: Final = 60.0  # how long a reader waits for a queue server that is away

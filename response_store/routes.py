@@ -12,9 +12,9 @@ from accounts.keyring import KeyRing
 from accounts.principal import Principal
 from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
-from responses.reading import follow
-from responses.records import EventsPart, Run
-from responses.store import Key, ResponseStore
+from response_store.reading import follow
+from response_store.records import EventsPart, Run
+from response_store.store import Key, ResponseStore
 from surfaces.responses import items_of
 from web.answers import exchange_of, json_answer
 from web.errors import InvalidParameter, StorageUnavailable, UnknownObject

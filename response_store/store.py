@@ -24,8 +24,8 @@ from ledger.payloads.sealing import Part, Sealer
 from protocol import subjects
 from protocol.bus import Bus
 from protocol.errors import ProtocolError
-from responses.records import EventsPart, Run, StoredResponse, decode_part, decode_run, decode_stored, encode
-from responses.settings import ResponseSettings
+from response_store.records import EventsPart, Run, StoredResponse, decode_part, decode_run, decode_stored, encode
+from response_store.settings import ResponseSettings
 
 STORE_LIMIT_S: Final = 2.0
 RUN_TTL_S: Final = 48 * 3600  # longer than anything may take: a run that nobody can end goes away

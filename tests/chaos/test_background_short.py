@@ -1,0 +1,19 @@
+"""Responses in the background while their gateways are killed and frozen, shortly."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.chaos.run import Plan, run
+from tests.chaos.scenarios import SCENARIOS
+
+KINDS = ("gateway", "kill", "frozen", "gateway")
+SCENARIO = replace(SCENARIOS["background"], every_s=0.2, callers=8)
+
+
+async def test_no_event_is_lost_or_repeated(tmp_path: Path) -> None:
+    plan = Plan("short", SCENARIO, seed=5, faults=len(KINDS), distinct=16, kinds=KINDS)
+    report = await run(plan, tmp_path / "run")
+    assert report.offences == []
+    assert report.cut  # readers were cut off, and read on elsewhere
+    assert report.attempts_max > 1
+    assert report.ledger_rows == report.accepted
