@@ -1,6 +1,7 @@
 """``/v1/responses/{id}``: what is kept of responses, as OpenAI's clients know it. They belong to the key's team."""
 
 import time
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from accounts.keyring import KeyRing
 from accounts.principal import Principal
 from protocol.backoff import wait_for
 from protocol.errors import BusError, ProtocolError
+from response_store.patience import patiently
 from response_store.reading import follow
 from response_store.records import EventsPart, Run
 from response_store.store import Key, ResponseStore
@@ -84,12 +86,15 @@ class KeptResponses:
     async def get(self, key: Key) -> _Kept:
         """Return a response of the key's team."""
         try:
-            found = await self._running(key) or await self._ended(key) or await self._running(key)
+            found = await patiently(partial(self._find, key))
         except _AWAY as error:
             raise StorageUnavailable from error
         if found is None:
             raise UnknownObject(f"Response with id '{key.response_id[:100]}' not found.", param="response_id")
         return found
+
+    async def _find(self, key: Key) -> _Kept | None:
+        return await self._running(key) or await self._ended(key) or await self._running(key)  # it may end meanwhile
 
     async def _ended(self, key: Key) -> _Kept | None:
         stored = await self.store.get(key)
@@ -113,7 +118,7 @@ class KeptResponses:
             return found
         try:
             async with self.store.listening(key) as added:
-                await self.store.cancel(key)
+                await patiently(partial(self.store.cancel, key))
                 until_s = time.monotonic() + CANCEL_LIMIT_S
                 while not found.is_over and time.monotonic() < until_s:
                     added.clear()
@@ -131,7 +136,7 @@ class KeptResponses:
             message = f"The response is '{found.view['status']}': cancel it first."
             raise InvalidParameter(message, param="response_id", code="response_in_progress")
         try:
-            await self.store.delete(key)
+            await patiently(partial(self.store.delete, key))
         except _AWAY as error:
             raise StorageUnavailable from error
 

@@ -10,20 +10,20 @@ and what is there already is not stored twice.
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
 from msgspec import structs
 
-from protocol.backoff import backoff_s
 from protocol.chat import Deltas
 from protocol.errors import BusError
 from protocol.messages import Tokens
 from protocol.messages import encode as encode_frame
 from response_store.made_before import MadeBefore
+from response_store.patience import patiently
 from response_store.reading import EVENT_END
 from response_store.records import PROTOCOL_VERSION, EventsPart, Run, StoredResponse
 from response_store.store import Key, NotKept, ResponseStore
@@ -211,7 +211,7 @@ class BackgroundRun:
             tuple(one.frame for one in taken if one.frame),
             taken[-1].response,
         )
-        await self._add_in_time(part)
+        await patiently(partial(self._add, part), STORE_PATIENCE_S)
         for _ in taken:
             self._pending.popleft()
         self._pending_bytes -= size
@@ -219,19 +219,6 @@ class BackgroundRun:
         self._stored_events += count
         self.response = part.response
         self._changed.set()
-
-    async def _add_in_time(self, part: EventsPart) -> None:
-        until_s = time.monotonic() + STORE_PATIENCE_S
-        for wait_s in backoff_s():
-            try:
-                await self._add(part)
-            except BusError as error:
-                if time.monotonic() + wait_s >= until_s:
-                    raise
-                log.debug("events of %s cannot be stored yet: %s", self.key.response_id, error)
-            else:
-                return
-            await asyncio.sleep(wait_s)
 
     async def _add(self, part: EventsPart) -> None:
         sequence = await self._store.add_part(self.key, part, self._sequence)

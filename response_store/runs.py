@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -18,6 +19,7 @@ from protocol.backoff import backoff_s, wait_for
 from protocol.bus import Bus
 from protocol.clock import unix_now_ms
 from protocol.errors import BusError, BusTimeout, NoResponders, ProtocolError
+from response_store.patience import patiently
 from response_store.records import Question, Run, decode_question, encode
 from response_store.run import BackgroundRun, Lost, owned
 from response_store.settings import ResponseSettings
@@ -48,7 +50,6 @@ Admit = Callable[[BackgroundRun, Principal], Awaitable[Making]]  # raises ApiErr
 
 class _Ended(msgspec.Struct):
     status: str
-    created_at: int
 
 
 class BackgroundRuns:
@@ -108,8 +109,8 @@ class BackgroundRuns:
         """Store a new response with its first events, as ours. Raises BusError and NotKept."""
         self._running[run.key] = run  # before others can ask
         try:
-            await self._store.begin(run.run)
-            await run.begin(events)
+            await patiently(partial(self._store.begin, run.run))
+            await patiently(partial(run.begin, events))
         except BaseException:
             del self._running[run.key]
             with contextlib.suppress(BusError):
@@ -138,24 +139,15 @@ class BackgroundRuns:
     async def _finish(self, run: BackgroundRun) -> None:
         """Store a response that has ended, and tell its team. Who dies in between leaves it to another gateway."""
         ended = msgspec.json.decode(run.response, type=_Ended)
-        until_s = time.monotonic() + FINISH_LIMIT_S
-        for wait_s in backoff_s():
-            try:
-                await self._store.put(run.key, run.stored())
-                await publish_finished(
-                    self._bus,
-                    run.run.team_id,
-                    _EVENTS[ended.status],
-                    run.key.response_id,
-                    created_unix_s=unix_now_ms() // 1000,
-                )
-                await self._store.forget_run(run.key)
-            except BusError:
-                if time.monotonic() + wait_s >= until_s:
-                    raise
-            else:
-                return
-            await asyncio.sleep(wait_s)
+        stored, ended_unix_s = run.stored(), unix_now_ms() // 1000
+
+        async def finish() -> None:
+            await self._store.put(run.key, stored)
+            event, response_id = _EVENTS[ended.status], run.key.response_id
+            await publish_finished(self._bus, run.run.team_id, event, response_id, created_unix_s=ended_unix_s)
+            await self._store.forget_run(run.key)
+
+        await patiently(finish, FINISH_LIMIT_S)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.http.failures import RequestFailed
 from protocol.errors import BusError, ProtocolError
+from response_store.patience import patiently
 from response_store.reading import EventsLost, follow
 from response_store.records import PROTOCOL_VERSION, Run, StoredResponse
 from response_store.run import BackgroundRun, Lost
@@ -57,7 +58,9 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
         try:
             body = await self._with_history(body, principal)
             call = await super()._read_call(exchange, body, principal)
-            why = await self._store.why_full(principal.tenant) if call.asked.is_stored else None
+            why = None
+            if call.asked.is_stored:
+                why = await patiently(partial(self._store.why_full, principal.tenant))
         except (BusError, ProtocolError) as error:
             raise StorageUnavailable from error
         if why is not None:
@@ -68,7 +71,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
         previous_id = await self._work(principal, body, previous_of)
         if previous_id is None:
             return body
-        stored = await self._store.get(Key(principal.tenant, previous_id))
+        stored = await patiently(partial(self._store.get, Key(principal.tenant, previous_id)))
         if stored is None:
             message = (
                 f"Previous response with id '{previous_id}' not found. Was it stored ('store': true), and has it ended?"
@@ -188,4 +191,4 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
 async def _keep(store: ResponseStore, tenant: str, response: dict[str, Any], items: list[Item]) -> None:
     """Store a response. Raises BusError and NotKept."""
     stored = StoredResponse(PROTOCOL_VERSION, _encode(response), _encode(items))
-    await store.put(Key(tenant, response["id"]), stored)
+    await patiently(partial(store.put, Key(tenant, response["id"]), stored))
