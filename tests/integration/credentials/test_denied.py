@@ -75,6 +75,14 @@ PUBLISHES = {
         subjects.dead_letter_subject(MODEL),
     ),
     "webhooks": (subjects.WEBHOOK_EVENT_SUBJECT, subjects.WEBHOOKS_STATE, "$JS.ACK.WEBHOOKS.webhooks.1.1.1.1.0"),
+    "what is kept of responses": (
+        subjects.response_subject("team", "resp_1", "cancel"),
+        subjects.response_subject("team", "resp_1", "events"),
+        subjects.runs_subject("g1"),
+        "js.STREAM.MSG.GET.RES",
+        "$JS.API.STREAM.MSG.GET.RES",
+        "js.STREAM.PURGE.RES",
+    ),
     "keys and limits": (
         subjects.KEYS_CHANGED_SUBJECT,
         subjects.QUOTA_WANTED,
@@ -137,6 +145,8 @@ SUBSCRIBES = (
     "$O.prompts.>",
     "ans.*",
     "open.*",
+    "runs.*",
+    "res.>",
     "oldest.*.*",
     subjects.KEYS_CHANGED_SUBJECT,
     "$JS.ACK.>",

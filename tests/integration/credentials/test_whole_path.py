@@ -36,6 +36,24 @@ async def test_a_request_is_answered_and_counted(installation: Installation) -> 
         await until(lambda: has_rows(installation, 2, 2))
 
 
+async def test_a_response_is_made_in_the_background_and_deleted(installation: Installation) -> None:
+    async with running_worker(installation.worker_settings()):
+        await installation.ready()
+        responses = installation.gateway.client().responses
+        made = await responses.create(model=MODEL, input="hello", max_output_tokens=8, background=True)
+        events = [event async for event in await responses.retrieve(made.id, stream=True)]
+        assert events[-1].type == "response.incomplete"
+
+        async def has_ended() -> bool:
+            return (await responses.retrieve(made.id)).status == "incomplete"
+
+        await until(has_ended)
+        more = await responses.create(model=MODEL, input="more", max_output_tokens=8, previous_response_id=made.id)
+        assert more.output_text
+        assert (await responses.cancel(made.id)).status == "incomplete"
+        await responses.delete(made.id)
+
+
 async def test_a_machine_has_credentials_of_its_own(installation: Installation) -> None:
     installation.queue.authority.issue(of_pool("demo"), "box7", lasts_s=3600)
     gate = GateSettings(backlog_jobs=0, oldest_s=0.01)
