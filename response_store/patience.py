@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from protocol.backoff import backoff_s
-from protocol.errors import BusError
+from protocol.errors import BusError, StreamFull
 
 PATIENCE_S: Final = 10.0
 LONGEST_WAIT_S: Final = 1.0
@@ -15,11 +15,13 @@ _Answer = TypeVar("_Answer")
 
 
 async def patiently(ask: Callable[[], Awaitable[_Answer]], limit_s: float = PATIENCE_S) -> _Answer:
-    """Ask until there is an answer. Raises the BusError that still stands after ``limit_s``."""
+    """Ask until there is an answer. Raises the BusError that still stands after ``limit_s``, StreamFull at once."""
     until_s = time.monotonic() + limit_s
     for wait_s in backoff_s(LONGEST_WAIT_S):
         try:
             return await ask()
+        except StreamFull:
+            raise
         except BusError:
             if time.monotonic() + wait_s >= until_s:
                 raise

@@ -32,6 +32,7 @@ MAX_ASKED: Final = 1000  # responses in one question
 LONGEST_WAIT_S: Final = 30.0  # between two tries to admit one that was taken over
 FINISH_LIMIT_S: Final = 60.0
 LEAVE_LIMIT_S: Final = 5.0
+REST_S: Final = 5.0  # before a response is taken over again that could not be ended here
 NOBODY: Final = ""
 _AWAY: Final = (BusError, ProtocolError, NotKept)
 _EVENTS: Final[dict[str, EventType]] = {
@@ -79,7 +80,8 @@ class BackgroundRuns:
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._owners: dict[Key, str] = {}  # of those that others make, as read once
         self._missed: dict[Key, float] = {}  # since when nobody has said that he makes it (monotonic clock)
-        self._is_leaving = False
+        self._rests: dict[Key, float] = {}  # until when not to take them over (monotonic clock)
+        self.is_leaving = False
 
     async def start(self) -> None:
         """Answer other gateways, and hear of what is to be cancelled. Raises BusError."""
@@ -131,10 +133,12 @@ class BackgroundRuns:
             await making()
             if run.response:
                 await self._finish(run)
+                return
         except (Lost, *_AWAY) as error:
             log.warning("%s is not ended here: %s", run.key.response_id, error or "another gateway goes on")
         except Exception:
             log.exception("%s failed in the background", run.key.response_id)
+        self._rests[run.key] = time.monotonic() + REST_S
 
     async def _finish(self, run: BackgroundRun) -> None:
         """Store a response that has ended, and tell its team. Who dies in between leaves it to another gateway."""
@@ -153,7 +157,7 @@ class BackgroundRuns:
 
     async def leave(self) -> None:
         """Let other gateways go on with all of them."""
-        self._is_leaving = True
+        self.is_leaving = True
         runs = list(self._running.values())
         for run in runs:
             run.stop()
@@ -172,7 +176,7 @@ class BackgroundRuns:
     async def run(self) -> None:
         """Look for responses whose gateways are gone; never returns."""
         while True:
-            if not self._is_leaving and self._bus.connected:
+            if not self.is_leaving and self._bus.connected:
                 try:
                     await self._look()
                 except _AWAY as error:
@@ -186,10 +190,12 @@ class BackgroundRuns:
         for key, owner in self._owners.items():
             by_owner[owner].append(key)
         now_s, missed = time.monotonic(), {}
+        self._rests = {key: until_s for key, until_s in self._rests.items() if until_s > now_s}
         for owner, keys in by_owner.items():
             for key, limit_s in await self._unmade(owner, keys):
                 missed[key] = self._missed.get(key, now_s)
-                if now_s - missed[key] >= limit_s and len(self._running) < self._most:
+                is_due = now_s - missed[key] >= limit_s and key not in self._rests
+                if is_due and len(self._running) < self._most:
                     await self._take_over(key, owner)
         self._missed = missed
 

@@ -16,6 +16,7 @@ from gateway.api.endpoint import Answering, Arrival
 from gateway.api.generation import GenerationEndpoint
 from gateway.api.responses_call import ResponsesCall, ResponsesCalls
 from gateway.api.services import Services
+from gateway.dispatch.dispatcher import LEAVING
 from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.http.failures import RequestFailed
@@ -108,6 +109,8 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
         exchange, call = arrival.exchange, arrival.call
         if not call.asked.is_background or isinstance(exchange, RunExchange):
             return await super()._admit(arrival)
+        if self._runs.is_leaving:
+            raise RequestFailed(LEAVING)
         ticket = await self._enter(arrival)
         try:
             run = await self._begin(arrival)

@@ -1,16 +1,26 @@
 """Responses in the background: made apart from their client, read again from any event, by OpenAI's client."""
 
 import asyncio
+import base64
+import json
 from typing import Any
 
 import openai
 import pytest
 
+from accounts.keys import revoke_key
+from db.engine import create_engine
+from ledger.payloads.sealing import Sealer
+from protocol import subjects
 from protocol.bus import Bus
-from tests.integration.gateway.conftest import MODEL, Start, restart
+from response_store.run import BackgroundRun, Lost
+from response_store.settings import ResponseSettings
+from response_store.store import ResponseStore
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start, restart
 from tests.integration.gateway.scripted_worker import Attempt, until_cancelled
 from tests.nats_server import NatsServer
 from tests.waiting import HANGS_S, until
+from webhooks.events import decode_event
 
 OVER = {"completed", "failed", "incomplete", "cancelled"}
 BACKGROUND: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}
@@ -62,7 +72,7 @@ async def events_of(client: openai.AsyncOpenAI, response_id: str, after: int | N
     return [event async for event in stream]
 
 
-async def test_from_queued_to_completed(start_gateway: Start) -> None:
+async def test_from_queued_to_completed(start_gateway: Start, bus: Bus) -> None:
     gateway = await start_gateway()
     client = gateway.client()
     made = await client.responses.create(**BACKGROUND)  # nobody works yet
@@ -79,6 +89,10 @@ async def test_from_queued_to_completed(start_gateway: Start) -> None:
     assert items.data[0].content[0].text == "Hi"
     more = await client.responses.create(model=MODEL, input="More", previous_response_id=made.id)
     assert more.output_text == "Hello world"
+    told = await bus.get_message(subjects.WEBHOOKS_STREAM, last_by_subj=subjects.WEBHOOK_EVENT_SUBJECT)
+    assert told is not None
+    event = decode_event(base64.b64decode(told["data"]))
+    assert (event.type, made.id.encode() in event.body) == ("response.completed", True)
 
 
 async def test_its_events_can_be_read_again_from_any(start_gateway: Start) -> None:
@@ -213,6 +227,70 @@ async def test_its_own_successor_goes_on(start_gateway: Start) -> None:
     await again.add_worker(script=script)
     done = await over(again.client(api_key=first.key), made.id)
     assert (done.status, done.output_text) == ("completed", text_of(6))
+
+
+async def left_behind(start_gateway: Start) -> tuple[GatewayUnderTest, str]:
+    """Return a gateway that has left, and a response that nobody makes now."""
+    gateway = await start_gateway()
+    made = await gateway.client().responses.create(**BACKGROUND)
+    await gateway.end()
+    return gateway, made.id
+
+
+async def test_one_that_was_cancelled_meanwhile_is_not_made(start_gateway: Start, bus: Bus) -> None:
+    left, response_id = await left_behind(start_gateway)
+    store = ResponseStore(bus, ResponseSettings(), Sealer())
+    [key] = await store.running()
+    await store.cancel(key)
+    gateway = await start_gateway(responses={"take_over_s": 0.1})
+    worker = await gateway.add_worker()
+    client = gateway.client(api_key=left.key)
+    assert (await over(client, response_id)).status == "cancelled"
+    assert [event.type for event in await events_of(client, response_id)][-1] == "response.cancelled"
+    assert worker.attempts == []
+    await until(lambda: has_no_runs(store))
+
+
+async def has_no_runs(store: ResponseStore) -> bool:
+    return await store.running() == []
+
+
+async def test_one_whose_key_was_revoked_meanwhile_fails(start_gateway: Start, bus: Bus) -> None:
+    left, _ = await left_behind(start_gateway)
+    engine = create_engine(left.settings.database_url)
+    await revoke_key(engine, "test 0")
+    await engine.dispose()
+    store = ResponseStore(bus, ResponseSettings(), Sealer())
+    [key] = await store.running()
+    gateway = await start_gateway(responses={"take_over_s": 0.1})
+    worker = await gateway.add_worker()
+    await until(lambda: has_no_runs(store))
+    kept = await store.get(key)
+    assert kept is not None
+    response = json.loads(kept.response)
+    assert response["status"] == "failed"
+    assert "no longer accepted" in response["error"]["message"]
+    assert worker.attempts == []
+
+
+async def test_who_was_taken_for_dead_adds_nothing(start_gateway: Start, bus: Bus) -> None:
+    """The fence: a gateway that was only frozen adds no event once another one goes on."""
+    await left_behind(start_gateway)
+    store = ResponseStore(bus, ResponseSettings(), Sealer())
+    [key] = await store.running()
+    found = await store.run_of(key)
+    assert found is not None
+    frozen, other = BackgroundRun(store, found[0], "frozen"), BackgroundRun(store, found[0], "other")
+    await frozen.read()
+    await other.read()
+    await other.claim()
+    frozen.add(None, b"event: a\ndata: {}\n\n" * 3)
+    with pytest.raises(Lost):
+        await frozen.flush()
+    assert frozen.is_handed_over
+    await other.end_unadmitted("cancelled")
+    parts = [part async for part, _ in store.parts(key)]
+    assert [part.owner for part in parts] == ["g0", "other", "other"]
 
 
 async def test_it_outlives_the_queue_server(start_gateway: Start, nats_server: NatsServer, bus: Bus) -> None:
