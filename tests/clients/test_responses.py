@@ -1,6 +1,7 @@
 """OpenAI's Responses, by the official Python client."""
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.clients.asked import (
 )
 from tests.player.engine import NO_PLAY
 from tests.player.system import PlayedSystem
+from tests.waiting import HANGS_S
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -80,6 +82,30 @@ def test_a_round_trip_through_a_tool_with_reasoning(client: openai.OpenAI, spill
     asked += [item.to_dict() for item in streamed.output]
     asked.append({"type": "function_call_output", "call_id": call.call_id, "output": RESULT})
     assert client.responses.create(input=asked, **ask).output_text == ANSWER
+
+
+def test_the_round_trip_goes_on_from_what_is_stored(client: openai.OpenAI, spillway: PlayedSystem) -> None:
+    """The first answer is made in the background; its call's result alone is sent with the second question."""
+    ask: dict[str, Any] = {"model": spillway.model, "tools": [TOOL]}
+    asked = client.responses.create(input=f"{QUESTION} {spillway.play(*PLAY)}", background=True, **ask)
+    events = list(client.responses.retrieve(asked.id, stream=True))
+    first = events[-1].response
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert list(client.responses.retrieve(asked.id, stream=True, starting_after=7)) == events[8:]
+    [call] = [item for item in first.output if item.type == "function_call"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    second = client.responses.create(input=[result], previous_response_id=until_stored(client, first.id), **ask)
+    assert second.output_text == ANSWER
+    assert second.previous_response_id == first.id
+
+
+def until_stored(client: openai.OpenAI, response_id: str) -> str:
+    """Return the id once the response has ended, as a client that polls."""
+    deadline_s = time.monotonic() + HANGS_S
+    while client.responses.retrieve(response_id).status != "completed":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    return response_id
 
 
 def test_a_structured_answer(client: openai.OpenAI, spillway: PlayedSystem) -> None:

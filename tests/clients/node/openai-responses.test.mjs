@@ -33,6 +33,22 @@ test("a round trip through a tool", async () => {
   assert.equal((await client.responses.create({ ...ask, input, tools })).output_text, asked.answer);
 });
 
+test("an answer in the background, read again from an event, and gone on from", async () => {
+  const background = await client.responses.create({ model: asked.model, input: asked.question, background: true });
+  assert.equal(background.status, "queued");
+  const events = [];
+  for await (const event of await client.responses.retrieve(background.id, { stream: true })) events.push(event);
+  assert.equal(events.at(-1).type, "response.completed");
+  const rest = [];
+  for await (const event of await client.responses.retrieve(background.id, { stream: true, starting_after: 3 })) rest.push(event);
+  assert.deepEqual(rest, events.slice(4));
+  while ((await client.responses.retrieve(background.id)).status !== "completed") await new Promise((done) => setTimeout(done, 50));
+  const more = await client.responses.create({ model: asked.model, input: "More.", previous_response_id: background.id });
+  assert.equal(more.output_text, asked.noPlay);
+  await client.responses.delete(background.id);
+  await assert.rejects(client.responses.retrieve(background.id), OpenAI.NotFoundError);
+});
+
 test("a structured answer", async () => {
   const Reading = z.object({ river: z.enum(["Elbe", "Rhine"]), level_cm: z.int() });
   const text = { format: zodTextFormat(Reading, "reading") };
