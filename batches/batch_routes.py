@@ -12,7 +12,7 @@ from accounts.principal import Principal
 from batches.file_routes import BATCH, LEAST_TTL_S, file_of, list_view
 from batches.files import new_id
 from batches.services import BatchServices
-from batches.states import OVER
+from batches.states import OPENAI, OVER
 from batches.store import Batch
 from protocol.clock import unix_now_ms
 from web.answers import body_schema, exchange_of, json_answer
@@ -20,7 +20,6 @@ from web.body import check_values, read_body
 from web.errors import InvalidParameter, UnknownObject, too_many
 from web.schema import Body, parse_body
 
-OPENAI: Final = "openai"
 MAX_PAGE_ROWS: Final = 100
 MAX_BODY_BYTES: Final = 64 * 1024
 BODY_LIMIT_S: Final = 30.0
@@ -108,9 +107,11 @@ def _s(unix_ms: int | None) -> int | None:
     return None if unix_ms is None else unix_ms // 1000
 
 
-async def batch_of(services: BatchServices, batch_id: str, principal: Principal, param: str = "batch_id") -> Batch:
-    """Return a batch that the key may see. Raises UnknownObject."""
-    batch = await services.batches.find(batch_id, principal.tenant)
+async def batch_of(
+    services: BatchServices, batch_id: str, principal: Principal, param: str = "batch_id", *, surface: str = OPENAI
+) -> Batch:
+    """Return a batch of this surface that the key may see. Raises UnknownObject."""
+    batch = await services.batches.find(batch_id, principal.tenant, surface)
     if batch is None:
         raise UnknownObject(f"No batch found with id '{batch_id[:100]}'.", param=param)
     return batch

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
@@ -12,8 +13,8 @@ from accounts.principal import Principal
 from batches.files import File, Order, Part, new_id
 from batches.services import BatchServices
 from batches.states import OVER
-from batches.storage.base import StorageError
-from batches.upload import Upload, receive_upload
+from batches.storage.base import StorageError, Writer
+from batches.upload import Upload, arriving, receive_upload
 from protocol.clock import unix_now_ms
 from web.answers import exchange_of, json_answer
 from web.errors import (
@@ -87,15 +88,12 @@ async def file_of(services: BatchServices, file_id: str, principal: Principal, p
 def file_router(services: BatchServices) -> APIRouter:
     """Build the router of files."""
     router = APIRouter(prefix="/v1/files", tags=["files"])
-    uploads = asyncio.Semaphore(services.settings.max_uploads)
 
     @router.post("", openapi_extra=_FORM)
     async def upload_file(request: Request) -> Response:
         """Upload a file, such as the lines of a batch. It is written as it comes."""
         principal = exchange_of(request).authenticate(services.keys)
-        if uploads.locked():
-            raise Overloaded(f"This gateway receives {services.settings.max_uploads} uploads already.")
-        async with uploads:
+        async with receiving(services):
             return json_answer(file_view(await _uploaded(services, request, principal)))
 
     @router.get("")
@@ -147,10 +145,11 @@ async def content_answer(services: BatchServices, file: File) -> Response:
     except StorageError as error:
         raise StorageUnavailable from error
     headers = {"content-length": str(file.size_bytes), "content-disposition": _disposition(file.filename)}
-    return StreamingResponse(_resumed(first, pieces), media_type="application/octet-stream", headers=headers)
+    return StreamingResponse(resumed(first, pieces), media_type="application/octet-stream", headers=headers)
 
 
-async def _resumed(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def resumed(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Iterate over what has been read already, and over what follows."""
     yield first
     async for piece in rest:
         yield piece
@@ -163,36 +162,69 @@ def _disposition(filename: str) -> str:
 
 async def _uploaded(services: BatchServices, request: Request, principal: Principal) -> File:
     settings = services.settings
+    max_bytes = await max_file_bytes(services, principal)
+    file_id = new_id("file-")
+    async with written(services, file_id) as writer:
+        upload = await receive_upload(
+            arriving(request.stream(), settings.upload_silence_s),
+            request.headers.get("content-type", ""),
+            writer,
+            max_bytes=max_bytes,
+        )
+        ttl_s = _checked_ttl_s(upload, settings.file_ttl_s)
+    name = upload.filename or "file"
+    return await add_input(services, principal, file_id, name=name, size_bytes=upload.size_bytes, ttl_s=ttl_s)
+
+
+@asynccontextmanager
+async def receiving(services: BatchServices) -> AsyncIterator[None]:
+    """Receive one upload, of as many as may come at a time. Raises Overloaded."""
+    if services.uploads.locked():
+        raise Overloaded(f"This gateway receives {services.settings.max_uploads} uploads already.")
+    async with services.uploads:
+        yield
+
+
+async def max_file_bytes(services: BatchServices, principal: Principal) -> int:
+    """Return how large a new file of a tenant may be. Raises RateLimitExceeded where there may be none."""
+    settings = services.settings
     count, size = await services.files.usage(principal.tenant)
     if count >= settings.max_tenant_files or size >= settings.max_tenant_bytes:
         message = f"{count} files of {size} bytes are kept for this key or its team: delete some first."
         raise too_many(message, "file_quota_exceeded")
-    file_id = new_id("file-")
-    part = f"{file_id}/0"
+    return min(settings.max_file_bytes, settings.max_tenant_bytes - size)
+
+
+@asynccontextmanager
+async def written(services: BatchServices, file_id: str) -> AsyncIterator[Writer]:
+    """Write an upload to the storage; if the block fails, there is none. Raises StorageUnavailable, RequestTooSlow."""
+    limit_s = services.settings.upload_s
     try:
-        async with asyncio.timeout(settings.upload_s), services.files.storage.writing(part) as writer:
-            upload = await receive_upload(
-                request.stream(),
-                request.headers.get("content-type", ""),
-                writer,
-                max_bytes=min(settings.max_file_bytes, settings.max_tenant_bytes - size),
-                silence_s=settings.upload_silence_s,
-            )
-            ttl_s = _checked_ttl_s(upload, settings.file_ttl_s)
+        async with asyncio.timeout(limit_s), services.files.storage.writing(_only_part(file_id)) as writer:
+            yield writer
     except StorageError as error:
         raise StorageUnavailable from error
     except TimeoutError as error:
-        raise RequestTooSlow(f"The upload did not end within {settings.upload_s:g} s.") from error
-    now_ms = unix_now_ms()
+        raise RequestTooSlow(f"The upload did not end within {limit_s:g} s.") from error
+
+
+async def add_input(
+    services: BatchServices, principal: Principal, file_id: str, *, name: str, size_bytes: int, ttl_s: float
+) -> File:
+    """Let what was written be a file."""
+    part, now_ms = _only_part(file_id), unix_now_ms()
     expires_ms = now_ms + int(ttl_s * 1000)
-    name = upload.filename or "file"
-    file = File(file_id, principal.tenant, principal.key_id, now_ms, expires_ms, BATCH, name, upload.size_bytes)
+    file = File(file_id, principal.tenant, principal.key_id, now_ms, expires_ms, BATCH, name, size_bytes)
     try:
-        await services.files.add(file, [Part(file_id, 0, part, upload.size_bytes)])
+        await services.files.add(file, [Part(file_id, 0, part, size_bytes)])
     except BaseException:
         await services.files.storage.delete(part)
         raise
     return file
+
+
+def _only_part(file_id: str) -> str:
+    return f"{file_id}/0"
 
 
 def _checked_ttl_s(upload: Upload, most_s: float) -> float:

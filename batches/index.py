@@ -39,6 +39,7 @@ class IndexTask(Struct, frozen=True):
     models: dict[str, str]  # the configured model of each name that may be used
     max_lines: int
     max_line_bytes: int
+    any_model: bool = False  # see check_line
 
 
 class IndexReport(Struct):
@@ -112,7 +113,7 @@ def _insert(task: IndexTask, source: IO[bytes], database: sqlite3.Connection, re
 def _checked(text: bytes, task: IndexTask) -> Request:
     if len(text) > task.max_line_bytes:
         raise Wrong("line_too_large", f"A line may have at most {task.max_line_bytes} bytes.")
-    return check_line(text, task.endpoint, task.models)
+    return check_line(text, task.endpoint, task.models, any_model=task.any_model)
 
 
 def _lines(source: IO[bytes], max_bytes: int) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ from msgspec import Raw, Struct
 
 EXPIRED: Final = "batch_expired"
 CANCELLED: Final = "batch_cancelled"
+REVOKED: Final = "key_revoked"
 
 
 class Line(Struct, frozen=True):

@@ -27,7 +27,16 @@ def open_batches(
 ) -> BatchServices:
     """Return what the routes work with. ``endpoints``: that a batch may be for."""
     files = Files(database, open_storage(settings, data_dir))
-    return BatchServices(settings, data_dir / INDEXES, keys, files, Batches(database), endpoints, asyncio.Event())
+    return BatchServices(
+        settings=settings,
+        folder=data_dir / INDEXES,
+        keys=keys,
+        files=files,
+        batches=Batches(database),
+        endpoints=endpoints,
+        changed=asyncio.Event(),
+        uploads=asyncio.Semaphore(settings.max_uploads),
+    )
 
 
 def make_feeder(

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 
 from batches.batch_routes import NewBatch, batch_router
 from batches.file_routes import file_router
+from batches.message_routes import message_batch_router
 from batches.services import BatchServices
 from web.schema import Body
 
@@ -15,4 +16,4 @@ BATCH_BODIES: Final[Sequence[type[Body]]] = (NewBatch,)
 
 def batch_routers(services: BatchServices) -> Sequence[APIRouter]:
     """Build all routers of this room."""
-    return [file_router(services), batch_router(services)]
+    return [file_router(services), batch_router(services), message_batch_router(services)]

@@ -18,11 +18,21 @@ from batches.answers import Answer, Verdict, counts_of, verdict_of, wait_s
 from batches.calling import Application, call
 from batches.files import Files
 from batches.index import Index, IndexReport, IndexTask, make_index
-from batches.lines import CANCELLED, EXPIRED, Line, LineFailure, decode_line, decode_model, failure_line, response_line
+from batches.lines import (
+    CANCELLED,
+    EXPIRED,
+    REVOKED,
+    Line,
+    LineFailure,
+    decode_line,
+    decode_model,
+    failure_line,
+    response_line,
+)
 from batches.results import Results
 from batches.room import Room, Window
 from batches.settings import BatchSettings
-from batches.states import Status
+from batches.states import ANTHROPIC, Status
 from batches.store import Batch, Batches, Counts
 from batches.validation import LineError
 from protocol.backoff import backoff_s, wait_for
@@ -48,6 +58,7 @@ class Stop(Enum):
 _FAILURES: Final = {
     Stop.CANCELLED: LineFailure(CANCELLED, "The batch was cancelled before this request was answered."),
     Stop.EXPIRED: LineFailure(EXPIRED, "This request could not be answered before the completion window expired."),
+    Stop.REVOKED: LineFailure(REVOKED, "The API key of the batch is no longer accepted."),
 }
 _ENDS: Final = {Stop.CANCELLED: Status.CANCELLED, Stop.EXPIRED: Status.EXPIRED, Stop.REVOKED: Status.FAILED}
 
@@ -95,7 +106,9 @@ class BatchRun:
         """Feed it to its end; False: it is not over, and somebody else goes on."""
         principal = self._principal
         if principal is None:
-            return await self._end_revoked()
+            if self._feeding.keys.may_be_old:
+                return False
+            self.stop(Stop.REVOKED)
         report = await self._index(principal)
         if report.errors:
             await self._end(Status.FAILED, report.errors)
@@ -108,12 +121,22 @@ class BatchRun:
     def _index_path(self) -> Path:
         return self._feeding.folder / f"{self.batch.id}.{self.batch.epoch}.index"
 
-    async def _index(self, principal: Principal) -> IndexReport:
-        settings = self._feeding.settings
+    async def _index(self, principal: Principal | None) -> IndexReport:
+        """``principal``: None: none of its lines will run."""
+        settings, models = self._feeding.settings, self._feeding.models
         self._feeding.folder.mkdir(parents=True, exist_ok=True)
-        usable = {name: model for name, model in self._feeding.models.items() if principal.may_use(model)}
+        any_model = principal is None or self.batch.surface == ANTHROPIC
         task = IndexTask(
-            str(self._index_path), self.batch.endpoint, usable, settings.max_lines, settings.max_line_bytes
+            str(self._index_path),
+            self.batch.endpoint,
+            {
+                name: model
+                for name, model in models.items()
+                if principal is None or any_model or principal.may_use(model)
+            },
+            settings.max_lines,
+            settings.max_line_bytes,
+            any_model,
         )
         return await make_index(task, self._feeding.files.content(self.batch.input_file_id))
 
@@ -221,30 +244,27 @@ class BatchRun:
             await self._feeding.batches.finalizing(self.batch)
             await self._end(Status.CANCELLED if stop is Stop.CANCELLED else Status.COMPLETED)
             return True
-        if stop is Stop.REVOKED:
-            return await self._end_revoked()
-        if stop is None or stop not in _ENDS:
+        if stop is None or stop not in _ENDS or (stop is Stop.REVOKED and self._feeding.keys.may_be_old):
             return False
-        await self._give_up(index, results, _FAILURES[stop])
-        await self._end(_ENDS[stop])
+        is_revoked = stop is Stop.REVOKED
+        await self._give_up(index, results, _FAILURES[stop], Counts(failed=1, given_up=0 if is_revoked else 1))
+        await self._end(_ENDS[stop], [self._revocation] if is_revoked else None)
         return True
 
-    async def _give_up(self, index: Index, results: Results, why: LineFailure) -> None:
+    async def _give_up(self, index: Index, results: Results, why: LineFailure, counts: Counts) -> None:
         """Let the error file say of all lines that are not done why they are not."""
         done, _ = await self._feeding.batches.done(self.batch)
         async for number, text in index.lines(done):
             failure = failure_line(self.batch.id, number, decode_line(text).custom_id, why)
-            results.add(number, failure, Counts(failed=1))
+            results.add(number, failure, counts)
             if not results.has_room:
                 await results.commit()
         await results.commit()
 
-    async def _end_revoked(self) -> bool:
-        if self._feeding.keys.may_be_old:
-            return False
+    @property
+    def _revocation(self) -> LineError:
         message = f"The API key '{self.batch.key_name}' of this batch is no longer accepted. What was done is kept."
-        await self._end(Status.FAILED, [LineError("key_revoked", message)])
-        return True
+        return LineError(REVOKED, message)
 
     async def _end(self, status: Status, errors: list[LineError] | None = None) -> None:
         feeding = self._feeding

@@ -21,3 +21,4 @@ class BatchServices:
     batches: Batches
     endpoints: frozenset[str]  # that a batch may be for
     changed: asyncio.Event  # set when a batch is there, or has changed
+    uploads: asyncio.Semaphore  # one for each that may be received at a time

@@ -35,6 +35,8 @@ class BatchSettings(Settings):
     max_running: PositiveInt = 8  # batches that one gateway feeds at a time
     max_open_lines: PositiveInt = 256  # of all of them together
     max_line_tries: PositiveInt = 4  # of a line that fails; refusals for want of room do not count
+    max_message_batch_bytes: PositiveInt = 256 * 1024**2  # the body of POST /v1/messages/batches: all of its requests
+    max_message_batch_requests: PositiveInt = 100_000
     lease_s: Annotated[float, Field(ge=0.5, le=600)] = 15.0  # a gateway that is gone for longer loses its batches
     commit_s: PositiveSeconds = 2.0  # how old a result may get in memory: a crash costs so much work
     poll_s: PositiveSeconds = 1.0  # between two looks for work to take

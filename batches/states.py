@@ -1,4 +1,4 @@
-"""A batch's states.
+"""A batch's states, and whose API made it.
 
     validating ──> in_progress ──> finalizing ──> completed
         │               │ ├── its time is up ───> expired
@@ -26,4 +26,6 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
+OPENAI: Final = "openai"
+ANTHROPIC: Final = "anthropic"
 OVER: Final = (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED)

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import Struct, structs
-from sqlalchemy import CursorResult, func, insert, select, update
+from sqlalchemy import CursorResult, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from batches.files import File, Order, Part, add_file, in_order, page_of
@@ -50,6 +50,7 @@ class Batch(Struct, frozen=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    given_up: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -72,6 +73,7 @@ class Counts(Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    given_up: int = 0
 
 
 class Batches:
@@ -87,9 +89,10 @@ class Batches:
         async with changing(self._database) as connection:
             await connection.execute(insert(BatchRow).values(structs.asdict(batch)))
 
-    async def find(self, batch_id: str, tenant: str | None = None) -> Batch | None:
-        """Return a batch, a tenant's if one is given; None: there is none such."""
-        conditions = [BatchRow.id == batch_id, *([] if tenant is None else [BatchRow.tenant == tenant])]
+    async def find(self, batch_id: str, tenant: str | None = None, surface: str | None = None) -> Batch | None:
+        """Return a batch, a tenant's and of a surface if these are given; None: there is none such."""
+        wanted = ((BatchRow.id, batch_id), (BatchRow.tenant, tenant), (BatchRow.surface, surface))
+        conditions = [column == value for column, value in wanted if value is not None]
         found = await self._select(select(BatchRow.__table__).where(*conditions))
         return found[0] if found else None
 
@@ -107,6 +110,11 @@ class Batches:
         mine = select(func.count()).where(BatchRow.tenant == tenant, BatchRow.status.not_in(OVER))
         async with self._database.connect() as connection:
             return int((await connection.execute(mine)).scalar_one())
+
+    async def delete(self, batch_id: str) -> None:
+        """Delete a batch that is over; its files stay."""
+        async with changing(self._database) as connection:
+            await connection.execute(delete(BatchRow).where(BatchRow.id == batch_id, BatchRow.status.in_(OVER)))
 
     async def ask_to_cancel(self, batch_id: str) -> None:
         """Ask its feeder to cancel a batch, if it is not over or about to be."""

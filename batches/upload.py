@@ -89,17 +89,8 @@ class _Form:
         what += data
 
 
-async def receive_upload(
-    body: AsyncIterator[bytes], content_type: str, writer: Writer, *, max_bytes: int, silence_s: float
-) -> Upload:
-    """Read a form to its end, and write its file as it comes.
-
-    Raises InvalidParameter, BodyTooLarge, ClientDisconnected, RequestTooSlow for a silence of ``silence_s``, and what
-    ``writer`` raises.
-    """
-    upload = Upload()
-    form = _Form(upload, max_bytes)
-    parser = _parser(content_type, form)
+async def arriving(body: AsyncIterator[bytes], silence_s: float) -> AsyncIterator[bytes]:
+    """Iterate over what comes. Raises ClientDisconnected, and RequestTooSlow for a silence of ``silence_s``."""
     chunks = aiter(body)
     while True:
         try:
@@ -110,7 +101,19 @@ async def receive_upload(
         except ClientDisconnect as error:
             raise ClientDisconnected from error
         if chunk is None:
-            break
+            return
+        yield chunk
+
+
+async def receive_upload(body: AsyncIterator[bytes], content_type: str, writer: Writer, *, max_bytes: int) -> Upload:
+    """Read a form to its end, and write its file as it comes.
+
+    Raises InvalidParameter, BodyTooLarge, and what ``body`` and ``writer`` raise.
+    """
+    upload = Upload()
+    form = _Form(upload, max_bytes)
+    parser = _parser(content_type, form)
+    async for chunk in body:
         try:
             parser.write(chunk)
         except FormParserError as error:

@@ -44,8 +44,11 @@ class Request(Struct, frozen=True):
         return len(msgspec.json.encode(self.body)) // CHARS_PER_TOKEN + most
 
 
-def check_line(text: bytes, endpoint: str, models: Mapping[str, str]) -> Request:
-    """Check one line. ``models``: the configured model of each name that may be used. Raises Wrong."""
+def check_line(text: bytes, endpoint: str, models: Mapping[str, str], *, any_model: bool = False) -> Request:
+    """Check one line. ``models``: the configured model of each name that may be used. Raises Wrong.
+
+    ``any_model``: of another model, too, whose request will say so itself.
+    """
     try:
         line = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -64,18 +67,18 @@ def check_line(text: bytes, endpoint: str, models: Mapping[str, str]) -> Request
         raise Wrong("invalid_method", "Only POST is supported.", "method")
     if line["url"] != endpoint:
         raise Wrong("invalid_url", f"The URL must be the batch's endpoint, {endpoint}.", "url")
-    return Request(custom_id, _checked_model(body, models), body)
+    return Request(custom_id, _checked_model(body, models, any_model=any_model), body)
 
 
-def _checked_model(body: Mapping[str, Any], models: Mapping[str, str]) -> str:
+def _checked_model(body: Mapping[str, Any], models: Mapping[str, str], *, any_model: bool) -> str:
     name = body.get("model")
     if name is None:
         raise Wrong("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
-    if not isinstance(name, str) or name not in models:
+    if not isinstance(name, str) or not (any_model or name in models):
         message = f"The model `{str(name)[:100]}` does not exist or you do not have access to it."
         raise Wrong("model_not_found", message, "body.model")
     if body.get("stream"):
         raise Wrong("invalid_value", "A line of a batch cannot be streamed.", "body.stream")
     if body.get("background"):
         raise Wrong("invalid_value", "A line of a batch is in the background already.", "body.background")
-    return models[name]
+    return models.get(name, name)

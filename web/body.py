@@ -23,9 +23,7 @@ async def read_body(
 
     Raises BodyTooLarge, RequestTooSlow, ClientDisconnected, and UnsupportedEncoding for a compressed one.
     """
-    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
-    if encoding.lower() not in {"", "identity"}:
-        raise UnsupportedEncoding(f"The body has the content-encoding '{encoding[:100]}': send it uncompressed.")
+    refuse_compressed(headers)
     here = whole_body()
     if here is not None:
         if len(here) > max_bytes:
@@ -36,6 +34,13 @@ async def read_body(
             return await _read(receive, headers.get(b"content-length"), max_bytes)
     except TimeoutError as error:
         raise RequestTooSlow(f"The request body did not arrive within {limit_s:g} s.") from error
+
+
+def refuse_compressed(headers: Mapping[bytes, bytes]) -> None:
+    """Raise UnsupportedEncoding for a compressed body."""
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if encoding.lower() not in {"", "identity"}:
+        raise UnsupportedEncoding(f"The body has the content-encoding '{encoding[:100]}': send it uncompressed.")
 
 
 async def _read(receive: Receive, content_length: bytes | None, max_bytes: int) -> bytes:

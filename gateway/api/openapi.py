@@ -131,7 +131,7 @@ def _post(summary: str, body: str, *, streams: bool = False) -> dict[str, Any]:
 def _errors_of(path: str) -> Sequence[type[ApiError]]:
     if path.startswith("/admin/"):
         return OF_ADMINS
-    if path.startswith(("/v1/files", "/v1/batches")):
+    if path.startswith(("/v1/files", "/v1/batches", "/v1/messages/batches")):
         return OF_FILES
     if path.startswith("/v1/responses"):
         return OF_RESPONSES

@@ -59,6 +59,7 @@ def create_batches() -> None:
         sa.Column("total", sa.BigInteger(), nullable=False),
         sa.Column("completed", sa.BigInteger(), nullable=False),
         sa.Column("failed", sa.BigInteger(), nullable=False),
+        sa.Column("given_up", sa.BigInteger(), nullable=False),
         sa.Column("prompt_tokens", sa.BigInteger(), nullable=False),
         sa.Column("cached_tokens", sa.BigInteger(), nullable=False),
         sa.Column("completion_tokens", sa.BigInteger(), nullable=False),
