@@ -4,6 +4,7 @@ import typer
 
 from spillway.cli import (
     admin,
+    batch,
     bench,
     bench_pool,
     export,
@@ -65,6 +66,14 @@ organisations_app.command("create")(teams.create_organisation)
 organisations_app.command("rename")(teams.rename_organisation)
 organisations_app.command("list")(teams.list_organisations)
 app.add_typer(organisations_app, name="organisations")
+
+batch_app = typer.Typer(help="Files of requests as jobs, at any gateway.", no_args_is_help=True)
+batch_app.command("submit")(batch.submit)
+batch_app.command("list")(batch.list_)
+batch_app.command("show")(batch.show)
+batch_app.command("cancel")(batch.cancel)
+batch_app.command("download")(batch.download)
+app.add_typer(batch_app, name="batch")
 
 webhooks_app = typer.Typer(help="Endpoints that teams' events are sent to.", no_args_is_help=True)
 webhooks_app.command("create")(webhooks.create)

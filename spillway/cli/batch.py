@@ -1,0 +1,400 @@
+"""``spillway batch``: files of requests as jobs, over the HTTP API of any gateway."""
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from spillway.cli.batch_client import LONG_PATIENCE_S, PATIENCE_S, BatchApiError, BatchClient
+from spillway.cli.context import err, fail, out
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+TABLE_WIDTH_CHARS: Final = 140
+MAX_LINE_BYTES: Final = 64 * 1024 * 1024
+OVER: Final = frozenset({"completed", "failed", "expired", "cancelled"})
+POLL_S: Final = 1.0
+NEWS_S: Final = 30.0  # between two lines of progress where there is no terminal
+INTERRUPTED: Final = 130
+SHOWN_ERRORS: Final = 10  # of a batch that failed
+
+UrlOption = Annotated[
+    str,
+    typer.Option(
+        "--base-url", envvar=["SPILLWAY_BASE_URL", "OPENAI_BASE_URL"], help="The gateway, with or without /v1."
+    ),
+]
+KeyOption = Annotated[
+    str | None, typer.Option("--api-key", envvar=["SPILLWAY_API_KEY", "OPENAI_API_KEY"], help="An API key of it.")
+]
+WaitOption = Annotated[
+    bool, typer.Option("--wait", help="Wait until it is over; exit code 1 unless all lines were answered.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="As JSON, as the API has it.")]
+BatchArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch: batch_…")]
+
+
+def submit(
+    file: Annotated[
+        Path, typer.Argument(help="Lines of {custom_id, method, url, body}, as OpenAI's batches have them.")
+    ],
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="What the lines are for, such as /v1/chat/completions. Default: the first line's url."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Ask this model, whatever the lines say.")] = None,
+    window: Annotated[str, typer.Option(help="In what time it must be done: 90m, 24h, 7d.")] = "24h",
+    wait: WaitOption = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="With --wait: where the answers go. What failed goes to NAME.errors.jsonl beside it."),
+    ] = None,
+    base_url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """Upload a file of requests and make a batch of it. Prints the batch's id."""
+    if output is not None and not wait:
+        raise typer.BadParameter("works with --wait; later: `spillway batch download`", param_hint="--output")
+    _check_targets(output)
+    with _client(base_url, api_key) as client, _prepared(file, model) as (ready, first):
+        endpoint = endpoint or _endpoint_of(first, file)
+        file_id = _upload(client, ready, file.name)
+        client.patience_s = LONG_PATIENCE_S if wait else PATIENCE_S
+        batch = client.create(file_id, endpoint, window)
+        out.print(batch["id"], markup=False)
+        if wait:
+            _wait_to_the_end(client, batch, output)
+
+
+def list_(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number, newest first.")] = 20,
+    as_json: JsonOption = False,
+    base_url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """List the batches of the key's team."""
+    with _client(base_url, api_key) as client:
+        found = list(client.batches(limit))
+    if as_json:
+        out.print_json(json.dumps(found))
+    elif not found:
+        out.print("no batches")
+    else:
+        # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
+        Console(width=max(out.width, TABLE_WIDTH_CHARS)).print(_table(found))
+
+
+def show(
+    batch_id: BatchArgument,
+    wait: WaitOption = False,
+    output: Annotated[Path | None, typer.Option(help="As for `submit`.")] = None,
+    as_json: JsonOption = False,
+    base_url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """Show a batch, perhaps once it is over."""
+    _check_targets(output)
+    with _client(base_url, api_key) as client:
+        batch = client.retrieve(batch_id)
+        if wait:
+            _wait_to_the_end(client, batch, output)
+        elif as_json:
+            out.print_json(json.dumps(batch))
+        else:
+            for name, value in _facts(batch):
+                out.print(f"{name:<12} {value}", markup=False, soft_wrap=True)
+
+
+def cancel(batch_id: BatchArgument, base_url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
+    """Cancel a batch. What is done stays, in its files."""
+    with _client(base_url, api_key) as client:
+        batch = client.cancel(batch_id)
+    out.print(f"{batch['id']} is {batch['status']}", markup=False)
+
+
+def download(
+    batch_id: BatchArgument,
+    output: Annotated[Path, typer.Option(help="A new file: nothing is overwritten.")],
+    errors: Annotated[bool, typer.Option("--errors", help="The error file instead of the answers.")] = False,
+    base_url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """Download the answers of a batch that is over, or what failed."""
+    _check_new(output)
+    with _client(base_url, api_key) as client:
+        batch = client.retrieve(batch_id)
+        kind = "error_file_id" if errors else "output_file_id"
+        if batch.get(kind) is None:
+            what = "has no error file" if errors else "has no answers"
+            raise fail(f"{batch_id} {what}" + ("" if batch["status"] in OVER else f" yet: it is {batch['status']}"))
+        _download(client, batch[kind], output)
+    out.print(f"{output}", markup=False)
+
+
+# --- before -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _client(base_url: str, api_key: str | None) -> Iterator[BatchClient]:
+    """Open a client; what it cannot do ends the command with a message."""
+    if not api_key:
+        raise fail("no API key: give --api-key, or set SPILLWAY_API_KEY or OPENAI_API_KEY")
+    if not base_url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{base_url!r} must begin with http:// or https://", param_hint="--base-url")
+    try:
+        with BatchClient(base_url, api_key) as client:
+            yield client
+    except BatchApiError as error:
+        raise fail(str(error)) from error
+
+
+def _errors_path(output: Path) -> Path:
+    return output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}")
+
+
+def _check_targets(output: Path | None) -> None:
+    if output is not None:
+        _check_new(output)
+        _check_new(_errors_path(output))
+
+
+def _check_new(path: Path) -> None:
+    if path.exists():
+        raise typer.BadParameter(f"{path} is there already", param_hint="--output")
+    if not path.resolve().parent.is_dir():
+        raise typer.BadParameter(f"{path.parent}: no such folder", param_hint="--output")
+
+
+@contextlib.contextmanager
+def _prepared(file: Path, model: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Return the file to upload, and its first line."""
+    try:
+        if model is None:
+            first = next(_lines(file), None)
+            if first is None:
+                raise fail(f"{file} has no lines")
+            yield file, first
+            return
+        with tempfile.NamedTemporaryFile(suffix=".jsonl") as changed:
+            first = None
+            for line in _lines(file):
+                first = first or line
+                line["body"] = {**(line.get("body") or {}), "model": model}
+                changed.write(msgspec.json.encode(line) + b"\n")
+            changed.flush()
+            if first is None:
+                raise fail(f"{file} has no lines")
+            yield Path(changed.name), first
+    except OSError as error:
+        raise fail(f"{error.filename or file}: {error.strerror}") from error
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open("rb") as source:
+        number = 0
+        while text := source.readline(MAX_LINE_BYTES):
+            number += 1
+            if not text.strip():
+                continue
+            try:
+                line = msgspec.json.decode(text, type=dict[str, Any])
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise fail(f"{file}, line {number}: no JSON object: {error}") from error
+            if not isinstance(line.get("body", {}), dict):
+                raise fail(f"{file}, line {number}: 'body' is no object")
+            yield line
+
+
+def _endpoint_of(first: dict[str, Any], file: Path) -> str:
+    url = first.get("url")
+    if not isinstance(url, str):
+        raise fail(f"{file}, first line: 'url' is missing; give --endpoint, such as /v1/chat/completions")
+    return url
+
+
+# --- transfers --------------------------------------------------------------------------------------------------------
+
+
+def _upload(client: BatchClient, path: Path, name: str) -> str:
+    with _transfer() as progress:
+        bar = progress.add_task("uploading", total=path.stat().st_size)
+        return client.upload(path, name, lambda sent: progress.update(bar, completed=sent))
+
+
+def _download(client: BatchClient, file_id: str, path: Path) -> None:
+    with _transfer() as progress:
+        bar = progress.add_task("downloading", total=None)
+        client.download(file_id, path, lambda size, whole: progress.update(bar, completed=size, total=whole))
+
+
+def _transfer() -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=err, disable=not err.is_terminal, transient=True)
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+class _Rate(ProgressColumn):
+    """Lines a second."""
+
+    def render(self, task: Task) -> Text:
+        """Show it once it is known."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:,.1f} lines/s", style="progress.data.speed")
+
+
+def _wait_to_the_end(client: BatchClient, batch: dict[str, Any], output: Path | None) -> None:
+    """Wait, download, and end the command with an error unless every line was answered."""
+    try:
+        over = _waited(client, batch)
+    except (KeyboardInterrupt, BatchApiError) as error:
+        if isinstance(error, BatchApiError):
+            err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        again = f"spillway batch show {batch['id']} --wait" + ("" if output is None else f" --output {output}")
+        err.print(f"{batch['id']} goes on at {client.url}; wait again: {again}", markup=False, soft_wrap=True)
+        raise typer.Exit(1 if isinstance(error, BatchApiError) else INTERRUPTED) from error
+    err.print(_summary(over), markup=False, soft_wrap=True)
+    if output is not None and over.get("output_file_id"):
+        _download(client, over["output_file_id"], output)
+        err.print(f"answers: {output}", markup=False, soft_wrap=True)
+    _report_failures(client, over, output)
+
+
+def _report_failures(client: BatchClient, over: dict[str, Any], output: Path | None) -> None:
+    """Say what failed and where it is to be read, if anything did."""
+    for error in ((over.get("errors") or {}).get("data") or [])[:SHOWN_ERRORS]:
+        where = f"line {error['line']}: " if error.get("line") else ""
+        err.print(f"{where}{error.get('code')}: {error.get('message')}", style="red", markup=False, soft_wrap=True)
+    counts = _counts(over)
+    if over["status"] == "completed" and not counts["failed"]:
+        return
+    message = f"{over['id']} is {over['status']}, and {counts['failed']:,} of {counts['total']:,} lines have no answer"
+    if over.get("error_file_id"):
+        if output is None:
+            message += f"; why: spillway batch download {over['id']} --errors --output FILE"
+        else:
+            path = _errors_path(output)
+            _download(client, over["error_file_id"], path)
+            message += f"; why: {path}"
+    raise fail(message)
+
+
+def _waited(client: BatchClient, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch once it is over, and show how it gets there."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[note]}"),
+    )
+    client.patience_s = LONG_PATIENCE_S
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+        bar = progress.add_task(batch["status"], total=None, note="")
+        client.on_trouble = lambda why: _trouble(progress, bar, why)
+        told, told_s = "", 0.0
+        while True:
+            counts = _counts(batch)
+            done = counts["completed"] + counts["failed"]
+            note = f"[red]{counts['failed']:,} failed[/]" if counts["failed"] else ""
+            progress.update(bar, description=batch["status"], completed=done, total=counts["total"] or None, note=note)
+            is_news = batch["status"] != told or time.monotonic() - told_s > NEWS_S
+            if is_news and not err.is_terminal:
+                told, told_s = batch["status"], time.monotonic()
+                err.print(_summary(batch), markup=False, soft_wrap=True)
+            if batch["status"] in OVER:
+                break
+            time.sleep(POLL_S)
+            batch = client.retrieve(batch["id"])
+    client.patience_s = PATIENCE_S
+    return batch
+
+
+def _trouble(progress: Progress, bar: Any, why: str) -> None:  # noqa: ANN401  # rich's TaskID
+    progress.update(bar, note=f"[yellow]{escape(why)}; trying again[/]")
+    if not err.is_terminal:
+        err.print(f"{why}; trying again", markup=False, soft_wrap=True)
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def _counts(batch: dict[str, Any]) -> dict[str, int]:
+    counts = batch.get("request_counts") or {}
+    return {name: int(counts.get(name) or 0) for name in ("total", "completed", "failed")}
+
+
+def _summary(batch: dict[str, Any]) -> str:
+    counts = _counts(batch)
+    if not counts["total"]:
+        return f"{batch['status']}"
+    text = (
+        f"{batch['status']}: {counts['completed']:,} of {counts['total']:,} lines answered, {counts['failed']:,} failed"
+    )
+    usage = batch.get("usage") or {}
+    if usage.get("total_tokens"):
+        text += f"; {usage['input_tokens']:,} + {usage['output_tokens']:,} tokens"
+    return text
+
+
+def _facts(batch: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "id", batch["id"]
+    yield "status", _summary(batch)
+    yield "endpoint", batch["endpoint"]
+    if batch.get("model"):
+        yield "model", batch["model"]
+    for name in ("created", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"):
+        if batch.get(f"{name}_at"):
+            yield name, _time(batch[f"{name}_at"])
+    if batch["status"] not in OVER:
+        yield "due", _time(batch.get("expires_at"))
+    for name in ("input_file_id", "output_file_id", "error_file_id"):
+        if batch.get(name):
+            yield name.removesuffix("_id").replace("_", " "), batch[name]
+    for error in ((batch.get("errors") or {}).get("data") or [])[:SHOWN_ERRORS]:
+        yield "error", f"line {error.get('line')}: {error.get('code')}: {error.get('message')}"
+
+
+def _table(batches: list[dict[str, Any]]) -> Table:
+    table = Table("created", "id", "status", "endpoint", "answered", "failed", "lines", "due", box=SIMPLE_HEAD)
+    for batch in batches:
+        counts = _counts(batch)
+        due = "" if batch["status"] in OVER else _time(batch.get("expires_at"))
+        numbers = (f"{counts[name]:,}" for name in ("completed", "failed", "total"))
+        row = (_time(batch["created_at"]), batch["id"], batch["status"], batch["endpoint"], *numbers, due)
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _time(unix_s: int | None) -> str:
+    return "" if unix_s is None else f"{datetime.fromtimestamp(unix_s).astimezone():%Y-%m-%d %H:%M:%S}"

@@ -1,0 +1,164 @@
+"""``spillway batch`` against a running gateway."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from spillway.cli import app
+from tests.integration.gateway.batches.test_batches import QUICK, line
+from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
+from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
+from tests.waiting import HANGS_S
+
+Command = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+async def gateway(start_gateway: Start) -> GatewayUnderTest:
+    return await start_gateway(batches=QUICK)
+
+
+def command_of(gateway: GatewayUnderTest, key: str | None = None) -> Command:
+    async def run(*arguments: str) -> Result:
+        env = {"SPILLWAY_BASE_URL": gateway.url, "SPILLWAY_API_KEY": key or gateway.key, "OPENAI_API_KEY": None}
+        async with asyncio.timeout(HANGS_S):
+            return await asyncio.to_thread(CliRunner().invoke, app, ["batch", *arguments], env=env)
+
+    return run
+
+
+def written(path: Path, *lines: Any) -> str:
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return str(path)
+
+
+def read(path: Path) -> set[str]:
+    return {json.loads(text)["custom_id"] for text in path.read_text().splitlines()}
+
+
+async def test_all_that_one_does_with_a_batch(gateway: GatewayUnderTest, tmp_path: Path) -> None:
+    await gateway.add_worker()
+    batch = command_of(gateway)
+    file = written(tmp_path / "lines.jsonl", line("a"), line("b"))
+    done = await batch("submit", file, "--wait", "--output", str(tmp_path / "out.jsonl"))
+    assert done.exit_code == 0, done.output
+    batch_id = done.stdout.split()[0]
+    assert read(tmp_path / "out.jsonl") == {"a", "b"}
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    assert "completed: 2 of 2 lines answered, 0 failed" in done.stderr
+    listed = json.loads((await batch("list", "--json")).stdout)
+    assert [(one["id"], one["endpoint"]) for one in listed] == [(batch_id, "/v1/chat/completions")]
+    table = (await batch("list")).stdout
+    assert batch_id in table
+    assert "completed" in table
+    shown = (await batch("show", batch_id)).stdout
+    assert "completed: 2 of 2" in shown
+    assert MODEL in shown
+    assert json.loads((await batch("show", batch_id, "--json")).stdout)["status"] == "completed"
+    assert (await batch("download", batch_id, "--output", str(tmp_path / "again"))).exit_code == 0
+    assert read(tmp_path / "again") == {"a", "b"}
+    none = await batch("download", batch_id, "--errors", "--output", str(tmp_path / "none"))
+    assert (none.exit_code, "has no error file" in none.stderr) == (1, True)
+    over = await batch("cancel", batch_id)
+    assert (over.exit_code, "Cannot cancel a batch" in over.stderr) == (1, True)
+    taken = await batch("download", batch_id, "--output", str(tmp_path / "again"))
+    assert (taken.exit_code, "is there already" in taken.stderr) == (2, True)
+
+
+async def test_failed_lines_are_an_error_that_says_where_to_look(gateway: GatewayUnderTest, tmp_path: Path) -> None:
+    await gateway.add_worker()
+    batch = command_of(gateway)
+    file = written(tmp_path / "lines.jsonl", line("good"), line("bad", temperature=9))
+    out = tmp_path / "out.jsonl"
+    done = await batch("submit", file, "--wait", "--output", str(out))
+    assert done.exit_code == 1
+    assert "1 of 2 lines have no answer; why: " in done.stderr
+    assert "out.errors.jsonl" in done.stderr
+    assert (read(out), read(tmp_path / "out.errors.jsonl")) == ({"good"}, {"bad"})
+    batch_id = done.stdout.split()[0]
+    again = await batch("show", batch_id, "--wait")
+    assert (again.exit_code, f"spillway batch download {batch_id} --errors" in again.stderr) == (1, True)
+    invalid = await batch("submit", written(tmp_path / "no.jsonl", line("1", stream=True)), "--wait")
+    assert (invalid.exit_code, "line 1: invalid_value: A line of a batch cannot" in invalid.stderr) == (1, True)
+
+
+async def test_another_model_is_asked(gateway: GatewayUnderTest, tmp_path: Path) -> None:
+    await gateway.add_worker()
+    lines = [line("1", model="gpt-4"), {**line("2"), "body": {"messages": [{"role": "user", "content": "hi"}]}}]
+    file = written(tmp_path / "lines.jsonl", *lines)
+    done = await command_of(gateway)("submit", file, "--model", MODEL, "--window", "90m", "--wait")
+    assert done.exit_code == 0, done.output
+    client = gateway.client()
+    made = [one async for one in client.batches.list()]
+    assert [(one.model, one.completion_window) for one in made] == [(MODEL, "90m")]
+    assert (await client.files.retrieve(made[0].input_file_id)).filename == "lines.jsonl"
+
+
+async def test_a_batch_is_cancelled(gateway: GatewayUnderTest, tmp_path: Path) -> None:
+    await gateway.add_worker(script=until_cancelled)
+    batch = command_of(gateway)
+    batch_id = (await batch("submit", written(tmp_path / "lines.jsonl", line("1")))).stdout.strip()
+    early = await batch("download", batch_id, "--output", str(tmp_path / "out"))
+    assert (early.exit_code, "has no answers yet: it is" in early.stderr) == (1, True)
+    assert f"{batch_id} is cancelling" in (await batch("cancel", batch_id)).stdout
+    over = await batch("show", batch_id, "--wait")
+    assert (over.exit_code, "is cancelled, and 1 of 1 lines have no answer" in over.stderr) == (1, True)
+
+
+async def test_waiting_outlasts_the_gateway(start_gateway: Start, tmp_path: Path) -> None:
+    first = await start_gateway(batches=QUICK)
+    held = asyncio.Event()
+
+    async def answer(attempt: Attempt) -> None:
+        await held.wait()
+        await answer_hello(attempt)
+
+    await first.add_worker(script=answer)
+    file = written(tmp_path / "lines.jsonl", *(line(str(number)) for number in range(40)))
+    waiting = asyncio.create_task(command_of(first)("submit", file, "--wait", "--output", str(tmp_path / "out.jsonl")))
+    client = first.client()
+    await until_in_progress(client)
+    await first.end()
+    held.set()
+    await start_gateway(batches=QUICK, port=first.port)
+    done = await waiting
+    assert done.exit_code == 0, done.output
+    assert "does not answer" in done.stderr
+    assert read(tmp_path / "out.jsonl") == {str(number) for number in range(40)}
+
+
+async def until_in_progress(client: openai.AsyncOpenAI) -> None:
+    async with asyncio.timeout(HANGS_S):
+        while "in_progress" not in [one.status async for one in client.batches.list()]:
+            await asyncio.sleep(0.05)
+
+
+async def test_what_is_wrong_is_named(gateway: GatewayUnderTest, tmp_path: Path) -> None:
+    batch, file = command_of(gateway), written(tmp_path / "lines.jsonl", line("1"))
+    (tmp_path / "broken").write_text("\n{\n")
+    (tmp_path / "empty").write_text("\n")
+    for arguments, message in (
+        (("submit", str(tmp_path / "nothing")), "nothing: No such file"),
+        (("submit", str(tmp_path / "broken")), "line 2: no JSON object"),
+        (("submit", str(tmp_path / "empty")), "has no lines"),
+        (("submit", written(tmp_path / "nowhere", {"custom_id": "1"})), "give --endpoint"),
+        (("submit", file, "--output", str(tmp_path / "out")), "works with --wait"),
+        (("submit", file, "--wait", "--output", str(tmp_path / "no" / "out")), "no such folder"),
+        (("submit", file, "--endpoint", "/v1/nothing"), "takes no batches"),
+        (("submit", file, "--window", "soon"), "completion_window"),
+        (("submit", file, "--api-key", "sk-wrong"), "Incorrect API key"),
+        (("submit", file, "--base-url", "localhost"), "must begin with http"),
+        (("show", "batch_nothing"), "No batch found"),
+    ):
+        done = await batch(*arguments)
+        assert done.exit_code in {1, 2}
+        assert message in " ".join(done.stderr.replace("│", " ").split()), (arguments, done.stderr)
+    nobody = CliRunner().invoke(app, ["batch", "list"], env={"SPILLWAY_API_KEY": None, "OPENAI_API_KEY": None})
+    assert (nobody.exit_code, "no API key: give --api-key" in nobody.stderr) == (1, True)
