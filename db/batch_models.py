@@ -41,7 +41,7 @@ class BatchRow(Base):
     """A batch, from its creation on; times are NULL until it has got there."""
 
     __tablename__ = "batches"
-    __table_args__ = (Index(None, "tenant", "created_unix_ms"), Index(None, "status"))
+    __table_args__ = (Index(None, "tenant", "created_unix_ms"), Index(None, "created_unix_ms"), Index(None, "status"))
 
     id: Mapped[str] = mapped_column(primary_key=True)  # "batch_…"
     surface: Mapped[str]  # "openai" | "anthropic": whose API made it

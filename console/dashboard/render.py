@@ -34,6 +34,7 @@ PAGES: Final = (  # the navigation: path, name
     ("/pools", "Pools"),
     ("/fleet", "Fleet"),
     ("/requests", "Requests"),
+    ("/batches", "Batches"),
     ("/keys", "Keys"),
     ("/playground", "Playground"),
     ("/exports", "Exports"),

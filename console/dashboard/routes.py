@@ -9,6 +9,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from console.dashboard.account_routes import add_account_pages
 from console.dashboard.export_routes import add_export_pages
 from console.dashboard.latency import latency_chart
+from console.dashboard.pages.batches import batch_detail, batches, running_rows
 from console.dashboard.pages.cost import cost
 from console.dashboard.pages.fleet import fleet
 from console.dashboard.pages.latency import latency
@@ -37,6 +38,7 @@ def dashboard_routers(services: ConsoleServices) -> list[APIRouter]:
     for add in (
         _add_ledger_pages,
         _add_request_pages,
+        _add_batch_pages,
         _add_live_pages,
         add_account_pages,
         add_export_pages,
@@ -102,6 +104,20 @@ def _add_request_pages(router: APIRouter, pages: Pages) -> None:
     async def show_request(request: Request, request_id: str) -> Response:
         kept = await read_payload_values(pages, request_id, pages.user(request).actor)
         return await pages.show(request, "request.html", partial(request_detail, request_id=request_id), **kept)
+
+
+def _add_batch_pages(router: APIRouter, pages: Pages) -> None:
+    @router.get("/batches")
+    async def show_batches(request: Request, older: str = "") -> Response:
+        return await pages.show(request, "batches.html", partial(batches, older=older))
+
+    @router.get("/batches/running")
+    async def show_running_batches(request: Request) -> Response:
+        return await pages.show(request, "batches_running.html", running_rows)
+
+    @router.get("/batches/{batch_id}")
+    async def show_batch(request: Request, batch_id: str) -> Response:
+        return await pages.show(request, "batch.html", partial(batch_detail, batch_id=batch_id))
 
 
 def _add_live_pages(router: APIRouter, pages: Pages) -> None:

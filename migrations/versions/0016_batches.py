@@ -69,11 +69,13 @@ def create_batches() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_batches")),
     )
     op.create_index(op.f("ix_batches_tenant_created_unix_ms"), "batches", ["tenant", "created_unix_ms"])
+    op.create_index(op.f("ix_batches_created_unix_ms"), "batches", ["created_unix_ms"])
     op.create_index(op.f("ix_batches_status"), "batches", ["status"])
 
 
 def downgrade() -> None:
     op.drop_index(op.f("ix_batches_status"), "batches")
+    op.drop_index(op.f("ix_batches_created_unix_ms"), "batches")
     op.drop_index(op.f("ix_batches_tenant_created_unix_ms"), "batches")
     op.drop_table("batches")
     op.drop_table("file_parts")

@@ -1,5 +1,6 @@
 """A ledger as a small installation's might look after some weeks: working hours, spot losses, two models, two teams."""
 
+import json
 import math
 import random
 import time
@@ -13,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from accounts.keys import ApiKey, Grant, create_key
 from accounts.teams import create_team
+from db.batch_models import BatchRow, FileRow
 from db.fleet_models import Decision
 from db.models import InstanceRow
 from fleet.books import Books
@@ -25,6 +27,7 @@ DAYS = 21
 BATCH = 500
 QUARTER_MS = 900_000
 DAY_MS = 86_400_000
+HOUR_MS = 3_600_000
 SEED = 5
 POOLS: dict[str, dict[str, Any]] = {
     "aws-spot-l4": {"provider": "aws", "region": "us-east-1", "tier": "spot", "usd_per_hour": 0.38},
@@ -47,6 +50,7 @@ async def fill_ledger(engine: AsyncEngine, pepper: SecretStr, requests: int = 40
         await store_records(engine, records[start : start + BATCH])
     await _store_machines(engine, time.time_ns() // 1_000_000)
     await _store_fleet(engine, time.time_ns() // 1_000_000)
+    await _store_batches(engine, keys, time.time_ns() // 1_000_000)
 
 
 def _records(keys: list[ApiKey], requests: int, now_unix_ms: int) -> Iterator[UsageRecord]:
@@ -163,6 +167,54 @@ async def _store_machines(engine: AsyncEngine, now_unix_ms: int) -> None:
     async with engine.begin() as connection:
         for start in range(0, len(rows), BATCH):
             await connection.execute(insert(InstanceRow), rows[start : start + BATCH])
+
+
+async def _store_batches(engine: AsyncEngine, keys: list[ApiKey], now_unix_ms: int) -> None:
+    """Batches of three weeks, all of them over: a gateway would feed the others."""
+    rng = random.Random(SEED)
+    rows, files = [], []
+    for number in range(90):
+        key, model = rng.choice(keys), rng.choices(MODELS, (3, 1))[0]
+        created = now_unix_ms - int(rng.uniform(HOUR_MS, DAY_MS if number % 3 == 0 else DAYS * DAY_MS))
+        status = rng.choices(("completed", "failed", "expired", "cancelled"), (20, 1, 1, 2))[0]
+        total = int(rng.lognormvariate(7, 1.5)) + 1
+        given_up = int(total * rng.random()) if status in {"expired", "cancelled"} else 0
+        failed = 0 if status == "failed" else given_up + int(total * rng.choice((0, 0, 0.004)))
+        completed = 0 if status == "failed" else total - failed
+        took = int(rng.lognormvariate(13.5, 1))
+        wrong = {
+            "code": "model_not_found",
+            "message": "The model `demo-9b` does not exist.",
+            "param": "body.model",
+            "line": 17,
+        }
+        batch_id = f"batch_{number:024x}"
+        made = {"input": total * 600, "output": completed * 900, "errors": failed * 300}
+        ids = {kind: f"file-{number:024x}-{kind}" for kind, size in made.items() if size}
+        whose = {"tenant": key.team_id, "key_id": key.key_id}
+        times = {"created_unix_ms": created, "expires_unix_ms": created + DAY_MS}
+        files += [
+            {"id": ids[kind], **whose, **times, "purpose": "batch", "filename": kind, "size_bytes": made[kind]}
+            for kind in ids
+        ]
+        rows.append(
+            {
+                "id": batch_id, "surface": rng.choices(("openai", "anthropic"), (4, 1))[0], **whose, **times,
+                "team_id": key.team_id, "key_name": key.name,
+                "endpoint": rng.choice(("/v1/chat/completions", "/v1/chat/completions", "/v1/embeddings")),
+                "input_file_id": ids["input"], "output_file_id": ids.get("output"), "error_file_id": ids.get("errors"),
+                "completion_window": "24h", "status": status, "total": total, "completed": completed, "failed": failed,
+                "given_up": given_up, "in_progress_unix_ms": created + 4000, "over_unix_ms": created + took,
+                "errors": json.dumps([wrong]) if status == "failed" else None,
+                "custom_metadata": json.dumps({"run": f"nightly-{number}"}) if number % 4 == 0 else None,
+                "prompt_tokens": completed * 310, "cached_tokens": completed * 190,
+                "completion_tokens": completed * 120,
+                "models": json.dumps({model: [total, total * 420]}), "epoch": 1, "holder": "gw-1",
+            }
+        )  # fmt: skip
+    async with engine.begin() as connection:
+        await connection.execute(insert(FileRow), files)
+        await connection.execute(insert(BatchRow), rows)
 
 
 async def _store_fleet(engine: AsyncEngine, now_unix_ms: int) -> None:

@@ -1,16 +1,19 @@
 """The dashboard in a real Chromium, in front of a whole running Spillway."""
 
 import csv
+import json
 import re
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+import openai
 import pytest
 from playwright.sync_api import expect
 
 from tests.acceptance.dashboard.conftest import LONG_AGO_UNIX_MS, Visit
 from tests.acceptance.system import System
 
+CHAT = "/v1/chat/completions"
 AXE = Path(__file__).with_name("axe.min.js").read_text()
 PAGES = (
     "/dashboard",
@@ -20,6 +23,8 @@ PAGES = (
     "/dashboard/pools",
     "/dashboard/fleet",
     "/dashboard/requests?range=30d",
+    "/dashboard/batches?range=30d",
+    f"/dashboard/batches/batch_{5:024x}",
     "/dashboard/keys",
     "/dashboard/teams/team_default",
     "/dashboard/playground",
@@ -96,6 +101,51 @@ def test_estimated_counts_are_marked_as_such(visit: Visit) -> None:
     visit.go("/dashboard/requests?range=7d")
     expect(page.locator("#rows th a").first).to_be_visible()
     expect(page.locator("#rows abbr")).to_have_count(0)
+
+
+def test_a_running_batch_moves_by_itself_and_leads_to_its_requests(visit: Visit, system: System) -> None:
+    page = visit.page
+    text = "[[tokens=20]] Hello?"
+    line = {
+        "method": "POST",
+        "url": CHAT,
+        "body": {"model": "scripted", "messages": [{"role": "user", "content": text}]},
+    }
+    lines = "\n".join(json.dumps({"custom_id": str(number), **line}) for number in range(3000))
+    with openai.OpenAI(base_url=f"{system.base_url}/v1", api_key=system.api_key) as client:
+        file = client.files.create(file=lines.encode(), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        visit.go("/dashboard/batches?range=30d")
+        row = page.locator(f"#running tr#{batch.id}")
+        expect(row).to_contain_text("of 3,000")
+        done = row.locator(".gauge span")
+        before = done.inner_text()
+        expect(done).not_to_have_text(before)
+        assert faults(visit) == []
+        row.locator("th a").click()
+        expect(page.locator("dl.facts")).to_contain_text("Lines a second")
+        expect(page.locator("#files ~ div")).to_contain_text(file.id)
+        page.click("text=Requests of its key in that time")
+        expect(page.locator("#rows .mark.ok").first).to_be_visible()
+        client.batches.cancel(batch.id)
+        visit.go(f"/dashboard/batches/{batch.id}")
+        while not page.locator("h2 .mark", has_text="cancelled").count():
+            page.reload()
+        expect(page.locator("dl.facts")).to_contain_text("Given up")
+
+
+def test_batches_are_filtered_in_the_url(visit: Visit) -> None:
+    page = visit.page
+    visit.go("/dashboard/batches?range=30d")
+    page.select_option("select[name=endpoint]", "embeddings")
+    page.wait_for_url("**endpoint=embeddings**")
+    rows = page.locator("tbody tr[id^=batch_]")
+    expect(rows.first).to_contain_text("/v1/embeddings")
+    assert page.locator("tbody tr[id^=batch_]", has_text="/v1/chat/completions").count() == 0
+    rows.first.locator("th a").click()
+    expect(page.locator("h2 code").first).to_contain_text("batch_")
+    page.click("text=All batches")
+    page.wait_for_url("**endpoint=embeddings**")
 
 
 def test_filters_live_in_the_url(visit: Visit) -> None:

@@ -34,6 +34,7 @@ from protocol.payloads import PayloadRecord
 from spillway.config import load_config
 from tests.acceptance.dashboard.generated_ledger import fill_ledger
 from tests.integration.gateway.conftest import MODEL, PEPPER, GatewayUnderTest, Start
+from tests.integration.gateway.scripted_worker import until_cancelled
 from tests.nats_server import NatsServer
 from tests.usage_records import request_record
 from tests.waiting import HANGS_S, until
@@ -63,7 +64,17 @@ async def browser(gateway: GatewayUnderTest) -> AsyncIterator[httpx.AsyncClient]
 
 
 async def test_no_page_is_open_without_a_login(gateway: GatewayUnderTest) -> None:
-    more = ["/live", "/tokens/heat", "/pools/now", "/requests/rows", "/requests/r1", "/exports/list", "/exports/x"]
+    more = [
+        "/live",
+        "/batches/running",
+        "/batches/batch_1",
+        "/tokens/heat",
+        "/pools/now",
+        "/requests/rows",
+        "/requests/r1",
+        "/exports/list",
+        "/exports/x",
+    ]
     async with httpx.AsyncClient(base_url=gateway.url, timeout=HANGS_S) as stranger:
         for path in [*(path for path, _ in PAGES), *more]:
             answer = await stranger.get(f"/dashboard{path}", headers={"accept": "text/html"})
@@ -104,6 +115,53 @@ async def test_the_hours_of_the_week_come_after_the_page_with_its_choices(
     part = await browser.get(unescape(path))
     assert (part.text.count("<rect class"), part.text.count("<title>")) == (7 * 24 + 10, 7 * 24)
     assert (await browser.get("/dashboard/tokens/heat", params={"heat": "none-such"})).status_code == 400
+
+
+async def test_batches_that_run_and_that_are_over(
+    gateway: GatewayUnderTest, browser: httpx.AsyncClient, engine: AsyncEngine
+) -> None:
+    await fill_ledger(engine, PEPPER, requests=30)
+    await gateway.add_worker(script=until_cancelled)
+    client = gateway.client()
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    lines = [{"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": asked} for n in range(3)]
+    file = await client.files.create(file=("\n".join(map(json.dumps, lines))).encode(), purpose="batch")
+    asked_for: dict[str, Any] = {"endpoint": "/v1/chat/completions", "completion_window": "6h"}
+    batch = await client.batches.create(input_file_id=file.id, metadata={"run": "<b>7"}, **asked_for)
+
+    async def is_fed() -> bool:
+        return "0 of 3" in (await browser.get("/dashboard/batches/running")).text
+
+    await until(is_fed)
+    key = await find_key(engine, "test 0")
+    page = (await browser.get("/dashboard/batches", params={"range": "7d", "key": key.key_id})).text
+    assert f'id="{batch.id}"' in page
+    assert "None that was created in this time, with these filters." in page
+    other = (await browser.get("/dashboard/batches", params={"range": "30d", "endpoint": "embeddings"})).text
+    assert batch.id not in other
+    assert len(re.findall(r'<tr id="batch_', other)) > 5
+    whole = (await browser.get("/dashboard/batches", params={"range": "30d"})).text
+    older = re.findall(r'href="(/dashboard/batches\?[^"]*older=[^"]*)"', whole)
+    next_page = (await browser.get(unescape(older[0]))).text
+    ids = re.findall(r'<tr id="(batch_\w+)"', whole + next_page)
+    assert (len(ids), len(set(ids))) == (92, 91)  # the one that runs is on both pages
+    detail = (await browser.get(f"/dashboard/batches/{batch.id}")).text
+    assert "&lt;b&gt;7" in detail
+    assert "0 of 3" in detail
+    [path] = re.findall(r'href="(/dashboard/requests[^"]*key=[^"]*)"', detail)
+    log = await browser.get(unescape(path))
+    assert log.status_code == 200
+    assert dict(httpx.URL(unescape(path)).params)["endpoint"] == "chat.completions"
+    failed = next(
+        one
+        for one in re.findall(r'<tr id="(batch_\w+)".*?class="mark (\w+)"', whole + next_page, re.DOTALL)
+        if one[1] == "failed"
+    )
+    shown = (await browser.get(f"/dashboard/batches/{failed[0]}")).text
+    assert "model_not_found" in shown
+    assert (await browser.get("/dashboard/batches/batch_none")).status_code == 404
+    assert (await browser.get("/dashboard/batches", params={"older": "x"})).status_code == 400
+    await client.batches.cancel(batch.id)
 
 
 async def test_static_files_are_kept_for_ever_under_their_version(browser: httpx.AsyncClient) -> None:
