@@ -101,6 +101,7 @@ class Feeder:
 
     async def _look(self) -> None:
         batches = await self._feeding.batches.open_batches()
+        self._feeding.series.open_batches = len(batches)
         now_ms, now_s = unix_now_ms(), time.monotonic()
         for batch in batches:
             held = self._held.get(batch.id)
@@ -147,7 +148,8 @@ class Feeder:
         batch_id = held.run.batch.id
         is_over = False
         try:
-            is_over = await held.run.run()
+            with self._feeding.series.feeding(held.run):
+                is_over = await held.run.run()
         except* Lost:
             log.warning("batch %s has been taken by another gateway", batch_id)
         except* _AWAY as errors:
@@ -162,6 +164,7 @@ class Feeder:
         if is_over:
             batch = await self._feeding.batches.find(batch_id)
             if batch is not None:
+                self._feeding.series.ended(batch.status)
                 await self._tell(batch)
         self._changed.set()
 

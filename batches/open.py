@@ -13,6 +13,7 @@ from batches.feeder import Feeder
 from batches.files import Files
 from batches.room import Admission, Room
 from batches.run import Feeding
+from batches.series import BatchSeries
 from batches.services import BatchServices
 from batches.settings import BatchSettings
 from batches.storage.registry import open_storage
@@ -45,6 +46,7 @@ def make_feeder(
     application: Application,
     admission: Admission,
     *,
+    series: BatchSeries,
     models: Mapping[str, str],
     gateway_id: str,
 ) -> Feeder:
@@ -57,6 +59,7 @@ def make_feeder(
         application=application,
         models=models,
         room=Room(admission, services.settings),
+        series=series,
         folder=services.folder,
     )
     return Feeder(feeding, bus, gateway_id, services.changed)

@@ -36,12 +36,23 @@ class _Part:
 class Results:
     """Run ``run`` beside whoever adds. Only the event loop touches it."""
 
-    def __init__(self, batches: Batches, storage: Storage, batch: Batch, next_number: int, commit_s: float) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        storage: Storage,
+        batch: Batch,
+        *,
+        next_number: int,
+        commit_s: float,
+        committed: Callable[[Counts], None],
+    ) -> None:
+        """``committed``: called with what each commit adds."""
         self._batches = batches
         self._storage = storage
         self._batch = batch
         self._number = next_number
         self._commit_s = commit_s
+        self._committed = committed
         self._parts = (_Part(), _Part())  # of the output file, of the error file
         self._counts = Counts()
         self._full = asyncio.Event()
@@ -83,6 +94,7 @@ class Results:
             for wait_s in backoff_s():
                 try:
                     await self._put(parts, counts, number)
+                    self._committed(counts)
                     break
                 except _AWAY as error:
                     why = str(error) if isinstance(error, StorageError) else describe(error)

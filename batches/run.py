@@ -31,6 +31,7 @@ from batches.lines import (
 )
 from batches.results import Results
 from batches.room import Room, Window
+from batches.series import BatchSeries
 from batches.settings import BatchSettings
 from batches.states import ANTHROPIC, Status
 from batches.store import Batch, Batches, Counts
@@ -73,6 +74,7 @@ class Feeding(Struct, frozen=True):
     application: Application
     models: Mapping[str, str]  # the configured model of each name and alias
     room: Room
+    series: BatchSeries
     folder: Path  # for indexes
 
 
@@ -89,6 +91,7 @@ class BatchRun:
         self._wake = asyncio.Event()  # whoever waits is to look at ``_stop``
         self._not_before_s = 0.0  # monotonic clock: until then there is no room
         self._open: set[asyncio.Task[None]] = set()
+        self.left_lines = 0  # that are not done; open ones included
 
     def stop(self, why: Stop) -> None:
         """Open no more lines, and end those that are open, but when the gateway leaves: it lets them end."""
@@ -96,6 +99,15 @@ class BatchRun:
         self._wake.set()
         if why is not Stop.LEAVING:
             self._gone.set()
+
+    @property
+    def open_lines(self) -> int:
+        """Lines that are requests now."""
+        return len(self._open)
+
+    def _committed(self, counts: Counts) -> None:
+        self.left_lines -= counts.completed + counts.failed
+        self._feeding.series.committed(counts)
 
     @property
     def _principal(self) -> Principal | None:
@@ -143,7 +155,15 @@ class BatchRun:
     async def _run(self, index: Index, total: int) -> bool:
         feeding = self._feeding
         done, number = await feeding.batches.done(self.batch)
-        results = Results(feeding.batches, feeding.files.storage, self.batch, number, feeding.settings.commit_s)
+        self.left_lines = total - done.count
+        results = Results(
+            feeding.batches,
+            feeding.files.storage,
+            self.batch,
+            next_number=number,
+            commit_s=feeding.settings.commit_s,
+            committed=self._committed,
+        )
         async with asyncio.TaskGroup() as group:
             committing = group.create_task(results.run())
             async for line_number, text in index.lines(done):

@@ -19,6 +19,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from accounts.keyring import KeyRing
 from batches.feeder import Feeder
 from batches.open import make_feeder, open_batches
+from batches.series import BatchSeries
 from console.dashboard.reader import Reader
 from console.login.login import Login
 from console.services import ConsoleServices
@@ -165,6 +166,7 @@ async def run(
             webhooks=webhooks,
             responses=responses,
             background_runs=background_runs,
+            batches=BatchSeries(),
             started_unix_s=int(time.time()),
             begin_trace=None if traces is None else traces.begin,
         )
@@ -181,7 +183,15 @@ async def run(
         batches = open_batches(settings.batches, settings.data_dir, database, keys, BATCH_ENDPOINTS)
         app = build_app(services, console, batches)
         names = canonical_names(settings.models)
-        feeder = make_feeder(batches, bus, app, admission_control, models=names, gateway_id=settings.gateway_id)
+        feeder = make_feeder(
+            batches,
+            bus,
+            app,
+            admission_control,
+            series=services.batches,
+            models=names,
+            gateway_id=settings.gateway_id,
+        )
         garbage.calm()
         hurry = asyncio.Event()
         with _signals_set(stop, hurry):

@@ -55,7 +55,7 @@ async def _moment(services: Services) -> MetricsSnapshot:
         ledger_backlog=ledger_backlog,
         payloads=dict(services.payloads.outcomes),
         fleet=fleet,
-        webhooks=tuple(services.webhooks.families()),
+        further=(*services.webhooks.families(), *services.batches.families()),
         caps=tuple(_caps(services.quotas)),
     )
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from accounts.keyring import KeyRing
+from batches.series import BatchSeries
 from gateway.admission.control import AdmissionControl
 from gateway.api.keyed import KeyedRequests
 from gateway.dispatch.dispatcher import Dispatcher
@@ -43,5 +44,6 @@ class Services:
     webhooks: StateView
     responses: ResponseStore
     background_runs: BackgroundRuns
+    batches: BatchSeries
     started_unix_s: int
     begin_trace: Callable[[Exchange], Trace] | None = None  # None: traces are off

@@ -37,7 +37,7 @@ class MetricsSnapshot:
     ledger_backlog: int | None  # messages of records that are not in SQL yet; None: the queue server did not tell
     payloads: Mapping[str, int]  # what became of those that were to be kept
     fleet: FleetState | None = None  # None: nobody controls one
-    webhooks: Collection[Metric] = ()  # how they are doing, if somebody tells
+    further: Collection[Metric] = ()  # of webhooks, if somebody tells them, and of batches
     caps: Collection[tuple[str, str, int, int]] = ()  # pool, period, nano-USD of its cap and of what is used of it
 
     def collect(self) -> Iterator[Metric]:
@@ -48,7 +48,7 @@ class MetricsSnapshot:
         yield from self._gateway_families()
         if self.fleet is not None:
             yield from fleet_families(self.fleet)
-        yield from self.webhooks
+        yield from self.further
         yield from _process.collect()
 
     def _gateway_families(self) -> Iterator[Metric]:

@@ -55,6 +55,12 @@ class ShownBatch:
         return _models(self.row)
 
     @property
+    def endpoint(self) -> str:
+        """The endpoint of its lines, by the ledger's name."""
+        path: str = self.row["endpoint"]
+        return next((name for name, known in ENDPOINTS.items() if known == path), path)
+
+    @property
     def done(self) -> int:
         """Lines that are in a result file."""
         return int(self.row["completed"] + self.row["failed"])
@@ -81,12 +87,11 @@ class ShownBatch:
     @property
     def requests_query(self) -> dict[str, Any]:
         """The filters of the log that its requests pass, and those alone that its key has made there meanwhile."""
-        endpoints = {path: name for name, path in ENDPOINTS.items()}
         return {
             "since": self.row["created_unix_ms"],
             "until": (self.row["over_unix_ms"] or self.at_unix_ms) + 1000,
             "key": self.row["key_id"],
-            "endpoint": endpoints.get(self.row["endpoint"]),
+            "endpoint": self.endpoint,
             **dict.fromkeys(("team", "model", "pool", "provider", "region", "tier", "outcome", "by", "and")),
         }
 
@@ -181,7 +186,8 @@ def _facts(batch: ShownBatch, names: dict[str, str], view: View) -> list[tuple[s
         ("Tokens as estimated", formats.count(sum(tokens for _, tokens in batch.models.values()))),
         ("Charged, about", formats.money(batch.charge_nano_usd)),
         ("Window", row["completion_window"]),
-        ("Taken by a gateway", f"{row['epoch']} times, last by {row['holder']}" if row["holder"] else "not yet"),
+        ("Fed by", row["holder"] or "no gateway yet"),
+        ("Taken over", formats.count(max(0, row["epoch"] - 1))),
     ]
     return [*facts, *_moments(batch, view)]
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types import Batch
@@ -14,10 +15,12 @@ from db.engine import create_engine
 from protocol import subjects
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.scripted_worker import Attempt, answer_hello, until_cancelled
-from tests.waiting import HANGS_S
+from tests.unit.gateway.metrics.series import Scrape
+from tests.waiting import HANGS_S, until
 
 CHAT = "/v1/chat/completions"
 QUICK = {"poll_s": 0.05, "commit_s": 0.1, "lease_s": 1.0}
+OUTCOMES = ("answered", "failed", "given_up")
 OVER = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -92,6 +95,41 @@ async def test_from_lines_to_results(start_gateway: Start, database_url: str) ->
     assert file.purpose == "batch_output"
     assert file.bytes == len((await client.files.content(file.id)).content)
     assert [found.id async for found in client.batches.list(limit=1)] == [batch.id]
+
+
+async def test_metrics_of_a_batch_that_runs_and_ends(start_gateway: Start) -> None:
+    gateway = await start_gateway(open_metrics=True, batches={**QUICK, "max_open_lines": 2})
+    allowed = asyncio.Event()
+
+    async def answer(attempt: Attempt) -> None:
+        await allowed.wait()
+        await answer_hello(attempt)
+
+    await gateway.add_worker(script=answer)
+    client = gateway.client()
+    names = ("batches_open", "batches_fed", "batch_lines_open", "batch_lines_waiting")
+
+    async def shown() -> tuple[list[float], Scrape]:
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
+            scrape = Scrape((await http.get("/metrics")).text)
+        return [scrape.value(f"spillway_{name}") for name in names], scrape
+
+    async def is_fed() -> bool:
+        return (await shown())[0] == [1, 1, 2, 3]
+
+    async def is_over() -> bool:
+        return (await shown())[0] == [0, 0, 0, 0]
+
+    batch = await submit(client, [line("wrong", temperature=9), *(line(str(number)) for number in range(5))])
+    await until(is_fed)
+    allowed.set()
+    await over(client, batch)
+    await until(is_over)
+    _, scrape = await shown()
+    lines = {outcome: scrape.value("spillway_batch_lines_total", outcome=outcome) for outcome in OUTCOMES}
+    assert lines == {"answered": 5, "failed": 1, "given_up": 0}
+    assert scrape.value("spillway_batches_total", status="completed") == 1
+    assert scrape.value("spillway_batches_total") == 1
 
 
 async def test_every_endpoint_that_generates(client: openai.AsyncOpenAI) -> None:
