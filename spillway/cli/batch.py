@@ -320,7 +320,8 @@ def _waited(client: BatchClient, batch: dict[str, Any]) -> dict[str, Any]:
     )
     client.patience_s = LONG_PATIENCE_S
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
-        bar = progress.add_task(batch["status"], total=None, note="")
+        done = _counts(batch)["completed"] + _counts(batch)["failed"]  # which tells nothing of the speed from here on
+        bar = progress.add_task(batch["status"], total=None, completed=done, note="")
         client.on_trouble = lambda why: _trouble(progress, bar, why)
         told, told_s = "", 0.0
         while True:

@@ -10,10 +10,11 @@ _BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
 
 def blocks(page: str) -> dict[str, str]:
-    """The page's blocks of code, by language: one of each."""
-    found = _BLOCK.findall((FOLDER / page).read_text())
-    assert len(dict(found)) == len(found), f"{page} has two blocks of one language"
-    return dict(found)
+    """The page's code, by language: what several blocks say is one program."""
+    found: dict[str, str] = {}
+    for language, text in _BLOCK.findall((FOLDER / page).read_text()):
+        found[language] = found.get(language, "") + text
+    return found
 
 
 def examples(page: str, spillway: PlayedSystem) -> dict[str, str]:
