@@ -5,13 +5,11 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -25,20 +23,18 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 from spillway.cli.batch_client import LONG_PATIENCE_S, PATIENCE_S, BatchApiError, BatchClient
+from spillway.cli.batch_views import OVER, SHOWN_ERRORS, counts_of, facts_of, summary_of, table_of
 from spillway.cli.context import err, fail, out
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 TABLE_WIDTH_CHARS: Final = 140
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
-OVER: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 POLL_S: Final = 1.0
 NEWS_S: Final = 30.0  # between two lines of progress where there is no terminal
 INTERRUPTED: Final = 130
-SHOWN_ERRORS: Final = 10  # of a batch that failed
 
 UrlOption = Annotated[
     str,
@@ -103,7 +99,7 @@ def list_(
         out.print("no batches")
     else:
         # A pipe has no width, and wrapping by a narrow terminal is better than truncation by rich.
-        Console(width=max(out.width, TABLE_WIDTH_CHARS)).print(_table(found))
+        Console(width=max(out.width, TABLE_WIDTH_CHARS)).print(table_of(found))
 
 
 def show(
@@ -123,7 +119,7 @@ def show(
         elif as_json:
             out.print_json(json.dumps(batch))
         else:
-            for name, value in _facts(batch):
+            for name, value in facts_of(batch):
                 out.print(f"{name:<12} {value}", markup=False, soft_wrap=True)
 
 
@@ -282,7 +278,7 @@ def _wait_to_the_end(client: BatchClient, batch: dict[str, Any], output: Path | 
         again = f"spillway batch show {batch['id']} --wait" + ("" if output is None else f" --output {output}")
         err.print(f"{batch['id']} goes on at {client.url}; wait again: {again}", markup=False, soft_wrap=True)
         raise typer.Exit(1 if isinstance(error, BatchApiError) else INTERRUPTED) from error
-    err.print(_summary(over), markup=False, soft_wrap=True)
+    err.print(summary_of(over), markup=False, soft_wrap=True)
     if output is not None and over.get("output_file_id"):
         _download(client, over["output_file_id"], output)
         err.print(f"answers: {output}", markup=False, soft_wrap=True)
@@ -294,7 +290,7 @@ def _report_failures(client: BatchClient, over: dict[str, Any], output: Path | N
     for error in ((over.get("errors") or {}).get("data") or [])[:SHOWN_ERRORS]:
         where = f"line {error['line']}: " if error.get("line") else ""
         err.print(f"{where}{error.get('code')}: {error.get('message')}", style="red", markup=False, soft_wrap=True)
-    counts = _counts(over)
+    counts = counts_of(over)
     if over["status"] == "completed" and not counts["failed"]:
         return
     message = f"{over['id']} is {over['status']}, and {counts['failed']:,} of {counts['total']:,} lines have no answer"
@@ -320,19 +316,21 @@ def _waited(client: BatchClient, batch: dict[str, Any]) -> dict[str, Any]:
     )
     client.patience_s = LONG_PATIENCE_S
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
-        done = _counts(batch)["completed"] + _counts(batch)["failed"]  # which tells nothing of the speed from here on
+        done = (
+            counts_of(batch)["completed"] + counts_of(batch)["failed"]
+        )  # which tells nothing of the speed from here on
         bar = progress.add_task(batch["status"], total=None, completed=done, note="")
         client.on_trouble = lambda why: _trouble(progress, bar, why)
         told, told_s = "", 0.0
         while True:
-            counts = _counts(batch)
+            counts = counts_of(batch)
             done = counts["completed"] + counts["failed"]
             note = f"[red]{counts['failed']:,} failed[/]" if counts["failed"] else ""
             progress.update(bar, description=batch["status"], completed=done, total=counts["total"] or None, note=note)
             is_news = batch["status"] != told or time.monotonic() - told_s > NEWS_S
             if is_news and not err.is_terminal:
                 told, told_s = batch["status"], time.monotonic()
-                err.print(_summary(batch), markup=False, soft_wrap=True)
+                err.print(summary_of(batch), markup=False, soft_wrap=True)
             if batch["status"] in OVER:
                 break
             time.sleep(POLL_S)
@@ -345,57 +343,3 @@ def _trouble(progress: Progress, bar: Any, why: str) -> None:  # noqa: ANN401  #
     progress.update(bar, note=f"[yellow]{escape(why)}; trying again[/]")
     if not err.is_terminal:
         err.print(f"{why}; trying again", markup=False, soft_wrap=True)
-
-
-# --- what is shown ----------------------------------------------------------------------------------------------------
-
-
-def _counts(batch: dict[str, Any]) -> dict[str, int]:
-    counts = batch.get("request_counts") or {}
-    return {name: int(counts.get(name) or 0) for name in ("total", "completed", "failed")}
-
-
-def _summary(batch: dict[str, Any]) -> str:
-    counts = _counts(batch)
-    if not counts["total"]:
-        return f"{batch['status']}"
-    text = (
-        f"{batch['status']}: {counts['completed']:,} of {counts['total']:,} lines answered, {counts['failed']:,} failed"
-    )
-    usage = batch.get("usage") or {}
-    if usage.get("total_tokens"):
-        text += f"; {usage['input_tokens']:,} + {usage['output_tokens']:,} tokens"
-    return text
-
-
-def _facts(batch: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "id", batch["id"]
-    yield "status", _summary(batch)
-    yield "endpoint", batch["endpoint"]
-    if batch.get("model"):
-        yield "model", batch["model"]
-    for name in ("created", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"):
-        if batch.get(f"{name}_at"):
-            yield name, _time(batch[f"{name}_at"])
-    if batch["status"] not in OVER:
-        yield "due", _time(batch.get("expires_at"))
-    for name in ("input_file_id", "output_file_id", "error_file_id"):
-        if batch.get(name):
-            yield name.removesuffix("_id").replace("_", " "), batch[name]
-    for error in ((batch.get("errors") or {}).get("data") or [])[:SHOWN_ERRORS]:
-        yield "error", f"line {error.get('line')}: {error.get('code')}: {error.get('message')}"
-
-
-def _table(batches: list[dict[str, Any]]) -> Table:
-    table = Table("created", "id", "status", "endpoint", "answered", "failed", "lines", "due", box=SIMPLE_HEAD)
-    for batch in batches:
-        counts = _counts(batch)
-        due = "" if batch["status"] in OVER else _time(batch.get("expires_at"))
-        numbers = (f"{counts[name]:,}" for name in ("completed", "failed", "total"))
-        row = (_time(batch["created_at"]), batch["id"], batch["status"], batch["endpoint"], *numbers, due)
-        table.add_row(*map(escape, row))
-    return table
-
-
-def _time(unix_s: int | None) -> str:
-    return "" if unix_s is None else f"{datetime.fromtimestamp(unix_s).astimezone():%Y-%m-%d %H:%M:%S}"

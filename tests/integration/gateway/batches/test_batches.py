@@ -118,7 +118,8 @@ async def test_metrics_of_a_batch_that_runs_and_ends(start_gateway: Start) -> No
         return (await shown())[0] == [1, 1, 2, 3]
 
     async def is_over() -> bool:
-        return (await shown())[0] == [0, 0, 0, 0]
+        values, scrape = await shown()
+        return values == [0, 0, 0, 0] and scrape.value("spillway_batches_total") > 0
 
     batch = await submit(client, [line("wrong", temperature=9), *(line(str(number)) for number in range(5))])
     await until(is_fed)
