@@ -127,11 +127,24 @@ async def test_waiting_outlasts_the_gateway(start_gateway: Start, tmp_path: Path
     await until_in_progress(client)
     await first.end()
     held.set()
+    await somebody_has_asked_in_vain(first.port)
     await start_gateway(batches=QUICK, port=first.port)
     done = await waiting
     assert done.exit_code == 0, done.output
     assert "does not answer" in done.stderr
     assert read(tmp_path / "out.jsonl") == {str(number) for number in range(40)}
+
+
+async def somebody_has_asked_in_vain(port: int) -> None:
+    asked = asyncio.Event()
+
+    async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        asked.set()
+
+    async with asyncio.timeout(HANGS_S), await asyncio.start_server(hang_up, "127.0.0.1", port) as server:
+        await asked.wait()
+        server.close()
 
 
 async def until_in_progress(client: openai.AsyncOpenAI) -> None:
