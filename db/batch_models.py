@@ -67,7 +67,7 @@ class BatchRow(Base):
     total: Mapped[int]  # lines; 0 until they are counted
     completed: Mapped[int]  # of these: answered
     failed: Mapped[int]  # of these: in the error file
-    given_up: Mapped[int]  # of the failed: cancelled, or not done in time
+    given_up: Mapped[int] = mapped_column(server_default="0")  # of the failed: cancelled, or not done in time
     prompt_tokens: Mapped[int]  # of what was answered
     cached_tokens: Mapped[int]  # a part of prompt tokens
     completion_tokens: Mapped[int]

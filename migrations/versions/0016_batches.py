@@ -59,7 +59,6 @@ def create_batches() -> None:
         sa.Column("total", sa.BigInteger(), nullable=False),
         sa.Column("completed", sa.BigInteger(), nullable=False),
         sa.Column("failed", sa.BigInteger(), nullable=False),
-        sa.Column("given_up", sa.BigInteger(), nullable=False),
         sa.Column("prompt_tokens", sa.BigInteger(), nullable=False),
         sa.Column("cached_tokens", sa.BigInteger(), nullable=False),
         sa.Column("completion_tokens", sa.BigInteger(), nullable=False),
@@ -69,13 +68,11 @@ def create_batches() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_batches")),
     )
     op.create_index(op.f("ix_batches_tenant_created_unix_ms"), "batches", ["tenant", "created_unix_ms"])
-    op.create_index(op.f("ix_batches_created_unix_ms"), "batches", ["created_unix_ms"])
     op.create_index(op.f("ix_batches_status"), "batches", ["status"])
 
 
 def downgrade() -> None:
     op.drop_index(op.f("ix_batches_status"), "batches")
-    op.drop_index(op.f("ix_batches_created_unix_ms"), "batches")
     op.drop_index(op.f("ix_batches_tenant_created_unix_ms"), "batches")
     op.drop_table("batches")
     op.drop_table("file_parts")
