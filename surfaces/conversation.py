@@ -43,6 +43,7 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same under its other name
+    refusal: str | None = None  # an assistant's, instead of content
 
     @field_validator("content")
     @classmethod
@@ -61,7 +62,7 @@ class Message(Body):
         """The message as chat templates expect it; they know "developer" and "function" by other names."""
         message: dict[str, Any] = {
             "role": {"developer": "system", "function": "tool"}.get(self.role, self.role),
-            "content": self.content or "",
+            "content": self.content or self.refusal or "",
         }
         if self.name is not None:
             message["name"] = self.name

@@ -23,7 +23,11 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "fallbacks": ([],),
     "compaction": (),
     "thread": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "speed": ("standard",),
 }
+_UNSUPPORTED_OF_TOOLS: Final[dict[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],)}
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -38,7 +42,7 @@ _ERROR_TYPES: Final = {
 }
 # Fields of the chat whose names are others here.
 _NAMES: Final = {"stop": "stop_sequences", "user": "metadata.user_id", "response_format": "output_config.format"}
-_EFFORTS: Final = {"max": "xhigh"}  # others have the same names
+_NAMES_OF_TOOLS: Final = {"function": "", "parameters": "input_schema"}
 _LIMITS: Final = (b"requests", b"tokens")
 _ROLES: Final = ("user", "assistant", "system")
 
@@ -73,7 +77,7 @@ class _ToolChoice(Body):
 
 class _Tool(Body):
     type: str | None = None
-    name: str
+    name: str | None = None  # tools that are the API's own may have none
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -98,9 +102,8 @@ class CountTokensRequest(Body):
 
     @property
     def effort(self) -> str | None:
-        """The effort of reasoning, as chats name it."""
-        effort = None if self.output_config is None else self.output_config.effort
-        return None if effort is None else _EFFORTS.get(effort, effort)
+        """The effort of reasoning."""
+        return None if self.output_config is None else self.output_config.effort
 
 
 class MessagesRequest(CountTokensRequest):
@@ -175,7 +178,7 @@ class Messages:
 
 def error_fields(error: ApiError) -> dict[str, Any]:
     """Return an error as Messages has it."""
-    message, _ = renamed(error, _NAMES)
+    message, _ = renamed(error, _NAMES | _NAMES_OF_TOOLS)
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -233,7 +236,11 @@ def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
         where = f"{param}.{number}"
         kind = block.get("type")
         if kind == "tool_use":
-            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            given = block.get("input") or {}
+            if not isinstance(given, dict):
+                param = f"{where}.input"
+                raise InvalidParameter(f"'{param}' must be an object.", param=param, code="invalid_type")
+            arguments = json.dumps(given, ensure_ascii=False)
             function = {"name": _text(block, "name", where), "arguments": arguments}
             calls.append({"id": _text(block, "id", where), "type": "function", "function": function})
         elif kind == "thinking":
@@ -275,6 +282,10 @@ def _tool(tool: _Tool, number: int) -> dict[str, Any]:
     if tool.type not in {None, "custom"}:
         message = f"'tools.{number}' is of type '{tool.type}', which is not supported: only tools of the client's are."
         raise InvalidParameter(message, param=f"tools.{number}.type", code="unsupported_parameter")
+    refuse_unsupported(tool, _UNSUPPORTED_OF_TOOLS, f"tools.{number}.")
+    if tool.name is None:
+        param = f"tools.{number}.name"
+        raise InvalidParameter(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": {**function, "strict": tool.strict}}
 

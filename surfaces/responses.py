@@ -13,7 +13,7 @@ from surfaces.responses_events import ResponseEvents
 from surfaces.surface import AnswerHead, Usage, joined, renamed
 from tokens.tools.source import Piece
 from web.errors import ApiError, InvalidParameter
-from web.schema import Body, parse_body, refuse_unsupported
+from web.schema import Body, parse_body, refuse_fields, refuse_unsupported
 
 # Known fields that cannot be honoured, and the values that mean what happens anyway.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -25,6 +25,13 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "context_management": ([],),
     "moderation": (),
     "image": (),
+    "access_programs": (),
+}
+_UNSUPPORTED_OF_TOOLS: Final[dict[str, tuple[Any, ...]]] = {"async": (False,), "allowed_callers": (["direct"],)}
+_TYPES_IN_TOOLS: Final = {
+    "description": (str, "a string"),
+    "parameters": (dict, "an object"),
+    "strict": (bool, "true or false"),
 }
 # Fields of the chat whose names are others here.
 _NAMES: Final = {
@@ -32,9 +39,14 @@ _NAMES: Final = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "function": "",
+    "json_schema": "",
 }
 _INCLUDED: Final = ("reasoning.encrypted_content",)  # reasoning is told as text: nothing of it has to be encrypted
-_TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_TEXT_PARTS: Final = {
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
+    "refusal": "refusal",
+}
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _ID_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _NAMESPACE_MARK: Final = "__"  # between a namespace and the name of a tool in it
@@ -44,7 +56,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _Reasoning(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    mode: Literal["standard"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -52,6 +65,10 @@ class _Reasoning(Body):
 class _Text(Body):
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class _StreamOptions(Body):
+    include_obfuscation: Literal[False] | None = None  # events are never padded
 
 
 class ResponsesRequest(Body):
@@ -64,6 +81,7 @@ class ResponsesRequest(Body):
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     stream: bool | None = None
+    stream_options: _StreamOptions | None = None
     store: bool | None = None
     background: bool | None = None
     previous_response_id: Annotated[str | None, Field(min_length=1, max_length=128)] = None
@@ -76,7 +94,7 @@ class ResponsesRequest(Body):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_tier: Literal["auto", "default", "priority", "flex", "scale", "fast", "ultrafast"] | None = None
     do_not_queue: bool | None = None  # this and the next: as in chats
     allow_hosted: bool | None = None
 
@@ -108,7 +126,8 @@ class ResponsesTranslation:
             "max_completion_tokens": request.max_output_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            "user": request.user or request.safety_identifier,
+            "user": request.user,
+            "safety_identifier": request.safety_identifier,
             "metadata": request.metadata,
             "service_tier": request.service_tier,
             "do_not_queue": request.do_not_queue,
@@ -172,7 +191,7 @@ class ResponsesTranslation:
             yield _function(tool, param, _text(tool, "name", param))
         elif kind == "namespace":
             space = _text(tool, "name", param)
-            for place, inner in enumerate(tool.get("tools") or ()):
+            for place, inner in enumerate(_listed(tool, "tools", param)):
                 where = f"{param}.tools.{place}"
                 if not isinstance(inner, Mapping) or inner.get("type") != "function":
                     raise _unsupported(f"{where}.type", f"'{where}' is no function.")
@@ -207,14 +226,14 @@ class ResponsesTranslation:
             turn = _assistant_turn(messages, "content")
             turn["content"] = content
         elif kind == "reasoning":
-            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-            text = "\n".join(_text(part, "text", param) for part in parts if isinstance(part, Mapping))
+            texts = (_content(_listed(item, name, param), f"{param}.{name}") for name in ("content", "summary"))
+            text = "\n".join(filter(None, texts))
             if text:
                 _assistant_turn(messages, "reasoning_content", "content", "tool_calls")["reasoning_content"] = text
         elif kind == "function_call":
             name = _text(item, "name", param)
             if item.get("namespace"):
-                name = f"{item['namespace']}{_NAMESPACE_MARK}{name}"
+                name = f"{_text(item, 'namespace', param)}{_NAMESPACE_MARK}{name}"
             function = {"name": name, "arguments": _text(item, "arguments", param)}
             turn = _assistant_turn(messages)
             calls = turn.setdefault("tool_calls", [])
@@ -297,13 +316,20 @@ def _text(fields: Mapping[str, Any], name: str, param: str) -> str:
     return value
 
 
+def _listed(fields: Mapping[str, Any], name: str, param: str) -> list[Any]:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, list):
+        raise InvalidParameter(f"'{param}.{name}' must be a list.", param=f"{param}.{name}", code="invalid_type")
+    return value or []
+
+
 def _function(tool: Mapping[str, Any], param: str, name: str) -> dict[str, Any]:
-    parameters = tool.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        where = f"{param}.parameters"
-        raise InvalidParameter(f"'{where}' must be an object.", param=where, code="invalid_type")
-    function = {"name": name, "description": tool.get("description"), "parameters": parameters}
-    return {"type": "function", "function": {**function, "strict": tool.get("strict")}}
+    refuse_fields(tool, _UNSUPPORTED_OF_TOOLS, f"{param}.")
+    for field, (kind, what) in _TYPES_IN_TOOLS.items():
+        if tool.get(field) is not None and not isinstance(tool[field], kind):
+            where = f"{param}.{field}"
+            raise InvalidParameter(f"'{where}' must be {what}.", param=where, code="invalid_type")
+    return {"type": "function", "function": {"name": name, **{field: tool.get(field) for field in _TYPES_IN_TOOLS}}}
 
 
 def _choice(choice: str | Item | None) -> object:

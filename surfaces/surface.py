@@ -89,11 +89,17 @@ class Surface(Protocol):
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return an error's message and the field at fault; ``names``: of fields of the chat, as the client knows them."""
-    first, dot, rest = (error.param or "").partition(".")
-    if first not in names:
-        return error.message, error.param
-    return error.message.replace(f"'{first}", f"'{names[first]}"), f"{names[first]}{dot}{rest}"
+    """Return an error's message and the field at fault; ``names``: of fields of the chat, as the client knows them.
+
+    Objects that chats alone have around a field are named "".
+    """
+    if error.param is None:
+        return error.message, None
+    parts = (names.get(part, part) for part in error.param.split("."))
+    param = ".".join(part for part in parts if part)
+    first = error.param.partition(".")[0]
+    message = error.message.replace(f"'{error.param}'", f"'{param}'")
+    return message.replace(f"'{first}", f"'{names.get(first) or first}"), param
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

@@ -1,11 +1,16 @@
 """Request bodies: their base class, and the error for the first field that is wrong."""
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from web.errors import InvalidParameter, MalformedJson
+
+
+_ALTERNATIVE: Final = re.compile(r"^(str|int|float|bool|[A-Z][A-Za-z]*|[a-z-]+\[.*\])$")  # of a union, no field
 
 
 class Body(BaseModel):
@@ -27,7 +32,12 @@ class BadItem(ValueError):
 
 def refuse_unsupported(body: Body, unsupported: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
     """Raise InvalidParameter for a known field that cannot be honoured, unless its value means what happens anyway."""
-    for field, value in (body.model_extra or {}).items():
+    refuse_fields(body.model_extra or {}, unsupported, prefix)
+
+
+def refuse_fields(fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Raise InvalidParameter as ``refuse_unsupported`` does, for an object that no model describes."""
+    for field, value in fields.items():
         if field in unsupported and value is not None and value not in unsupported[field]:
             param = prefix + field
             raise InvalidParameter(f"'{param}' is not supported.", param=param, code="unsupported_parameter")
@@ -41,12 +51,21 @@ def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
         raise _first_error(error) from error
 
 
+def _nearest(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+    """Return the first error; of those of a union's alternatives the one that has come furthest."""
+    place = errors[0]["loc"]
+    before = next((number for number, part in enumerate(place) if _ALTERNATIVE.match(str(part))), None)
+    if before is None:
+        return errors[0]
+    return max((one for one in errors if one["loc"][:before] == place[:before]), key=lambda one: len(one["loc"]))
+
+
 def _first_error(error: ValidationError) -> MalformedJson | InvalidParameter:
-    details = error.errors(include_url=False, include_input=False)[0]
+    details = _nearest(error.errors(include_url=False, include_input=False))
     kind, message = details["type"], details["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         return MalformedJson(f"We could not parse the JSON body of your request: {message}")
-    param = ".".join(str(part) for part in details["loc"])
+    param = ".".join(str(part) for part in details["loc"] if not _ALTERNATIVE.match(str(part)))
     if not param:
         return InvalidParameter("The body must be a JSON object.", code="invalid_type")
     reason = details.get("ctx", {}).get("error")

@@ -134,7 +134,7 @@ def capture_of(call: Call, request: OpenRequest, consent: Consent, answer: Recor
         model=admission.model,
         key_id=admission.principal.key_id,
         team_id=admission.principal.team_id,
-        end_user=call.request.user,
+        end_user=call.request.user or call.request.safety_identifier,
         consent=consent,
         call=call,
         body_bytes=admission.body_bytes,

@@ -138,7 +138,12 @@ class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # events are never padded
     continuous_usage_stats: bool | None = None  # each chunk tells the usage so far
+
+
+# Served in "flex" or "default", which the answer says; "fast" and its like are what is called "default" here.
+ServiceTier = Literal["auto", "default", "priority", "flex", "scale", "fast", "ultrafast"]
 
 
 class JobRequest(Body):
@@ -146,7 +151,8 @@ class JobRequest(Body):
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     user: str | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    safety_identifier: str | None = None  # what ``user`` is called now
+    service_tier: ServiceTier | None = None
     do_not_queue: bool | None = None
     allow_hosted: bool | None = None  # False: not this one, whatever its key may; True: a 403 where the key may not
 
@@ -227,7 +233,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[FunctionDefinition] | None, Field(max_length=MAX_TOOLS)] = None  # what tools were before
     function_call: FunctionChoice = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # no model of ours knows it
 
     @property
@@ -341,6 +347,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
 
 def _check_sizes(request: GenerationRequest) -> None:
     check_text(request.user, "user", MAX_NAME_CHARS)
+    check_text(request.safety_identifier, "safety_identifier", MAX_NAME_CHARS)
     check_items(len(request.logit_bias or ()), "logit_bias", MAX_BIASED_TOKENS)
     check_object(request.metadata, "metadata")
 

@@ -70,7 +70,7 @@ def test_fields_of_the_chat() -> None:
     assert chat["tool_choice"] == "required"
     assert chat["parallel_tool_calls"] is False
     assert chat["tools"][0]["function"]["name"] == "t"
-    assert (chat["reasoning_effort"], chat["chat_template_kwargs"]) == ("xhigh", {"enable_thinking": True})
+    assert (chat["reasoning_effort"], chat["chat_template_kwargs"]) == ("max", {"enable_thinking": True})
     assert chat["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert (chat["stop"], chat["user"], chat["stream"]) == (STOPS, "u", True)
 

@@ -224,7 +224,7 @@ def test_text_parts_make_one_text_and_developers_are_the_system() -> None:
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"echo": True}, "echo"),
-        ({"service_tier": "scale"}, "service_tier"),
+        ({"service_tier": "fastest"}, "service_tier"),
         ({"do_not_queue": "yes"}, "do_not_queue"),
     ],
 )

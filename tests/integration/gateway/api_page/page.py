@@ -1,0 +1,70 @@
+"""What docs/API.md says of each parameter: its tables, read.
+
+A section begins with ``## POST /v1/…``. A table whose first column is "parameter" tells what becomes of each; one whose
+first column is "inside" tells the same of fields and values within them:
+
+    | parameter | | |                         | inside | honoured | ignored | refused | |
+    | `n`, `seed` | honoured | … |            | `tools[].type` | `function` | | `custom` | … |
+"""
+
+import re
+from pathlib import Path
+from typing import Final
+
+PAGE: Final = Path(__file__).parents[4] / "docs" / "API.md"
+HONOURED: Final = "honoured"
+IGNORED: Final = "ignored"
+REFUSED: Final = "refused"
+ANYWHERE: Final = "*"  # the place of a field that is the same wherever it stands
+OTHERS: Final = "*"  # the name of all values that have no row of their own
+_NAME: Final = re.compile(r"`([^`]+)`")
+_ROUTE: Final = re.compile(r"`((?:GET|POST|DELETE) /\S+)`")
+
+Section = dict[tuple[str, str], str]  # what becomes of (where, name); where: "" for a parameter
+
+
+def routes() -> set[str]:
+    """All routes that the page names."""
+    return set(_ROUTE.findall(PAGE.read_text()))
+
+
+def sections() -> dict[str, Section]:
+    """What the page says, by the first route in the heading of each section."""
+    found: dict[str, Section] = {}
+    for part in PAGE.read_text().split("\n## ")[1:]:
+        heading, _, text = part.partition("\n")
+        route = _ROUTE.search(heading)
+        if route is not None:
+            found[route[1]] = _section(text)
+    return found
+
+
+def _section(text: str) -> Section:
+    section: Section = {}
+    columns: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            columns = []
+        elif not columns:
+            columns = cells
+        elif columns[0] == "parameter":
+            _add(section, {("", name): cells[1] for name in _NAME.findall(cells[0])})
+        elif columns[0] == "inside":
+            for status, names in zip(columns[1:4], cells[1:4], strict=True):
+                rows = {(where, name): status for where in _NAME.findall(cells[0]) for name in _NAME.findall(names)}
+                _add(section, rows)
+    return section
+
+
+def _add(section: Section, rows: Section) -> None:
+    twice = rows.keys() & section.keys()
+    assert not twice, f"docs/API.md tells twice of {twice}"
+    assert set(rows.values()) <= {HONOURED, IGNORED, REFUSED}, rows
+    section |= rows
+
+
+def status_of(section: Section, where: str, name: str) -> str | None:
+    """What becomes of it by its row, or by that of all others; None: there is none."""
+    rows = ((where, name), (ANYWHERE, name), (where, OTHERS))
+    return next((section[row] for row in rows if row in section), None)
