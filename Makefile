@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos fleet-kills conformance-llamacpp conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos fuzz-api fleet-kills conformance-llamacpp conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -116,6 +116,12 @@ CANCELS ?= 10000
 limits: ## Each limit of keys at its edge over three gateways, one killed, 10,000 cancelled: make limits [CANCELS=10000] [SEED=1]
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.chaos.limits --seed $(SEED) --cancels $(CANCELS)
+
+FUZZ_EXAMPLES ?= 100
+FUZZ_SEED ?= 1
+fuzz-api: ## Ask for everything that the OpenAPI document allows, and what it does not: make fuzz-api [FUZZ_EXAMPLES=100] [FUZZ_SEED=1]
+	@scripts/setup.sh test
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_SEED=$(FUZZ_SEED) .venv/bin/python -m pytest -q -n 0 tests/integration/gateway/fuzzed --timeout 3600 $(PYTEST_ARGS)
 
 UV_COMPILE = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header
 lock: ## Resolve the dependencies anew

@@ -36,7 +36,9 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Role
-    content: Annotated[str | None, BeforeValidator(_text_of)] = Field(default=None, validate_default=True)
+    content: Annotated[str | None, BeforeValidator(_text_of, str | list[dict[str, Any]] | None)] = Field(
+        default=None, validate_default=True
+    )
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
     function_call: CalledFunction | None = None  # what tool_calls were before

@@ -2,7 +2,7 @@
 
 import datetime as dt
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -255,7 +255,9 @@ def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
     return turn
 
 
-def _texts(blocks: Iterable[Any], param: str) -> str:
+def _texts(blocks: object, param: str) -> str:
+    if not isinstance(blocks, list):
+        raise InvalidParameter(f"'{param}' must be a string or a list.", param=param, code="invalid_type")
     return "\n".join(_text_of(block, f"{param}.{number}") for number, block in enumerate(blocks))
 
 
@@ -285,7 +287,9 @@ def _tool(tool: _Tool, number: int) -> dict[str, Any]:
     refuse_unsupported(tool, _UNSUPPORTED_OF_TOOLS, f"tools.{number}.")
     if tool.name is None:
         param = f"tools.{number}.name"
-        raise InvalidParameter(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        raise InvalidParameter(
+            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": {**function, "strict": tool.strict}}
 

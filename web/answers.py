@@ -7,6 +7,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from accounts.keyring import KeyRing
 from accounts.principal import INFERENCE, Principal
@@ -23,6 +24,8 @@ from web.errors import (
 
 EXCHANGE_KEY: Final = "spillway.exchange"  # in the ASGI scope: the Exchange
 PRINCIPAL_KEY: Final = "spillway.principal"  # there, too, of a request that this process makes itself: whose it is
+
+METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -74,6 +77,12 @@ def refuse(request: Request, error: ApiError) -> Response:
     return error_answer(error, exchange.error_body(error))
 
 
+def _methods_of(app: FastAPI, request: Request) -> list[str]:
+    """Return the methods that a path takes; the framework's own answer tells those of one of its routes."""
+    scopes = ({**request.scope, "method": method} for method in METHODS)
+    return [scope["method"] for scope in scopes if any(route.matches(scope)[0] is Match.FULL for route in app.routes)]
+
+
 def add_error_answers(app: FastAPI) -> None:
     """Answer every error in OpenAI's envelope."""
 
@@ -91,7 +100,7 @@ def add_error_answers(app: FastAPI) -> None:
         if error.status_code == 404:
             kind = UnknownUrl(f"Unknown request URL: {request.method} {request.url.path}.")
         elif error.status_code == 405:
-            allow = (error.headers or {}).get("Allow", "")
+            allow = ", ".join(_methods_of(app, request))
             kind = MethodNotAllowed(f"Not allowed to {request.method} on {request.url.path}.", allow=allow)
         return refuse(request, kind)
 

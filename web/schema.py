@@ -9,7 +9,6 @@ from pydantic_core import ErrorDetails
 
 from web.errors import InvalidParameter, MalformedJson
 
-
 _ALTERNATIVE: Final = re.compile(r"^(str|int|float|bool|[A-Z][A-Za-z]*|[a-z-]+\[.*\])$")  # of a union, no field
 
 

@@ -13,28 +13,21 @@ from gateway.api.schema import ChatCompletionRequest, CompletionRequest, Detoken
 from gateway.http.failures import FAILURES, RequestFailed
 from surfaces.messages import CountTokensRequest, MessagesRequest
 from surfaces.responses import ResponsesRequest
-from web import errors
+from web import errors, openapi_content
 from web.errors import ApiError
 from web.schema import Body
 
 _REF: Final = "#/components/schemas/{model}"
 _ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
-_ERROR_SCHEMA: Final = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field at fault."},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+_MESSAGES_ERROR: Final = {"application/json": {"schema": {"$ref": _REF.format(model="MessagesError")}}}
+_MESSAGES: Final = "/v1/messages"  # where errors are Anthropic's
+# What needs no key.
+_OPEN: Final = frozenset({"/", "/version", "/health", "/livez", "/readyz", "/startupz"})
+
+BODIES: Final[Sequence[type[Body]]] = (
+    ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest,
+    DetokenizeRequest, MessagesRequest, CountTokensRequest, ResponsesRequest,
+)  # fmt: skip
 
 # What can be answered where: each kind of route adds to the one before.
 EVERYWHERE: Final[Sequence[type[ApiError]]] = (
@@ -75,20 +68,43 @@ def add_openapi(app: FastAPI, further_bodies: Sequence[type[Body]]) -> None:
 
 def _describe(app: FastAPI, further_bodies: Sequence[type[Body]]) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    bodies: Sequence[type[Body]] = (
-        ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest,
-        DetokenizeRequest, MessagesRequest, CountTokensRequest, ResponsesRequest, *further_bodies,
-    )  # fmt: skip
-    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+    bodies = [(body, "validation") for body in (*BODIES, *further_bodies)]
+    _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]  # a literal
     components = schema.setdefault("components", {})
-    components["schemas"] = {**definitions["$defs"], "Error": _ERROR_SCHEMA}
+    components["schemas"] = {**definitions["$defs"], **openapi_content.SCHEMAS}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     schema["security"] = [{"key": []}]
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             _set_errors(operation, _errors_of(path))
     schema["paths"] |= _hot_paths()
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            _set_answers(path, method, operation)
+            _set_examples(operation)
     return schema
+
+
+def _set_examples(operation: dict[str, Any]) -> None:
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    name = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
+    if name in openapi_content.EXAMPLES:
+        body["examples"] = {
+            str(number): {"value": value} for number, value in enumerate(openapi_content.EXAMPLES[name], 1)
+        }
+
+
+def _set_answers(path: str, method: str, operation: dict[str, Any]) -> None:
+    """Say what is in an answer, and who may ask."""
+    content = openapi_content.CONTENT.get((path, method))
+    if content is not None:
+        operation["responses"]["200"]["content"] = content
+    if path in _OPEN:
+        operation["security"] = []
+    if path.startswith(_MESSAGES):
+        for status, answer in operation["responses"].items():
+            if int(status) >= HTTPStatus.BAD_REQUEST:
+                answer["content"] = _MESSAGES_ERROR
 
 
 def _hot_paths() -> dict[str, Any]:
@@ -112,17 +128,12 @@ def _hot_paths() -> dict[str, Any]:
 
 def _post(summary: str, body: str, *, streams: bool = False) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
-    answer = {"description": "The answer.", "content": {"application/json": {}}}
-    if streams:
-        answer = {
-            "description": "The answer, or its events if `stream` is true.",
-            "content": {"application/json": {}, "text/event-stream": {}},
-        }
+    described = "The answer, or its events if `stream` is true." if streams else "The answer."
     operation = {
         "tags": ["generation"],
         "summary": summary,
         "requestBody": {"required": True, "content": content},
-        "responses": {"200": answer},
+        "responses": {"200": {"description": described}},
     }
     _set_errors(operation, OF_JOBS)
     return {"post": operation}

@@ -11,7 +11,7 @@ from web.schema import parse_body, refuse_unsupported
 
 MAX_INPUTS: Final = 2048  # of one request, as OpenAI has it
 
-_UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
+UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "priority": (0,),
     "mm_processor_kwargs": (),
     "use_activation": (True,),
@@ -19,7 +19,7 @@ _UNSUPPORTED_EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "softmax": (True,),
 }
 _UNSUPPORTED_IN_EMBEDDINGS: Final[dict[str, tuple[Any, ...]]] = {
-    **_UNSUPPORTED_EVERYWHERE,
+    **UNSUPPORTED_EVERYWHERE,
     "messages": (),
     "chat_template": (),
     "normalize": (),
@@ -28,8 +28,8 @@ _UNSUPPORTED_IN_EMBEDDINGS: Final[dict[str, tuple[Any, ...]]] = {
     "input_type": (),
     "task": (),
 }
-_UNSUPPORTED_IN_RERANK: Final[dict[str, tuple[Any, ...]]] = {
-    **_UNSUPPORTED_EVERYWHERE,
+UNSUPPORTED_IN_RERANK: Final[dict[str, tuple[Any, ...]]] = {
+    **UNSUPPORTED_EVERYWHERE,
     "max_chunks_per_doc": (),
     "max_tokens_per_doc": (),
     "rank_fields": (["text"],),
@@ -71,8 +71,8 @@ def _documents(value: object) -> object:
     return _texts([one["text"] if isinstance(one, Mapping) and "text" in one else one for one in value])
 
 
-Inputs = Annotated[list[str] | list[list[int]], BeforeValidator(_inputs)]
-Texts = Annotated[list[str], BeforeValidator(_texts), Field(min_length=1)]
+Inputs = Annotated[list[str] | list[list[int]], BeforeValidator(_inputs, str | list[str] | list[int] | list[list[int]])]
+Texts = Annotated[list[str], BeforeValidator(_texts, str | list[str]), Field(min_length=1)]
 
 
 class PoolingBody(JobRequest):
@@ -110,7 +110,7 @@ class RerankRequest(PoolingBody):
     """Body of POST /v1/rerank."""
 
     query: str
-    documents: Annotated[list[str], BeforeValidator(_documents), Field(min_length=1)]
+    documents: Annotated[list[str], BeforeValidator(_documents, str | list[str | dict[str, Any]]), Field(min_length=1)]
     top_n: Annotated[int | None, Field(ge=0)] = None  # 0: all
     return_documents: bool | None = None
 
@@ -125,7 +125,7 @@ def parse_embedding(body: bytes) -> EmbeddingRequest:
 def parse_score(body: bytes) -> ScoreRequest:
     """Validate a score body. Raises MalformedJson or InvalidParameter."""
     request = parse_body(ScoreRequest, body)
-    refuse_unsupported(request, _UNSUPPORTED_EVERYWHERE)
+    refuse_unsupported(request, UNSUPPORTED_EVERYWHERE)
     if len(request.text_1) not in {1, len(request.text_2)}:
         message = (
             f"'text_1' has {len(request.text_1)} texts; it must have 1, or as many as 'text_2' ({len(request.text_2)})."
@@ -137,5 +137,5 @@ def parse_score(body: bytes) -> ScoreRequest:
 def parse_rerank(body: bytes) -> RerankRequest:
     """Validate a rerank body. Raises MalformedJson or InvalidParameter."""
     request = parse_body(RerankRequest, body)
-    refuse_unsupported(request, _UNSUPPORTED_IN_RERANK)
+    refuse_unsupported(request, UNSUPPORTED_IN_RERANK)
     return request

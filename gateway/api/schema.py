@@ -169,7 +169,7 @@ class GenerationRequest(JobRequest):
     min_tokens: Annotated[int | None, Field(ge=0)] = None
     n: Annotated[int | None, Field(ge=1)] = None
     best_of: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_stop_strings)] = None
+    stop: Annotated[list[str] | None, BeforeValidator(_stop_strings, str | list[str] | None)] = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=128)] = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -182,7 +182,8 @@ class GenerationRequest(JobRequest):
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
     logit_bias: Annotated[
-        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_integer_keys)
+        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None,
+        BeforeValidator(_integer_keys, dict[str, float] | None),
     ] = None
     allowed_token_ids: Annotated[list[TokenId] | None, Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] = None
     bad_words: Annotated[list[BadWord] | None, Field(max_length=MAX_BAD_WORDS)] = None

@@ -18,7 +18,7 @@ REFUSED: Final = "refused"
 ANYWHERE: Final = "*"  # the place of a field that is the same wherever it stands
 OTHERS: Final = "*"  # the name of all values that have no row of their own
 _NAME: Final = re.compile(r"`([^`]+)`")
-_ROUTE: Final = re.compile(r"`((?:GET|POST|DELETE) /\S+)`")
+_ROUTE: Final = re.compile(r"`((?:GET|POST|DELETE) /\S*)`")
 
 Section = dict[tuple[str, str], str]  # what becomes of (where, name); where: "" for a parameter
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Any, Final, NamedTuple, Union
+from typing import Annotated, Any, Final, Literal, NamedTuple, NotRequired, Required, Union, get_args, get_origin
 
-from typing_extensions import Annotated, Literal, NotRequired, Required, get_args, get_origin, get_type_hints, is_typeddict
+from typing_extensions import (
+    get_type_hints,
+    is_typeddict,
+)
 
 TAGS: Final = ("type", "role")  # the fields that tell which of several objects it is
 WRONG: Final = ({"no": "such"}, True)  # values of which at least one is of a wrong type

@@ -116,9 +116,7 @@ _MESSAGES: Final[dict[str, Any]] = {
     "opaque": frozenset({"tools[custom].input_schema"}),
     "further": frozenset({"temperature", "top_k", "top_p"}),  # of the SDK until its second version
 }
-MESSAGES = Sdk(
-    "/v1/messages", "POST /v1/messages", message_create_params.MessageCreateParamsStreaming, **_MESSAGES
-)
+MESSAGES = Sdk("/v1/messages", "POST /v1/messages", message_create_params.MessageCreateParamsStreaming, **_MESSAGES)
 COUNT_TOKENS = Sdk(
     "/v1/messages/count_tokens", "POST /v1/messages", message_count_tokens_params.MessageCountTokensParams, **_MESSAGES
 )

@@ -11,7 +11,6 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from gateway.api import pooling_schema, schema
 from protocol import artifacts
 from tests.integration.gateway.api_page import page
 from tests.integration.gateway.api_page.params import Known, Walk

@@ -19,6 +19,7 @@ from gateway.http.failures import FAILURES, RequestFailed
 from tests.integration.gateway.conftest import MODEL, GatewayUnderTest, Start
 from tests.integration.gateway.test_errors import error_of
 from tests.waiting import HANGS_S
+from web import openapi_content
 from web.errors import ApiError, InvalidParameter
 
 ROOMS = [Path(room.__file__).parent for room in (batches, gateway, response_store, tokens, web)]
@@ -114,6 +115,13 @@ def test_every_code_of_a_wrong_parameter_is_listed() -> None:
     sources = [path.read_text() for room in ROOMS for path in room.rglob("*.py")]
     written = {code for source in sources for code in re.findall(r'code="([a-z_]+)"', source)}
     assert written == set(InvalidParameter.other_codes)
+
+
+def test_answers_and_bodies_have_names_of_their_own() -> None:
+    of_bodies = {
+        name for body in openapi.BODIES for name in (body.__name__, *body.model_json_schema().get("$defs", {}))
+    }
+    assert of_bodies & openapi_content.SCHEMAS.keys() == set()
 
 
 async def test_every_status_is_described_with_its_codes(http: httpx.AsyncClient) -> None:
