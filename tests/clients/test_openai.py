@@ -113,6 +113,34 @@ async def test_the_async_client(spillway: PlayedSystem) -> None:
         assert vectors.data[0].embedding
 
 
+async def test_the_async_client_calls_tools(spillway: PlayedSystem) -> None:
+    messages: list[Any] = [user(f"{QUESTION} {spillway.play(*PLAY)}")]
+    ask: dict[str, Any] = {"model": spillway.model, "tools": [TOOL]}
+    async with openai.AsyncOpenAI(base_url=f"{spillway.url}/v1", api_key=spillway.api_key) as client:
+        async with client.chat.completions.stream(messages=messages, **ask) as stream:
+            called = (await stream.get_final_completion()).choices[0].message
+        [call] = called.tool_calls
+        assert (called.content, call.function.name, json.loads(call.function.arguments)) == (SAID, TOOL_NAME, ARGUMENTS)
+        messages += [called, {"role": "tool", "tool_call_id": call.id, "content": RESULT}]
+        answer = await client.chat.completions.create(messages=messages, **ask)
+        assert answer.choices[0].message.content == ANSWER
+
+
+async def test_the_async_client_parses_answers_and_tells_logprobs(spillway: PlayedSystem) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{spillway.url}/v1", api_key=spillway.api_key) as client:
+        ask: dict[str, Any] = {"model": spillway.model, "messages": [user(spillway.play(READ))]}
+        parsed = await client.chat.completions.parse(**ask, response_format=Reading)
+        assert parsed.choices[0].message.parsed == READING
+        stream = await client.chat.completions.create(
+            model=spillway.model, messages=[user(QUESTION)], logprobs=True, stream=True
+        )
+        told = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices[0].logprobs is not None]
+        assert "".join(token.token for one in told for token in one.content).endswith(NO_PLAY)
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.chat.completions.create(**{**ask, "model": "gpt-9"})
+        assert unknown.value.code == "model_not_found"
+
+
 def test_errors_are_of_its_own_types(client: openai.OpenAI, spillway: PlayedSystem) -> None:
     ask: dict[str, Any] = {"model": spillway.model, "messages": [user(QUESTION)]}
     with pytest.raises(openai.BadRequestError) as bad:

@@ -83,3 +83,25 @@ test("what has failed for good says so", async () => {
   assert.ok(APICallError.isInstance(error) || RetryError.isInstance(error));
   assert.match(error.message, /budget|quota/);
 });
+
+const stumblingModel = (kind, name) => providerOf(asked.apiKey, { baseURL: `${asked.stumbling(kind, name)}/v1` })(asked.model);
+
+for (const kind of ["429", "500", "lost"]) {
+  test(`a first request that ends in ${kind} is tried again`, async () => {
+    assert.equal((await generateText({ model: stumblingModel(kind, "node-ai"), prompt: asked.question })).text, asked.noPlay);
+  });
+}
+
+test("each failure is an error of its own type", async () => {
+  for (const [kind, status] of [["429", 429], ["500", 500], ["lost", undefined]]) {
+    const error = await generateText({ model: stumblingModel(kind, "node-ai-error"), prompt: asked.question, maxRetries: 0 }).catch((error) => error);
+    assert.ok(APICallError.isInstance(error), `${kind}: ${error}`);
+    assert.deepEqual([error.statusCode, error.isRetryable], [status, true]);
+  }
+});
+
+test("logprobs, by the provider's options", async () => {
+  const done = await generateText({ model, prompt: asked.question, providerOptions: { spillway: { logprobs: true } }, include: { responseBody: true } });
+  const [choice] = done.response.body.choices;
+  assert.ok(choice.logprobs.content.map((token) => token.token).join("").endsWith(asked.noPlay));
+});

@@ -80,3 +80,25 @@ test("what will not work later is not", async () => {
   assert.ok(error instanceof Anthropic.APIError);
   assert.equal(answers.length, 1);
 });
+
+const stumblingClient = (kind, name, maxRetries, answers = []) =>
+  new Anthropic({ baseURL: `${asked.stumbling(kind, name)}`, apiKey: asked.apiKey, maxRetries, fetch: asked.counting(answers) });
+
+for (const kind of ["429", "500", "lost"]) {
+  test(`a first request that ends in ${kind} is tried again`, async () => {
+    const client = stumblingClient(kind, "node-anthropic", 2);
+    const done = await client.messages.create(ask);
+    assert.equal(said(done), asked.noPlay);
+  });
+}
+
+test("each failure is an error of its own type", async () => {
+  const types = { 429: Anthropic.RateLimitError, 500: Anthropic.InternalServerError, lost: Anthropic.APIConnectionError, final: Anthropic.RateLimitError };
+  for (const [kind, type] of Object.entries(types)) {
+    const answers = [];
+    const client = stumblingClient(kind, "node-anthropic-error", kind === "final" ? 2 : 0, answers);
+    const error = await client.messages.create(ask).catch((error) => error);
+    assert.ok(error instanceof type, `${kind}: ${error}`);
+    assert.ok(answers.length <= 1, `${kind} was tried again`);
+  }
+});

@@ -61,3 +61,25 @@ test("errors are of its own types", async () => {
   assert.ok(unknown instanceof OpenAI.NotFoundError);
   assert.equal(unknown.code, "model_not_found");
 });
+
+const stumblingClient = (kind, name, maxRetries, answers = []) =>
+  new OpenAI({ baseURL: `${asked.stumbling(kind, name)}/v1`, apiKey: asked.apiKey, maxRetries, fetch: asked.counting(answers) });
+
+for (const kind of ["429", "500", "lost"]) {
+  test(`a first request that ends in ${kind} is tried again`, async () => {
+    const client = stumblingClient(kind, "node-openai-responses", 2);
+    const done = await client.responses.create({ ...ask, input: asked.question });
+    assert.equal(done.output_text, asked.noPlay);
+  });
+}
+
+test("each failure is an error of its own type", async () => {
+  const types = { 429: OpenAI.RateLimitError, 500: OpenAI.InternalServerError, lost: OpenAI.APIConnectionError, final: OpenAI.RateLimitError };
+  for (const [kind, type] of Object.entries(types)) {
+    const answers = [];
+    const client = stumblingClient(kind, "node-openai-responses-error", kind === "final" ? 2 : 0, answers);
+    const error = await client.responses.create({ ...ask, input: asked.question }).catch((error) => error);
+    assert.ok(error instanceof type, `${kind}: ${error}`);
+    assert.ok(answers.length <= 1, `${kind} was tried again`);
+  }
+});

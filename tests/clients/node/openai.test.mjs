@@ -95,3 +95,25 @@ test("what will not work later is not", async () => {
   assert.equal(error.code, "insufficient_quota");
   assert.deepEqual(answers, [429]);
 });
+
+const stumblingClient = (kind, name, maxRetries, answers = []) =>
+  new OpenAI({ baseURL: `${asked.stumbling(kind, name)}/v1`, apiKey: asked.apiKey, maxRetries, fetch: asked.counting(answers) });
+
+for (const kind of ["429", "500", "lost"]) {
+  test(`a first request that ends in ${kind} is tried again`, async () => {
+    const client = stumblingClient(kind, "node-openai", 2);
+    const done = await client.chat.completions.create(ask);
+    assert.equal(done.choices[0].message.content, asked.noPlay);
+  });
+}
+
+test("each failure is an error of its own type", async () => {
+  const types = { 429: OpenAI.RateLimitError, 500: OpenAI.InternalServerError, lost: OpenAI.APIConnectionError, final: OpenAI.RateLimitError };
+  for (const [kind, type] of Object.entries(types)) {
+    const answers = [];
+    const client = stumblingClient(kind, "node-openai-error", kind === "final" ? 2 : 0, answers);
+    const error = await client.chat.completions.create(ask).catch((error) => error);
+    assert.ok(error instanceof type, `${kind}: ${error}`);
+    assert.ok(answers.length <= 1, `${kind} was tried again`);
+  }
+});
