@@ -17,7 +17,7 @@ from response_store.patience import patiently
 from response_store.reading import follow
 from response_store.records import EventsPart, Run
 from response_store.store import Key, ResponseStore
-from surfaces.responses import items_of
+from surfaces.responses import items_of, refuse_included
 from web.answers import exchange_of, json_answer
 from web.errors import InvalidParameter, StorageUnavailable, UnknownObject
 
@@ -28,19 +28,22 @@ SSE_HEADERS: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _AWAY: Final = (BusError, ProtocolError)
 
 
-class RetrieveQuery(BaseModel):
-    """How to retrieve a response."""
-
+class _Query(BaseModel):
     model_config = ConfigDict(frozen=True)
+
+    include: Annotated[list[str], Field(alias="include[]")] = []  # pydantic copies it
+
+
+class RetrieveQuery(_Query):
+    """How to retrieve a response."""
 
     stream: bool = False
     starting_after: Annotated[int | None, Field(ge=0)] = None
+    include_obfuscation: bool = False
 
 
-class ItemsQuery(BaseModel):
+class ItemsQuery(_Query):
     """Which input items to list."""
-
-    model_config = ConfigDict(frozen=True)
 
     after: str | None = None
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ITEMS)] = 20
@@ -156,6 +159,10 @@ def responses_router(keys: KeyRing, store: ResponseStore, comment_s: float) -> A
     ) -> Response:
         """Retrieve a response, or with `stream` the events of one in the background, those behind `starting_after`."""
         key = key_of(request, response_id)
+        refuse_included(query.include)
+        if query.include_obfuscation:
+            param = "include_obfuscation"
+            raise InvalidParameter(f"'{param}' is not supported.", param=param, code="unsupported_parameter")
         found = await kept.get(key)
         if not query.stream and query.starting_after is None:
             return json_answer(found.view)
@@ -178,7 +185,9 @@ def responses_router(keys: KeyRing, store: ResponseStore, comment_s: float) -> A
     @router.get("/input_items")
     async def list_input_items(request: Request, response_id: str, query: Annotated[ItemsQuery, Query()]) -> Response:
         """List what a response was made from, earlier turns included; `after` is the last id of the previous page."""
-        return json_answer(_page((await kept.get(key_of(request, response_id))).items, query))
+        key = key_of(request, response_id)
+        refuse_included(query.include)
+        return json_answer(_page((await kept.get(key)).items, query))
 
     return router
 

@@ -111,9 +111,7 @@ class ResponsesTranslation:
             raise InvalidParameter("A response in the background is stored: 'store' must not be false.", param="store")
         self._namespaces: dict[str, tuple[str, str]] = {}  # of tools in one, by their names in the chat
         tools = [tool for number, tool in enumerate(request.tools or ()) for tool in self._tools(tool, number)]
-        for number, wanted in enumerate(request.include or ()):
-            if wanted not in _INCLUDED:
-                raise _unsupported(f"include.{number}", f"'{wanted}' cannot be included.")
+        refuse_included(request.include or ())
         self.chat: dict[str, Any] = {
             "model": request.model,
             "messages": self._messages(),
@@ -348,6 +346,13 @@ def _format(text: _Text | None) -> dict[str, Any] | None:
         fields = ("name", "description", "schema", "strict")
         return {"type": "json_schema", "json_schema": {name: wanted[name] for name in fields if name in wanted}}
     return wanted
+
+
+def refuse_included(names: Sequence[str]) -> None:
+    """Raise InvalidParameter for what cannot be included in a response."""
+    for number, wanted in enumerate(names):
+        if wanted not in _INCLUDED:
+            raise _unsupported(f"include.{number}", f"'{wanted[:100]}' cannot be included.")
 
 
 def _unsupported(param: str, message: str) -> InvalidParameter:

@@ -39,9 +39,9 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _page(name: str) -> Schema:
+def _page_of(row: Schema) -> Schema:
     ends = {"first_id": NAME_OR_NULL, "last_id": NAME_OR_NULL, "has_more": FLAG}
-    return _object({"object": _const("list"), "data": _list(_ref(name)), **ends})
+    return _object({"object": _const("list"), "data": _list(row), **ends})
 
 
 _FINISH_REASON: Final = {"enum": ["stop", "length", "tool_calls", "function_call", "content_filter", None]}
@@ -159,6 +159,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
             "usage": _object({"input_tokens": COUNT, "output_tokens": COUNT}),
         }
     ),
+    "InputItems": _page_of(_object({"id": TEXT, "type": TEXT})),
     "TokenCount": _object({"input_tokens": COUNT}),
     "Tokens": _object(
         {"count": COUNT, "max_model_len": COUNT, "tokens": _list(COUNT)}, {"token_strs": _list(TEXT)}
@@ -176,14 +177,14 @@ SCHEMAS: Final[dict[str, Schema]] = {
             "context_length": {"type": ["integer", "null"]},
         }
     ),
-    "ModelList": _page("Model"),
+    "ModelList": _page_of(_ref("Model")),
     "File": _object(
         {
             "id": TEXT, "object": _const("file"), "bytes": COUNT, "created_at": TIME, "expires_at": TIME,
             "filename": TEXT, "purpose": _one_of("batch", "batch_output"), "status": TEXT,
         }
     ),
-    "FileList": _page("File"),
+    "FileList": _page_of(_ref("File")),
     "Batch": _object(
         {
             "id": TEXT,
@@ -204,7 +205,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
             **{f"{end}_at": TIME_OR_NULL for end in ("completed", "failed", "expired", "cancelled")},
         }
     ),
-    "BatchList": _page("Batch"),
+    "BatchList": _page_of(_ref("Batch")),
     "Deleted": _object({"id": TEXT, "object": TEXT, "deleted": FLAG}),
 }  # fmt: skip
 
@@ -217,6 +218,10 @@ CONTENT: Final[dict[tuple[str, str], dict[str, Any]]] = {  # of a 200, by path a
     ("/v1/chat/completions", "post"): {**_json("ChatCompletion"), **EVENTS},
     ("/v1/completions", "post"): {**_json("Completion"), **EVENTS},
     ("/v1/responses", "post"): {**_json("Response"), **EVENTS},
+    ("/v1/responses/{response_id}", "get"): {**_json("Response"), **EVENTS},
+    ("/v1/responses/{response_id}", "delete"): _json("Deleted"),
+    ("/v1/responses/{response_id}/cancel", "post"): _json("Response"),
+    ("/v1/responses/{response_id}/input_items", "get"): _json("InputItems"),
     ("/v1/messages", "post"): {**_json("MessagesAnswer"), **EVENTS},
     ("/v1/messages/count_tokens", "post"): _json("TokenCount"),
     ("/v1/embeddings", "post"): _json("Embeddings"),

@@ -9,10 +9,7 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-# What the page promises and this build refuses still: (path, parameter).
-PENDING: Final[frozenset[tuple[str, str]]] = frozenset(
-    {("/v1/responses", "background"), ("/v1/responses", "previous_response_id")}
-)
+PREVIOUS: Final = "the id of a response that is stored"
 HEADERS: Final = {  # parameters that the SDK sends as headers
     "user_profile_id": "anthropic-user-profile-id",
     "workspace_id": "anthropic-workspace-id",
@@ -95,6 +92,7 @@ RESPONSES = Sdk(
         "tool_choice[function].name": "f",
         "text.format[json_schema].schema": SCHEMA,
         "truncation": "auto",
+        "previous_response_id": PREVIOUS,
         "max_output_tokens": 9,
         "reasoning.mode": "standard",
         "input[function_call_output]": {"call_id": "c", "output": "x"},

@@ -9,14 +9,20 @@ import openai
 import pytest
 from anthropic.types import model_list_params
 from openai.types import batch_create_params, batch_list_params, file_create_params, file_list_params
+from openai.types.responses import input_item_list_params, response_retrieve_params
 from typing_extensions import get_type_hints
 
 from gateway.api import pooling_schema, schema
 from tests.integration.gateway.api_page import page
 from tests.integration.gateway.conftest import GatewayUnderTest, Start
+from tests.integration.gateway.tools.calls import says
 from tests.waiting import HANGS_S
 
 SDKS = {
+    "GET /v1/responses/{response_id}": (
+        response_retrieve_params.ResponseRetrieveParamsStreaming,
+        input_item_list_params.InputItemListParams,
+    ),
     "POST /v1/files": (file_create_params.FileCreateParams, file_list_params.FileListParams),
     "POST /v1/batches": (batch_create_params.BatchCreateParams, batch_list_params.BatchListParams),
     "GET /v1/models": (model_list_params.ModelListParams,),
@@ -70,6 +76,25 @@ async def _refused(asking: Awaitable[Any]) -> str | None:
     with pytest.raises(openai.BadRequestError) as refused:
         await asking
     return refused.value.param
+
+
+async def test_kept_responses(gateway: GatewayUnderTest) -> None:
+    await gateway.add_worker(script=says("x"))
+    responses = gateway.client().responses
+    made = await responses.create(model="short", input="Hi", background=True)
+    events = [event async for event in await responses.retrieve(made.id, stream=True)]
+    later = [event async for event in await responses.retrieve(made.id, stream=True, starting_after=1)]
+    assert [event.sequence_number for event in events] == [0, 1, *(event.sequence_number for event in later)]
+    assert (await responses.retrieve(made.id, include=["reasoning.encrypted_content"])).status == "completed"
+    items = responses.input_items
+    [item] = (await items.list(made.id, limit=1, order="asc")).data
+    assert (await items.list(made.id, after=item.id)).data == []
+    assert await _refused(responses.retrieve(made.id, include=["message.output_text.logprobs"])) == "include.0"
+    assert await _refused(responses.retrieve(made.id, stream=True, include_obfuscation=True)) == "include_obfuscation"
+    assert await _refused(items.list(made.id, include=["message.output_text.logprobs"])) == "include.0"
+    wrong: dict[str, Any] = {"limit": 0, "order": "up"}
+    for name, value in wrong.items():
+        assert await _refused(items.list(made.id, **{name: value})) == name
 
 
 async def test_files(gateway: GatewayUnderTest) -> None:

@@ -95,11 +95,13 @@ async def _document(http: httpx.AsyncClient) -> dict[str, Any]:
     file = (await http.post("/v1/files", files=lines, data={"purpose": "batch"})).json()
     wanted = {"input_file_id": file["id"], "endpoint": LINE["url"]}
     batch = (await http.post("/v1/batches", json=wanted)).json()
+    kept = (await http.post("/v1/responses", json={"model": MODEL, "input": "Hi", "background": True})).json()
     key = (await http.post("/admin/v1/keys", json={"name": "spare"})).json()
     known = {
         "name": [MODEL, "nobody"],
         "file_id": [file["id"], "file-no"],
         "batch_id": [batch["id"], "batch_no"],
+        "response_id": [kept["id"], "resp_no"],
         "reference": [key["id"], "nobody"],
     }
     for operation in _operations(document):
