@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos fuzz-api fleet-kills conformance-llamacpp conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
+.PHONY: help run agents unit test test-gpu check format bench bench-engine-peers leaks chaos fuzz-api fleet-kills conformance-llamacpp conformance-lm-eval conformance-ray conformance-skypilot conformance-transformers conformance-triton conformance-vllm simulate limits lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -76,6 +76,10 @@ conformance-llamacpp: ## The conformance suite of engines against a real llama.c
 	@scripts/setup.sh test
 	.venv/bin/python -m tests.conformance.real_servers llamacpp
 	.venv/bin/python -m tests.conformance.real_servers llamacpp-completions
+
+conformance-lm-eval: ## The real lm-evaluation-harness by completions and chats, its scores beside those of transformers alone
+	@scripts/setup.sh test
+	.venv/bin/python -m tests.conformance.real_lm_eval
 
 conformance-vllm: ## The same against vLLM for CPUs, by HTTP and in the worker's process
 	@scripts/setup.sh test
