@@ -2,8 +2,8 @@
 
     make conformance-lm-eval
 
-Its `local-completions` (likelihoods of choices, and answers) and `local-chat-completions` (answers) do two tiny tasks of
-``lm_eval_tasks/``, without a hub. Its scores must be those that transformers alone gives the same model.
+Its `local-completions` (likelihoods of choices, and answers) and `local-chat-completions` (answers) do two small tasks
+of ``lm_eval_tasks/``, without a hub. Its scores must be those that transformers alone gives the same model.
 The harness is installed on demand, into an environment of its own (some 900 MB).
 """
 
