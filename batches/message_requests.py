@@ -86,6 +86,10 @@ class _Text:
             return _DECODER.raw_decode(self._text, self._at)
         except RecursionError:
             self._refuse(f"{what} is nested too deeply.")
+        except json.JSONDecodeError:
+            raise
+        except ValueError:  # Python reads no integer of more than 4,300 digits
+            self._refuse(f"{what} has a number that is too long.")
 
     async def _more(self) -> None:
         chunk = await anext(self._chunks, None)

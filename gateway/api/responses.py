@@ -21,25 +21,20 @@ from gateway.dispatch.request import OpenRequest
 from gateway.http.exchange import SSE_HEADERS, Exchange
 from gateway.http.failures import RequestFailed
 from protocol.errors import BusError, ProtocolError
+from response_store.conversation import history_of, keep
 from response_store.patience import patiently
 from response_store.reading import EventsLost, follow
-from response_store.records import PROTOCOL_VERSION, Run, StoredResponse
+from response_store.records import PROTOCOL_VERSION, Run
 from response_store.run import BackgroundRun, Lost
-from response_store.store import Key, NotKept, ResponseStore
-from surfaces.responses import Item, Responses, previous_of, with_history
+from response_store.store import Key, NotKept
+from surfaces.responses import Responses, previous_of, with_history
 from web.body import LARGE_BODY_BYTES, check_values
 from web.errors import InvalidParameter, StorageUnavailable, too_many
 
-USABLE: Final = ("completed", "incomplete")  # the states of a response that another may go on from
 SLOW_READER_LIMIT_S: Final = 30.0  # how long a client may take to read some events
 
 _Made = TypeVar("_Made")
 _encode = msgspec.json.Encoder().encode
-
-
-class _Previous(msgspec.Struct):
-    status: str
-    output: list[dict[str, Any]]
 
 
 class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
@@ -72,18 +67,8 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
         previous_id = await self._work(principal, body, previous_of)
         if previous_id is None:
             return body
-        stored = await patiently(partial(self._store.get, Key(principal.tenant, previous_id)))
-        if stored is None:
-            message = (
-                f"Previous response with id '{previous_id}' not found. Was it stored ('store': true), and has it ended?"
-            )
-            raise InvalidParameter(message, param="previous_response_id", code="previous_response_not_found")
-        previous = msgspec.json.decode(stored.response, type=_Previous)
-        if previous.status not in USABLE:
-            message = f"The previous response is '{previous.status}': there is nothing to go on from."
-            raise InvalidParameter(message, param="previous_response_id")
-        items: list[Item] = msgspec.json.decode(stored.items)
-        return await self._work(principal, body, partial(with_history, history=[*items, *previous.output]))
+        history = await history_of(self._store, Key(principal.tenant, previous_id))
+        return await self._work(principal, body, partial(with_history, history=history))
 
     async def _work(self, principal: Principal, body: bytes, work: Callable[[bytes], _Made]) -> _Made:
         """Do something with a body: in the pool of threads, where it is large."""
@@ -179,7 +164,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
     async def _write_answer(self, exchange: Exchange, call: ResponsesCall, request: OpenRequest) -> None:
         if not isinstance(exchange, RunExchange):
             if call.asked.is_stored:
-                call.keep = partial(_keep, self._store, request.admission.principal.tenant)
+                call.keep = partial(keep, self._store, request.admission.principal.tenant)
             await super()._write_answer(exchange, call, request)
             return
         run = exchange.run
@@ -189,9 +174,3 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesCall]):
             await run.complete(None if request.failure is None else RequestFailed(request.failure))
         except Lost:
             self._services.dispatcher.hand_over(request)
-
-
-async def _keep(store: ResponseStore, tenant: str, response: dict[str, Any], items: list[Item]) -> None:
-    """Store a response. Raises BusError and NotKept."""
-    stored = StoredResponse(PROTOCOL_VERSION, _encode(response), _encode(items))
-    await patiently(partial(store.put, Key(tenant, response["id"]), stored))
