@@ -1,6 +1,6 @@
-"""The books: every machine that was ever wanted, and every decision, in SQL."""
+"""The books: every machine that was ever wanted, and every decision, in SQL; beside them, what open batches need."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -11,6 +11,7 @@ from db.engine import changing
 from db.errors import SQL_ERRORS, DatabaseUnavailable, describe
 from db.fleet_models import Decision, DecisionRow, MachineRow
 from fleet.machine import OVER, PAID, Machine, State
+from fleet.open_batches import OpenBatch, open_batches
 
 
 class Books:
@@ -69,6 +70,10 @@ class Books:
                 return [Decision(**row) for row in rows]
         except SQL_ERRORS as error:
             raise DatabaseUnavailable(describe(error)) from error
+
+    async def batches(self) -> Mapping[str, Sequence[OpenBatch]]:
+        """Return what open batches still need, by queue."""
+        return await open_batches(self._engine)
 
     async def _change(self, statement: Any) -> None:  # noqa: ANN401  # SQLAlchemy's expressions
         try:

@@ -120,6 +120,7 @@ class Controller:
     async def round(self) -> None:
         """Look, decide and act once. Raises BusError and DatabaseUnavailable; then nothing is lost."""
         await self._monitor.look()
+        self._monitor.take_batches(await self._books.batches())
         machines, unowned = await self._reconcile(await self._list_all())
         for group in self._groups:
             await self._size(group, machines)

@@ -11,6 +11,7 @@ from typing import Final
 from msgspec import Struct
 from nats.aio.msg import Msg
 
+from fleet.open_batches import OpenBatch
 from fleet.policy.forecast import Forecast
 from fleet.policy.surges import Surges
 from fleet.policy.view import BatchWork, Demand
@@ -26,7 +27,8 @@ MINUTE_S: Final = 60.0
 HALF_LIFE_S: Final = 120.0  # of a measured speed's weight, in time during which jobs waited
 FIRST_TOKENS_PER_JOB: Final = 1000.0  # until jobs have been seen
 JOBS_HALF_LIFE: Final = 500.0  # of what is known of a job's size, in jobs
-BATCH_DUE_S: Final = 3600.0  # batch jobs in the queue name no deadline: this is when they should be done
+BATCH_DUE_S: Final = 3600.0  # of batch jobs that belong to no batch, and name no deadline: when they should be done
+DUE_STEP_MS: Final = 900_000  # batches that are due within the same step are one piece of work
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class _Group:
     queued_jobs: int = 0
     queued_batch_jobs: int = 0
     jobs: int = 0  # taken since the last look
+    batch_jobs: int = 0  # of these
     tokens: int = 0  # made and read since the last look
 
     def __post_init__(self) -> None:
@@ -97,6 +100,7 @@ class Monitor:
         self._beats: dict[str, tuple[float, Heartbeat]] = {}
         self._speeds: dict[str, _Speed] = {}
         self._pool_tokens: dict[str, int] = {}  # since the last look
+        self._batches: Mapping[str, Sequence[OpenBatch]] = {}  # by queue
         self._looked_s: float | None = None
         self._began_s = float("inf")
 
@@ -131,6 +135,7 @@ class Monitor:
             return
         tokens = max(0, _tokens(beat) - _tokens(before))
         group.jobs += max(0, beat.jobs_taken - before.jobs_taken)
+        group.batch_jobs += max(0, beat.batch_jobs_taken - before.batch_jobs_taken)
         group.tokens += tokens
         self._pool_tokens[beat.pool] = self._pool_tokens.get(beat.pool, 0) + tokens
 
@@ -147,10 +152,15 @@ class Monitor:
                 group.is_unknown = not await self._have_cards(set(map(subjects.model_of, group.queues)))
         self._pool_tokens.clear()
 
+    def take_batches(self, batches: Mapping[str, Sequence[OpenBatch]]) -> None:
+        """Remember what open batches need, by queue."""
+        self._batches = batches
+
     def _look_at(self, group: _Group, backlog: Backlog, elapsed_s: float | None, unix_s: float) -> None:
         queued_before, contended = group.queued_jobs, group.queued_jobs + group.queued_batch_jobs > 0
         group.queued_jobs, group.queued_batch_jobs = _queued(backlog, group.queues)
-        jobs, tokens, group.jobs, group.tokens = group.jobs, group.tokens, 0, 0
+        jobs, batch_jobs, tokens = group.jobs, group.batch_jobs, group.tokens
+        group.jobs = group.batch_jobs = group.tokens = 0
         if jobs:
             weight = min(group.jobs_seen, JOBS_HALF_LIFE)
             group.tokens_per_job = (
@@ -161,7 +171,7 @@ class Monitor:
             group.arrived_s = time.monotonic()
         if elapsed_s is None:
             return
-        arrived = max(0, jobs + group.queued_jobs - queued_before)
+        arrived = max(0, jobs - batch_jobs + group.queued_jobs - queued_before)
         group.forecast.observe(unix_s, arrived * group.tokens_per_job / elapsed_s, elapsed_s)
         if time.monotonic() - group.arrived_s >= group.idle_s:
             group.forecast.forget_level()
@@ -193,7 +203,6 @@ class Monitor:
         """Return the work of a group."""
         [group] = [group for group in self._groups if group.queues == queues]
         now_s = time.time()
-        batch = group.queued_batch_jobs * group.tokens_per_job
         return Demand(
             queued_tokens=group.queued_jobs * group.tokens_per_job,
             tokens_per_s=group.forecast.latest_tokens_per_s,
@@ -202,8 +211,22 @@ class Monitor:
             hosted_usd_per_token=group.hosted_usd_per_token,
             idle_s=time.monotonic() - group.arrived_s,
             is_unknown=group.is_unknown,
-            batch=(BatchWork(BATCH_DUE_S, batch),) if batch else (),
+            batch=self._batch_work(group, now_s * 1000),
         )
+
+    def _batch_work(self, group: _Group, now_ms: float) -> tuple[BatchWork, ...]:
+        """Return what open batches need by when, soonest due first; jobs that belong to none are due in a while."""
+        batches = [batch for queue in group.queues for batch in self._batches.get(queue, ())]
+        by_step: dict[int, tuple[int, float]] = {}  # (due, tokens)
+        for batch in batches:
+            step = batch.due_unix_ms // DUE_STEP_MS
+            due_ms, tokens = by_step.get(step, (batch.due_unix_ms, 0.0))
+            by_step[step] = min(due_ms, batch.due_unix_ms), tokens + batch.tokens
+        work = [BatchWork(max(0.0, (due_ms - now_ms) / 1000), tokens) for due_ms, tokens in by_step.values()]
+        others = group.queued_batch_jobs - sum(batch.lines for batch in batches)
+        if others > 0:
+            work.append(BatchWork(BATCH_DUE_S, others * group.tokens_per_job))
+        return tuple(sorted(work, key=lambda one: one.due_in_s))
 
     def forecast(self, queues: frozenset[str]) -> Forecast:
         """Return a group's forecast, to teach it the past."""

@@ -82,6 +82,7 @@ class Executor:
         self._send: Callable[[Attempt, Any], None] = self._send_deltas if is_chat else self._send_tokens
         self._counted_by: CountedBy = "provider" if engine.takes == TAKES_MESSAGES else engine.counted_by
         self.jobs_taken = 0  # accepted, since the start
+        self.batch_jobs_taken = 0  # of these
         self.tokens_made = 0
         self._held: dict[str, Attempt] = {}  # pulled and not ended
         self._waiting: deque[Attempt] = deque()  # of these, the ones without credit
@@ -163,6 +164,7 @@ class Executor:
         self._credit.note(attempt.cost)
         self._held[attempt.id] = attempt
         self.jobs_taken += 1
+        self.batch_jobs_taken += attempt.is_batch
         self.is_idle.clear()
         frame = attempt.accepted(self._settings, self._revisions[job.model].weights, self._counted_by)
         self._publisher.send(job.reply_subject, frame)

@@ -118,4 +118,5 @@ class HeartbeatPublisher:
             continues=self._engine.continues,
             machine=settings.machine,
             trusted=settings.trusted,
+            batch_jobs_taken=self._executor.batch_jobs_taken,
         )

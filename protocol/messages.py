@@ -319,6 +319,7 @@ class Heartbeat(Struct, frozen=True, omit_defaults=True):
     pace: Pace | None = None  # None: it is not watched
     machine: str = ""  # that the fleet controller launched it on; "": none
     trusted: bool = False  # it takes the jobs that demand trusted pools, and no others
+    batch_jobs_taken: int = 0  # of jobs_taken: those of the low lane
 
     @property
     def queues(self) -> list[str]:

@@ -89,6 +89,9 @@ class ScriptedMonitor:
     async def look(self) -> None:
         pass
 
+    def take_batches(self, batches: object) -> None:
+        pass
+
     def beats(self, pool: str) -> Mapping[str, Beat]:
         live = {one: labels for one, labels in self._provider.live().items() if labels.get(FLEET_LABEL) == FLEET}
         self._looks.update(live.keys())

@@ -1,0 +1,100 @@
+"""The controller knows what open batches need: their deadlines, what is left, and whose pools may do it."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from sqlalchemy import insert
+
+from db.batch_models import BatchRow
+from db.engine import create_engine
+from db.models import ApiKeyRow, TeamRow
+from fleet.books import Books
+from fleet.monitor import BATCH_DUE_S, Monitor, MonitoredGroup
+from fleet.open_batches import OpenBatch
+from protocol import subjects, topology
+from protocol.bus import Bus
+from protocol.messages import PROTOCOL_VERSION, Heartbeat
+
+HOUR_MS = 3_600_000
+QUEUES = frozenset({"m"})
+
+
+def batch(name: str, *, due_ms: int, models: dict[str, tuple[int, int]] | None, **rest: Any) -> dict[str, Any]:
+    total = 0 if models is None else sum(lines for lines, _ in models.values())
+    row: dict[str, Any] = {column.name: None if column.nullable else 0 for column in BatchRow.__table__.columns}
+    row |= {
+        "id": name, "surface": "openai", "tenant": "t", "team_id": "t", "key_id": "k", "key_name": "k",
+        "endpoint": "/v1/chat/completions", "input_file_id": "file-1", "completion_window": "24h",
+        "status": "in_progress", "created_unix_ms": 0, "expires_unix_ms": due_ms, "total": total,
+        "models": None if models is None else json.dumps(models),
+    }  # fmt: skip
+    return row | rest
+
+
+async def test_what_is_left_of_each_batch_by_queue(database_url: str) -> None:
+    engine = create_engine(database_url)
+    batches = [
+        batch("half", due_ms=2, models={"m": (80, 8000), "n": (20, 2000)}, completed=40, failed=10, prompt_tokens=6000,
+              completion_tokens=2000),
+        batch("fresh", due_ms=1, models={"m": (10, 5000)}),
+        batch("confidential", due_ms=3, models={"m": (10, 700)}, key_id="vault"),
+        batch("done", due_ms=4, models={"m": (10, 700)}, completed=10),
+        batch("uncounted", due_ms=5, models=None, status="validating"),
+        batch("over", due_ms=6, models={"m": (10, 700)}, status="completed"),
+    ]  # fmt: skip
+    try:
+        async with engine.begin() as connection:
+            team = {"organisation_id": "o", "created_unix_ms": 0}
+            await connection.execute(insert(TeamRow).values(id="t", name="t", **team))
+            await connection.execute(insert(TeamRow).values(id="legal", name="legal", trusted_only=True, **team))
+            for key, of_team in (("k", "t"), ("vault", "legal")):
+                values = {"token_hmac": key, "last_four": "", "created_unix_ms": 0, "scopes": "inference"}
+                await connection.execute(insert(ApiKeyRow).values(id=key, name=key, team_id=of_team, **values))
+            await connection.execute(insert(BatchRow), batches)
+        found = await Books(engine).batches()
+    finally:
+        await engine.dispose()
+    assert found == {
+        # Half of its lines are left; those that are done took 200 tokens each, and not the 100 of the estimate.
+        "m": [OpenBatch(1, 10, 5000.0), OpenBatch(2, 40, 8000.0)],
+        "n": [OpenBatch(2, 10, 2000.0)],
+        "m@trusted": [OpenBatch(3, 10, 700.0)],
+    }
+
+
+def beat(jobs_taken: int, batch_jobs_taken: int) -> Heartbeat:
+    names = ("w", "spot", "x", "x", "spot", "scripted", ("m",))
+    counts: dict[str, Any] = {"jobs_taken": jobs_taken, "batch_jobs_taken": batch_jobs_taken}
+    counts["tokens_made"] = 100 * jobs_taken
+    return Heartbeat(PROTOCOL_VERSION, *names, 0.0, 4, 4, 4, 4, 0, 0, 0, **counts)
+
+
+async def test_batches_are_due_when_they_say_and_are_no_interactive_work(nats_url: str) -> None:
+    bus = await Bus.connect(nats_url, name="fleet")
+    await topology.apply(bus, ["m"], topology.QueueBounds())
+    monitor = Monitor(bus, [MonitoredGroup(QUEUES, 60.0, 600.0)])
+    monitor.receive(beat(0, 0))
+    await monitor.look()
+    monitor.receive(beat(50, 50))
+    await monitor.look()
+    assert monitor.demand(QUEUES).tokens_per_s == 0.0
+    monitor.receive(beat(100, 50))
+    await monitor.look()
+    assert monitor.demand(QUEUES).tokens_per_s > 0.0
+
+    for number in range(3):
+        subject = subjects.job_subject("m", subjects.LOW_LANE)
+        await bus.publish_durable(subject, b"x", message_id=str(number))
+    due_ms = (round(time.time() * 1000) + 24 * HOUR_MS) // HOUR_MS * HOUR_MS
+    later, also, soon = due_ms + 1000, due_ms + 2000, due_ms - 10 * HOUR_MS
+    monitor.take_batches({"m": [OpenBatch(soon, 1, 10.0), OpenBatch(later, 1, 20.0), OpenBatch(also, 0, 30.0)]})
+    await monitor.look()
+    work = monitor.demand(QUEUES).batch
+    assert [one.tokens for one in work] == [100.0, 10.0, 50.0]  # one job waits that is of no batch
+    assert work[0].due_in_s == BATCH_DUE_S
+    assert [one.due_in_s for one in work[1:]] == pytest.approx(
+        [soon / 1000 - time.time(), later / 1000 - time.time()], abs=5
+    )
+    await bus.close()
