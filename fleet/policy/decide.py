@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fleet.policy.need import Market, batch_plan, critical_share, expected_rate, late_speed
+from fleet.policy.need import Market, batch_plan, critical_share, expected_rate, late_speed, missing_speed
 from fleet.policy.view import Demand, Plan, PoolPlan, PoolView
 
 BATCH_PERIOD_S: Final = 60.0  # between two looks at all deadlines
@@ -35,11 +35,13 @@ class Decider:
         self._cool_down_s = cool_down_s
         self._lately: dict[str, _Lately] = {}  # by pool
         self._share, self._batch, self._batch_at_s = 0.5, 0.0, -math.inf
+        self._missing = 0.0  # speed that batch deadlines need beyond what the cheapest pool can do
         self._best: deque[tuple[float, float]] = deque()  # (time, speed) of the cheapest pool, lately: falling speeds
         self._asked = self._had = 0.0  # of that speed, lately: time x speed
         self._needed = 0.0  # of the cheapest pool
         self._most = math.inf  # of it, as far as is known
         self._refused_s = -math.inf  # when it last got no machine anywhere
+        self._short_s = math.inf  # since when it has not got what it needs
         self._at_s: float | None = None
         self._began_s: float | None = None
 
@@ -54,8 +56,9 @@ class Decider:
         wanted: dict[str, int] = {}
         needs: dict[str, float] = {}
         covered = sum(pool.min_workers * pool.tokens_per_s for pool in ordered)
+        cheapest: float | None = None
         for pool in ordered:
-            need = self._need(pool, demand, present, known_s, is_cheapest=pool is ordered[0])
+            need = self._need(pool, demand, present, known_s, cheapest)
             held = self._lately.setdefault(pool.name, _Lately()).take(
                 need - covered, now_s, *self._look_back(pool, demand, is_cheapest=pool is ordered[0])
             )
@@ -64,6 +67,7 @@ class Decider:
             if known_s < max(pool.start_s, self._cool_down_s):
                 size = max(size, min(pool.size, pool.max_workers))
             covered += (size - pool.min_workers) * pool.tokens_per_s
+            cheapest = size * pool.tokens_per_s if cheapest is None else cheapest
             wanted[pool.name] = size
         needed = max(needs.values())
         self._needed = needs[ordered[0].name]
@@ -91,6 +95,9 @@ class Decider:
         self._asked = self._asked * fading + asked * elapsed_s
         if all(place.rests for place in cheapest.places):
             self._refused_s = now_s
+            self._short_s = min(self._short_s, now_s)
+        elif speed >= asked:
+            self._short_s = math.inf
         self._had = self._had * fading + min(speed, asked) * elapsed_s
         if now_s - self._batch_at_s >= BATCH_PERIOD_S:
             least = critical_share(cheapest.usd_per_token, demand.hosted_usd_per_token)
@@ -98,16 +105,20 @@ class Decider:
             self._most = cheapest.max_workers * cheapest.tokens_per_s
             if now_s - self._refused_s < LATELY_S:
                 self._most = min(self._most, reach)
-            market = Market(self._most, had)
+            market = Market(self._most, had, speed, max(0.0, now_s - self._short_s))
             self._share, self._batch = batch_plan(demand.batch, demand.expected, demand.surge, least, market)
             self._batch_at_s = now_s
+            self._missing = missing_speed(demand.batch, demand.expected, market)
 
-    def _need(self, pool: PoolView, demand: Demand, present: float, known_s: float, *, is_cheapest: bool) -> float:
-        """Return the speed that this pool and all cheaper ones should have together."""
+    def _need(self, pool: PoolView, demand: Demand, present: float, known_s: float, cheapest: float | None) -> float:
+        """Return the speed that this pool and all cheaper ones should have together.
+
+        ``cheapest``: the speed that the cheapest is to have; None: this is it.
+        """
         is_idle = min(demand.idle_s, known_s) >= self._idle_s
         expected = expected_rate(demand, pool.start_s)
         own = critical_share(pool.usd_per_token, demand.hosted_usd_per_token)
-        surge = demand.surge(max(own, self._share) if is_cheapest else own)
+        surge = demand.surge(max(own, self._share) if cheapest is None else own)
         need = expected * surge
         if demand.hosted_usd_per_token is None:
             need = max(need, demand.tokens_per_s)
@@ -118,9 +129,10 @@ class Decider:
             need = max(need, min(present, demand.tokens_per_s + demand.queued_tokens / self._max_wait_s))
         if is_idle and need <= pool.tokens_per_s:
             need = 0.0  # of the last worker: what is expected of this hour did not come
-        # A dearer pool works for batch deadlines only where the cheapest would miss them at the largest that it gets.
-        if is_cheapest or self._batch > self._most:
+        if cheapest is None:
             need = max(need, self._batch)
+        elif self._missing > 0:
+            need = max(need, cheapest) + self._missing
         if demand.is_unknown or demand.idle_s < self._idle_s or (pool.size and not is_idle):
             need = max(need, ONE_WORKER * pool.tokens_per_s)
         return need

@@ -10,6 +10,9 @@ SLOT_S: Final = 3600 / SLOTS_PER_HOUR
 DAY_SLOTS: Final = 24 * SLOTS_PER_HOUR
 WEEK_SLOTS: Final = 7 * DAY_SLOTS
 FADING: Final = 0.5  # of what is known of a slot, each time the slot comes round
+# A slot is learned once it is so many slots behind. What is usual around now must be of one day: today's level beside
+# another day's would look like a rise or a fall.
+LEARNED_AFTER_SLOTS: Final = 2
 LEVEL_S: Final = 300.0  # over which the recent rate is averaged, unless it has changed since
 # The rate has changed where the last seconds' mean is farther from the level than so many of its standard errors. They
 # are learned, so that many small requests show a change at once, and a few large ones do not.
@@ -20,7 +23,7 @@ LATEST_S: Final = 30.0  # over which that of right now is
 FIRST_S: Final = 30.0  # what is seen at first is averaged over no less: one burst is no rate
 # How fast the recent level gives way to the usual rate as one looks ahead: a surge does not last for ever.
 LEVEL_LASTS_S: Final = 3600.0
-LEAST_LEVEL, MOST_LEVEL = 0.25, 4.0
+LEAST_TREND, MOST_TREND = 0.25, 4.0  # of the usual rate: what is usual after an hour of almost nothing is no rise
 
 
 class Forecast:
@@ -29,6 +32,7 @@ class Forecast:
     def __init__(self) -> None:
         self._usual = array("d", bytes(8 * WEEK_SLOTS))  # tokens per second, by slot of the week
         self._weights = array("d", bytes(8 * WEEK_SLOTS))  # how much is known of it: 0 to 1 / (1 - FADING)
+        self._slots: deque[tuple[int, float, float]] = deque()  # (slot since the epoch, tokens, seconds), oldest first
         self._recent = 0.0
         self._noise = 0.0  # variance of the tokens of a second, as a multiple of their mean
         self._latest_rates: deque[tuple[float, float]] = deque()  # (tokens per second, seconds), newest first
@@ -47,7 +51,7 @@ class Forecast:
         self._latest -= math.expm1(-elapsed_s / LATEST_S) * (tokens_per_s - self._latest)
         self._latest_rates.appendleft((tokens_per_s, elapsed_s))
         self._look_for_change()
-        self._learn(now_s, tokens_per_s, elapsed_s)
+        self._note(now_s, tokens_per_s, elapsed_s)
 
     def _look_for_change(self) -> None:
         """Forget the level of before the recent rate changed, if it has."""
@@ -77,6 +81,16 @@ class Forecast:
         """Take account of a slot of the past, for example one of the ledger's quarters of an hour."""
         self._learn(slot_start_s, tokens_per_s, SLOT_S)
 
+    def _note(self, now_s: float, tokens_per_s: float, elapsed_s: float) -> None:
+        """Add to this slot's tokens, and learn the slots that are far enough behind."""
+        now, tokens, seconds = int(now_s // SLOT_S), 0.0, 0.0
+        if self._slots and self._slots[-1][0] == now:
+            _, tokens, seconds = self._slots.pop()
+        self._slots.append((now, tokens + tokens_per_s * elapsed_s, seconds + elapsed_s))
+        while self._slots[0][0] <= now - LEARNED_AFTER_SLOTS:
+            slot, tokens, seconds = self._slots.popleft()
+            self._learn(slot * SLOT_S, tokens / seconds, seconds)
+
     def _learn(self, at_s: float, tokens_per_s: float, elapsed_s: float) -> None:
         slot = int(at_s // SLOT_S) % WEEK_SLOTS
         share = elapsed_s / SLOT_S
@@ -98,11 +112,11 @@ class Forecast:
         """Return the rate expected ``ahead_s`` from now, in tokens per second."""
         recent = self.recent_tokens_per_s
         usual_now, usual_then = self._usual_at(now_s), self._usual_at(now_s + ahead_s)
-        if usual_now is None or usual_then is None or usual_now <= 0.0:
+        if usual_then is None or usual_now == 0.0:
             return recent
-        level = min(MOST_LEVEL, max(LEAST_LEVEL, recent / usual_now))
+        trend = 1.0 if usual_now is None else min(MOST_TREND, max(LEAST_TREND, usual_then / usual_now))
         lasting = math.exp(-ahead_s / LEVEL_LASTS_S)
-        return usual_then * (1 + (level - 1) * lasting)
+        return lasting * recent * trend + (1 - lasting) * usual_then
 
     def _usual_at(self, at_s: float) -> float | None:
         """Return the usual rate between the middles of two slots; None: neither this day nor another is known."""

@@ -52,6 +52,8 @@ class Market(Struct, frozen=True):
 
     most: float = math.inf  # speed at best
     had: float = 1.0  # share of the machines asked for that can be had, on the average
+    now: float = math.inf  # speed at this moment
+    short_s: float = 0.0  # how long it has had less than was asked for; 0: it has not
 
 
 def batch_plan(
@@ -86,6 +88,26 @@ def batch_plan(
         count = max(1, min(steps, round(due / step_s)))
         speed = max(speed, _least_speed(rates[:count], factor, done / due, market.most))
     return chosen, speed
+
+
+def missing_speed(work: Sequence[BatchWork], expected: Callable[[float], float], market: Market) -> float:
+    """Return the constant speed that batch deadlines need of dearer pools, on top of all that the cheapest can do.
+
+    A shortage is believed to last once more for as long as it has lasted.
+    """
+    missing = done = 0.0
+    for one in work:
+        due_s = max(one.due_in_s - min(BATCH_HASTE_S, one.due_in_s / 2), LOOK_S)
+        steps = max(1, round(due_s / BATCH_LOOK_S))
+        step_s = due_s / steps
+        can = 0.0
+        for step in range(steps):
+            middle_s = (step + 0.5) * step_s
+            speed = min(market.now, market.most) if middle_s < market.short_s else market.most * market.had
+            can += max(0.0, speed - expected(middle_s)) * step_s
+        done += one.tokens * BATCH_MARGIN
+        missing = max(missing, (done - can) / due_s)
+    return missing
 
 
 def _headroom(rates: Sequence[float], factor: float, most: float) -> list[float]:

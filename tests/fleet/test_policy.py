@@ -8,7 +8,7 @@ import pytest
 
 from fleet.policy.decide import Decider
 from fleet.policy.forecast import DAY_SLOTS, SLOT_S, Forecast
-from fleet.policy.need import Market, batch_plan, critical_share, late_speed
+from fleet.policy.need import Market, batch_plan, critical_share, late_speed, missing_speed
 from fleet.policy.schedule import floor_at
 from fleet.policy.surges import Surges
 from fleet.policy.view import BatchWork, Demand, PlaceView, PoolPlan, PoolView
@@ -138,6 +138,25 @@ def test_batch_work_is_done_before_hours_in_which_the_market_has_nothing_to_spar
     assert too_much > 1000.0
 
 
+def test_dear_machines_work_for_deadlines_that_cheap_ones_would_miss_and_for_no_others() -> None:
+    work = [BatchWork(8 * 3600.0, 8 * 3600 * 500.0)]
+
+    def missing(*market: float) -> float:
+        return missing_speed(work, lambda _: 1000.0, Market(*market))
+
+    assert missing() == missing(1600.0, 1.0, 0.0, 60.0) == 0.0
+    assert missing(1300.0) == pytest.approx(200.0, rel=0.2)
+    assert missing(0.0) == pytest.approx(500.0, rel=0.1)
+    assert missing(1600.0, 1.0, 0.0, 3600.0) > 0  # an outage of an hour is believed to last for another one
+
+
+def test_of_two_dear_pools_only_one_does_what_the_cheap_one_cannot() -> None:
+    gone = pool("spot", 1.0, a=(0, 0, True))
+    late = demand(batch=(BatchWork(2 * 3600.0, 2 * 3600 * 2000.0),), hosted_usd_per_token=0.5 / 3600 / SPEED)
+    plans = decide([gone, pool("reserved", 2.0), pool("on-demand", 3.0)], late)
+    assert (plans["reserved"].size, plans["on-demand"].size) == (3, 0)
+
+
 def test_what_is_only_worth_a_cheap_machine_keeps_no_dear_one() -> None:
     def surge(share: float) -> float:
         return 4.0 if share > 0.6 else 1.0
@@ -175,6 +194,28 @@ def test_a_forecast_knows_the_hours_of_the_week_and_the_level_of_today() -> None
         forecast.observe(night_s + second, 200.0, 5.0)
     assert forecast.at(night_s + 1800, 0.0) == pytest.approx(200.0, rel=0.1)
     assert forecast.at(night_s + 1800, 6 * 3600) == pytest.approx(1000.0, rel=0.1)  # noon, and the level is forgotten
+
+
+def test_a_day_far_above_all_others_is_expected_to_go_on_as_it_is() -> None:
+    """Learned at once, its own last slot was taken for what is usual now, beside another day's next one: a fall."""
+    forecast = Forecast()
+    for slot in range(DAY_SLOTS):
+        forecast.learn(slot * SLOT_S, 1000.0)
+    ratios = []
+    for second in range(86_400, 86_400 + 4 * 3600, 5):
+        forecast.observe(second, 8000.0, 5.0)
+        ratios.append(forecast.at(second, 180.0) / 8000.0)
+    assert 0.9 < min(ratios[60:]) <= max(ratios[60:]) < 1.1
+
+
+def test_hours_that_are_known_are_foreseen_also_from_one_that_is_not() -> None:
+    forecast = Forecast()
+    for slot in range(DAY_SLOTS // 4):
+        forecast.learn(slot * SLOT_S, 100.0)  # a night
+    for second in range(12 * 3600, 13 * 3600, 5):
+        forecast.observe(second, 1000.0, 5.0)
+    assert forecast.at(13 * 3600, 60.0) == pytest.approx(1000.0, rel=0.05)
+    assert forecast.at(13 * 3600, 13 * 3600) == pytest.approx(100.0, rel=0.05)
 
 
 def test_a_change_is_seen_at_once_and_noise_is_no_change() -> None:
