@@ -65,6 +65,7 @@ def simulate(
 
     from fleet.simulation import market as markets  # noqa: PLC0415
     from fleet.simulation import workload as workloads  # noqa: PLC0415
+    from fleet.simulation.optimum import Unsolved  # noqa: PLC0415
     from fleet.simulation.study import FIXED, Study, facts  # noqa: PLC0415
     from fleet.simulation.world import HostedApi, SimulatedPool  # noqa: PLC0415
 
@@ -112,10 +113,12 @@ def simulate(
                 about = "our" if equals[name].is_equal else "nearest to our"
                 outcomes[f"{name}, at {about} cost"] = equals[name].outcome
         bar.update(task, description="the clairvoyant optimum")
+        least: float | None
         try:
-            least: float | None = study.least_usd()
-        except ImportError:
+            least, why_not = study.least_usd(), ""
+        except (ImportError, Unsolved) as error:
             least = None
+            why_not = str(error) if isinstance(error, Unsolved) else "that needs `pip install 'spillway[simulate]'`"
     table = Table(
         "policy", "USD", "x least", "late", "wait p50", "p95", "p99", "p99.9 (s)", "GPU-hours", "lost", "batch missed",
         box=SIMPLE_HEAD,
@@ -134,7 +137,7 @@ def simulate(
     console = Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False)
     console.print(table)
     if least is None:
-        console.print("the least it could have cost is not computed: that needs `pip install 'spillway[simulate]'`")
+        console.print(f"the least it could have cost is not computed: {why_not}")
     else:
         console.print(f"the least it could have cost: {least:,.0f} USD")
     console.print("".join(f"{name}: {_said_of(equal)}\n" for name, equal in equals.items()), end="")
