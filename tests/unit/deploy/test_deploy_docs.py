@@ -65,6 +65,13 @@ def commands(page: Path) -> Iterator[list[str]]:
                 yield words
 
 
+def spoken(page: Path) -> Iterator[list[str]]:
+    """The commands in a page's sentences, as words: those with a name only are no more than a mention."""
+    for text in re.findall(r"`(spillway [^`…]+)`", page.read_text()):
+        if len(words := shlex.split(text)) > 2:
+            yield words
+
+
 def configuration(provider: str) -> dict[str, Any]:
     return tomllib.loads(blocks(DOCS / f"{provider}.md", "toml")[0])
 
@@ -141,7 +148,7 @@ def inside(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_ones_that_exist(page: Path) -> None:
-    for words in commands(page):
+    for words in [*commands(page), *spoken(page)]:
         program, *rest = inside(words)
         if program == "spillway":
             options_of(rest)
