@@ -50,7 +50,7 @@ LABEL org.opencontainers.image.title="Spillway gateway" \
 # A number, not a name: Kubernetes' runAsNonRoot can check only numbers.
 RUN groupadd --gid 10001 spillway \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/spillway --shell /usr/sbin/nologin spillway \
-    && install --directory --owner 10001 --group 10001 --mode 0700 /var/lib/spillway /var/lib/spillway/spool \
+    && install --directory --owner 10001 --group 10001 --mode 0700 /var/lib/spillway /var/lib/spillway/files /var/lib/spillway/spool \
     && install --directory --mode 0755 /etc/spillway
 
 COPY --from=build /opt/venv /opt/venv

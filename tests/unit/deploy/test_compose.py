@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from batches.storage.registry import FOLDER
 from gateway.settings import LimitSettings
 from idempotency.settings import IdempotencySettings
 from spillway.config import Config, load_config
@@ -225,6 +226,14 @@ def test_gateways_share_queue_database_and_pepper(name: str) -> None:
     assert config.auth.pepper is not None
     assert config.auth.pepper.get_secret_value() == ENVIRONMENT["KEY_PEPPER"]
     assert (config.gateway.host, config.gateway.port) == ("0.0.0.0", 8000)
+
+
+def test_gateways_share_the_files_of_batches() -> None:
+    """A file that is uploaded at one is read by the other that feeds the batch, also after a restart."""
+    for name in ("gateway-1", "gateway-2"):
+        config = config_of(name)
+        assert config.batches.s3 is None
+        assert f"files:{config.data_dir / FOLDER}" in services()[name]["volumes"]
 
 
 def test_each_service_gets_only_the_secrets_it_uses() -> None:
