@@ -222,7 +222,15 @@ def _spread(pool: PoolView, count: int) -> Mapping[str, int]:
 
 def _why(demand: Demand, batch: float, expected: float, needed: float) -> str:
     """Say in one sentence where the need comes from."""
-    parts = [f"{expected:,.0f} tokens/s are expected, machines for {needed:,.0f} are worth their price"]
+    if demand.is_unknown:
+        parts = ["how tokens are counted is not known yet, and takes one worker to say"]
+    elif expected < 1 and not batch and not demand.queued_tokens:
+        parts = [
+            "nothing is expected"
+            + ("; one worker stays until requests have not come for long enough" if needed else "")
+        ]
+    else:
+        parts = [f"{expected:,.0f} tokens/s are expected, machines for {needed:,.0f} are worth their price"]
     if demand.queued_tokens >= 1:
         parts.append(f"{demand.queued_tokens:,.0f} tokens wait")
     if batch:

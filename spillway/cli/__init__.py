@@ -117,6 +117,7 @@ fleet_app = typer.Typer(help="How many workers each pool has, and who starts the
 fleet_app.command("run")(fleet.run)
 fleet_app.command("status")(fleet.status)
 fleet_app.command("explain")(fleet.explain)
+fleet_app.command("plan")(simulate.plan)
 fleet_app.command("simulate")(simulate.simulate)
 app.add_typer(fleet_app, name="fleet")
 

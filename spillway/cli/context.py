@@ -10,6 +10,7 @@ import typer
 import uvloop
 from pydantic import SecretStr
 from rich.console import Console
+from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from accounts.errors import LoginError, PepperError, PrincipalError
@@ -115,14 +116,23 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     return leaves
 
 
+def _need_file(database_url: str) -> None:
+    """SQLite would make an empty one, and then say of a table that it is not there."""
+    url = make_url(database_url)
+    if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).exists():
+        raise DatabaseUnavailable(f"database.url: there is no {url.database} (has `spillway db upgrade` been run?)")
+
+
 @contextlib.asynccontextmanager
 async def database(config: Config) -> AsyncIterator[AsyncEngine]:
     """Open the configured database, and close it afterwards. SQL's errors become DatabaseUnavailable with a hint."""
+    _need_file(config.database_url)
     engine = create_engine(config.database_url)
     try:
         yield engine
-    except SQL_ERRORS as error:
-        raise DatabaseUnavailable(f"database.url: {describe(error)} (has `spillway db upgrade` been run?)") from error
+    except (*SQL_ERRORS, DatabaseUnavailable) as error:
+        why = str(error) if isinstance(error, DatabaseUnavailable) else describe(error)
+        raise DatabaseUnavailable(f"database.url: {why} (has `spillway db upgrade` been run?)") from error
     finally:
         await engine.dispose()
 

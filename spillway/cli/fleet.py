@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from db.fleet_models import Decision
@@ -31,6 +32,7 @@ from spillway.up import resolved_config_path
 
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
+TABLE_WIDTH_CHARS: Final = 100  # at least: headings that are cut off say nothing
 
 
 def run(
@@ -48,8 +50,7 @@ def run(
     """
     logs.configure("fleet")
     resolved = running_or_config(config, data)
-    if not any(pool.fleet is not None for pool in resolved.pools.values()):
-        raise fail("no pool has a [pools.<name>.fleet] section: there is nothing to control")
+    _need_fleet(resolved)
     from fleet.main import run as run_controller  # noqa: PLC0415  # imports drivers
 
     path = config or resolved_config_path(resolved.data_dir)
@@ -61,9 +62,15 @@ def run(
     )
 
 
+def _need_fleet(config: Config) -> None:
+    if not any(pool.fleet is not None for pool in config.pools.values()):
+        raise fail("no pool has a [pools.<name>.fleet] section: nothing is controlled here")
+
+
 def status(config: ConfigOption = None, data: DataOption = None) -> None:
     """Show each pool's size: decided, serving, starting, draining, and what was lost within a day."""
     resolved = running_or_config(config, data)
+    _need_fleet(resolved)
 
     async def main() -> None:
         async with database(resolved) as engine:
@@ -104,7 +111,7 @@ def _print_status(config: Config, machines: list[Machine], over: list[Machine], 
             str(counts[State.DRAINING] + counts[State.ENDING]),
             *(str(ends[state]) for state in (State.GONE, State.LOST, State.FAILED)),
         )
-    out.print(table)
+    Console(width=max(out.width, TABLE_WIDTH_CHARS), highlight=False).print(table)
     out.print("[dim]ended, lost and failed: within the last 24 hours[/dim]")
 
 
@@ -116,6 +123,9 @@ def explain(
 ) -> None:
     """Say why pools have the size that they have: each decision in one sentence, and what became of machines."""
     resolved = running_or_config(config, data)
+    _need_fleet(resolved)
+    if pool is not None and pool not in resolved.pools:
+        raise fail(f"there is no pool {pool!r}, but: {', '.join(resolved.pools)}")
     since_ms = _now_ms() - round(hours * HOUR_MS)
 
     async def main() -> None:
@@ -123,7 +133,10 @@ def explain(
             books = Books(engine)
             decisions = await books.decisions(since_ms, pool)
             machines = [*await books.machines(), *await books.over_since(since_ms)]
-        lines = [(one.decided_unix_ms, f"{one.pool}: {one.size} workers: {one.reason}") for one in decisions]
+        lines = [
+            (one.decided_unix_ms, f"{one.pool}: {one.size} worker{'' if one.size == 1 else 's'}: {one.reason}")
+            for one in decisions
+        ]
         for machine in machines:
             changed_ms = max(
                 moment

@@ -171,6 +171,18 @@ def test_each_decision_says_why_in_one_sentence() -> None:
     assert reason == "2,500 tokens/s are expected, machines for 2,500 are worth their price; 700 tokens wait"
 
 
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        (demand(is_unknown=True), "how tokens are counted is not known yet, and takes one worker to say"),
+        (demand(idle_s=5.0), "nothing is expected; one worker stays until requests have not come for long enough"),
+        (demand(), "nothing is expected"),
+    ],
+)
+def test_also_why_one_worker_or_none(wanted: Demand, reason: str) -> None:
+    assert decide([pool(a=(1, 0, False))], wanted)["spot"].reason == reason
+
+
 def test_what_the_last_minutes_brought_is_forgotten_at_once_where_nothing_comes_any_more() -> None:
     """Eight machines stood idle for six minutes, because a mean of five minutes fades slowly."""
     forecast = Forecast()
