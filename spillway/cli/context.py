@@ -120,7 +120,11 @@ def _need_file(database_url: str) -> None:
     """SQLite would make an empty one, and then say of a table that it is not there."""
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite" and url.database and not Path(url.database).exists():
-        raise DatabaseUnavailable(f"database.url: there is no {url.database} (has `spillway db upgrade` been run?)")
+        raise DatabaseUnavailable(_hinted(f"there is no {url.database}"))
+
+
+def _hinted(why: str) -> str:
+    return f"database.url: {why} (has `spillway db upgrade` been run?)"
 
 
 @contextlib.asynccontextmanager
@@ -130,9 +134,10 @@ async def database(config: Config) -> AsyncIterator[AsyncEngine]:
     engine = create_engine(config.database_url)
     try:
         yield engine
-    except (*SQL_ERRORS, DatabaseUnavailable) as error:
-        why = str(error) if isinstance(error, DatabaseUnavailable) else describe(error)
-        raise DatabaseUnavailable(f"database.url: {why} (has `spillway db upgrade` been run?)") from error
+    except DatabaseUnavailable as error:
+        raise DatabaseUnavailable(_hinted(str(error))) from error
+    except SQL_ERRORS as error:
+        raise DatabaseUnavailable(_hinted(describe(error))) from error
     finally:
         await engine.dispose()
 

@@ -113,7 +113,7 @@ async def test_the_driver_launches_from_what_it_makes(tmp_path: Path, aws: str) 
     [group] = ec2.describe_security_groups(GroupNames=["spillway-workers"])["SecurityGroups"]
     assert group["IpPermissions"] == []  # nothing comes in
     # The role may end what carries the driver's label, and nothing else.
-    policy = boto3.client("iam", endpoint_url=aws).get_role_policy(
+    policy = boto3.client("iam", endpoint_url=aws, region_name="us-east-1").get_role_policy(
         RoleName="spillway-home", PolicyName="fleet-and-files"
     )
     allowed = {str(one["Action"]): one for one in policy["PolicyDocument"]["Statement"]}
