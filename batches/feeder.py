@@ -68,7 +68,6 @@ class Feeder:
     async def run(self) -> None:
         """Feed; never returns."""
         swept_s, has_told = float("-inf"), False
-        await asyncio.to_thread(_remove_old, self._feeding.folder)
         while True:
             try:
                 if not has_told:
@@ -77,6 +76,7 @@ class Feeder:
                 await self._look()
                 if time.monotonic() - swept_s >= SWEEP_PERIOD_S:
                     swept_s = time.monotonic()
+                    await asyncio.to_thread(_remove_old, self._feeding.folder)
                     await self._feeding.files.sweep()
             except _AWAY as error:
                 log.warning("batches wait: %s", describe(error))
@@ -196,7 +196,7 @@ def _stop_where_due(run: BatchRun, batch: Batch, now_ms: int) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove indexes of gateways that died; an open one stays readable to whoever has it."""
+    """Remove indexes of gateways that died before they had opened them."""
     for path in folder.glob("*"):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - INDEX_AGE_S:

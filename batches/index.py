@@ -144,7 +144,12 @@ def main() -> None:
     report = build(task, sys.stdin.buffer)
     while sys.stdin.buffer.read(1024 * 1024):  # what was not looked at any more
         pass
-    sys.stdout.buffer.write(msgspec.json.encode(report))
+    try:
+        sys.stdout.buffer.write(msgspec.json.encode(report))
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:  # whoever wanted it has died, perhaps in the middle of the file
+        Path(task.path).unlink(missing_ok=True)
+        os._exit(1)  # Python's own end would flush once more
 
 
 # --- the gateway's side -----------------------------------------------------------------------------------------------
@@ -178,12 +183,13 @@ async def make_index(task: IndexTask, content: AsyncIterator[bytes]) -> IndexRep
 
 
 class Index:
-    """An index that is there. All its reading is done in threads."""
+    """An index that is there. All its reading is done in threads. Its file goes with the process, however that ends."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._database = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True, check_same_thread=False)
         self._database.execute("PRAGMA cache_size=-4096")
+        self._database.execute("SELECT name FROM sqlite_master").fetchall()  # only now SQLite opens the file
+        path.unlink()
 
     async def lines(self, done: Done) -> AsyncIterator[tuple[int, bytes]]:
         """Iterate over the lines that are not done, with their numbers, in the order in which they are fed."""
@@ -204,9 +210,8 @@ class Index:
         return [(number, self._database.execute(one_by_one, (number,)).fetchone()[0]) for number in numbers]
 
     def close(self) -> None:
-        """Close it, and remove it: nobody needs it any more."""
+        """Close it: nobody needs it any more."""
         self._database.close()
-        self._path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class _Part:
 
 
 class Results:
-    """Run ``run`` beside whoever adds. Only the event loop touches it."""
+    """Run ``run`` beside whoever adds, until ``end``. Only the event loop touches it."""
 
     def __init__(
         self,
@@ -45,14 +45,17 @@ class Results:
         next_number: int,
         commit_s: float,
         committed: Callable[[Counts], None],
+        give_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``committed``: called with what each commit adds."""
+        """``committed``: called with what each commit adds. ``give_up``: whether what cannot be committed need not be."""
         self._batches = batches
         self._storage = storage
         self._batch = batch
         self._number = next_number
         self._commit_s = commit_s
         self._committed = committed
+        self._give_up = give_up
+        self._ended = False
         self._parts = (_Part(), _Part())  # of the output file, of the error file
         self._counts = Counts()
         self._full = asyncio.Event()
@@ -77,12 +80,19 @@ class Results:
             self._full.set()
 
     async def run(self) -> None:
-        """Commit again and again; never returns. Raises Lost."""
-        while True:
+        """Commit again and again until the end. Raises Lost."""
+        is_last = False
+        while not is_last:
             await wait_for(self._full, self._commit_s)
+            is_last = self._ended
             await self.commit()
 
-    async def commit(self, give_up: Callable[[], bool] = lambda: False) -> None:
+    def end(self) -> None:
+        """Nothing more is added: let ``run`` commit what is there, and return."""
+        self._ended = True
+        self._full.set()
+
+    async def commit(self) -> None:
         """Commit what is there; tries until it has succeeded, or ``give_up``. Raises Lost."""
         async with self._committing:
             parts, self._parts = self._parts, (_Part(), _Part())
@@ -99,7 +109,7 @@ class Results:
                 except _AWAY as error:
                     why = str(error) if isinstance(error, StorageError) else describe(error)
                     log.warning("results of %s cannot be kept yet: %s", self._batch.id, why)
-                if give_up():
+                if self._give_up():
                     return
                 await asyncio.sleep(wait_s)
             self._bytes -= sum(part.size for part in parts)

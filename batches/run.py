@@ -163,9 +163,10 @@ class BatchRun:
             next_number=number,
             commit_s=feeding.settings.commit_s,
             committed=self._committed,
+            give_up=lambda: self._stop is Stop.LOST,
         )
         async with asyncio.TaskGroup() as group:
-            committing = group.create_task(results.run())
+            group.create_task(results.run())
             async for line_number, text in index.lines(done):
                 if not await self._may_open(text, results):
                     break
@@ -177,8 +178,7 @@ class BatchRun:
                 _, open_still = await asyncio.wait(self._open, timeout=GRACE_S)
                 for task in open_still if has_gone else ():
                     task.cancel()
-            committing.cancel()
-        await results.commit(lambda: self._stop is Stop.LOST)
+            results.end()
         done, _ = await feeding.batches.done(self.batch)
         return await self._finish(index, results, complete=done.count == total)
 
