@@ -71,6 +71,7 @@ class Shape:
     other_pools: dict[str, dict[str, Any]] = field(default_factory=dict)  # further [pools.X], which gateways know
     fleet: dict[str, Any] = field(default_factory=dict)  # [fleet]
     responses: dict[str, Any] = field(default_factory=dict)  # [responses]
+    batches: dict[str, Any] = field(default_factory=dict)  # [batches]
     standing_by: str | None = None  # the pool that only a fault starts
     worker_life: Callable[[str, str], None] = worker_process  # the whole life of each of our workers
 
@@ -206,6 +207,7 @@ class System:
                 "tenants": {name: {"weight": weight} for name, weight in shape.tenants.items()},
                 "fleet": shape.fleet,
                 "responses": shape.responses,
+                "batches": shape.batches,
                 "pools": {
                     MODEL: {
                         "models": [MODEL],

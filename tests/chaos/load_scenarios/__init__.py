@@ -10,10 +10,10 @@ otherwise the machine would be measured (``machine_busy_percent`` says how busy 
     sql_away.py SQL stopped, frozen, locked  hostile.py  one against all others
     overflow.py  a hosted API beside ours     hosted_api.py  the API, and its bills
     fleet.py    pools of the controller's size   provider.py  a whole provider gone
-    regions.py  workers behind a leaf node
+    regions.py  workers behind a leaf node   batch_kills.py  a batch of lines under kills
 """
 
-from tests.chaos.load_scenarios import shares, spike, sql_away
+from tests.chaos.load_scenarios import batch_kills, shares, spike, sql_away
 from tests.chaos.load_scenarios.disconnect import DISCONNECT_SHAPE, disconnect
 from tests.chaos.load_scenarios.fleet import SPOT_SHAPE, STEPS_SHAPE, spot_market, steps
 from tests.chaos.load_scenarios.hostile import HOSTILE_SHAPE, hostile
@@ -34,6 +34,13 @@ LOAD_SCENARIOS = {
     "weights": LoadScenario("two tenants of weights 3 and 1", WEIGHTS_SHAPE, shares.weights, 20),
     "light-tenant": LoadScenario("one tenant's spike beside another's few", FAIR_SHAPE, shares.light_tenant, 40),
     "batch": LoadScenario("batch jobs fill every pool", FAIR_SHAPE, shares.batch, 40),
+    "batch-kills": LoadScenario(
+        "a batch of lines over two gateways; workers, gateways, queue, all of it killed",
+        batch_kills.SHAPE,
+        batch_kills.play(batch_kills.KILLS),
+        0,
+        10_000,
+    ),
     "tiers": LoadScenario("a cheap pool dies and comes back", TIERS_SHAPE, tiers, 10, 5),
     "overflow": LoadScenario("our workers full, gone and back beside a hosted API", OVERFLOW_SHAPE, overflow, 10, 3),
     "sql-stopped": LoadScenario(

@@ -63,14 +63,17 @@ class Callers:
         self._system = system
         self._answers = ScriptedAnswers()
         self._rng = random.Random(f"callers {seed}")
-        self._queued: set[str] = set()
+        self.queued: dict[str, str] = {}  # the gateway of each request that was put into the queue
+        self.accounted: set[str] = set()  # further requests, whose rows the scenario itself has judged
+        self.died: set[str] = set()  # with their gateway, before anybody got an answer: they need no row
 
     async def listen(self) -> None:
         """Learn from the queue's own subjects what is put into it, also for those that do not wait for a head."""
         await self._system.bus.subscribe(JOB_SUBJECTS, self._on_job)
 
     async def _on_job(self, message: Msg) -> None:
-        self._queued.add(decode_job(message.data).request_id)
+        job = decode_job(message.data)
+        self.queued[job.request_id] = job.reply_subject.split(".")[1]
 
     async def wait_until_served(self) -> None:
         """Ask until there is an answer: the model's card may still be on its way."""
@@ -157,8 +160,9 @@ class Callers:
     async def _judge_ledger(self, report: Report) -> None:
         """One row per admitted request: those whose head a caller has seen, and those that were put into the queue."""
         by_id = {asked.request_id: asked for asked in self.asked if asked.request_id and asked.record.status == 200}
-        admitted = by_id.keys() | self._queued
+        admitted = (by_id.keys() | self.queued.keys() | self.accounted) - self.died
         rows = {row.request_id: row for row in await settled_rows(self._system.database, admitted)}
+        admitted |= self.died & rows.keys()
         report.attempts_max = max((row.attempts for row in rows.values()), default=0)
         report.accepted, report.ledger_rows = len(admitted), len(rows)
         report.extras["left_before_queued"] = len(rows.keys() - admitted)  # rows without a token, for completeness
