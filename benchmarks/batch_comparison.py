@@ -1,0 +1,281 @@
+"""One batch while its engines die, and whoever feeds it does once: Spillway's ``/v1/batches`` beside LiteLLM's runner.
+
+Both have two scripted engines of the same known speed and the same file of lines. Every ``KILL_PERIOD_S`` one of the
+engine processes gets SIGKILL, in turn, and is started again a second later; in the fault "both" the process that feeds
+the batch gets it, too, once, when a third of the time that the batch takes at best has passed. Spillway has one gateway
+here and nothing set that is not set by default; LiteLLM's side, and what is missing of it, is in
+``peers/litellm_batch.py``. It may have as many lines open as the engines have places (by default it has 4).
+
+Each line in the result files is compared with what the undisturbed engine says: *answered* lines are right and there
+once; *failed* ones stand in the error file; *missing* and *repeated* ones must be none; *submitted*: how often the
+client had to hand in the batch, each time all of it runs again. ``seconds`` from handing in to the end, beside
+``least_s``, what the engines need for it undisturbed.
+
+    python -m benchmarks.batch_comparison [--only spillway|litellm] [--fault engines|both] [--lines 1500]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import openai
+import psutil
+import uvloop
+
+from batches.states import OVER
+from benchmarks.gateway_overhead import machine
+from benchmarks.peers import litellm, pinned
+from benchmarks.peers.two_servers import RESTART_WAIT_S, UNBOUNDED, EngineProcess, EngineServerProcess, EngineShape
+from benchmarks.scripted_answers import ScriptedAnswers
+from benchmarks.spillway_under_test import running
+from spillway.children import die_with_parent, stop_process
+
+PATH: Final = "/v1/chat/completions"
+SHAPE: Final = EngineShape(slots=32, token_ms=50)
+TOKENS: Final = 40
+ENGINES: Final = 2
+KILL_PERIOD_S: Final = 5.0
+FEEDER_DIES_AT: Final = 1 / 3  # of the least time
+LIMIT_S: Final = 600.0
+POLL_S: Final = 0.5
+RETRIES: Final = 20  # of the client, while the gateway is being started again
+FAULTS: Final = ("engines", "both")
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class RunningBatch:
+    """A system with a batch that has been handed in."""
+
+    engines: Sequence[EngineProcess]
+    kill_feeder: Callable[[], Awaitable[None]]
+    wait: Callable[[], Awaitable[tuple[list[Any], list[Any], int]]]  # → lines of both files, times it was submitted
+
+
+def line(number: int) -> dict[str, Any]:
+    """One line of the file."""
+    message = {"role": "user", "content": prompt(number)}
+    body = {"model": "scripted", "max_tokens": 2 * TOKENS, "messages": [message]}
+    return {"custom_id": str(number), "method": "POST", "url": PATH, "body": body}
+
+
+def prompt(number: int) -> str:
+    """What a line asks."""
+    return f"Line {number}: what is there to say? [[tokens={TOKENS}]]"
+
+
+# --- the systems ------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def spillway(folder: Path, lines: bytes) -> AsyncIterator[RunningBatch]:
+    """Spillway with one gateway and two workers."""
+    engine = {
+        "kind": "scripted",
+        "inter_token_s": SHAPE.token_ms / 1000,
+        "max_sequences": SHAPE.slots,
+        "faults_from_prompt": True,
+    }
+    settings = {"models": {"scripted": {}}, "pools": {"engines": {"models": ["scripted"], "engine": engine}}}
+    names = ("worker 1", "worker 2")
+    async with (
+        running(folder, settings, dict.fromkeys(names, "engines")) as system,
+        openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{system.port}/v1", api_key=system.api_key, max_retries=RETRIES
+        ) as client,
+    ):
+        file = await client.files.create(file=("lines.jsonl", lines), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=PATH, completion_window="24h")
+
+        async def kill_feeder() -> None:
+            gateway = system.children["gateway"]
+            os.kill(gateway.pid, signal.SIGKILL)
+            await asyncio.sleep(RESTART_WAIT_S)
+            await gateway.start()
+            await gateway.wait_ready()
+
+        async def wait() -> tuple[list[Any], list[Any], int]:
+            while (found := await client.batches.retrieve(batch.id)).status not in OVER:  # noqa: ASYNC110  # another process
+                await asyncio.sleep(POLL_S)
+            texts = [
+                "" if file_id is None else (await client.files.content(file_id)).text
+                for file_id in (found.output_file_id, found.error_file_id)
+            ]
+            answered, failed = ([json.loads(text) for text in file.splitlines()] for file in texts)
+            return answered, failed, 1
+
+        yield RunningBatch([system.children[name] for name in names], kill_feeder, wait)
+
+
+class _Runner:
+    """The process of ``peers/litellm_batch.py``."""
+
+    def __init__(self, folder: Path, ports: Sequence[int]) -> None:
+        self._log = folder / "litellm.log"
+        python = str(pinned.ENVIRONMENTS / "litellm" / "bin" / "python")
+        self._command = [python, "-m", "benchmarks.peers.litellm_batch", "--store", str(folder)]
+        self._command += ["--ports", ",".join(map(str, ports))]
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start it."""
+        environment = {
+            **os.environ,
+            "LITELLM_LOG": "ERROR",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LITELLM_EXECUTED_BATCH_CONCURRENCY": str(ENGINES * SHAPE.slots),
+        }
+        with self._log.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdout=output,
+                stderr=output,
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+
+@asynccontextmanager
+async def litellm_runner(folder: Path, lines: bytes) -> AsyncIterator[RunningBatch]:
+    """LiteLLM's runner before two engine servers with vLLM's waiting room."""
+    (folder / "lines.jsonl").write_bytes(lines)
+    servers = [EngineServerProcess(folder, SHAPE, UNBOUNDED) for _ in range(ENGINES)]
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            stack.push_async_callback(server.stop)
+            await server.start()
+        for server in servers:
+            await server.wait_ready()
+        runner = _Runner(folder, [server.port for server in servers])
+        await runner.start()
+
+        async def kill_feeder() -> None:
+            assert runner.process is not None
+            runner.process.kill()
+            await runner.process.wait()
+            await asyncio.sleep(RESTART_WAIT_S)
+            await runner.start()
+
+        async def wait() -> tuple[list[Any], list[Any], int]:
+            assert runner.process is not None
+            while await runner.process.wait() == -signal.SIGKILL:  # noqa: ASYNC110  # it is started again
+                await asyncio.sleep(POLL_S)
+            return _litellm_results(folder)
+
+        try:
+            yield RunningBatch(servers, kill_feeder, wait)
+        finally:
+            if runner.process is not None:
+                await stop_process(runner.process, "litellm", RESTART_WAIT_S)
+
+
+def _litellm_results(folder: Path) -> tuple[list[Any], list[Any], int]:
+    paths = [folder / f"{kind}.jsonl" for kind in ("output", "error")]
+    answered, failed = (
+        [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else [] for path in paths
+    )
+    return answered, failed, 1 + len(list(folder.glob("lost-*.json")))
+
+
+SYSTEMS: Final = {"spillway": spillway, "litellm": litellm_runner}
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+async def measure(name: str, fault: str, count: int) -> dict[str, Any]:
+    """One system under one fault."""
+    lines = b"".join(json.dumps(line(number)).encode() + b"\n" for number in range(count))
+    least_s = count * TOKENS * SHAPE.token_ms / 1000 / (ENGINES * SHAPE.slots)
+    with tempfile.TemporaryDirectory(prefix="spillway-batches-") as folder:
+        async with SYSTEMS[name](Path(folder), lines) as batch:
+            kills: Counter[str] = Counter()
+            psutil.cpu_percent()
+            began_s = time.monotonic()
+            killing = asyncio.create_task(_kill_engines(batch, kills))
+            if fault == "both":
+                feeder = asyncio.create_task(_kill_feeder(batch, least_s * FEEDER_DIES_AT, kills))
+            try:
+                async with asyncio.timeout(LIMIT_S):
+                    answered, failed, submitted = await batch.wait()
+            except TimeoutError:
+                return {"over": False, "limit_s": LIMIT_S, "kills": dict(kills), "least_s": round(least_s, 1)}
+            finally:
+                killing.cancel()
+                if fault == "both":
+                    feeder.cancel()
+            seconds, busy = time.monotonic() - began_s, psutil.cpu_percent()
+    figures = {"seconds": round(seconds, 1), "least_s": round(least_s, 1), "submitted": submitted, "kills": dict(kills)}
+    return {**figures, **judge(answered, failed, count), "machine_busy_percent": busy}
+
+
+async def _kill_engines(batch: RunningBatch, kills: Counter[str]) -> None:
+    while True:
+        await asyncio.sleep(KILL_PERIOD_S)
+        engine = batch.engines[kills["engines"] % len(batch.engines)]
+        os.kill(engine.pid, signal.SIGKILL)
+        kills["engines"] += 1
+        await asyncio.sleep(RESTART_WAIT_S)
+        await engine.start()
+        await engine.wait_ready()
+
+
+async def _kill_feeder(batch: RunningBatch, after_s: float, kills: Counter[str]) -> None:
+    await asyncio.sleep(after_s)
+    kills["feeder"] += 1
+    await batch.kill_feeder()
+
+
+def judge(answered: Sequence[Any], failed: Sequence[Any], count: int) -> dict[str, Any]:
+    """Compare with what the undisturbed engine says."""
+    answers = ScriptedAnswers()
+    seen = Counter(one["custom_id"] for one in [*answered, *failed])
+    texts = {one["custom_id"]: one["response"]["body"]["choices"][0]["message"]["content"] for one in answered}
+    right = sum(text == answers.text(prompt(int(name)), TOKENS) for name, text in texts.items())
+    return {
+        "lines": count,
+        "answered": right,
+        "wrong": len(texts) - right,
+        "failed": len(failed),
+        "missing": count - len(seen),
+        "repeated": seen.total() - len(seen),
+        "example": json.dumps(failed[0])[:400] if failed else None,
+    }
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    report: dict[str, Any] = {"benchmark": "batch_comparison", "tokens": TOKENS, "slots": SHAPE.slots, **machine()}
+    names = [arguments.only] if arguments.only else list(SYSTEMS)
+    if "litellm" in names:
+        report["litellm_version"] = await asyncio.to_thread(litellm.install)
+    for fault in [arguments.fault] if arguments.fault else FAULTS:
+        report[fault] = {}
+        for name in names:
+            report[fault][name] = await measure(name, fault, arguments.lines)
+            print(fault, name, report[fault][name], file=sys.stderr, flush=True)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(SYSTEMS))
+    parser.add_argument("--fault", choices=FAULTS)
+    parser.add_argument("--lines", type=int, default=1500)
+    arguments = parser.parse_args()
+    # asyncio ends all processes in order on SIGINT, also where a shell ignores that for us; a SIGTERM shall do no less.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    uvloop.run(main(arguments))
